@@ -1,0 +1,1 @@
+"""Operations behind plain functions, each beside its eager reference."""

@@ -1,0 +1,87 @@
+"""Element-wise operations of a transformer layer, forward and backward, in any dtype on any device.
+
+These are the references that fused kernels are measured against. Arithmetic runs in `wide(dtype)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Dtype for sums over many elements: fp32, or the operand's own where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Root-mean-square norm over the last dimension.
+
+    Args:
+        x: [..., h].
+        weight: [h].
+    Returns:
+        The normed tensor, [..., h], and the reciprocal root mean square, wide [..., 1], for the backward pass.
+
+    Source: Zhang and Sennrich, arXiv:1910.07467.
+    """
+    xw = x.to(wide(x.dtype))
+    rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
+    return (xw * rstd * weight.to(xw.dtype)).to(x.dtype), rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of `rms_norm`: of x, [..., h], and of the weight, wide [h]."""
+    normed = x.to(rstd.dtype) * rstd
+    dyw = dy.to(rstd.dtype)
+    dweight = (dyw * normed).flatten(0, -2).sum(0)
+    dnormed = dyw * weight.to(rstd.dtype)
+    dx = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), dweight
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up, where x is [..., 2 f]: gate, then up. Returns [..., f].
+
+    Source: Shazeer, arXiv:2002.05202.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """Gradient of `swiglu`, [..., 2 f]."""
+    gate, up = x.to(wide(x.dtype)).chunk(2, dim=-1)
+    dyw = dy.to(gate.dtype)
+    sigmoid = torch.sigmoid(gate)
+    dgate = dyw * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((dgate, dyw * gate * sigmoid), dim=-1).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair of channels by the angle of its position (rotary embedding).
+
+    Channel i pairs with channel i + d/2; weights trained with neighbouring pairs must be permuted first. The
+    backward pass is the same turn with -sin.
+
+    Args:
+        x: queries or keys, [s, b, n, d].
+        cos, sin: wide tables of the positions, [s, 1, 1, d/2].
+    Returns:
+        [s, b, n, d] in the dtype of `x`.
+
+    Source: RoFormer, arXiv:2104.09864, section 3.4.
+    """
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rotary_tables(
+    length: int, channels: int, base: float, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * base^(-2 i / channels), each [length, 1, 1, channels / 2] in `dtype`."""
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), base**-exponents)
+    angles = angles[:, None, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)

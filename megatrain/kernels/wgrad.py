@@ -1,0 +1,30 @@
+"""Weight gradient of a linear layer, added in place to a buffer that may be wider than its factors.
+
+On CUDA the product is accumulated in fp32 by the matrix product itself, at the speed of a plain one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """grad += dy^T x.
+
+    Args:
+        grad: [out, in], in the dtype of gradients.
+        dy: gradient of the output, [t, out].
+        x: input, [t, in], in the dtype of `dy`.
+    """
+    if grad.dtype == dy.dtype:
+        grad.addmm_(dy.t(), x)
+    elif grad.is_cuda:
+        torch.addmm(grad, dy.t(), x, out_dtype=grad.dtype, out=grad)
+    else:
+        accumulate_weight_gradient_reference(grad, dy, x)
+
+
+def accumulate_weight_gradient_reference(grad: Tensor, dy: Tensor, x: Tensor) -> None:
+    """The same, with factors widened first."""
+    grad.addmm_(dy.to(grad.dtype).t(), x.to(grad.dtype))

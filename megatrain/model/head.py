@@ -1,0 +1,140 @@
+"""The head and its loss, as one part: norm, logits, cross-entropy and their gradients, chunked over tokens.
+
+The gradient of the loss is known before the forward pass (it follows from the loss mask), so a chunk's logits live
+only as long as the chunk: forward forms the loss, the gradient of the hidden states and, in fused mode, that of the
+weight. In split mode the weight gradient waits with the logits' gradient until the schedule asks for it.
+
+In evaluation only the loss is formed. Padded ids are masked in the softmax.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatrain.kernels.elementwise import wide
+from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.model import functions
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.collectives import all_gather
+from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.tensor import TensorParallel, enter
+from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
+
+_CHUNK_LOGITS = 1 << 27
+"""Logits that one chunk forms at most."""
+
+
+class Head(LaidOutModule):
+    """The last segment.
+
+    Args:
+        norm: layout of the final norm.
+        output: the module that holds the output weight as `weight`: the embedding where they are tied on one stage.
+    """
+
+    norm: Tensor
+
+    def __init__(
+        self,
+        norm: ParamLayout,
+        output: LaidOutModule,
+        *,
+        eps: float,
+        vocab_size: int,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.add_weight("norm", norm, dtype)
+        self.eps = eps
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.output = (output,)  # in a tuple, so that a tied weight is not counted here too
+
+    def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+        """Scaled loss of the micro-batch, a number; adds `lm_loss` and `tokens` to the sums.
+
+        Its gradient is that of info.loss_scale * (mean of the token losses that the mask counts).
+        """
+        x = self._normed(hidden, info)
+        (output,) = self.output
+        assert isinstance(output.weight, Tensor)
+        mask = batch.loss_mask.t().flatten()
+        tokens = mask.sum()
+        token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / tokens.clamp(min=1).to(wide(x.dtype)))
+        losses, scaled = _HeadLoss.apply(
+            x, output.weight, output.weight_grads.get("weight"), batch.labels.t().flatten(), token_scale,
+            self._vocab(output.weight), info,
+        )  # fmt: skip
+        info.sums["lm_loss"] = (losses * mask).sum()
+        info.sums["tokens"] = tokens
+        loss: Tensor = scaled
+        return loss
+
+    def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
+        """Logits of the tokenizer's ids, [s, b, v]: for generation, where they are few."""
+        (output,) = self.output
+        assert isinstance(output.weight, Tensor)
+        x = self._normed(hidden, info)
+        columns = (x @ output.weight.t()).t().contiguous()  # [v/tp, t]
+        logits: Tensor = all_gather(columns, self.tp.group)[: self.vocab_size].t()
+        return logits.view(-1, hidden.shape[1], self.vocab_size)
+
+    def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:
+        normed = functions.rms_norm(hidden, self.norm, self.weight_grads.get("norm"), self.eps, info)
+        return enter(normed, self.tp).flatten(0, 1)  # [t, h]
+
+    def _vocab(self, weight: Tensor) -> VocabShard:
+        return VocabShard(self.tp.group, weight.shape[0], self.vocab_size)
+
+
+class _HeadLoss(Function):
+    """x [t, h], weight [v/tp, h], labels [t], token_scale [t] -> (token losses [t], their scaled sum)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_grad: Tensor | None,
+        labels: Tensor,
+        token_scale: Tensor,
+        vocab: VocabShard,
+        info: PassInfo,
+    ) -> tuple[Tensor, Tensor]:
+        losses, dx = torch.empty_like(token_scale), torch.empty_like(x) if info.is_training else None
+        kept: list[tuple[Tensor, Tensor]] = []
+        chunk = max(1, _CHUNK_LOGITS // vocab.rows)
+        for start in range(0, x.shape[0], chunk):
+            part = slice(start, start + chunk)
+            known = cross_entropy(x[part] @ weight.t(), labels[part], vocab)
+            losses[part] = known.losses
+            if dx is None:
+                continue
+            assert weight_grad is not None
+            dlogits = logits_gradient(known, token_scale[part], x.dtype)
+            torch.mm(dlogits, weight, out=dx[part])
+            if info.splits_backward:
+                kept.append((dlogits, x[part]))
+            else:
+                accumulate_weight_gradient(weight_grad, dlogits, x[part])
+        ctx.save_for_backward(dx)
+        ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
+        ctx.mark_non_differentiable(losses)
+        return losses, (losses * token_scale).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        # In fused mode the weight gradient is formed already, so a loss that is scaled afterwards would be wrong.
+        (dx,) = ctx.saved_tensors
+        weight_grad, kept = ctx.weight_grad, ctx.kept
+        ctx.kept = []
+        for dlogits, x in kept:
+            ctx.info.form_weight_gradient(
+                lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
+            )
+        return dx * grads[1].to(dx.dtype), None, None, None, None, None, None

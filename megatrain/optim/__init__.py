@@ -1,0 +1,1 @@
+"""The optimizer: sharded state, exact norms and clipping, learning-rate schedules."""

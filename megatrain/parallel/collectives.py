@@ -1,0 +1,72 @@
+"""Communication within a `RankGroup`: every function returns at once where the group has one rank.
+
+Nothing here knows autograd; the differentiable forms are in `tensor.py`. This is the one module that calls
+torch.distributed's collectives, so that their changing names are met in one place.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatrain.parallel.grid import RankGroup
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(x: Tensor, group: RankGroup, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+    """Combine `x` over the group, in place; returns `x`."""
+    if group.size > 1:
+        dist.all_reduce(x, op=_OPS[op], group=group.handle)
+    return x
+
+
+def all_gather(x: Tensor, group: RankGroup) -> Tensor:
+    """Join the ranks' tensors along dimension 0: [n, ...] -> [n * size, ...]."""
+    if group.size == 1:
+        return x
+    out = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    all_gather_into(out, x.contiguous(), group)
+    return out
+
+
+def all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> None:
+    """As `all_gather`, into `out`; `x` may be this rank's part of `out`."""
+    if group.size == 1:
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return
+    if not x.is_cuda and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        x = x.clone()  # gloo does not promise to work in place
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames it; torch 2.11 lacks the new name
+        dist.all_gather_into_tensor(out, x, group=group.handle)
+
+
+def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
+    """Sum over the ranks, of which each keeps its part along dimension 0: [n * size, ...] -> [n, ...]."""
+    if group.size == 1:
+        return x
+    assert x.shape[0] % group.size == 0, f"{x.shape[0]} rows do not split over {group.size} ranks"
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def gather_json(value: Any, group: RankGroup, device: torch.device) -> list[Any]:
+    """Every rank's value (anything that JSON holds), in the order of the ranks, on every rank."""
+    if group.size == 1:
+        return [value]
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = all_gather(torch.tensor([text.numel()], device=device), group).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    rows = all_gather(padded[None], group).cpu()
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]

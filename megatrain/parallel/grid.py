@@ -1,0 +1,127 @@
+"""The rank grid: which ranks work together on what.
+
+    world 8, tp 2, dp 2, pp 2:   pp 0: dp 0: ranks 0 1 | dp 1: ranks 2 3      tp groups 01 23 45 67
+                                 pp 1: dp 0: ranks 4 5 | dp 1: ranks 6 7      dp 02 13 46 57, pp 04 15 26 37
+
+`GridShape` computes rank lists and needs no processes; `RankGrid` holds the groups that one rank is in. Ranks are
+numbered as Megatron-LM numbers them: the axis that comes first in `order` varies fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridShape:
+    """Sizes of the axes. The dense grid has ep 1; the expert grid has cp 1, and its own tp and dp."""
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    pp: int = 1
+    order: str = DEFAULT_ORDER
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.ep * self.dp * self.pp
+
+    def rank_lists(self, axes: str) -> list[list[int]]:
+        """Groups whose members vary over `axes` ("tp", "dp-cp"), in the order of `order`, fastest axis first."""
+        names = self.order.split("-")
+        varying = set(axes.split("-"))
+        assert varying <= set(names), f"{axes} is not made of {names}"
+        ranks = np.arange(self.world_size).reshape([getattr(self, name) for name in reversed(names)])
+        places = {name: len(names) - 1 - place for place, name in enumerate(names)}
+        slow_to_fast = [n for n in reversed(names) if n not in varying] + [
+            n for n in reversed(names) if n in varying
+        ]
+        members = int(np.prod([getattr(self, name) for name in varying]))
+        lists: list[list[int]] = (
+            ranks.transpose([places[name] for name in slow_to_fast]).reshape(-1, members).tolist()
+        )
+        return lists
+
+    def embedding_lists(self) -> list[list[int]]:
+        """First and last stage of each pipeline: the ranks that share a tied embedding."""
+        return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.rank_lists("pp")]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that communicate, seen from one of them. `handle` is None at size one, where nothing is sent."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    """Place of this rank in `ranks`."""
+    handle: Any = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """The groups of one rank, one for each axis and combination that something here reduces or sends over."""
+
+    shape: GridShape
+    rank: int
+    world: RankGroup
+    tp: RankGroup
+    dp: RankGroup
+    pp: RankGroup
+    pp_backward: RankGroup
+    """The same ranks as `pp`: gradients travel on a channel of their own, so that neither direction waits for the other."""
+    tp_pp: RankGroup
+    embedding: RankGroup
+    """First and last stage; this rank alone, where it is neither or there is one stage."""
+
+    @classmethod
+    def build(
+        cls, shape: GridShape, rank: int, make_handle: Callable[[Sequence[int]], Any] | None = None
+    ) -> RankGrid:
+        """Make all groups, on every rank in the same order. `make_handle` is called for each list larger than one."""
+        lists = {
+            "world": [list(range(shape.world_size))],
+            "tp": shape.rank_lists("tp"),
+            "dp": shape.rank_lists("dp"),
+            "pp": shape.rank_lists("pp"),
+            "pp_backward": shape.rank_lists("pp"),
+            "tp_pp": shape.rank_lists("tp-pp"),
+            "embedding": shape.embedding_lists(),
+        }
+        groups = {name: _own_group(name, rank_lists, rank, make_handle) for name, rank_lists in lists.items()}
+        return cls(shape=shape, rank=rank, **groups)
+
+    def group(self, name: str) -> RankGroup:
+        """The group of that name, as parameter layouts refer to it."""
+        found: RankGroup = getattr(self, name)
+        return found
+
+
+def _own_group(
+    name: str, rank_lists: list[list[int]], rank: int, make_handle: Callable[[Sequence[int]], Any] | None
+) -> RankGroup:
+    own = RankGroup(name, (rank,), 0)
+    for ranks in rank_lists:
+        handle = make_handle(ranks) if make_handle is not None and len(ranks) > 1 else None
+        if rank in ranks:
+            own = RankGroup(name, tuple(ranks), ranks.index(rank), handle)
+    return own

@@ -1,0 +1,43 @@
+"""Initial weights: each canonical tensor has its own stream of random numbers, so that no layout changes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.kernels.normal import fill_normal, stream_key
+from megatrain.parallel.layout import Box, BoxRange, ParamLayout
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where weights come from before there is a checkpoint."""
+
+    seed: int
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
+        """Fill `out`, of the box's shape and contiguous, with the initial values of that box."""
+        init, piece = layout.init, box.piece
+        if init.std == 0.0:
+            out.fill_(init.mean)
+        else:
+            _fill(out, stream_key(self.seed, piece.name), piece.shape, box.box, 0, init.mean, init.std)
+
+
+def _fill(
+    out: Tensor, key: int, shape: tuple[int, ...], box: Box, first: int, mean: float, std: float
+) -> None:
+    """Dimensions before the last two are walked one by one."""
+    if len(shape) == 1:
+        out, shape, box = out[None], (1, *shape), ((0, 1), *box)
+    if len(shape) == 2:
+        (row, _), (column, _) = box
+        start = first + row * shape[1] + column
+        fill_normal(out, key=key, first=start, row_stride=shape[1], mean=mean, std=std)
+        return
+    size = 1
+    for length in shape[1:]:
+        size *= length
+    for index in range(*box[0]):
+        _fill(out[index - box[0][0]], key, shape[1:], box[1:], first + index * size, mean, std)

@@ -1,0 +1,151 @@
+"""Runs a schedule over a model chunk: a list of segments with the autograd graph cut between them.
+
+    batch -> [embedding] | [layer] | [layer] | [head] -> loss          | is where the graph is cut
+
+The executor knows segments only as callables. Because the graph is cut, it knows when a segment's gradients are
+complete: after its last weight gradient of the step. It then calls `on_segment_done`, and the segment's bucket is
+reduced; no autograd hooks. The same code runs with one stage and many, in training and evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.pipeline.schedule import Action, Kind
+
+
+class Segment(Protocol):
+    """A part of the model. The first one ignores `hidden`; the last one returns the scaled loss of the micro-batch."""
+
+    def __call__(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor: ...
+
+
+@dataclass
+class _Flight:
+    """A micro-batch between its forward and its last backward action."""
+
+    info: PassInfo
+    inputs: list[Tensor | None] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    arrived: Tensor | None = None
+    gradient: Tensor | None = None
+    weight_work: list[list[Callable[[], None]]] = field(default_factory=list)
+
+
+class Executor:
+    """Runs schedules over this rank's segments.
+
+    Args:
+        segments: of this pipeline stage, first to last.
+        grid: its `pp` group carries hidden states, `pp_backward` their gradients.
+        hidden_shape: of what passes between stages, [s/tp, b, h] with sequence parallelism.
+        dtype, device: of the hidden states.
+        on_segment_done: called with a segment's number when its gradients of the step are complete.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        grid: RankGrid,
+        *,
+        hidden_shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_segment_done: Callable[[int], None],
+    ) -> None:
+        self.segments = segments
+        self.grid = grid
+        self.hidden_shape = hidden_shape
+        self.dtype = dtype
+        self.device = device
+        self.on_segment_done = on_segment_done
+
+    def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
+        """Run a schedule; sums for the log stay in the infos."""
+        flights = [_Flight(info) for info in infos]
+        formed = [0] * len(self.segments)
+        sends: list[tuple[Any, Tensor]] = []
+        splits_backward = any(action.kind is Kind.WEIGHT for action in actions)
+        for info in infos:
+            info.splits_backward = splits_backward
+        for action in actions:
+            flight = flights[action.microbatch]
+            match action.kind:
+                case Kind.RECV_FORWARD:
+                    flight.arrived = self._receive(self.grid.pp, -1)
+                case Kind.FORWARD:
+                    self._forward(flight, batches[action.microbatch])
+                case Kind.SEND_FORWARD:
+                    sends.append(self._send(flight.outputs[-1], self.grid.pp, 1))
+                case Kind.RECV_BACKWARD:
+                    flight.gradient = self._receive(self.grid.pp_backward, 1)
+                case Kind.BACKWARD:
+                    self._backward(flight, formed, len(batches))
+                case Kind.SEND_BACKWARD:
+                    assert flight.gradient is not None
+                    sends.append(self._send(flight.gradient, self.grid.pp_backward, -1))
+                case Kind.WEIGHT:
+                    self._form_weights(flight, formed, len(batches))
+        for work, _ in sends:
+            work.wait()
+
+    def _forward(self, flight: _Flight, batch: Batch) -> None:
+        hidden = flight.arrived
+        flight.arrived = None
+        with torch.set_grad_enabled(flight.info.is_training):
+            for segment in self.segments:
+                if hidden is not None and flight.info.is_training:
+                    hidden = hidden.detach().requires_grad_()
+                output = segment(hidden, batch, flight.info)
+                if flight.info.is_training:
+                    flight.inputs.append(hidden)
+                    flight.outputs.append(output)
+                hidden = output
+        if not flight.info.is_training:
+            flight.outputs = [output]
+
+    def _backward(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
+        gradient = flight.gradient
+        for number in reversed(range(len(self.segments))):
+            flight.info.deferred = [] if flight.info.splits_backward else None
+            torch.autograd.backward(flight.outputs.pop(), gradient)
+            hidden = flight.inputs.pop()
+            gradient = hidden.grad if hidden is not None else None
+            if flight.info.deferred is not None:
+                flight.weight_work.append(flight.info.deferred)
+            else:
+                self._count(number, formed, num_microbatches)
+        flight.info.deferred = None
+        flight.gradient = gradient
+
+    def _form_weights(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
+        for number, work in zip(reversed(range(len(self.segments))), flight.weight_work, strict=True):
+            with torch.no_grad():
+                for form in work:
+                    form()
+            self._count(number, formed, num_microbatches)
+        flight.weight_work = []
+
+    def _count(self, number: int, formed: list[int], num_microbatches: int) -> None:
+        formed[number] += 1
+        if formed[number] == num_microbatches:
+            self.on_segment_done(number)
+
+    def _send(self, x: Tensor, group: RankGroup, step: int) -> tuple[Any, Tensor]:
+        x = x.detach().contiguous()  # kept beside the handle: its memory must live until it is sent
+        return dist.isend(x, group.ranks[group.rank + step], group=group.handle), x
+
+    def _receive(self, group: RankGroup, step: int) -> Tensor:
+        x = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+        work = dist.irecv(x, group.ranks[group.rank + step], group=group.handle)
+        assert work is not None
+        work.wait()
+        return x

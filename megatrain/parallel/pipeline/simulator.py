@@ -1,0 +1,86 @@
+"""Runs the schedules of all stages against each other, without tensors: deadlocks, bubble, peak activations.
+
+Sends do not wait; a receive waits for its message, and messages between two stages arrive in the order in which
+they were sent: a receive that names another one than the next is an error, as it would be between real ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatrain.parallel.pipeline.schedule import Action, Kind
+
+_PEERS = {Kind.SEND_FORWARD: 1, Kind.SEND_BACKWARD: -1, Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}
+_SENT_AS = {Kind.RECV_FORWARD: Kind.SEND_FORWARD, Kind.RECV_BACKWARD: Kind.SEND_BACKWARD}
+
+
+class ScheduleError(AssertionError):
+    """A schedule that would deadlock or mix up its messages: a fault of our own code."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a schedule costs."""
+
+    total_time: float
+    """Until the last stage is done, in the units of the costs given."""
+    bubble_fraction: float
+    """Share of all stages' time in which they wait."""
+    peak_activations: tuple[int, ...]
+    """For each stage, how many micro-batches it holds at most between forward and backward."""
+
+
+def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[Kind, float] | None = None) -> Simulation:
+    """Run one schedule a stage. Costs default to F 1, B 2, W 0 and free messages.
+
+    Raises:
+        ScheduleError: a stage waits for a message that never comes, or gets another one.
+    """
+    costs = costs or {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
+    clocks = [0.0] * len(schedules)
+    busy = [0.0] * len(schedules)
+    positions = [0] * len(schedules)
+    held, peaks = [0] * len(schedules), [0] * len(schedules)
+    channels: dict[tuple[int, int, Kind], deque[tuple[Action, float]]] = {}
+    while any(position < len(schedule) for position, schedule in zip(positions, schedules, strict=True)):
+        has_moved = False
+        for stage, schedule in enumerate(schedules):
+            while positions[stage] < len(schedule):
+                action = schedule[positions[stage]]
+                if action.kind in _SENT_AS:
+                    arrived = _take(channels, stage, action)
+                    if arrived is None:
+                        break
+                    clocks[stage] = max(clocks[stage], arrived)
+                cost = costs.get(action.kind, 0.0)
+                clocks[stage] += cost
+                busy[stage] += cost if action.kind not in _PEERS else 0.0
+                held[stage] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+                peaks[stage] = max(peaks[stage], held[stage])
+                if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                    channel = channels.setdefault((stage, stage + _PEERS[action.kind], action.kind), deque())
+                    channel.append((action, clocks[stage]))
+                positions[stage] += 1
+                has_moved = True
+        if not has_moved:
+            waiting = {s: schedules[s][p] for s, p in enumerate(positions) if p < len(schedules[s])}
+            raise ScheduleError(f"deadlock: the stages wait at {waiting}")
+    unread = [message for channel in channels.values() for message in channel]
+    if unread:
+        raise ScheduleError(f"messages that no stage receives: {unread}")
+    total = max(clocks)
+    return Simulation(total, 1 - sum(busy) / (total * len(schedules)) if total else 0.0, tuple(peaks))
+
+
+def _take(
+    channels: dict[tuple[int, int, Kind], deque[tuple[Action, float]]], stage: int, action: Action
+) -> float | None:
+    channel = channels.get((stage + _PEERS[action.kind], stage, _SENT_AS[action.kind]))
+    if not channel:
+        return None
+    sent, time = channel.popleft()
+    if sent.microbatch != action.microbatch:
+        raise ScheduleError(f"stage {stage} wants {action} and gets {sent}")
+    return time

@@ -1,0 +1,213 @@
+"""Tensor and sequence parallelism: linear layers and embeddings split over the tp group, as autograd functions.
+
+                      between the layers           inside attention and MLP
+    without sp        x whole on every rank        columns of the first weight, rows of the second, split by tp
+    with sp           x split along the sequence   the same; the sequence is gathered before, reduced and split after
+
+The conjugate pairs (forward / backward): gather / reduce-scatter, copy / all-reduce, reduce-scatter / gather,
+all-reduce / copy. At tp 1 all of them return their argument. Weight gradients never reach autograd: they are added
+to the views of the gradient buffer, at once or when the schedule says (`PassInfo.form_weight_gradient`).
+
+Sources: Shoeybi et al., arXiv:1909.08053 (tensor), Korthikanti et al., arXiv:2205.05198 (sequence).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megatrain.parallel.grid import RankGroup
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How the layers of a model are split: over which ranks, and whether the sequence is split between them too."""
+
+    group: RankGroup
+    sequence_parallel: bool
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def norm_grad_sum(self) -> str | None:
+        """`grad_sum_group` of weights that work on a sequence split over the ranks."""
+        return self.group.name if self.sequence_parallel and self.size > 1 else None
+
+    def sequence_rows(self, seq_length: int) -> int:
+        """Length of the sequence between layers on this rank."""
+        return seq_length // self.size if self.sequence_parallel else seq_length
+
+
+def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Bring the hidden states into a part that is split by tp: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
+    if tp.size == 1:
+        return x
+    out: Tensor = _Gather.apply(x, tp) if tp.sequence_parallel else _Copy.apply(x, tp)
+    return out
+
+
+def leave(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
+    if tp.size == 1:
+        return x
+    out: Tensor = _ReduceScatter.apply(x, tp) if tp.sequence_parallel else _Reduce.apply(x, tp)
+    return out
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+) -> Tensor:
+    """y = x W^T with the rows of W (columns of the output) split over tp.
+
+    With sp the gathered input is not kept: the backward pass gathers it again.
+
+    Args:
+        x: [s/tp, b, h] with sp, else [s, b, h].
+        weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
+    Returns:
+        [s, b, o/tp].
+    """
+    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, tp, info)
+    return out
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+) -> Tensor:
+    """y = x W^T with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `leave`'s shape."""
+    out: Tensor = leave(_Linear.apply(x, weight, weight_grad, info), tp)
+    return out
+
+
+def vocab_embedding(
+    ids: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+) -> Tensor:
+    """Rows of a table whose vocabulary is split over tp.
+
+    Args:
+        ids: [s, b].
+        weight: this rank's rows, [v/tp, h]; rank r holds the ids from r * v/tp on.
+    Returns:
+        [s/tp, b, h] with sp, else [s, b, h].
+    """
+    local: Tensor = _Embedding.apply(ids, weight, weight_grad, tp.rank * weight.shape[0], info)
+    return leave(local, tp)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return all_gather(x, tp.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grads[0], ctx.tp.group), None
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0].clone(), ctx.tp.group), None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return reduce_scatter(x, tp.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.tp.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:  # noqa: ARG004 (autograd's signature)
+        return all_reduce(x.clone(), tp.group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grads[0], None
+
+
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight_grad, ctx.tp, ctx.info = weight_grad, tp, info
+        whole = all_gather(x, tp.group) if tp.sequence_parallel else x
+        return whole @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        tp: TensorParallel = ctx.tp
+        dy = grads[0]
+        dx = dy @ weight
+        dx = reduce_scatter(dx, tp.group) if tp.sequence_parallel else all_reduce(dx, tp.group)
+        whole = all_gather(x, tp.group) if tp.sequence_parallel else x
+        _form_weight_gradient(ctx.weight_grad, dy, whole, ctx.info)
+        return dx, None, None, None, None
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight_grad, ctx.info = weight_grad, info
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        x, weight = ctx.saved_tensors
+        _form_weight_gradient(ctx.weight_grad, grads[0], x, ctx.info)
+        return grads[0] @ weight, None, None, None
+
+
+def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
+    info.form_weight_gradient(
+        lambda: accumulate_weight_gradient(weight_grad, dy.flatten(0, -2), x.flatten(0, -2))
+    )
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, weight_grad: Tensor | None, first: int, info: PassInfo
+    ) -> Tensor:
+        local = ids - first
+        is_elsewhere = (local < 0) | (local >= weight.shape[0])
+        local = local.masked_fill(is_elsewhere, 0)
+        ctx.save_for_backward(local, is_elsewhere)
+        ctx.weight_grad, ctx.info = weight_grad, info
+        return torch.nn.functional.embedding(local, weight).masked_fill(is_elsewhere[..., None], 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
+        local, is_elsewhere = ctx.saved_tensors
+        weight_grad: Tensor = ctx.weight_grad
+        dy = grads[0].masked_fill(is_elsewhere[..., None], 0).to(weight_grad.dtype).flatten(0, -2)
+        ctx.info.form_weight_gradient(lambda: weight_grad.index_add_(0, local.flatten(), dy))
+        return None, None, None, None, None

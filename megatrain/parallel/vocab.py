@@ -1,0 +1,79 @@
+"""Cross-entropy over a vocabulary that is split over tensor ranks.
+
+Each rank holds some columns of the logits. Three numbers a token cross the ranks: the largest logit, then the sum
+of exponentials and the target's logit together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.elementwise import wide
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGroup
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which ids this rank holds: `rows` of them from `first` on, of which those from `vocab_size` on are padding."""
+
+    group: RankGroup
+    rows: int
+    vocab_size: int
+
+    @property
+    def first(self) -> int:
+        return self.group.rank * self.rows
+
+    @property
+    def num_real(self) -> int:
+        """How many of the rows are ids of the tokenizer."""
+        return min(max(self.vocab_size - self.first, 0), self.rows)
+
+
+class TokenLosses(NamedTuple):
+    """Losses, and what their gradient needs; wide tensors."""
+
+    losses: Tensor
+    """[t]."""
+    probabilities: Tensor
+    """Of this rank's ids, [t, v/tp]; zero for padding."""
+    columns: Tensor
+    """Each label's column here, [t]; 0 where the label is elsewhere."""
+    is_elsewhere: Tensor
+    """Whether another rank holds the label, bool [t]."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLosses:
+    """Loss of each token over the whole vocabulary; uses up `logits`.
+
+    Args:
+        logits: this rank's columns, [t, v/tp]; those of padding are left out of the softmax.
+        labels: ids, [t].
+    """
+    local = labels - vocab.first
+    is_elsewhere = (local < 0) | (local >= vocab.rows)
+    local = local.masked_fill(is_elsewhere, 0)
+    wide_logits = logits.to(wide(logits.dtype))
+    if vocab.num_real < vocab.rows:
+        wide_logits[:, vocab.num_real :] = float("-inf")
+    # A rank that holds padding alone has -inf as its largest logit, which the maximum over the ranks replaces.
+    largest = all_reduce(wide_logits.max(dim=-1).values, vocab.group, "max")
+    shifted = wide_logits - largest[:, None]
+    target = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(is_elsewhere, 0)
+    exponentials = shifted.exp_()
+    sums = all_reduce(torch.stack((exponentials.sum(dim=-1), target)), vocab.group)
+    losses = sums[0].log() - sums[1]
+    return TokenLosses(losses, exponentials.div_(sums[0][:, None]), local, is_elsewhere)
+
+
+def logits_gradient(known: TokenLosses, token_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(p - onehot) * scale of each token, [t, v/tp] in `dtype`; uses up the probabilities."""
+    gradient = known.probabilities.mul_(token_scale[:, None])
+    minus = token_scale.masked_fill(known.is_elsewhere, 0).neg()
+    gradient.scatter_add_(1, known.columns[:, None], minus[:, None])
+    return gradient.to(dtype)
