@@ -1,0 +1,288 @@
+"""`megatrain parity`: the same model under every layout, against one process.
+
+A tiny model in fp64 trains three steps on batches with an uneven loss mask. Compared are the loss and the gradient
+norm of each step, every gradient of the first, and every weight of the last: the largest difference over the
+tensor's largest value must stay within 1e-10. A layout that passes computes the same mathematics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.layout import Box
+from megatrain.tools.parity_faults import FAULTS, planted
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.engine import Engine
+
+TOLERANCE = 1e-10
+NUM_STEPS = 3
+_VOCAB, _SEQ, _MICRO_BATCH, _GLOBAL_BATCH = 101, 16, 1, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One row of the table."""
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    sp: bool = False
+    is_tied: bool = False
+    is_zero1: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp * self.pp
+
+    @property
+    def name(self) -> str:
+        """As a user would say it: `tp2 sp dp2 tied zero1`."""
+        parts = [f"{axis}{size}" for axis, size in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if size > 1]
+        parts += ["sp"] if self.sp else []
+        parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
+        return " ".join(parts)
+
+    def flags(self) -> list[str]:
+        flags = [
+            *("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)),
+            *(["--sequence-parallel"] if self.sp else []),
+            *([] if self.is_tied else ["--untie-embeddings-and-output-weights"]),
+            "--use-distributed-optimizer" if self.is_zero1 else "--no-use-distributed-optimizer",
+        ]
+        return flags
+
+
+LAYOUTS = (
+    Layout(tp=2),
+    Layout(tp=2, is_tied=True),
+    Layout(tp=2, sp=True),
+    Layout(tp=2, sp=True, is_tied=True),
+    Layout(tp=4, sp=True),
+    Layout(dp=2),
+    Layout(dp=2, is_zero1=False, is_tied=True),
+    Layout(dp=4),
+    Layout(dp=8, is_tied=True),
+    Layout(pp=2),
+    Layout(pp=2, is_tied=True),
+    Layout(pp=4, is_tied=True),
+    Layout(tp=2, dp=2),
+    Layout(tp=2, dp=2, sp=True, is_zero1=False),
+    Layout(tp=2, dp=2, sp=True, is_tied=True),
+    Layout(tp=2, pp=2, is_tied=True),
+    Layout(tp=2, pp=2, sp=True),
+    Layout(dp=2, pp=2, is_tied=True),
+    Layout(dp=2, pp=2, is_zero1=False),
+    Layout(tp=2, dp=2, pp=2),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_zero1=False),
+)
+"""What the command checks by default."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a canonical tensor, as one rank holds it."""
+
+    name: str
+    box: Box
+    values: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank found."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: list[Part]
+    weights: list[Part]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a layout is from one process: relative to the largest value of each tensor."""
+
+    loss: float
+    norm: float
+    gradient: float
+    gradient_name: str
+    weight: float
+    weight_name: str
+
+    @property
+    def is_good(self) -> bool:
+        return max(self.loss, self.norm, self.gradient, self.weight) <= TOLERANCE
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The subcommand: prints the table; 0 if every row passes."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    with WorkerPool(8) as pool:
+        if arguments.self_test:
+            is_good = _self_test(pool)
+        else:
+            chosen = [layout for layout in LAYOUTS if all(word in layout.name.split() for word in arguments.layouts)]
+            is_good = bool(chosen) and _print_table(pool, chosen)
+            if not chosen:
+                print(f"no layout has all of: {' '.join(arguments.layouts)}")
+    print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
+    return 0 if is_good else 1
+
+
+def compare(pool: WorkerPool, layout: Layout, *, fault: str | None = None) -> Verdict:
+    """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
+    alone = Layout(is_tied=layout.is_tied)
+    (reference,) = pool.run(1, measure, alone, None)
+    answers = pool.run(layout.world_size, measure, layout, fault)
+    return judge(reference, answers)
+
+
+def judge(reference: Measured, answers: Sequence[Measured]) -> Verdict:
+    """Compare what the ranks found with what one process found. Every element must be held by some rank."""
+    gradient, gradient_name = _furthest(reference.gradients, [p for a in answers for p in a.gradients])
+    weight, weight_name = _furthest(reference.weights, [p for a in answers for p in a.weights])
+    return Verdict(
+        loss=_relative([a.losses for a in answers], reference.losses),
+        norm=_relative([a.norms for a in answers], reference.norms),
+        gradient=gradient,
+        gradient_name=gradient_name,
+        weight=weight,
+        weight_name=weight_name,
+    )
+
+
+def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Measured:
+    """Three steps of the tiny model, as one rank of a layout sees them."""
+    plan = tiny_plan(layout, world_size)
+    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    grid = RankGrid.build(shape, rank, lambda ranks: dist.new_group(list(ranks)))
+    with planted(fault):
+        engine = Engine(plan, grid, torch.device("cpu"))
+        engine.initialize()
+        batches = [list(own_batches(step, grid.dp.rank, layout.dp)) for step in range(NUM_STEPS)]
+        engine.accumulate_gradients(batches[0])
+        gradients = _gradients(engine)
+        engine.buffers.gradients.zero_()
+        reports = [engine.step(batches[step], lr=plan.config.optimizer.lr) for step in range(NUM_STEPS)]
+    return Measured([r.lm_loss for r in reports], [r.grad_norm for r in reports], gradients, _weights(engine))
+
+
+def tiny_plan(layout: Layout, world_size: int) -> Plan:
+    """Four layers with grouped queries, a vocabulary that no tensor-parallel size divides, and clipping at work."""
+    flags = [
+        *"--num-layers 4 --hidden-size 32 --num-attention-heads 8 --group-query-attention --num-query-groups 4".split(),
+        *"--ffn-hidden-size 48 --normalization RMSNorm --swiglu --position-embedding-type rope".split(),
+        *"--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1".split(),
+        *f"--seq-length {_SEQ} --mock-data --tokenizer-type NullTokenizer --vocab-size {_VOCAB}".split(),
+        *f"--micro-batch-size {_MICRO_BATCH} --global-batch-size {_GLOBAL_BATCH} --train-iters {NUM_STEPS}".split(),
+        *"--lr 1e-2 --weight-decay 0.1 --clip-grad 0.5 --params-dtype float64 --device cpu".split(),
+        *layout.flags(),
+    ]
+    return resolve(parse(flags), Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1))
+
+
+def own_batches(step: int, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+    """This replica's micro-batches of a global batch that is the same under every layout; a third of the mask is 0."""
+    rng = np.random.default_rng(step)
+    tokens = torch.from_numpy(rng.integers(0, _VOCAB, (_GLOBAL_BATCH, _SEQ + 1)))
+    mask = torch.from_numpy((rng.random((_GLOBAL_BATCH, _SEQ)) < 0.67).astype(np.float32))
+    for first in range(dp_rank * _MICRO_BATCH, _GLOBAL_BATCH, dp_size * _MICRO_BATCH):
+        rows = slice(first, first + _MICRO_BATCH)
+        yield Batch(
+            tokens=tokens[rows, :-1].contiguous(),
+            labels=tokens[rows, 1:].contiguous(),
+            loss_mask=mask[rows],
+            position_ids=torch.arange(_SEQ).expand(_MICRO_BATCH, -1),
+        )
+
+
+def _gradients(engine: Engine) -> list[Part]:
+    """The summed gradients, of the shards whose sums this rank has."""
+    parts = []
+    for shard in engine.buffers.shards:
+        flat = engine.buffers.gradients[shard.start : shard.stop]
+        for _, box, place in shard.owned():
+            parts.append(Part(box.piece.name, box.box, flat[place].view(box.shape).numpy().copy()))
+    return parts
+
+
+def _weights(engine: Engine) -> list[Part]:
+    """The weights that the model computes with: every copy, not only what this rank's optimizer owns."""
+    parts = []
+    for bucket in engine.buffers.buckets:
+        for placed in bucket.placed:
+            flat = engine.buffers.weights[placed.start : placed.stop]
+            for box in placed.entry.layout.ranges(0, flat.numel()):
+                values = flat[box.offset : box.offset + box.numel].view(box.shape)
+                parts.append(Part(box.piece.name, box.box, values.detach().numpy().copy()))
+    return parts
+
+
+def _furthest(reference: Sequence[Part], parts: Sequence[Part]) -> tuple[float, str]:
+    whole: dict[str, npt.NDArray[np.float64]] = {}
+    for part in reference:
+        shape = tuple(max(p.box[d][1] for p in reference if p.name == part.name) for d in range(len(part.box)))
+        whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values
+    is_seen = {name: np.zeros(values.shape, dtype=bool) for name, values in whole.items()}
+    worst, worst_name = 0.0, "-"
+    for part in parts:
+        expected = whole[part.name][_slices(part.box)]
+        is_seen[part.name][_slices(part.box)] = True
+        error = float(np.max(np.abs(part.values - expected)) / max(np.max(np.abs(whole[part.name])), 1e-300))
+        if not error <= worst:
+            worst, worst_name = error if error == error else float("inf"), part.name
+    missing = [name for name, seen in is_seen.items() if not seen.all()]
+    return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _relative(found: Any, expected: Any) -> float:
+    error = np.max(np.abs(np.asarray(found) - np.asarray(expected)) / np.abs(np.asarray(expected)))
+    return float(error) if error == error else float("inf")
+
+
+def _print_table(pool: WorkerPool, layouts: Sequence[Layout]) -> bool:
+    width = max(len(layout.name) for layout in layouts)
+    print(f"against one process in fp64, {NUM_STEPS} steps; largest relative difference, at most {TOLERANCE:g} passes")
+    print(f"{'layout':<{width}}  ranks  loss     norm     gradient weight           seconds")
+    is_good = True
+    for layout in layouts:
+        began = time.perf_counter()
+        verdict = compare(pool, layout)
+        is_good &= verdict.is_good
+        seconds = time.perf_counter() - began
+        words = "pass" if verdict.is_good else f"FAIL  gradient {verdict.gradient_name}, weight {verdict.weight_name}"
+        print(
+            f"{layout.name:<{width}}  {layout.world_size:5d}  {verdict.loss:.1e}  {verdict.norm:.1e}  "
+            f"{verdict.gradient:.1e}  {verdict.weight:.1e}  {seconds:7.1f}  {words}",
+            flush=True,
+        )
+    return is_good
+
+
+def _self_test(pool: WorkerPool) -> bool:
+    """Plant each known fault, which the comparison must find."""
+    print("planted faults: each must be found")
+    is_good = True
+    for name, fault in FAULTS.items():
+        layout = Layout(**fault.layout)
+        verdict = compare(pool, layout, fault=name)
+        is_good &= not verdict.is_good
+        print(f"{name:<44} {layout.name:<24} {'found' if not verdict.is_good else 'MISSED'}", flush=True)
+    return is_good

@@ -1,0 +1,89 @@
+"""Faults that parity must find, to be planted in the ranks of a layout: the classic ones of such systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from megatrain.optim.sharded import ShardedAdamw
+from megatrain.parallel import tensor
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.data import DataParallel
+from megatrain.training import engine
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is broken while the context lasts, and the layout (arguments of `parity.Layout`) in which it shows."""
+
+    plant: Callable[[], AbstractContextManager[Any]]
+    layout: dict[str, Any]
+
+
+def planted(name: str | None) -> AbstractContextManager[Any]:
+    """The context in which a fault is at work; nothing where `name` is None."""
+    return nullcontext() if name is None else FAULTS[name].plant()
+
+
+def _dropped_all_reduce() -> AbstractContextManager[Any]:
+    return mock.patch.object(tensor, "all_reduce", lambda x, _group: x)
+
+
+def _wrong_scale() -> AbstractContextManager[Any]:
+    def doubled(**values: Any) -> PassInfo:
+        return PassInfo(**{**values, "loss_scale": 2 * values["loss_scale"]})
+
+    return mock.patch.object(engine, "PassInfo", doubled)
+
+
+def _stale_gather() -> AbstractContextManager[Any]:
+    gather = DataParallel.gather_weights
+    calls: list[None] = []
+
+    def only_at_start(self: DataParallel) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            gather(self)
+
+    return mock.patch.object(DataParallel, "gather_weights", only_at_start)
+
+
+@contextmanager
+def _double_counted_norm() -> Iterator[None]:
+    def all_of_them(self: ShardedAdamw) -> list[Any]:
+        buffers = self.buffers
+        return [buffers.gradients[shard.start : shard.stop] for shard in buffers.shards]
+
+    with mock.patch.object(ShardedAdamw, "_gradients_counted_here", all_of_them):
+        yield
+
+
+def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    def plant() -> AbstractContextManager[Any]:
+        sum_partial = DataParallel.sum_partial_gradients
+
+        def skipping(self: DataParallel) -> None:
+            with mock.patch("megatrain.parallel.data.all_reduce", lambda x, group: _unless(x, group)):
+                sum_partial(self)
+
+        def _unless(x: Any, group: Any) -> Any:
+            from megatrain.parallel.collectives import all_reduce
+
+            return x if group.name == name else all_reduce(x, group)
+
+        return mock.patch.object(DataParallel, "sum_partial_gradients", skipping)
+
+    return plant
+
+
+FAULTS = {
+    "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
+    "wrong scale": Fault(_wrong_scale, {"dp": 2}),
+    "stale gather": Fault(_stale_gather, {"dp": 2}),
+    "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
+    "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
+    "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
+}

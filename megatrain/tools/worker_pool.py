@@ -1,0 +1,144 @@
+"""Worker processes that stay alive over many jobs, each job a small distributed run over gloo.
+
+    with WorkerPool(8) as pool:
+        answers = pool.run(4, function, argument)     function(rank, world_size, argument) on ranks 0 to 3
+
+Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
+Each job has process groups of its own, so that worlds of any size follow one another. A job that fails or takes too
+long ends all workers; the next job gets new ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megatrain.config.errors import MegatrainError
+
+
+class WorkerError(MegatrainError):
+    """A job failed on a rank; the message holds its traceback."""
+
+
+class WorkerPool:
+    """Up to `size` processes for jobs, forked when the first job needs them.
+
+    Args:
+        size: largest world of a job.
+        timeout_seconds: after which a job counts as hung.
+    """
+
+    def __init__(self, size: int, *, timeout_seconds: float = 120.0) -> None:
+        self.size = size
+        self.timeout_seconds = timeout_seconds
+        self._workers: list[tuple[Any, Connection[Any, Any]]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="megatrain-workers-")
+        self._num_jobs = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(rank, world_size, *arguments)` on as many ranks; returns their answers by rank.
+
+        Raises:
+            WorkerError: a rank raised, died or took too long.
+        """
+        assert world_size <= self.size, f"a pool of {self.size} cannot run {world_size} ranks"
+        if not self._workers:
+            self._fork()
+        self._num_jobs += 1
+        store = Path(self._folder.name) / f"job-{self._num_jobs}"
+        connections = [connection for _, connection in self._workers[:world_size]]
+        for rank, connection in enumerate(connections):
+            connection.send((rank, world_size, str(store), function, arguments))
+        answers: dict[int, Any] = {}
+        while len(answers) < world_size:
+            pending = {id(c): rank for rank, c in enumerate(connections) if rank not in answers}
+            ready = wait([c for c in connections if id(c) in pending], timeout=self.timeout_seconds)
+            if not ready:
+                self._kill()
+                late = ", ".join(str(rank) for rank in pending.values())
+                raise WorkerError(f"ranks {late} did not end in {self.timeout_seconds} s", fix="look for a deadlock")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending[id(connection)]
+                answers[rank] = self._answer(rank, connection)
+        return [answers[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.join(timeout=5)
+        self._kill()
+        self._folder.cleanup()
+
+    def _answer(self, rank: int, connection: Connection[Any, Any]) -> Any:
+        try:
+            is_good, answer = connection.recv()
+        except EOFError:
+            is_good, answer = False, "the process died"
+        if not is_good:
+            self._kill()
+            raise WorkerError(f"rank {rank} failed:\n{answer}", fix="see the traceback")
+        return answer
+
+    def _fork(self) -> None:
+        torch.set_num_threads(1)  # a fork from a process with torch's threads hangs
+        context = multiprocessing.get_context("fork")
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, [c for _, c in self._workers] + [ours]), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _kill(self) -> None:
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers = []
+
+
+def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]]) -> None:
+    """A worker's life: jobs until the parent closes the connection."""
+    for other in inherited:
+        other.close()
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, store, function, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            if world_size > 1:
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.FileStore(store, world_size),
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(minutes=1),
+                )
+            answer = function(rank, world_size, *arguments)
+            if world_size > 1:
+                dist.barrier()
+                dist.destroy_process_group()
+            connection.send((True, answer))
+        except BaseException:  # noqa: BLE001 (whatever it was, the parent must hear of it)
+            connection.send((False, traceback.format_exc()))
+            os._exit(1)

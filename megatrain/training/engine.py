@@ -1,0 +1,161 @@
+"""The engine: model, memory, optimizer and executor of one rank, put together. Its `step` is what training is.
+
+    batches ─> executor (forward, backward, buckets reduced) ─> norm ─> AdamW ─> weights gathered ─> StepReport
+
+Every layout runs this same step; parity checks it, the loop repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.config import Plan
+from megatrain.model.gpt import Model, build_model
+from megatrain.model.specs import gpt_spec
+from megatrain.optim.schedule import LearningRate
+from megatrain.optim.sharded import AdamwConfig, ShardedAdamw
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.data import DataParallel
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step did, equal on all ranks."""
+
+    lm_loss: float
+    """Sum of the token losses that the mask counts over their number, of the whole global batch."""
+    grad_norm: float
+    """Before clipping."""
+    is_finite: bool
+    """False: nothing was updated."""
+
+
+class Engine:
+    """Everything that one rank computes with.
+
+    Args:
+        plan: what to build.
+        grid: this rank's groups.
+        device: where everything lives.
+    """
+
+    def __init__(self, plan: Plan, grid: RankGrid, device: torch.device) -> None:
+        self.plan = plan
+        self.grid = grid
+        self.device = device
+        config, derived = plan.config, plan.derived
+        dtype, main_dtype = getattr(torch, derived.params_dtype), getattr(torch, derived.main_dtype)
+        self.model = build_model_of(plan, grid, device)
+        is_sharded = config.parallel.use_distributed_optimizer
+        self.shard_group = grid.dp if is_sharded else RankGroup("own", (grid.rank,), 0)
+        self.buffers = FlatBuffers(
+            self.model.registry,
+            shard_group=self.shard_group,
+            weight_dtype=dtype,
+            grad_dtype=main_dtype,
+            device=device,
+        )
+        self.data_parallel = DataParallel(self.buffers, grid, self.shard_group)
+        self.optimizer = ShardedAdamw(
+            self.data_parallel,
+            AdamwConfig(
+                beta1=config.optimizer.adam_beta1,
+                beta2=config.optimizer.adam_beta2,
+                eps=config.optimizer.adam_eps,
+                weight_decay=config.optimizer.weight_decay,
+                clip_grad=config.optimizer.clip_grad,
+            ),
+            main_dtype=main_dtype,
+        )
+        rows = self.model.tp.sequence_rows(config.data.seq_length)
+        self.executor = Executor(
+            self.model.segments,
+            grid,
+            hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
+            dtype=dtype,
+            device=device,
+            on_segment_done=self.data_parallel.reduce_segment,
+        )
+
+    def initialize(self) -> None:
+        """Draw the initial weights."""
+        self.optimizer.fill("weight", InitialWeights(self.plan.config.training.seed))
+        self.optimizer.publish_weights()
+
+    def step(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
+        """One optimizer step over this rank's micro-batches of the global batch."""
+        lm_loss = self.accumulate_gradients(batches)
+        norm = self.optimizer.gradient_norm()
+        grad_norm = norm.item()
+        is_finite = grad_norm - grad_norm == 0.0
+        if is_finite:
+            self.optimizer.step(lr=lr, norm=norm)
+        self.buffers.gradients.zero_()
+        return StepReport(lm_loss=lm_loss, grad_norm=grad_norm, is_finite=is_finite)
+
+    def accumulate_gradients(self, batches: Sequence[Batch]) -> float:
+        """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch."""
+        pp = self.grid.pp
+        # Losses are scaled such that plain sums over micro-batches and replicas give the mean.
+        scale = 1.0 / (len(batches) * self.grid.dp.size)
+        infos = [PassInfo(microbatch=number, loss_scale=scale) for number in range(len(batches))]
+        self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+        self.data_parallel.sum_partial_gradients()
+        return mean_loss(self._summed(infos))
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """Sum of the token losses and number of tokens over the batch of all replicas, wide [2]."""
+        pp = self.grid.pp
+        infos = [PassInfo(microbatch=number, is_training=False) for number in range(len(batches))]
+        self.executor.run(forward_only(pp.rank, pp.size, len(batches)), batches, infos)
+        return self._summed(infos)
+
+    def _summed(self, infos: Sequence[PassInfo]) -> Tensor:
+        """Loss and token sums over micro-batches and replicas, from the last stage to all: [2] in fp64."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for info in infos:
+            if info.sums:
+                sums += torch.stack([info.sums["lm_loss"].double(), info.sums["tokens"].double()])
+        return all_reduce(all_reduce(sums, self.grid.dp), self.grid.pp)
+
+
+def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
+    """The model that a plan describes, without memory."""
+    config = plan.config
+    return build_model(
+        gpt_spec(config.model, vocab_size=plan.derived.vocab_size),
+        grid,
+        seq_length=config.data.seq_length,
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=getattr(torch, plan.derived.params_dtype),
+        device=device,
+    )
+
+
+def learning_rate_of(plan: Plan) -> LearningRate:
+    """The schedule that a plan describes."""
+    schedule, derived = plan.config.schedule, plan.derived
+    return LearningRate(
+        style=schedule.lr_decay_style,
+        peak=plan.config.optimizer.lr,
+        floor=schedule.min_lr,
+        init=schedule.lr_warmup_init,
+        warmup_samples=derived.lr_warmup_samples,
+        decay_samples=derived.lr_decay_samples,
+    )
+
+
+def mean_loss(sums: Tensor) -> float:
+    """Loss a token from the sums that `Engine.evaluate` returns."""
+    loss, tokens = sums.tolist()
+    return float(loss / max(tokens, 1.0))

@@ -1,0 +1,105 @@
+"""Gathers the facts that a plan rests on: devices, the tokenizer, the checkpoint, installed libraries.
+
+What is wrong with a file becomes a problem among the others; nothing here stops the run by itself, except that
+`--load` finds no valid checkpoint.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint import find_checkpoints, read_manifest
+from megatrain.config import Facts, Request, StoredRun
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.tokenizer import load_tokenizer
+
+_LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "transformer_engine", "flash-attn", "flash-attn-4", "liger-kernel")
+
+
+def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
+    """Everything that `resolve` needs to know about the world. Open and invalid settings are passed over.
+
+    Raises:
+        NoCheckpointError: `--load` was given and holds no valid checkpoint, and starting fresh was not allowed.
+    """
+    problems: list[Problem] = []
+    found: dict[str, Any] = {}
+    try:
+        found |= _tokenizer_facts(request)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        for prefix in request.known("data.data_path") or ():
+            IndexedDataset(prefix)
+    except ConfigError as error:
+        problems += error.problems
+    has_cuda = torch.cuda.is_available()
+    return Facts(
+        world_size=environment.world_size,
+        device="cuda" if has_cuda else "cpu",
+        device_name=torch.cuda.get_device_name() if has_cuda else None,
+        devices_per_node=torch.cuda.device_count() if has_cuda else None,
+        ranks_per_node=environment.local_world_size,
+        checkpoint=stored_run(request),
+        data_problems=tuple(problems),
+        libraries=_libraries(),
+        **found,
+    )
+
+
+def stored_run(request: Request) -> StoredRun | None:
+    """The newest valid checkpoint that `--load` names, or None where the run starts fresh."""
+    load, save = request.known("checkpoint.load"), request.known("checkpoint.save")
+    if load is None:
+        return None
+    candidates = find_checkpoints(load)
+    for candidate in candidates:
+        if candidate.problem is None:
+            manifest = read_manifest(candidate.path)
+            return StoredRun(
+                path=str(candidate.path),
+                iteration=manifest.iteration,
+                consumed_train_samples=manifest.consumed_train_samples,
+                config=manifest.config,
+                tokenizer_fingerprint=manifest.state.get("tokenizer_fingerprint"),
+            )
+    is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
+    may_start = request.known("checkpoint.load_or_start") or is_first_run
+    if may_start and not candidates and not request.known("checkpoint.exit_on_missing_checkpoint"):
+        return None
+    reasons = "".join(f"\n  {c.path}: {c.problem}" for c in candidates)
+    raise NoCheckpointError(
+        f"--load {load} holds no valid checkpoint{reasons}",
+        fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without --load, "
+        "or with --load-or-start",
+    )
+
+
+def _tokenizer_facts(request: Request) -> dict[str, Any]:
+    kind = request.known("tokenizer.tokenizer_type")
+    model = request.known("tokenizer.tokenizer_model")
+    vocab_size = request.known("tokenizer.vocab_size")
+    if kind is None or (kind == "HuggingFaceTokenizer" and model is None) or (kind == "NullTokenizer" and not vocab_size):
+        return {}
+    tokenizer = load_tokenizer(kind, model, vocab_size)
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
+
+
+def _libraries() -> dict[str, str]:
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

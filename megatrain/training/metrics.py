@@ -1,0 +1,103 @@
+"""What a run shows: Megatron-LM's log line, `metrics.jsonl` as the source of truth, and `status.json` at the end.
+
+The log line's columns stand in Megatron-LM's order, which people's scripts parse; tokens/s and MFU are added behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "H800": 989.0, "A100": 312.0, "B200": 2250.0}
+"""Dense bf16 matrix rate of a GPU in 10^12 operations a second, from NVIDIA's data sheets (SXM)."""
+
+
+def peak_tflops(device_name: str | None) -> float | None:
+    """Peak rate of the GPU by its name; None where it is not known, as on a CPU."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if device_name and name in device_name), None)
+
+
+class MetricsFile:
+    """Appends one JSON object a line. Lines past the iteration that a run resumes from are cut first."""
+
+    def __init__(self, path: Path, *, resumed_iteration: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_up_to(path, resumed_iteration) if path.exists() and resumed_iteration else []
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Append an object; numbers that JSON lacks become null."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps(finite) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _lines_up_to(path: Path, iteration: int) -> list[str]:
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            number = json.loads(line)["iteration"]
+        except (ValueError, KeyError):
+            break  # the run was killed while it wrote this line
+        if number <= iteration:
+            kept.append(line)
+    return kept
+
+
+def write_status(folder: Path, *, exit_code: int, reason: str, iteration: int) -> None:
+    """`status.json`: the exit code that a launcher such as torchrun hides."""
+    folder.mkdir(parents=True, exist_ok=True)
+    status = {
+        "exit_code": exit_code,
+        "reason": reason,
+        "iteration": iteration,
+        "pid": os.getpid(),
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    temporary = folder / "status.json.tmp"
+    temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
+    temporary.replace(folder / "status.json")
+
+
+def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int, num_skipped: int) -> str:
+    """The line of one iteration. `values` is what `metrics.jsonl` gets for it."""
+    now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, as people read it)
+    parts = [
+        f" [{now}] iteration {values['iteration']:8d}/{train_iters:8d}",
+        f"consumed samples: {values['consumed_samples']:12d}",
+        f"elapsed time per iteration (ms): {values['iteration_ms']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {values['tflops_per_gpu']:.1f}",
+        f"learning rate: {values['learning_rate']:.6E}",
+        f"global batch size: {global_batch_size:5d}",
+        f"lm loss: {values['lm_loss']:.6E}",
+        "loss scale: 1.0",
+        f"grad norm: {values['grad_norm']:.3f}",
+        f"number of skipped iterations: {num_skipped:3d}",
+        f"number of nan iterations: {0:3d}",
+        f"tokens/s/GPU: {values['tokens_per_second_per_gpu']:.0f}",
+    ]
+    if values["mfu"] is not None:
+        parts.append(f"MFU: {100 * values['mfu']:.1f} %")
+    return " | ".join(parts) + " |"
+
+
+def max_memory_bytes(device: torch.device) -> int:
+    """Largest memory held so far: by tensors on a GPU, by the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024

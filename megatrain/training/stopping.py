@@ -1,0 +1,52 @@
+"""Reasons to end before the target: signals, a time limit, an interval. The ranks agree on them after each step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGroup
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Remembers what asked for the end. A second signal ends the process at once, as it would without this class."""
+
+    def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
+        self.exit_interval = exit_interval
+        self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
+        self.signal_number = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Catch the signals that schedulers and users send."""
+        former = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def reason(self, iteration: int, world: RankGroup, device: torch.device) -> str | None:
+        """Why to stop after this iteration, equal on all ranks; None: go on."""
+        is_late = self.deadline is not None and time.monotonic() >= self.deadline
+        flags = torch.tensor([self.signal_number, int(is_late)], device=device)
+        number, is_late = all_reduce(flags, world, "max").tolist()
+        if number:
+            return f"signal {signal.Signals(number).name}"
+        if is_late:
+            return "--exit-duration-in-mins is over"
+        if self.exit_interval and iteration % self.exit_interval == 0:
+            return f"--exit-interval {self.exit_interval}"
+        return None
+
+    def _remember(self, number: int, _frame: FrameType | None) -> None:
+        self.signal_number = number
+        signal.signal(number, signal.SIG_DFL)

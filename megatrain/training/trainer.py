@@ -1,0 +1,278 @@
+"""The loop around the engine's step: data in, log lines and checkpoints out, evaluation in between.
+
+    resume ─> [ batches ─> step ─> log ─> evaluate? ─> save? ─> stop? ] ... ─> save ─> last evaluation
+
+Exit codes: 0 the target is reached, 75 stopped early after saving (the same command goes on).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint import load_checkpoint, save_checkpoint
+from megatrain.config import render_plan, to_yaml
+from megatrain.config.errors import MegatrainError
+from megatrain.data.build import build_splits
+from megatrain.data.gpt import GptSamples
+from megatrain.data.loader import BatchLoader
+from megatrain.data.tokenizer import load_tokenizer
+from megatrain.training.engine import Engine, StepReport, learning_rate_of, mean_loss
+from megatrain.training.launch import Ranks
+from megatrain.training.metrics import (
+    MetricsFile,
+    log_line,
+    max_memory_bytes,
+    peak_tflops,
+    write_status,
+)
+from megatrain.training.stopping import StopRequest
+
+REACHED, STOPPED_EARLY = 0, 75
+
+
+class Trainer:
+    """One run on one rank."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.plan = ranks.plan
+        self.config, self.derived = ranks.plan.config, ranks.plan.derived
+        self.iteration = 0
+        self.consumed_train_samples = 0
+        self.consumed_valid_samples = 0
+        self.num_skipped = 0
+        self.save_folder = Path(self.config.checkpoint.save) if self.config.checkpoint.save else None
+        self._say(render_plan(self.plan))
+        self.engine = Engine(self.plan, ranks.grid, ranks.device)
+        self.learning_rate = learning_rate_of(self.plan)
+        self.loaders = self._build_loaders()
+        self.metrics: MetricsFile | None = None
+        self.shown: list[dict[str, Any]] = []
+        self.clock = time.perf_counter()
+
+    def resume(self) -> None:
+        """Take the state from `--load`, or draw the initial weights."""
+        load = self.config.checkpoint.load
+        if self.ranks.facts.checkpoint is None:
+            if load is not None:
+                self._say(f"> {load} holds no checkpoint yet: starting fresh")
+            self.engine.initialize()
+            return
+        assert load is not None
+        loaded = load_checkpoint(
+            Path(load),
+            self.engine.optimizer,
+            self.ranks.grid,
+            self.ranks.device,
+            with_optimizer=not self.config.checkpoint.no_load_optim,
+        )
+        for line in loaded.skipped:
+            self._say(f"> passed over {line}")
+        self.iteration = loaded.iteration
+        self.consumed_train_samples = loaded.consumed_train_samples
+        self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+        self.num_skipped = loaded.state["num_skipped"]
+        self._say(f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed")
+
+    def train(self) -> int:
+        """Run to the target or until something asks for the end; returns the exit code."""
+        start = self.iteration
+        self._open_outputs()
+        stop = StopRequest(
+            exit_interval=self.config.resilience.exit_interval,
+            exit_duration_in_mins=self.config.resilience.exit_duration_in_mins,
+        )
+        reason = None
+        if self.config.training.eval_at_start and start == 0:
+            self._evaluate("valid", self.consumed_valid_samples)
+        with stop.listening():
+            self.clock = time.perf_counter()
+            while self.iteration < self.derived.train_iters and reason is None:
+                self._iterate(is_first=self.iteration == start)
+                self._evaluate_if_due()
+                reason = stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
+                if self._is_save_due(is_stopping=reason is not None):
+                    self._save()
+        is_reached = self.iteration >= self.derived.train_iters
+        if is_reached:
+            reason = "the target was reached before" if start == self.iteration else "the target is reached"
+        return self._end(REACHED if is_reached else STOPPED_EARLY, reason or "")
+
+    @property
+    def _is_last(self) -> bool:
+        return self.iteration >= self.derived.train_iters
+
+    def _iterate(self, *, is_first: bool) -> None:
+        """One step and what it shows."""
+        batches = self.loaders["train"].microbatches(self.consumed_train_samples, self.derived.num_microbatches)
+        lr = self.learning_rate.at(self.consumed_train_samples)
+        report = self.engine.step(batches, lr=lr)
+        self.iteration += 1
+        self.consumed_train_samples += self.config.training.global_batch_size
+        if not report.is_finite or not math.isfinite(report.lm_loss):
+            first = self.consumed_train_samples - self.config.training.global_batch_size
+            raise MegatrainError(
+                f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}",
+                fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "
+                f"samples {first} to {self.consumed_train_samples - 1}",
+            )
+        self._show(report, lr, is_first=is_first)
+
+    def _show(self, report: StepReport, lr: float, *, is_first: bool) -> None:
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        tokens_per_second = self.derived.tokens_per_iteration / seconds / self.derived.world_size
+        tflops = self.derived.flops_per_iteration / seconds / self.derived.world_size / 1e12
+        peak = peak_tflops(self.ranks.facts.device_name) if self.ranks.device.type == "cuda" else None
+        values: dict[str, Any] = {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_train_samples,
+            "lm_loss": report.lm_loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": lr,
+            "iteration_ms": 1000 * seconds,
+            "tokens_per_second_per_gpu": tokens_per_second,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / peak if peak else None,
+            "max_memory_bytes": max_memory_bytes(self.ranks.device),
+            "skipped": self.num_skipped,
+        }
+        if self.metrics is not None:
+            self.metrics.write(values)
+        self.shown.append(values)
+        if is_first or self._is_last or self.iteration % self.config.logging.log_interval == 0:
+            line = log_line(
+                averaged(self.shown),
+                train_iters=self.derived.train_iters,
+                global_batch_size=self.config.training.global_batch_size,
+                num_skipped=self.num_skipped,
+            )
+            self._say(line)
+            self.shown = []
+
+    def _evaluate_if_due(self) -> None:
+        interval = self.config.training.eval_interval
+        if self._is_last or (interval is not None and self.iteration % interval == 0):
+            self.consumed_valid_samples = self._evaluate("valid", self.consumed_valid_samples)
+        if self._is_last:
+            self._evaluate("test", 0)
+        self.clock = time.perf_counter()
+
+    def _evaluate(self, split: str, consumed_samples: int) -> int:
+        """Loss over the next `eval_iters` batches of a split; returns the samples consumed then."""
+        loader = self.loaders.get(split)
+        if loader is None:
+            return consumed_samples
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        for _ in range(self.config.training.eval_iters):
+            sums += self.engine.evaluate(loader.microbatches(consumed_samples, self.derived.num_microbatches))
+            consumed_samples += self.config.training.global_batch_size
+        loss = mean_loss(sums)
+        perplexity = math.exp(min(20.0, loss))
+        if self.metrics is not None:
+            self.metrics.write({"iteration": self.iteration, "validation": split, "loss": loss, "ppl": perplexity})
+        name = "validation" if split == "valid" else split
+        line = (
+            f" {name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        )
+        self._say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
+        return consumed_samples
+
+    def _is_save_due(self, *, is_stopping: bool) -> bool:
+        interval = self.config.checkpoint.save_interval
+        is_due = interval is not None and self.iteration % interval == 0
+        return self.save_folder is not None and (is_due or is_stopping or self._is_last)
+
+    def _save(self) -> None:
+        assert self.save_folder is not None
+        began = time.perf_counter()
+        path = save_checkpoint(
+            self.save_folder,
+            iteration=self.iteration,
+            consumed_train_samples=self.consumed_train_samples,
+            optimizer=self.engine.optimizer,
+            grid=self.ranks.grid,
+            device=self.ranks.device,
+            state={
+                "consumed_valid_samples": self.consumed_valid_samples,
+                "num_skipped": self.num_skipped,
+                "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
+            },
+            config=self.config.to_dict(),
+        )
+        self.clock = time.perf_counter()
+        self._say(f"> committed {path} in {self.clock - began:.1f} s")
+
+    def _build_loaders(self) -> dict[str, BatchLoader]:
+        data, tokenizer = self.config.data, self.config.tokenizer
+        known = load_tokenizer(tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_size)
+        splits = build_splits(
+            data.data_path[0] if data.data_path else None,
+            split=data.split,
+            seq_length=data.seq_length,
+            seed=self.config.training.seed,
+            requested=(
+                self.derived.requested_train_samples,
+                self.derived.requested_valid_samples,
+                self.derived.requested_test_samples,
+            ),
+            vocab_size=self.derived.vocab_size,
+            eod=known.eod,
+            pad=known.pad,
+            eod_mask_loss=data.eod_mask_loss,
+            reset_position_ids=data.reset_position_ids,
+            mmap=not data.no_mmap_bin_files,
+        )
+        named = {"train": splits.train, "valid": splits.valid, "test": splits.test}
+        return {name: self._loader(samples) for name, samples in named.items() if samples is not None}
+
+    def _loader(self, samples: GptSamples) -> BatchLoader:
+        return BatchLoader(
+            samples,
+            micro_batch_size=self.config.training.micro_batch_size,
+            dp_rank=self.ranks.grid.dp.rank,
+            dp_size=self.ranks.grid.dp.size,
+            device=self.ranks.device,
+        )
+
+    def _open_outputs(self) -> None:
+        if not self.ranks.is_main:
+            return
+        if self.save_folder is not None:
+            self.save_folder.mkdir(parents=True, exist_ok=True)
+            text = to_yaml(self.config, self.plan.origins)
+            (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
+        named = self.config.logging.metrics_file
+        path = Path(named) if named else self.save_folder / "metrics.jsonl" if self.save_folder else None
+        self.metrics = MetricsFile(path, resumed_iteration=self.iteration) if path is not None else None
+
+    def _end(self, exit_code: int, reason: str) -> int:
+        for loader in self.loaders.values():
+            loader.close()
+        if self.metrics is not None:
+            self.metrics.close()
+        if self.ranks.is_main and self.save_folder is not None:
+            write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
+        resumable = "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
+        self._say(f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable}")
+        return exit_code
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_main:
+            print(text, flush=True)
+
+
+def averaged(shown: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last iteration's values, with loss, time and speed averaged over all of them."""
+    last = dict(shown[-1])
+    last["lm_loss"] = sum(values["lm_loss"] for values in shown) / len(shown)
+    last["iteration_ms"] = sum(values["iteration_ms"] for values in shown) / len(shown)
+    scale = shown[-1]["iteration_ms"] / last["iteration_ms"]
+    for name in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu"):
+        last[name] = None if last[name] is None else last[name] * scale
+    return last

@@ -1,0 +1,35 @@
+"""Train a language model: `python pretrain.py --flags`, or `torchrun --nproc-per-node 8 pretrain.py --flags`.
+
+    parse ─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatrain.config import Request, parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 target reached, 2 nothing started, 3 no valid checkpoint, 75 stopped early, 1 else."""
+    request = parse(sys.argv[1:] if argv is None else argv)
+    # torch is imported from here on, so that --help answers at once.
+    from megatrain.training.launch import report_errors
+
+    return report_errors(lambda: train(request))
+
+
+def train(request: Request) -> int:
+    """One run, from joining the other ranks to leaving them."""
+    from megatrain.training.launch import joined_ranks
+    from megatrain.training.trainer import Trainer
+
+    with joined_ranks(request) as ranks:
+        trainer = Trainer(ranks)
+        trainer.resume()
+        return trainer.train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
