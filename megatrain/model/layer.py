@@ -102,7 +102,8 @@ class TransformerLayer(nn.Module):
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets the batch)
         residual, delta = self.attention(hidden, info)
         residual, delta = self.mlp(residual, delta, info)
-        return residual + delta
+        out: Tensor = residual + delta
+        return out
 
 
 def rotary_dtype(dtype: torch.dtype) -> torch.dtype:

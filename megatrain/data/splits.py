@@ -1,0 +1,88 @@
+"""Which sequences train, which validate, which test: the split string `969, 30, 1`.
+
+    "969, 30, 1" -> shares 0.969, 0.03, 0.001 -> borders 0, 0.969, 0.999, 1 -> ranges of sequence numbers
+
+Sequences are split, not documents: a document of several sequences may be cut.
+
+Source: Megatron-LM, core/datasets/blended_megatron_dataset_config.py; rules in tests/golden.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import TYPE_CHECKING, Final
+
+from megatrain.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SPLIT_NAMES: Final = ("train", "valid", "test")
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """The numbers of a split string over their sum. Missing ones are 0; all but digits and dots separates them."""
+    try:
+        numbers = [float(word) for word in re.findall(r"[.0-9]+", split)]
+    except ValueError as error:
+        raise ConfigError(f"--split {split!r} holds a number that is none: {error}", fix=_EXAMPLE) from error
+    if len(numbers) > len(SPLIT_NAMES):
+        raise ConfigError(
+            f"--split {split!r} has {len(numbers)} numbers, and at most 3 have a meaning", fix=_EXAMPLE
+        )
+    total = sum(numbers)
+    if not total:
+        raise ConfigError(f"--split {split!r} gives no data to any split", fix=_EXAMPLE)
+    train, valid, test = (number / total for number in numbers + [0.0] * (len(SPLIT_NAMES) - len(numbers)))
+    return train, valid, test
+
+
+def split_ranges(split: str, num_sequences: int) -> tuple[range | None, range | None, range | None]:
+    """The sequence numbers of train, valid and test. None: its share is 0. A range may be empty by rounding."""
+    shares = split_shares(split)
+    borders = [0.0, *itertools.accumulate(shares)]
+    # Python's round, ties to even, is the rule; it is not numpy's or C's.
+    train, valid, test = (
+        range(round(low * num_sequences), round(high * num_sequences)) if share else None
+        for share, low, high in zip(shares, borders[:-1], borders[1:], strict=True)
+    )
+    return train, valid, test
+
+
+def require_sequences(
+    split: str, num_sequences: int, ranges: Sequence[range | None], is_asked: Sequence[bool], *, source: str
+) -> None:
+    """Every split that samples are asked of holds a sequence."""
+    empty = [
+        name for name, part, asked in zip(SPLIT_NAMES, ranges, is_asked, strict=True) if asked and not part
+    ]
+    if not empty:
+        return
+    counts = [len(part or ()) for part in ranges]
+    described = ", ".join(f"{name} {count}" for name, count in zip(SPLIT_NAMES, counts, strict=True))
+    proposal = working_split(counts, is_asked)
+    raise ConfigError(
+        f"--split {split!r} of the {num_sequences} sequences of {source} is {described}: "
+        f"samples are asked of {' and '.join(empty)}, which has none",
+        fix=f"--split {proposal}, or ask for no samples there (--eval-iters 0)"
+        if proposal
+        else "the data has too few sequences: add data, or ask for no samples there (--eval-iters 0)",
+    )
+
+
+def working_split(counts: Sequence[int], is_asked: Sequence[bool]) -> str | None:
+    """A split string near `counts` in which every split that is asked for has a sequence, if there is one."""
+    wanted = [max(count, int(asked)) for count, asked in zip(counts, is_asked, strict=True)]
+    num_sequences = sum(counts)
+    if sum(is_asked) > num_sequences:
+        return None
+    while sum(wanted) > num_sequences:
+        spare = [count - asked for count, asked in zip(wanted, is_asked, strict=True)]
+        wanted[spare.index(max(spare))] -= 1
+    if not sum(wanted):
+        return None
+    return ",".join(map(str, wanted))
+
+
+_EXAMPLE: Final = "give up to three numbers for train, valid and test, such as 969,30,1"

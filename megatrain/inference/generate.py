@@ -1,0 +1,126 @@
+"""Continues a prompt token by token with a checkpoint's weights, in one process.
+
+    checkpoint ─> config, tokenizer, weights ─> [ tokens ─> logits of the last place ─> next token ] ...
+
+Each token runs the whole window again (no key-value cache): a way to look at a model, not a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint import load_weights_only, newest_valid, read_manifest
+from megatrain.config.data import TokenizerConfig
+from megatrain.config.errors import ConfigError
+from megatrain.config.model import ModelConfig
+from megatrain.data.tokenizer import Tokenizer, load_tokenizer
+from megatrain.model.gpt import Model, build_model
+from megatrain.model.specs import gpt_spec
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.grid import GridShape, RankGrid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. Temperature 0 takes the most likely one."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.8
+    top_k: int = 40
+    """Draw among this many most likely tokens; 0: among all."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A checkpoint's model, ready to be asked."""
+
+    model: Model
+    tokenizer: Tokenizer
+    window: int
+    """Tokens that the model sees at most: the sequence length of its training."""
+    path: Path
+    iteration: int
+
+
+def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """The newest valid checkpoint below `folder`.
+
+    Raises:
+        NoCheckpointError: there is none.
+        ConfigError: its tokenizer has changed since.
+    """
+    path = newest_valid(folder)
+    manifest = read_manifest(path)
+    tokenizer = _tokenizer(TokenizerConfig(**manifest.config["tokenizer"]), manifest.state["tokenizer_fingerprint"])
+    window = manifest.config["data"]["seq_length"]
+    model = build_model(
+        gpt_spec(ModelConfig(**manifest.config["model"]), vocab_size=tokenizer.vocab_size),
+        (grid := RankGrid.build(GridShape(), 0)),
+        seq_length=window,
+        sequence_parallel=False,
+        dtype=dtype,
+        device=device,
+    )
+    buffers = FlatBuffers(
+        model.registry, shard_group=grid.dp, weight_dtype=dtype, grad_dtype=dtype, device=device, has_gradients=False
+    )
+    load_weights_only(path, buffers)
+    return LoadedModel(model, tokenizer, window, path, manifest.iteration)
+
+
+def continued(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """The text that follows `prompt`, piece by piece, up to the end of document or `max_new_tokens`."""
+    device = next(loaded.model.segments[0].parameters()).device
+    generator = torch.Generator(device).manual_seed(sampling.seed)
+    ids = loaded.tokenizer.encode(prompt) or [loaded.tokenizer.eod]
+    shown = len(loaded.tokenizer.decode(ids))
+    for _ in range(sampling.max_new_tokens):
+        window = torch.tensor([ids[-loaded.window :]], device=device)
+        ids.append(_draw(last_logits(loaded.model, window), sampling, generator))
+        if ids[-1] == loaded.tokenizer.eod:
+            return
+        text = loaded.tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):  # a character may take several tokens
+            yield text[shown:]
+            shown = len(text)
+
+
+@torch.no_grad()
+def last_logits(model: Model, tokens: Tensor) -> Tensor:
+    """Logits of what follows `tokens` [1, s]: [v]."""
+    info = PassInfo(is_training=False)
+    unused = torch.zeros_like(tokens)
+    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=unused)
+    hidden = None
+    for segment in model.segments[:-1]:
+        hidden = segment(hidden, batch, info)
+    assert hidden is not None
+    logits: Tensor = model.segments[-1].logits(hidden, info)
+    return logits[-1, 0]
+
+
+def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    logits = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < logits.numel():
+        smallest = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def _tokenizer(config: TokenizerConfig, fingerprint: str | None) -> Tokenizer:
+    tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
+    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
+        raise ConfigError(
+            f"--tokenizer-model {config.tokenizer_model}: not the tokenizer that the model was trained with",
+            fix="put the former file back in its place",
+        )
+    return tokenizer

@@ -1,0 +1,29 @@
+"""`megatrain generate`: a few lines from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from megatrain.inference.generate import Sampling, continued, load_model
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The subcommand: prints the prompt and what follows it, as it is drawn."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    loaded = load_model(Path(arguments.load), device=device, dtype=dtype)
+    print(f"> {loaded.path}, iteration {loaded.iteration}")
+    sampling = Sampling(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt, end="", flush=True)
+    for text in continued(loaded, arguments.prompt, sampling):
+        print(text, end="", flush=True)
+    print()
+    return 0

@@ -1,0 +1,8 @@
+"""Tokenizes JSON Lines into `.bin` and `.idx` files: `python preprocess_data.py --help`."""
+
+import sys
+
+from megatrain.data.preprocess import main
+
+if __name__ == "__main__":
+    sys.exit(main())

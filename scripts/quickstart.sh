@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# From an empty machine to a small language model of Python code, on two CPU cores, with nothing downloaded but the libraries.
+#
+#   scripts/quickstart.sh            every stage is skipped when its output is there, so a second call continues or ends at once
+#   scripts/quickstart.sh --fresh    deletes runs/quickstart first
+#
+# Half-way the training is killed with SIGKILL, on purpose, and resumed with the same command.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+run=runs/quickstart
+config=configs/quickstart.yaml
+metrics=$run/checkpoints/metrics.jsonl
+data=$run/data/stdlib
+
+case "${1:-}" in
+  "") ;;
+  --fresh) rm -rf "$run" ;;
+  *) sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; [[ "$1" == --help || "$1" == -h ]] && exit 0 || exit 2 ;;
+esac
+
+say() { printf '\n==> %s\n' "$*"; }
+
+# stage OUTPUT DESCRIPTION COMMAND...: runs the command unless its output is there.
+stage() {
+  local output=$1 description=$2 started=$SECONDS
+  shift 2
+  if [[ -e "$output" ]]; then
+    say "$description: there already ($output)"
+    return
+  fi
+  say "$description"
+  "$@"
+  echo "took $((SECONDS - started)) s"
+}
+
+last_iteration() { "$PYTHON" scripts/quickstart_progress.py iteration "$metrics"; }
+pretrain=(pretrain.py --config "$config")
+
+# Trains in the background until the given iteration is written, then kills it as a power cut would.
+train_and_kill_at() {
+  local iteration=$1 reached
+  "$PYTHON" "${pretrain[@]}" &
+  local pid=$!
+  # The background process does not see Ctrl-C: it must not outlive this script.
+  trap 'kill "$pid" 2>/dev/null || true' EXIT
+  while kill -0 "$pid" 2>/dev/null; do
+    reached=$(last_iteration)
+    if ((reached >= iteration)); then
+      { kill -KILL "$pid" && wait "$pid"; } 2>/dev/null || true
+      trap - EXIT
+      say "killed with SIGKILL after iteration $(last_iteration)"
+      return
+    fi
+    sleep 0.5
+  done
+  trap - EXIT
+  wait "$pid"  # its exit code is ours when it failed
+}
+
+say "set-up: megatrain and its libraries in .venv"
+source scripts/setup.sh ""
+
+stage "$run/corpus.jsonl" "corpus: the source and the docstrings of Python's standard library, as JSON lines" \
+  "$PYTHON" scripts/quickstart_corpus.py --output "$run/corpus.jsonl"
+
+stage "$run/tokenizer.json" "tokenizer: a byte-level BPE of 4096 tokens, learnt from the corpus" \
+  "$PYTHON" scripts/quickstart_tokenizer.py --input "$run/corpus.jsonl" --output "$run/tokenizer.json" --vocab-size 4096
+
+stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx files of Megatron-LM" \
+  "$PYTHON" preprocess_data.py --input "$run/corpus.jsonl" --json-keys text --append-eod --workers 2 \
+  --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$run/tokenizer.json" --output-prefix "$data"
+
+if [[ -e "$run/complete" ]]; then
+  say "training: complete already ($run/checkpoints); --fresh starts over"
+else
+  half=$(($("$PYTHON" scripts/quickstart_progress.py train-iters "$config") / 2))
+  if (($(last_iteration) < half)); then
+    say "training: ${pretrain[*]}, to be killed half-way, at iteration $half"
+    train_and_kill_at "$half"
+  fi
+  say "training, resumed from the last checkpoint by the same command: ${pretrain[*]}"
+  "$PYTHON" "${pretrain[@]}"
+  touch "$run/complete"
+fi
+
+say "generation: the model continues \"def \""
+"$PYTHON" -c 'from megatrain.tools.main import main; raise SystemExit(main())' \
+  generate --load "$run/checkpoints" --prompt "def "
+
+say "done in $SECONDS s"
+"$PYTHON" scripts/quickstart_progress.py report "$metrics"
+python="${PYTHON#"$PWD"/}"
+cat <<EOF
+
+What to look at next
+  $metrics
+      a JSON object per iteration and per validation
+  $config
+      every setting of this run; $python pretrain.py --help explains each
+  $python ${pretrain[*]} --dry-run
+      the model, its memory and its layout, without training
+  ${python%/*}/megatrain generate --load $run/checkpoints --prompt "import "
+      more of what the model has learnt
+  docs/README.md
+      what else there is to read
+EOF

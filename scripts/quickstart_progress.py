@@ -1,0 +1,90 @@
+"""Reads how far a run has come from its metrics.jsonl: one object per iteration, and one per validation.
+
+iteration      the last iteration that was written (0 before the first)
+train-iters    how many the run's YAML file asks for
+report         the losses at the start and at the end, and whether iterations that ran twice gave the same loss
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("question", choices=["iteration", "train-iters", "report"])
+    parser.add_argument("file", type=Path, help="metrics.jsonl, or the YAML file for train-iters")
+    arguments = parser.parse_args()
+
+    if arguments.question == "train-iters":
+        print(train_iters(arguments.file))
+        return
+    rows = read_rows(arguments.file)
+    if arguments.question == "iteration":
+        print(max((row["iteration"] for row in rows if "lm_loss" in row), default=0))
+    else:
+        print(report(rows))
+
+
+def train_iters(path: Path) -> int:
+    """Find the key in any section, spelt with dashes or with underscores."""
+
+    def search(node: Any) -> int | None:
+        if not isinstance(node, dict):
+            return None
+        here = [node[key] for key in ("train_iters", "train-iters") if key in node]
+        return next(
+            iter([*here, *(found for child in node.values() if (found := search(child)) is not None)]), None
+        )
+
+    found = search(yaml.safe_load(path.read_text(encoding="utf-8")))
+    if found is None:
+        raise SystemExit(f"{path} does not say train_iters\n  fix: add it to the training section")
+    return found
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # a line that was cut by the kill
+            continue
+    return rows
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    losses: dict[int, list[float]] = {}
+    for row in rows:
+        if "lm_loss" in row:
+            losses.setdefault(row["iteration"], []).append(row["lm_loss"])
+    if not losses:
+        return "no iteration was written"
+    first, last = min(losses), max(losses)
+    lines = [
+        f"training loss    {losses[first][-1]:.3f} at iteration {first}, {losses[last][-1]:.3f} at iteration {last}"
+    ]
+    if validations := [row["loss"] for row in rows if "validation" in row]:
+        lines.append(
+            f"validation loss  {validations[0]:.3f} the first time, {validations[-1]:.3f} the last time"
+        )
+    if twice := [values for values in losses.values() if len(values) > 1]:
+        num_same = sum(len(set(values)) == 1 for values in twice)
+        lines.append(
+            f"resuming         {len(twice)} iteration(s) ran before a kill and again after it: "
+            f"{num_same} of them with the same loss to the last digit"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""The loader: what it yields depends on its arguments alone, and its thread's errors reach the caller."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.config.errors import InputError, MegatrainError
+from megatrain.data.build import build_splits
+from megatrain.data.gpt import Sample
+from megatrain.data.loader import BatchLoader
+
+
+class Numbered:
+    """Sample k holds k; notes which were read; fails where it is told to."""
+
+    def __init__(self, count, *, bad=()):
+        self.count = count
+        self.bad = set(bad)
+        self.read = []
+        self.was_read = threading.Condition()
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, k):
+        with self.was_read:
+            self.read.append(k)
+            self.was_read.notify_all()
+        if k in self.bad:
+            raise InputError(f"data.bin: sample {k} is bad", fix="none")
+        return Sample(np.array([k, k]), np.array([k, k + 1]), np.ones(2, np.float32), np.arange(2))
+
+    def wait_for(self, k):
+        with self.was_read:
+            assert self.was_read.wait_for(lambda: k in self.read, timeout=10)
+
+
+def make(samples, **options):
+    return BatchLoader(samples, **({"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1} | options))
+
+
+def numbers(batches):
+    return [batch.tokens[:, 0].tolist() for batch in batches]
+
+
+def test_a_batch_has_its_types_and_shapes():
+    with make(Numbered(8)) as loader:
+        (batch,) = loader.microbatches(2, 1)
+    assert batch.tokens.tolist() == [[2, 2], [3, 3]]
+    assert batch.labels.tolist() == [[2, 3], [3, 4]]
+    assert (batch.tokens.dtype, batch.labels.dtype, batch.position_ids.dtype) == (torch.int64,) * 3
+    assert batch.loss_mask.dtype == torch.float32
+    assert batch.position_ids.tolist() == [[0, 1], [0, 1]]
+
+
+def test_ranks_share_a_step():
+    for rank in range(2):
+        with make(Numbered(40), dp_rank=rank, dp_size=2) as loader:
+            base = 2 * rank
+            assert numbers(loader.microbatches(0, 2)) == [[base, base + 1], [base + 4, base + 5]]
+            assert numbers(loader.microbatches(8, 1)) == [[base + 8, base + 9]]
+
+
+def test_order_of_calls_does_not_matter():
+    steps = [(0, 2), (4, 2), (8, 2), (20, 1), (4, 2), (6, 3), (12, 1), (14, 1), (0, 1)]
+    with make(Numbered(40)) as loader:
+        found = [numbers(loader.microbatches(*step)) for step in steps]
+    for step, batches in zip(steps, found, strict=True):
+        with make(Numbered(40)) as fresh:
+            assert numbers(fresh.microbatches(*step)) == batches
+
+
+def test_the_next_step_is_read_ahead_and_only_once():
+    samples = Numbered(40)
+    with make(samples) as loader:
+        loader.microbatches(0, 1)
+        samples.wait_for(3)
+        loader.microbatches(2, 1)
+        samples.wait_for(5)
+    assert samples.read == [0, 1, 2, 3, 4, 5]
+
+
+def test_reading_ahead_stops_at_the_end():
+    samples = Numbered(5)
+    with make(samples) as loader:
+        loader.microbatches(0, 1)
+        loader.microbatches(2, 1)
+        with pytest.raises(MegatrainError, match="needs samples 4 to 5, but the dataset has 5"):
+            loader.microbatches(4, 1)
+    assert samples.read == [0, 1, 2, 3]
+
+
+def test_errors_of_the_thread_reach_the_step_that_meets_them():
+    samples = Numbered(40, bad=[3])
+    with make(samples) as loader:
+        loader.microbatches(0, 1)
+        samples.wait_for(3)
+        with pytest.raises(InputError, match="sample 3 is bad"):
+            loader.microbatches(2, 1)
+        assert numbers(loader.microbatches(4, 1)) == [[4, 5]]
+
+
+def test_an_error_ahead_that_nobody_asks_for_is_no_error():
+    samples = Numbered(40, bad=[3])
+    with make(samples) as loader:
+        loader.microbatches(0, 1)
+        samples.wait_for(3)
+        assert numbers(loader.microbatches(10, 1)) == [[10, 11]]
+
+
+def test_closing_ends_the_thread():
+    before = threading.active_count()
+    loader = make(Numbered(40))
+    loader.microbatches(0, 1)
+    assert threading.active_count() == before + 1
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_are_on_the_device_and_right():
+    splits = build_splits(
+        None, split="", seq_length=512, seed=1, requested=(64, 0, 0), vocab_size=1000, eod=999
+    )
+    with (
+        make(splits.train, micro_batch_size=4, device="cuda") as fast,
+        make(splits.train, micro_batch_size=4) as plain,
+    ):
+        for step in range(4):
+            for moved, still in zip(
+                fast.microbatches(16 * step, 4), plain.microbatches(16 * step, 4), strict=True
+            ):
+                assert moved.tokens.device.type == "cuda"
+                for field in ("tokens", "labels", "loss_mask", "position_ids"):
+                    assert torch.equal(getattr(moved, field).cpu(), getattr(still, field))

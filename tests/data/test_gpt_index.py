@@ -1,0 +1,134 @@
+"""The order of samples: recorded to the digit; needs the lengths of sequences only."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded import EXPECTED, check_array, recorded_lengths
+
+from megatrain.config.errors import ConfigError
+from megatrain.data.gpt import CUT_ROWS, build_index, cut_samples
+from megatrain.data.splits import SPLIT_NAMES, split_ranges
+
+WALKS = EXPECTED["sample_index_walk"]
+SPLITS = [
+    pytest.param(case, name, id=f"{case['name']}-{name}")
+    for case in EXPECTED["gpt"]
+    for name in SPLIT_NAMES
+    if case["splits"][name]
+]
+
+
+@pytest.mark.parametrize(("case", "name"), SPLITS)
+def test_recorded_order(case, name):
+    recorded = case["splits"][name]
+    lengths = recorded_lengths(case["dataset"])
+    part = split_ranges(case["split"], len(lengths))[SPLIT_NAMES.index(name)]
+    assert [part.start, part.stop] == recorded["sequence_range"]
+    assert lengths[part.start : part.stop].sum() == recorded["tokens_per_epoch"]
+    index = build_index(
+        lengths,
+        part,
+        seq_length=case["sequence_length"],
+        seed=case["seed"],
+        num_samples=recorded["num_samples_requested"],
+        add_extra_token=case["add_extra_token_to_sequence"],
+        drop_last_partial=case["drop_last_partial_validation_sequence"] or name != "valid",
+    )
+    assert index.num_epochs == recorded["num_epochs"]
+    assert index.separate_final_epoch == recorded["separate_final_epoch"]
+    assert len(index) == recorded["length"]
+    for array in ("document_index", "sample_index", "shuffle_index"):
+        check_array(getattr(index, array), recorded[array])
+        assert getattr(index, array).dtype.name == recorded[array]["dtype"]
+
+
+@pytest.mark.parametrize("walk", WALKS["small"] + WALKS["float32_rounding"])
+def test_recorded_walks(walk):
+    found = cut_samples(
+        np.array(walk["sequence_lengths"]),
+        np.array(walk["document_index"]),
+        walk["sequence_length"],
+        add_extra_token=walk["add_extra_token_to_sequence"],
+        drop_last_partial=walk["drop_last_partial_sequence"],
+    )
+    if isinstance(walk["sample_index"], list):
+        assert found.tolist() == walk["sample_index"]
+    else:
+        check_array(found, walk["sample_index"])
+
+
+def walked(lengths, order, seq_length, extra):
+    """The borders found by counting tokens one by one."""
+    places = [
+        (position, offset) for position, number in enumerate(order) for offset in range(lengths[number])
+    ]
+    count = (len(places) - extra) // seq_length
+    if extra:
+        return [(0, 0)] + [places[j * seq_length] for j in range(1, count + 1)]
+    return [(0, 0)] + [
+        (places[j * seq_length - 1][0], places[j * seq_length - 1][1] + 1) for j in range(1, count + 1)
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any),
+    seq_length=st.integers(1, 7),
+    num_samples=st.none() | st.integers(0, 40),
+    seed=st.integers(0, 2**32 - 1),
+    extra=st.booleans(),
+)
+def test_any_order_is_whole(lengths, seq_length, num_samples, seed, extra):
+    index = build_index(
+        np.array(lengths, np.int32),
+        range(len(lengths)),
+        seq_length=seq_length,
+        seed=seed,
+        num_samples=num_samples,
+        add_extra_token=extra,
+    )
+    assert len(index) >= (num_samples or 0)
+    assert sorted(index.document_index) == sorted(list(range(len(lengths))) * index.num_epochs)
+    assert sorted(index.shuffle_index) == list(range(len(index)))
+    assert [tuple(row) for row in index.sample_index.tolist()] == walked(
+        lengths, index.document_index, seq_length, extra
+    )
+
+
+def test_borders_are_the_same_across_the_scratch_memory_limit():
+    lengths = np.array([7, 0, 3 * CUT_ROWS, 5], np.int32)
+    found = cut_samples(lengths, np.array([2, 0, 1, 3]), 2)
+    assert found[-1].tolist() == [3, 3]
+    flat = np.array([0, 3 * CUT_ROWS, 3 * CUT_ROWS + 7, 3 * CUT_ROWS + 7])[found[:, 0]] + found[:, 1]
+    assert flat.tolist() == list(range(0, 2 * len(found), 2))
+
+
+def test_splits_of_one_dataset_do_not_share_their_generator():
+    lengths = np.full(40, 10, np.int32)
+    orders = [
+        build_index(lengths, part, seq_length=4, seed=3, num_samples=None).document_index - part.start
+        for part in (range(20), range(20, 40))
+    ]
+    assert orders[0].tolist() == orders[1].tolist()
+
+
+@pytest.mark.parametrize("part", [range(2, 2), range(1, 3)])
+def test_a_range_without_tokens_is_an_error(part):
+    with pytest.raises(ConfigError, match="hold no token"):
+        build_index(np.array([3, 0, 0, 4], np.int32), part, seq_length=2, seed=1, num_samples=1)
+
+
+def test_the_number_of_epochs_is_the_smallest_that_suffices():
+    lengths = np.array([5, 8], np.int32)
+    for num_samples, seq_length, extra in itertools.product(range(30), (1, 3, 14), (True, False)):
+        index = build_index(
+            lengths, range(2), seq_length=seq_length, seed=1, num_samples=num_samples, add_extra_token=extra
+        )
+        needed = num_samples * seq_length + extra
+        assert index.num_epochs * 13 >= needed
+        assert index.num_epochs == 1 or (index.num_epochs - 1) * 13 < needed

@@ -1,0 +1,330 @@
+"""Preprocessing: recorded bytes, the same for any number of workers, and nothing left behind by a bad line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from recorded import EXPECTED
+
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.lines import Line, chunks, parse, read_lines
+from megatrain.data.preprocess import main, preprocess
+from megatrain.data.preprocess_flags import parse_settings
+from megatrain.data.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _keep_signal_handler():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(*words, prefix):
+    return main([*map(str, words), "--output-prefix", str(prefix)])
+
+
+def numbers(path, documents):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
+
+
+def check_hashes(prefix, recorded):
+    for suffix in ("bin", "idx"):
+        content = Path(f"{prefix}.{suffix}").read_bytes()
+        assert len(content) == recorded[f"{suffix}_bytes"]
+        assert hashlib.sha256(content).hexdigest() == recorded[f"{suffix}_sha256"]
+
+
+DERIVED = EXPECTED["derived_files"]
+RECORDED_RUNS = [
+    ("corpus.jsonl", ["--append-eod"], {"text": EXPECTED["indexed"]["corpus_text_document"]}),
+    ("corpus.jsonl", [], {"text": DERIVED["corpus_no_eod_text_document"]}),
+    ("paragraphs.jsonl", ["--append-eod"], {"text": DERIVED["paragraphs_hf_text_document"]}),
+    (
+        "corpus.jsonl",
+        ["--append-eod", "--json-keys", "text", "src"],
+        {"text": DERIVED["two_keys_text_document"], "src": DERIVED["two_keys_src_document"]},
+    ),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("run_case", RECORDED_RUNS, ids=lambda case: "-".join((case[0], *case[1])))
+def test_recorded_bytes(golden_text, tmp_path, run_case, workers):
+    file, flags, recorded = run_case
+    words = ["--input", golden_text / file, "--tokenizer-model", golden_text, "--workers", workers, *flags]
+    settings = parse_settings([*map(str, words), "--output-prefix", str(tmp_path / "out")])
+    preprocess(settings, chunk_bytes=50_000)
+    for key, hashes in recorded.items():
+        check_hashes(tmp_path / f"out_{key}_document", hashes)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Many documents of all kinds, over several chunks."""
+    path = tmp_path / "texts.jsonl"
+    with path.open("w") as file:
+        for number in range(60_000):
+            text = " ".join(str((number * step) % 98) for step in range(number % 9))
+            value = [text, "", "7 8"] if number % 50 == 0 else text
+            file.write(json.dumps({"text": value, "id": str(number % 98)}) + "\n")
+    return path
+
+
+def test_the_number_of_workers_changes_nothing(texts, tmp_path):
+    outputs = []
+    for workers in (1, 2, 3):
+        flags = [*NULL, "--append-eod", "--json-keys", "text", "id", "--workers", workers]
+        assert run("--input", texts, *flags, prefix=tmp_path / f"w{workers}") == 0
+        files = sorted(tmp_path.glob(f"w{workers}_*"))
+        assert len(files) == 6
+        outputs.append([file.read_bytes() for file in files])
+    assert outputs[0] == outputs[1] == outputs[2]
+    dataset = IndexedDataset(tmp_path / "w1_text_document")
+    assert dataset.num_documents == 60_000
+    assert len(dataset) == 60_000 - len([n for n in range(60_000) if n % 9 == 0 and n % 50]) + len(
+        [n for n in range(60_000) if n % 50 == 0 and n % 9]
+    )
+
+
+def test_documents_become_what_the_rules_say(tmp_path):
+    source = numbers(tmp_path / "in.jsonl", ["1 2", "", ["3", "", "4 5", ""], [], [""], "6"])
+    assert run("--input", source, *NULL, "--append-eod", prefix=tmp_path / "out") == 0
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert [dataset.read(k).tolist() for k in range(len(dataset))] == [[1, 2, 99], [3], [4, 5, 99], [6, 99]]
+    assert dataset.document_borders.tolist() == [0, 1, 1, 3, 3, 3, 4]
+
+
+def test_the_description_names_the_tokenizer_and_the_counts(tmp_path):
+    source = numbers(tmp_path / "in.jsonl", ["1 2", "", "3"])
+    assert run("--input", source, *NULL, "--append-eod", prefix=tmp_path / "out") == 0
+    description = json.loads((tmp_path / "out_text_document.json").read_text())
+    assert description == {
+        "tokenizer_type": "NullTokenizer",
+        "tokenizer_fingerprint": load_tokenizer("NullTokenizer", vocab_size=100).fingerprint,
+        "vocab_size": 100,
+        "eod": 99,
+        "append_eod": True,
+        "documents": 3,
+        "sequences": 2,
+        "tokens": 5,
+        "json_key": "text",
+        "skipped_lines": 0,
+        "sources": [{"path": str(source), "bytes": source.stat().st_size}],
+    }
+
+
+BAD_LINES = {
+    b'{"text": "1 2"': "not JSON: Expecting ',' delimiter at column 15",
+    b'{"text": "\xff"}': "not UTF-8: byte 0xff at position 10 of the line",
+    b'{"body": "1", "id": 3}': "key 'text' is missing; the line has 'body', 'id'",
+    b"{}": "key 'text' is missing; the line has nothing",
+    b'{"text": null}': "key 'text' holds null, not a string",
+    b'{"text": 5}': "key 'text' holds a number, not a string",
+    b'{"text": {"a": 1}}': "key 'text' holds an object, not a string",
+    b'{"text": ["1", 2]}': "key 'text' holds a list with a number, not a string",
+    b'["text"]': "holds a list, not an object",
+    b"": "blank line",
+    b'\xef\xbb\xbf{"text": "1"}': "starts with a byte-order mark",
+    b'{"text": "\\ud800"}': "key 'text' holds half of a surrogate pair",
+    b'{"text": ' + b"[" * 100_000: "not usable JSON: nested too deeply",
+    b'{"text": "1", "n": ' + b"9" * 5000 + b"}": "not usable JSON",
+    b'{"text": "1 x"}': "refused by the tokenizer: invalid literal for int",
+    b'{"text": "1 100"}': "refused by the tokenizer: id 100 is outside the vocabulary of 100",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_LINES, ids=BAD_LINES.get)
+def test_a_bad_line_stops_the_run_and_leaves_nothing(tmp_path, capsys, bad):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"text": "1"}\n' * 3 + bad + b"\n" + b'{"text": "2"}\n' * 3)
+    assert run("--input", source, *NULL, prefix=tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: {source}:4: {BAD_LINES[bad]}")
+    assert "--on-bad-line skip" in message
+    assert "Traceback" not in message
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_bad_lines_can_be_left_out(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    good = b'{"text": "1"}\n'
+    source.write_bytes(b"".join(good + bad + b"\n" for bad in BAD_LINES))
+    assert run("--input", source, *NULL, "--on-bad-line", "skip", prefix=tmp_path / "out") == 0
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert dataset.num_documents == dataset.num_tokens == len(BAD_LINES)
+    assert json.loads((tmp_path / "out_text_document.json").read_text())["skipped_lines"] == len(BAD_LINES)
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
+    assert len(shown) == len(BAD_LINES)
+    places = [int(line.split(":")[2]) for line in shown]
+    assert places == list(range(2, 2 * len(BAD_LINES) + 1, 2))
+
+
+def test_a_cut_last_line_is_a_bad_line(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "1"}\n{"text": "2')
+    assert run("--input", source, *NULL, prefix=tmp_path / "out") == 2
+    assert f"{source}:2: not JSON: Unterminated string" in capsys.readouterr().err
+
+
+def test_no_documents_are_no_error(tmp_path):
+    source = numbers(tmp_path / "in.jsonl", [])
+    assert run("--input", source, *NULL, prefix=tmp_path / "out") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 0
+
+
+def test_progress_tells_speed_and_time_left(texts, tmp_path, capsys):
+    assert run("--input", texts, *NULL, "--log-interval", 20_000, prefix=tmp_path / "out") == 0
+    output = capsys.readouterr().err.splitlines()
+    assert len(output) >= 3
+    for word in ("documents |", "documents/s |", "MB/s |", "left"):
+        assert word in output[0]
+    assert output[-1].startswith(f"{tmp_path / 'out_text_document'}: 60000 documents, ")
+
+
+def test_all_problems_of_a_command_line_are_told_at_once(capsys):
+    assert main(["--inptu", "x", "--workers", "0", "--json-keys", "a", "a"]) == 2
+    message = capsys.readouterr().err
+    for part in (
+        "--inptu is unknown\n  fix: did you mean --input?",
+        "--input is missing",
+        "--output-prefix is missing",
+        "--workers is 0",
+        "--json-keys names 'a' twice",
+    ):
+        assert part in message
+    assert main(["--workers", "many"]) == 2
+    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_a_missing_input_names_its_neighbours(tmp_path, capsys):
+    numbers(tmp_path / "train.jsonl", [])
+    assert run("--input", tmp_path / "trian.jsonl", *NULL, prefix=tmp_path / "out") == 2
+    assert (
+        "trian.jsonl: there is no such file\n  fix: " + str(tmp_path) + " holds train.jsonl"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_folder_that_is_missing_is_an_error(tmp_path, capsys):
+    source = numbers(tmp_path / "in.jsonl", ["1"])
+    assert run("--input", source, *NULL, prefix=tmp_path / "no" / "out") == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_chunks_hold_every_line_once(tmp_path):
+    path = tmp_path / "in"
+    path.write_bytes(b"a\n" * 10 + b"b" * 100 + b"\nlast")
+    found = list(chunks(read_lines([path, path]), chunk_bytes=8))
+    assert [line.number for chunk in found for line in chunk] == [*range(1, 13), *range(1, 13)]
+    assert b"".join(line.content for chunk in found for line in chunk) == path.read_bytes() * 2
+    assert max(len(chunk) for chunk in found) == 4
+
+
+def test_text_is_kept_as_it_is():
+    line = Line("f", 1, '{"text": " caf\\u00e9 \\ud83d\\ude00 世\\n"}\r\n'.encode())
+    assert parse(line, ["text"]) == [[" café 😀 世\n"]]
+
+
+def start_long_run(tmp_path):
+    source = numbers(tmp_path / "in.jsonl", ["1 2 3 4 5 6 7 8 9"] * 400_000)
+    words = [
+        "--input",
+        source,
+        *NULL,
+        "--workers",
+        "2",
+        "--log-interval",
+        "1",
+        "--output-prefix",
+        tmp_path / "out",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "preprocess_data.py", *map(str, words)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert "documents" in process.stderr.readline()
+    return process
+
+
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+@pytest.mark.parametrize(("who", "code"), [("worker", 1), ("parent", 128 + signal.SIGTERM)])
+def test_a_killed_run_ends_and_leaves_nothing(tmp_path, who, code):
+    process = start_long_run(tmp_path)
+    workers = children(process.pid)
+    if who == "worker":
+        victims = [pid for pid in workers if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(victims[0], signal.SIGKILL)
+    else:
+        process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    if who == "worker":
+        assert "was ended by SIGKILL" in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    source = numbers(tmp_path / "in.jsonl", ["1 2 3 4 5 6 7 8 9"] * 100_000)
+    words = [*map(str, ("--input", source, *NULL)), "--output-prefix", str(tmp_path / "out")]
+    code = (
+        "import resource, sys; from megatrain.data.preprocess import main\n"
+        "if __name__ == '__main__':\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+        "    sys.exit(main(sys.argv[1:]))\n"
+    )
+    script = tmp_path / "limited.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script, *words], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 1
+    assert "error: [Errno 27] File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "limited.py"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_workers_end_when_their_parent_is_killed(tmp_path):
+    process = start_long_run(tmp_path)
+    workers = children(process.pid)
+    assert workers
+    process.kill()
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 30
+    while any(is_alive(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_preprocessing_starts_without_torch():
+    code = "import sys, megatrain.data.preprocess; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,63 @@
+"""Splits: recorded shares and ranges, and errors that name a split that works."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatrain.config.errors import ConfigError
+from megatrain.data.splits import require_sequences, split_ranges, split_shares, working_split
+
+
+def test_recorded_splits(expected):
+    for case in expected["splits"]:
+        shares = split_shares(case["split"])
+        assert list(shares) == case["normalized"]
+        exists = [ends is not None for ends in case["book_ends"]]
+        assert [share > 0 for share in shares] == exists
+        for num_sequences, recorded in case["ranges"].items():
+            parts = split_ranges(case["split"], int(num_sequences))
+            found = [None if part is None else [part.start, part.stop] for part in parts]
+            assert found == recorded
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("1,2,3,4", "has 4 numbers"),
+        ("", "gives no data"),
+        ("0,0,0", "gives no data"),
+        ("train", "gives no data"),
+        ("9.6.9,1", "could not convert"),
+    ],
+)
+def test_splits_without_meaning_are_refused(split, message):
+    with pytest.raises(ConfigError, match=message):
+        split_shares(split)
+
+
+def test_an_empty_split_is_an_error_when_samples_are_asked_of_it():
+    ranges = split_ranges("969,30,1", 319)
+    require_sequences("969,30,1", 319, ranges, (True, True, False), source="d.bin")
+    with pytest.raises(
+        ConfigError, match=r"319 sequences of d.bin is train 309, valid 10, test 0: .* test"
+    ) as caught:
+        require_sequences("969,30,1", 319, ranges, (True, True, True), source="d.bin")
+    assert "fix: --split 308,10,1" in str(caught.value)
+
+
+def test_too_few_sequences_for_any_split():
+    with pytest.raises(ConfigError, match="too few sequences"):
+        require_sequences("1,1,1", 1, split_ranges("1,1,1", 1), (True, True, True), source="d.bin")
+
+
+def test_the_proposed_split_works():
+    for counts in itertools.product(range(4), repeat=3):
+        for is_asked in itertools.product((False, True), repeat=3):
+            proposal = working_split(counts, is_asked)
+            if proposal is None:
+                assert sum(is_asked) > sum(counts) or not sum(counts)
+                continue
+            parts = split_ranges(proposal, sum(counts))
+            assert all(part for part, asked in zip(parts, is_asked, strict=True) if asked)

@@ -1,0 +1,95 @@
+"""Worker processes: results in order, and no waiting for the dead."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import time
+
+import pytest
+
+from megatrain.config.errors import InputError, MegatrainError
+from megatrain.data.workers import IN_FLIGHT, Workers
+
+
+def make_work(kind):
+    return functools.partial(work, kind)
+
+
+def make_failure():
+    raise InputError("tokenizer.json: is gone", fix="find it")
+
+
+def work(kind, item):
+    if kind == "slow" and not item % 3:
+        time.sleep(0.02)
+    if kind == "large":
+        return item * 2
+    if item == 5:
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "exits":
+            os._exit(7)
+        if kind == "fails":
+            raise ZeroDivisionError("five")
+        if kind == "refuses":
+            raise InputError("data:5: is five", fix="use six")
+    return item * item
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_results_come_in_order(num_workers):
+    with Workers(num_workers, functools.partial(make_work, "slow")) as workers:
+        assert list(workers.map(range(20))) == [item * item for item in range(20)]
+        assert list(workers.map([])) == []
+
+
+def test_items_larger_than_a_pipe_do_not_block():
+    items = [bytes([number]) * 3_000_000 for number in range(8)]
+    with Workers(2, functools.partial(make_work, "large")) as workers:
+        assert list(workers.map(items)) == [item * 2 for item in items]
+
+
+def test_items_are_taken_as_they_are_needed():
+    taken = itertools.count()
+    with Workers(2, functools.partial(make_work, "plain")) as workers:
+        results = workers.map(next(taken) for _ in range(1000))
+        for _ in range(3):
+            next(results)
+    assert next(taken) <= 2 * IN_FLIGHT + 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("killed", r"worker 1 was ended by SIGKILL\n  fix: the host may have run out of memory"),
+        ("exits", "worker 1 ended with exit code 7"),
+        ("fails", r"(?s)a worker failed:.*ZeroDivisionError: five"),
+        ("refuses", "data:5: is five\n  fix: use six"),
+    ],
+)
+def test_a_worker_that_ends_or_fails_is_an_error(kind, message):
+    start = time.monotonic()
+    with (
+        pytest.raises(MegatrainError, match=message),
+        Workers(2, functools.partial(make_work, kind)) as workers,
+    ):
+        list(workers.map(range(20)))
+    assert time.monotonic() - start < 30
+
+
+def test_a_worker_that_cannot_start_is_an_error():
+    with (
+        pytest.raises(MegatrainError, match=r"tokenizer\.json: is gone"),
+        Workers(2, make_failure) as workers,
+    ):
+        list(workers.map(range(20)))
+
+
+def test_a_worker_that_cannot_start_is_an_error_also_when_its_pipe_is_closed_first():
+    with Workers(1, make_failure) as workers:
+        workers._processes[0].join(30)
+        with pytest.raises(MegatrainError, match=r"tokenizer\.json: is gone"):
+            list(workers.map([bytes(1_000_000)] * 3))

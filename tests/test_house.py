@@ -1,0 +1,441 @@
+"""Keeps the drawing of the house true (docs/architecture.md): floors, circles, globals, sizes, and who may read what.
+
+    sources of megatrain/ -> one `Module` each, parsed once -> one finder per rule -> a list of findings, which must be empty
+
+Every finder is also run on small made-up sources that break its rule, so that none of them passes because it sees nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FLOORS = {
+    "config": 0,
+    "kernels": 1,
+    "parallel": 2,
+    "data": 3,
+    "model": 3,
+    "optim": 4,
+    "checkpoint": 5,
+    "interop": 6,
+    "inference": 6,
+    "training": 7,
+    "tools": 8,
+}
+MAX_FILE_LINES = 900
+MAX_FUNCTION_LINES = 120
+MAX_BRANCHES = 25
+MAX_ENTRY_LINES = 60
+ENVIRONMENT_READER = "megatrain.config.environment"
+BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.IfExp, ast.comprehension)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file. `name` is dotted and, for an `__init__.py`, the package's own."""
+
+    name: str
+    source: str
+    is_package: bool = False
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def folder(self) -> str | None:
+        """The folder under megatrain/ that holds the file; None for megatrain/__init__.py."""
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else None
+
+    @cached_property
+    def imports(self) -> dict[str, int]:
+        """Every absolute name that the file may import, wherever in the file, and the line that does.
+
+        `from a import b` gives both `a` and `a.b`, since b may be a module.
+        """
+        found: dict[str, int] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            for name in names:
+                found.setdefault(name, node.lineno)
+        return found
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
+        base = package[: len(package) - (node.level - 1)]
+        return ".".join([*base, *([node.module] if node.module else [])])
+
+
+def megatrain_modules() -> dict[str, Module]:
+    modules = {}
+    for path in sorted((ROOT / "megatrain").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules[name] = Module(name, path.read_text(encoding="utf-8"), is_package)
+    return modules
+
+
+MODULES = megatrain_modules()
+
+
+# ---- the finders: each takes a module (or all of them) and returns what breaks the rule, as sentences
+
+
+def imports_that_point_right(module: Module) -> list[str]:
+    """Importing a later folder would close a circle, and folders beside a bar do not know each other."""
+    findings = []
+    for name, line in module.imports.items():
+        parts = name.split(".")
+        if parts[0] != "megatrain" or len(parts) == 1 or module.folder == parts[1]:
+            continue
+        if module.folder is None:
+            findings.append(f"{module.name}:{line} imports {name}, but the package itself imports no folder")
+        elif module.folder in FLOORS and parts[1] in FLOORS and FLOORS[parts[1]] >= FLOORS[module.folder]:
+            findings.append(f"{module.name}:{line} reaches right, to {name}")
+    return findings
+
+
+def unknown_folders(module: Module) -> list[str]:
+    is_known = module.folder is None or module.folder in FLOORS
+    return (
+        [] if is_known else [f"{module.name} is on no floor: name it in FLOORS and in docs/architecture.md"]
+    )
+
+
+def import_cycles(modules: Mapping[str, Module]) -> list[str]:
+    """Groups of modules that reach each other, by imports at any depth of the file (Tarjan's components)."""
+    edges = {
+        name: [to for to in module.imports if to in modules and to != name]
+        for name, module in modules.items()
+    }
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for to in edges[name]:
+            if to not in order:
+                visit(to)
+                low[name] = min(low[name], low[to])
+            elif to in stack:
+                low[name] = min(low[name], order[to])
+        if low[name] == order[name]:
+            component = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(component) > 1:
+                cycles.append("a circle: " + ", ".join(sorted(component)))
+
+    for name in edges:
+        if name not in order:
+            visit(name)
+    return cycles
+
+
+def global_statements(module: Module) -> list[str]:
+    return [
+        f"{module.name}:{node.lineno} global {', '.join(node.names)}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Global)
+    ]
+
+
+def environment_reads(module: Module) -> list[str]:
+    """Environment variables are read in one file, so that none of them changes a run unseen."""
+    if module.name == ENVIRONMENT_READER:
+        return []
+    # Assignments are left alone: they are for libraries that take their settings no other way.
+    written = {
+        id(node.value)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    }
+    return uses_of(module, {"os.environ", "os.environb", "os.getenv", "os.getenvb"}, apart_from=written)
+
+
+def unsafe_calls(module: Module) -> list[str]:
+    """What would run code from a file: a checkpoint or a config must be data."""
+    called = uses_of(module, {"eval", "exec", "torch.load", "torch.save"})
+    libraries = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+    imported = [
+        f"{module.name}:{line} imports {name}"
+        for name, line in module.imports.items()
+        if name.split(".")[0] in libraries
+    ]
+    allowed = [
+        f"{module.name}:{node.value.lineno} passes allow_pickle"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and getattr(node.value, "value", True)
+    ]
+    return called + imported + allowed
+
+
+def uses_of(module: Module, forbidden: set[str], *, apart_from: Collection[int] = ()) -> list[str]:
+    """Places that name one of the dotted names, also under another name: `from os import environ as e; e["X"]`."""
+    origin = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                origin[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            origin.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    findings = []
+    for node in ast.walk(module.tree):
+        if (
+            isinstance(node, ast.Name | ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and id(node) not in apart_from
+        ):
+            first, *rest = (dotted(node) or "").split(".")
+            name = ".".join([origin.get(first, first), *rest])
+            if name in forbidden:
+                findings.append(f"{module.name}:{node.lineno} uses {name}")
+    return findings
+
+
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` of nested attributes, or None where the chain starts at something without a name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (start := dotted(node.value)) is not None:
+        return f"{start}.{node.attr}"
+    return None
+
+
+def heavy_imports_of_config(module: Module) -> list[str]:
+    """`--help` answers at once: config/ imports neither torch nor numpy, and the floors keep it from the rest."""
+    if module.folder not in {None, "config"}:
+        return []
+    return [
+        f"{module.name}:{line} imports {name}"
+        for name, line in module.imports.items()
+        if name.split(".")[0] in {"torch", "numpy"}
+    ]
+
+
+def long_files(module: Module) -> list[str]:
+    num_lines = len(module.source.splitlines())
+    return [f"{module.name} has {num_lines} lines"] if num_lines > MAX_FILE_LINES else []
+
+
+def long_functions(module: Module) -> list[str]:
+    return [
+        f"{module.name}:{node.lineno} {node.name} has {length} lines"
+        for node in functions(module)
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+
+
+def branchy_functions(module: Module) -> list[str]:
+    """Branches of functions defined inside count for the outer one too."""
+    return [
+        f"{module.name}:{node.lineno} {node.name} has {num_branches} branches"
+        for node in functions(module)
+        if (num_branches := sum(isinstance(part, BRANCHES) for part in ast.walk(node))) > MAX_BRANCHES
+    ]
+
+
+def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+RULES: list[Callable[[Module], list[str]]] = [
+    imports_that_point_right,
+    unknown_folders,
+    global_statements,
+    environment_reads,
+    unsafe_calls,
+    heavy_imports_of_config,
+    long_files,
+    long_functions,
+    branchy_functions,
+]
+
+
+# ---- the house as it stands
+
+
+def test_there_is_a_house() -> None:
+    assert {module.folder for module in MODULES.values()} >= {None, "config", "parallel", "model"}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_module_breaks(rule: Callable[[Module], list[str]]) -> None:
+    findings = [finding for module in MODULES.values() for finding in rule(module)]
+    assert not findings, "\n".join(findings)
+
+
+def test_no_modules_import_in_a_circle() -> None:
+    findings = import_cycles(MODULES)
+    assert not findings, "\n".join(findings)
+
+
+def test_config_loads_neither_torch_nor_numpy() -> None:
+    """What the libraries that config/ does import load in their turn counts too."""
+    names = [name for name in MODULES if name.startswith("megatrain.config")]
+    program = f"import {', '.join(names)}, sys; print(*sorted({{'torch', 'numpy'}} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
+
+
+def test_pretrain_fits_on_one_screen() -> None:
+    entry = ROOT / "pretrain.py"
+    if not entry.is_file():
+        pytest.skip("pretrain.py is not there yet")
+    assert len(entry.read_text(encoding="utf-8").splitlines()) < MAX_ENTRY_LINES
+
+
+# ---- the finders on made-up sources: each line breaks, or just keeps, one rule
+
+BROKEN = [
+    (imports_that_point_right, "megatrain.data.gpt", "import megatrain.model.gpt"),
+    (imports_that_point_right, "megatrain.data.gpt", "from megatrain.training import trainer"),
+    (imports_that_point_right, "megatrain.data.gpt", "from megatrain import optim"),
+    (imports_that_point_right, "megatrain.data.gpt", "from ..model import gpt"),
+    (imports_that_point_right, "megatrain.data.gpt", "from .. import model"),
+    (imports_that_point_right, "megatrain.model.blocks.mlp", "from ...optim.adam import Adam"),
+    (
+        imports_that_point_right,
+        "megatrain.kernels.norm",
+        "def f():\n    if True:\n        from megatrain.parallel import grid",
+    ),
+    (imports_that_point_right, "megatrain.inference.generate", "import megatrain.interop.hf as hf"),
+    (imports_that_point_right, "megatrain", "from megatrain.config import errors"),
+    (unknown_folders, "megatrain.core.utils", ""),
+    (global_statements, "megatrain.data.gpt", "def f():\n    global state\n    state = 1"),
+    (environment_reads, "megatrain.training.facts", "import os\nrank = os.environ['RANK']"),
+    (environment_reads, "megatrain.training.facts", "import os as system\nrank = system.getenv('RANK')"),
+    (environment_reads, "megatrain.training.facts", "from os import environ as e\nrank = e.get('RANK')"),
+    (
+        environment_reads,
+        "megatrain.training.facts",
+        "def f():\n    from os import getenv\n    return getenv('RANK')",
+    ),
+    (environment_reads, "megatrain.training.facts", "import os.path\nthere = 'RANK' in os.environ"),
+    (unsafe_calls, "megatrain.checkpoint.load", "import pickle"),
+    (unsafe_calls, "megatrain.checkpoint.load", "def f():\n    from pickle import loads"),
+    (unsafe_calls, "megatrain.checkpoint.load", "import torch\ntorch.load('x', weights_only=True)"),
+    (unsafe_calls, "megatrain.checkpoint.load", "from torch import load as read\nread('x')"),
+    (unsafe_calls, "megatrain.config.yaml", "eval('1')"),
+    (unsafe_calls, "megatrain.config.yaml", "run = exec"),
+    (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=True)"),
+    (heavy_imports_of_config, "megatrain.config.model", "import torch.nn as nn"),
+    (heavy_imports_of_config, "megatrain.config.model", "def f():\n    from numpy import array"),
+    (heavy_imports_of_config, "megatrain", "import torch"),
+    (long_files, "megatrain.model.gpt", "x = 1\n" * (MAX_FILE_LINES + 1)),
+    (long_functions, "megatrain.model.gpt", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+    (
+        long_functions,
+        "megatrain.model.gpt",
+        "class A:\n  async def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES,
+    ),
+    (branchy_functions, "megatrain.model.gpt", "def f():\n" + "    if x: pass\n" * (MAX_BRANCHES + 1)),
+    (branchy_functions, "megatrain.model.gpt", "def f():\n" + "    y = [a and b for a in x if b or c]\n" * 9),
+]
+
+KEPT = [
+    (
+        imports_that_point_right,
+        "megatrain.data.gpt",
+        "from megatrain.parallel import batch\nfrom . import lines\nimport torch",
+    ),
+    (
+        imports_that_point_right,
+        "megatrain.model.blocks.mlp",
+        "from ..head import Head\nfrom ...config import model",
+    ),
+    (imports_that_point_right, "megatrain.tools.main", "from megatrain import __version__\nimport megatrain"),
+    (unknown_folders, "megatrain.config", ""),
+    (
+        global_statements,
+        "megatrain.data.gpt",
+        "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2",
+    ),
+    (environment_reads, ENVIRONMENT_READER, "import os\nrank = os.environ['RANK']"),
+    (
+        environment_reads,
+        "megatrain.training.facts",
+        "import os\nos.environ['A'] = 'b'\nos.path.join('a', 'b')",
+    ),
+    (environment_reads, "megatrain.training.facts", "rank = self.os.environ"),
+    (
+        unsafe_calls,
+        "megatrain.checkpoint.load",
+        "model.eval()\nre.compile('a')\nfrom safetensors.torch import load",
+    ),
+    (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=False)"),
+    (heavy_imports_of_config, "megatrain.model.gpt", "import torch"),
+    (heavy_imports_of_config, "megatrain.config.model", "import yaml"),
+    (long_files, "megatrain.model.gpt", "x = 1\n" * MAX_FILE_LINES),
+    (long_functions, "megatrain.model.gpt", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
+    (branchy_functions, "megatrain.model.gpt", "def f():\n" + "    if x: pass\n" * MAX_BRANCHES),
+]
+
+
+def case_name(value: object) -> str:
+    return getattr(value, "__name__", str(value)[:40].replace("\n", " "))
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), BROKEN, ids=case_name)
+def test_a_broken_rule_is_found(rule: Callable[[Module], list[str]], name: str, source: str) -> None:
+    assert rule(Module(name, source))
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), KEPT, ids=case_name)
+def test_a_kept_rule_is_left_alone(rule: Callable[[Module], list[str]], name: str, source: str) -> None:
+    assert not rule(Module(name, source))
+
+
+def test_every_rule_is_tried_both_ways() -> None:
+    assert {rule for rule, _, _ in BROKEN} == {rule for rule, _, _ in KEPT} == set(RULES)
+
+
+def test_relative_imports_of_a_package_start_at_the_package() -> None:
+    package = Module("megatrain.data", "from .gpt import samples\nfrom ..model import gpt", is_package=True)
+    assert set(package.imports) >= {"megatrain.data.gpt", "megatrain.model.gpt"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "num_circles"),
+    [
+        ({"a": "import b", "b": "import c", "c": ""}, 0),
+        ({"a": "import b", "b": "import a"}, 1),
+        ({"a": "import b", "b": "from c import x", "c": "def f():\n    import a"}, 1),
+        ({"a": "import b\nimport c", "b": "import a", "c": "import d", "d": "from c import x"}, 2),
+        ({"a": "import a", "b": "import a\nimport c", "c": "import a"}, 0),
+        ({"p.a": "from .b import x", "p.b": "from . import a"}, 1),
+    ],
+)
+def test_circles_are_found(sources: dict[str, str], num_circles: int) -> None:
+    assert len(import_cycles({name: Module(name, source) for name, source in sources.items()})) == num_circles
