@@ -1,0 +1,244 @@
+"""The command line: flags made from the settings, and YAML files below them.
+
+    defaults  <  --config first.yaml  <  --config second.yaml  <  flags
+
+Flags are Megatron-LM's; `_` and `-` mean the same in them. Nothing is raised here for what a user typed: problems
+travel in the `Request`, so that `resolve` can report them together with all others.
+"""
+
+import argparse
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatrain import __version__
+from megatrain.config.errors import Problem
+from megatrain.config.help_text import field_help, section_help
+from megatrain.config.loading import BadValueError, accepted_values, load_value
+from megatrain.config.request import Given, Request
+from megatrain.config.tree import Config, Origin, Setting, near_name, settings
+from megatrain.config.values import INVALID
+from megatrain.config.yaml_file import read_yaml
+
+_NO_VALUE: Final = object()
+_NEGATIVE_NUMBER: Final = re.compile(r"-\.?[0-9]")
+
+
+def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
+    """What these arguments ask for. Prints and exits with 0 for --help and --version."""
+    if {"-h", "--help"} & set(argv):
+        print(_parser(program, field_help()).format_help(), end="")
+        raise SystemExit(0)
+    if "--version" in argv:
+        print(f"megatrain {__version__}")
+        raise SystemExit(0)
+    flags, strays = _typed_flags(_parser(program, {}), argv)
+    given: list[Given] = []
+    problems: list[Problem] = list(_stray_problems(strays))
+    for flag in flags:
+        if flag.dest == "config":
+            _collect(_yaml_values(flag), given, problems)
+    by_path = {setting.path: setting for setting in settings()}
+    last = {flag.dest: flag for flag in flags if flag.dest != "config"}
+    for path, flag in last.items():
+        _collect(_flag_value(by_path[path], flag), given, problems)
+    return Request(
+        Config().with_values({item.path: item.value for item in given}),
+        {path: Origin("default") for path in by_path} | {item.path: item.origin for item in given},
+        tuple(problems),
+    )
+
+
+@dataclass(frozen=True)
+class _TypedFlag:
+    """A flag on the command line: the path that it sets, how it was spelled, and its text or texts."""
+
+    dest: str
+    spelling: str
+    value: Any
+
+
+class _Collect(argparse.Action):
+    """Keeps flags in the order in which they were typed; argparse itself converts and checks nothing."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        del parser
+        namespace.typed.append(_TypedFlag(self.dest, option_string or "", values))
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows `--flag VALUE`: that argparse sees every value as optional is not for the user."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        metavar = f" {action.metavar}" if action.metavar else ""
+        return ", ".join(action.option_strings) + metavar
+
+
+def _parser(program: str, texts: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The flags by section. `texts`: help by path, only needed where help is printed."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} [--config FILE] [--flag VALUE ...]",
+        description="Pretrain a language model. Flags win over --config files, later files over earlier ones.",
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_HelpFormatter,
+    )
+    general = parser.add_argument_group("general")
+    general.add_argument("-h", "--help", action="store_true", help="show this and exit")
+    general.add_argument("--version", action="store_true", help="show the version and exit")
+    general.add_argument(
+        "--config",
+        action=_Collect,
+        nargs="?",
+        const=_NO_VALUE,
+        metavar="FILE",
+        help="a YAML file of sections; repeatable",
+    )
+    groups: dict[str, Any] = {}
+    for setting in settings():
+        if setting.section not in groups:
+            groups[setting.section] = parser.add_argument_group(
+                setting.section, section_help(setting.section)
+            )
+        _add_flag(groups[setting.section], setting, texts.get(setting.path, ""))
+    return parser
+
+
+def _add_flag(group: Any, setting: Setting, text: str) -> None:
+    is_switch = setting.kind is bool
+    group.add_argument(
+        setting.flag,
+        dest=setting.path,
+        action=_Collect,
+        nargs="*" if setting.is_list else "?",
+        const=_NO_VALUE,
+        metavar="" if is_switch else _metavar(setting),
+        help=f"{text} ({_default_words(setting)})".replace("%", "%%"),
+    )
+    if is_switch:
+        shown = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
+        group.add_argument(
+            setting.opposite_flag,
+            dest=setting.path,
+            action=_Collect,
+            nargs="?",
+            const=_NO_VALUE,
+            metavar="",
+            help=shown,
+        )
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.choices:
+        return "{" + ",".join(setting.choices) + "}"
+    word = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}[setting.kind]
+    return f"{word} ..." if setting.is_list else word
+
+
+def _default_words(setting: Setting) -> str:
+    if setting.is_required:
+        return "required"
+    if setting.is_derived_if_open:
+        return "default: auto"
+    if setting.kind is bool:
+        return f"default: {'on' if setting.default else 'off'}"
+    return f"default: {'none' if setting.default in (None, ()) else setting.default}"
+
+
+def _typed_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[_TypedFlag], list[str]]:
+    """The flags that exist, and all arguments that belong to none of them."""
+    known = {spelling for action in parser._actions for spelling in action.option_strings}  # noqa: SLF001
+    namespace, strays = parser.parse_known_args(_tidied(argv, known), argparse.Namespace(typed=[]))
+    return namespace.typed, strays
+
+
+def _tidied(argv: Sequence[str], known: set[str]) -> list[str]:
+    """`_` to `-` in flags that exist, and negative numbers joined to their flag: argparse takes `-1e-4` for a flag."""
+    tidy: list[str] = []
+    for word in argv:
+        name, sign, value = word.partition("=")
+        spelling = name.replace("_", "-")
+        if spelling in known:
+            tidy.append(spelling + sign + value)
+        elif tidy and tidy[-1] in known and _NEGATIVE_NUMBER.match(word):
+            tidy[-1] += f"={word}"
+        else:
+            tidy.append(word)
+    return tidy
+
+
+def _collect(items: Iterator[Given | Problem], given: list[Given], problems: list[Problem]) -> None:
+    for item in items:
+        if isinstance(item, Given):
+            given.append(item)
+        else:
+            problems.append(item)
+
+
+def _yaml_values(flag: _TypedFlag) -> Iterator[Given | Problem]:
+    if flag.value is _NO_VALUE:
+        yield Problem("--config has no value", "name a YAML file after it")
+        return
+    given, problems = read_yaml(flag.value)
+    yield from given
+    yield from problems
+
+
+def _flag_value(setting: Setting, flag: _TypedFlag) -> Iterator[Given | Problem]:
+    value = INVALID
+    is_missing = flag.value is _NO_VALUE or flag.value == []
+    typed = flag.spelling if is_missing else f"{flag.spelling} {_text(flag.value)}"
+    try:
+        if setting.kind is bool:
+            value = _switched(setting, flag, is_missing=is_missing)
+        elif is_missing:
+            raise BadValueError("has no value", fix=f"{setting.flag} takes {accepted_values(setting)}")  # noqa: TRY301
+        else:
+            value = load_value(setting, flag.value)
+    except BadValueError as error:
+        yield Problem(f"{typed} {error.text}", error.fix)
+    yield Given(setting.path, value, Origin("flag", flag.spelling))
+
+
+def _switched(setting: Setting, flag: _TypedFlag, *, is_missing: bool) -> Any:
+    """A switch alone turns on, its opposite turns off; `--switch=false` is understood, too."""
+    if flag.spelling == setting.flag:
+        return is_missing or load_value(setting, flag.value)
+    if is_missing:
+        return False
+    raise BadValueError(
+        "has a value, and takes none", fix=f"use {setting.opposite_flag} alone, or {setting.flag}"
+    )
+
+
+def _text(value: str | list[str]) -> str:
+    text = value if isinstance(value, str) else " ".join(value)
+    return textwrap.shorten(text, 200) or "''"
+
+
+def _stray_problems(strays: Sequence[str]) -> Iterator[Problem]:
+    """Unknown flags; what follows one is taken for its value and not reported again."""
+    flags = {setting.flag for setting in settings()} | {"--config", "--help", "--version"}
+    switches = {setting.opposite_flag for setting in settings() if setting.kind is bool}
+    flag = None
+    for word in strays:
+        if word.startswith("-") and not _NEGATIVE_NUMBER.match(word):
+            flag = word.partition("=")[0]
+            spelling = flag.lower().replace("_", "-")
+            near = near_name(spelling, flags) or near_name(spelling, switches)
+            fix = f"did you mean {near}?" if near else "leave it out; --help lists the flags that exist"
+            yield Problem(f"{flag} is not a flag", fix)
+        elif flag is None:
+            yield Problem(
+                f"{word} stands alone, without a flag before it", "put the flag that it belongs to before it"
+            )

@@ -1,0 +1,44 @@
+"""What the model is trained on: the data files, how they are cut into samples, and the tokenizer they were made with."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatrain.config.values import AUTO, REQUIRED, in_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data: files and how they become samples."""
+
+    data_path: tuple[str, ...] = ()
+    """Prefix of a .bin and .idx file pair."""
+    split: str = AUTO
+    """Shares of training, validation and test data, such as 969,30,1. Left open: 969, 30, 1 for files, 1,1,1 for mock data."""
+    mock_data: bool = False
+    """Train on made-up token sequences instead of files."""
+    seq_length: int = field(default=REQUIRED, metadata=in_range(at_least=1))
+    """Tokens of a sample."""
+    dataloader_type: Literal["single"] = "single"
+    """Order in which samples are read: single goes once through the shuffled index."""
+    no_mmap_bin_files: bool = False
+    """Read .bin files with ordinary reads instead of mapping them into memory."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices. Left out: a cache folder beside the data."""
+    reset_position_ids: bool = False
+    """Count positions anew after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Keep tokens from attending across an end-of-document token."""
+    eod_mask_loss: bool = False
+    """Leave out the loss where the input is an end-of-document token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Tokenizer: how text became token numbers."""
+
+    tokenizer_type: Literal["HuggingFaceTokenizer", "NullTokenizer"] | None = None
+    """Kind of the tokenizer. NullTokenizer reads no file: token numbers below --vocab-size, the last one ends a document."""
+    tokenizer_model: str | None = None
+    """The tokenizer's file or folder."""
+    vocab_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Number of tokens, before padding, where no tokenizer file says it."""

@@ -1,0 +1,292 @@
+"""The values that follow from others, each with its reason. A derivation is found by the path that it fills.
+
+DERIVATIONS  fill what the user left open, and all of `Derived`; later ones may use earlier ones
+OVERRIDES    replace what the user gave where it cannot be had, as Megatron-LM's users expect, and say so in a note
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatrain.config.flops import padded_vocabulary, training_flops
+from megatrain.config.plan import Draft
+from megatrain.config.values import INVALID, UnsettledError
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A derived value, and the reason with its numbers."""
+
+    value: Any
+    reason: str
+
+
+def device(draft: Draft) -> Answer:
+    name = draft.facts.device_name
+    return Answer(draft.facts.device, f"the device that was found{f', {name}' if name else ''}")
+
+
+def distributed_backend(draft: Draft) -> Answer:
+    where = draft.config.training.device
+    return Answer("nccl" if where == "cuda" else "gloo", f"for {where}")
+
+
+def kv_channels(draft: Draft) -> Answer:
+    model = draft.config.model
+    width = _whole(model.hidden_size, model.num_attention_heads)
+    return Answer(width, f"hidden size {model.hidden_size} / {model.num_attention_heads} heads")
+
+
+def ffn_hidden_size(draft: Draft) -> Answer:
+    model = draft.config.model
+    if model.swiglu:
+        width = int(4 * model.hidden_size * 2 / 3 / 64) * 64
+        return Answer(width, f"4 * hidden size {model.hidden_size} * 2/3, down to a multiple of 64 (gated)")
+    return Answer(4 * model.hidden_size, f"4 * hidden size {model.hidden_size}")
+
+
+def num_query_groups(draft: Draft) -> Answer:
+    model = draft.config.model
+    if model.group_query_attention:
+        raise UnsettledError  # The rule `query_groups_are_given` asks for it.
+    return Answer(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
+
+
+def split(draft: Draft) -> Answer:
+    if draft.config.data.mock_data:
+        return Answer("1,1,1", "always so for mock data")
+    return Answer("969, 30, 1", "Megatron-LM's default for files")
+
+
+def params_dtype(draft: Draft) -> Answer:
+    if draft.config.precision.bf16:
+        return Answer("bfloat16", "--bf16")
+    return Answer("float32", "without --bf16")
+
+
+def resolved_device(draft: Draft) -> Answer:
+    return Answer(_settled(draft.config.training.device), "equals --device")
+
+
+def resolved_params_dtype(draft: Draft) -> Answer:
+    return Answer(_settled(draft.config.precision.params_dtype), "equals --params-dtype")
+
+
+def main_dtype(draft: Draft) -> Answer:
+    weights = draft.config.precision.params_dtype
+    return Answer("float64" if weights == "float64" else "float32", f"for {weights} weights")
+
+
+def world_size(draft: Draft) -> Answer:
+    return Answer(draft.facts.world_size, "ranks that were started")
+
+
+def model_parallel_size(draft: Draft) -> Answer:
+    parallel = draft.config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    return Answer(tp * pp, f"tp {tp} * pp {pp}")
+
+
+def data_parallel_size(draft: Draft) -> Answer:
+    world, replica = draft.derived.world_size, draft.derived.model_parallel_size
+    return Answer(_whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
+
+
+def global_batch_size(draft: Draft) -> Answer:
+    micro, dp = draft.config.training.micro_batch_size, draft.derived.data_parallel_size
+    return Answer(micro * dp, f"micro-batch {micro} * dp {dp}")
+
+
+def num_microbatches(draft: Draft) -> Answer:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    count = _whole(training.global_batch_size, training.micro_batch_size * dp)
+    return Answer(
+        count,
+        f"global batch {training.global_batch_size} / (micro-batch {training.micro_batch_size} * dp {dp})",
+    )
+
+
+def train_iters(draft: Draft) -> Answer:
+    training = draft.config.training
+    if training.train_iters is not None:
+        return Answer(_settled(training.train_iters), "--train-iters")
+    if training.train_samples is None:
+        raise UnsettledError  # The rule `training_has_one_length` reports it.
+    iterations = training.train_samples // training.global_batch_size
+    return Answer(
+        iterations, f"{training.train_samples} samples // global batch {training.global_batch_size}"
+    )
+
+
+def train_samples(draft: Draft) -> Answer:
+    iterations, batch = draft.derived.train_iters, draft.config.training.global_batch_size
+    return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
+
+
+def requested_train_samples(draft: Draft) -> Answer:
+    training = draft.config.training
+    if training.train_samples is not None:
+        return Answer(_settled(training.train_samples), "--train-samples")
+    return Answer(_settled(draft.derived.train_samples), draft.origins["derived.train_samples"].detail)
+
+
+def requested_valid_samples(draft: Draft) -> Answer:
+    training, iterations = draft.config.training, draft.derived.train_iters
+    rounds = 1 if training.eval_interval is None else iterations // training.eval_interval + 1
+    each = training.eval_iters * training.global_batch_size
+    how_often = "one" if training.eval_interval is None else f"({iterations} // {training.eval_interval} + 1)"
+    return Answer(
+        rounds * each,
+        f"{how_often} evaluation{'s' * (rounds != 1)} * {training.eval_iters} iterations * global batch {training.global_batch_size}",
+    )
+
+
+def requested_test_samples(draft: Draft) -> Answer:
+    training = draft.config.training
+    return Answer(
+        training.eval_iters * training.global_batch_size,
+        f"{training.eval_iters} iterations * global batch {training.global_batch_size}",
+    )
+
+
+def lr_decay_samples(draft: Draft) -> Answer:
+    schedule, batch = draft.config.schedule, draft.config.training.global_batch_size
+    if schedule.lr_decay_samples is not None:
+        return Answer(_settled(schedule.lr_decay_samples), "--lr-decay-samples")
+    if schedule.lr_decay_iters is not None:
+        return Answer(
+            schedule.lr_decay_iters * batch, f"{schedule.lr_decay_iters} iterations * global batch {batch}"
+        )
+    return Answer(_settled(draft.derived.requested_train_samples), "to the end of training")
+
+
+def lr_warmup_samples(draft: Draft) -> Answer:
+    schedule, batch = draft.config.schedule, draft.config.training.global_batch_size
+    if schedule.lr_warmup_fraction is not None:
+        decay = draft.derived.lr_decay_samples
+        return Answer(
+            schedule.lr_warmup_fraction * decay, f"{schedule.lr_warmup_fraction} of {decay} decay samples"
+        )
+    if schedule.lr_warmup_samples:
+        return Answer(schedule.lr_warmup_samples, "--lr-warmup-samples")
+    return Answer(
+        schedule.lr_warmup_iters * batch, f"{schedule.lr_warmup_iters} iterations * global batch {batch}"
+    )
+
+
+def vocab_size(draft: Draft) -> Answer:
+    given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size
+    if found is not None:
+        return Answer(found, "the tokenizer's")
+    if given is None:
+        raise UnsettledError  # The rule `vocabulary_is_known` reports it.
+    return Answer(_settled(given), "--vocab-size")
+
+
+def eod_id(draft: Draft) -> Answer:
+    if draft.facts.vocab_size is not None or draft.facts.eod_id is not None:
+        return Answer(draft.facts.eod_id, "the tokenizer's")
+    return Answer(draft.derived.vocab_size - 1, "the last token, as there is no tokenizer file")
+
+
+def padded_vocab_size(draft: Draft) -> Answer:
+    vocabulary, tp = draft.derived.vocab_size, draft.config.parallel.tensor_model_parallel_size
+    multiple = draft.config.model.make_vocab_size_divisible_by
+    rows = padded_vocabulary(vocabulary, divisible_by=multiple, tp_size=tp)
+    return Answer(rows, f"{vocabulary} up to a multiple of {multiple} * tp {tp}")
+
+
+def resolved_padded_vocab_size(draft: Draft) -> Answer:
+    return Answer(_settled(draft.config.model.padded_vocab_size), "equals --padded-vocab-size")
+
+
+def tokens_per_iteration(draft: Draft) -> Answer:
+    batch, length = draft.config.training.global_batch_size, draft.config.data.seq_length
+    return Answer(batch * length, f"global batch {batch} * {length} tokens")
+
+
+def flops_per_iteration(draft: Draft) -> Answer:
+    tokens = draft.derived.tokens_per_iteration
+    operations = training_flops(
+        draft.config.model, num_tokens=tokens, sum_of_squared_lengths=tokens * draft.config.data.seq_length
+    )
+    return Answer(
+        operations, f"{operations / tokens:.4g} for each of {tokens} tokens, recomputation not counted"
+    )
+
+
+def start_iteration(draft: Draft) -> Answer:
+    stored = draft.facts.checkpoint
+    return Answer(stored.iteration, f"{stored.path}") if stored else Answer(0, "a fresh run")
+
+
+def start_consumed_samples(draft: Draft) -> Answer:
+    stored = draft.facts.checkpoint
+    return Answer(stored.consumed_train_samples, f"{stored.path}") if stored else Answer(0, "a fresh run")
+
+
+def gloo_without_gpu(draft: Draft) -> Answer | None:
+    is_misfit = draft.config.training.device == "cpu" and draft.config.parallel.distributed_backend == "nccl"
+    return (
+        Answer("gloo", "--distributed-backend nccl needs GPUs; on CPUs gloo is used") if is_misfit else None
+    )
+
+
+def even_split_of_mock_data(draft: Draft) -> Answer | None:
+    given = draft.config.data.split
+    if not draft.config.data.mock_data or given == "1,1,1":
+        return None
+    return Answer("1,1,1", f"--split {given} has no effect: mock data is split 1,1,1, as in Megatron-LM")
+
+
+def _whole(amount: int, parts: int) -> int:
+    """The quotient, if it is whole; a rule reports it if not."""
+    if amount % parts:
+        raise UnsettledError
+    return amount // parts
+
+
+def _settled(value: Any) -> Any:
+    """The value itself; trips over INVALID, which could pass through otherwise."""
+    if value is INVALID:
+        raise UnsettledError
+    return value
+
+
+DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
+    ("training.device", device),
+    ("derived.device", resolved_device),
+    ("parallel.distributed_backend", distributed_backend),
+    ("model.kv_channels", kv_channels),
+    ("model.ffn_hidden_size", ffn_hidden_size),
+    ("model.num_query_groups", num_query_groups),
+    ("data.split", split),
+    ("precision.params_dtype", params_dtype),
+    ("derived.params_dtype", resolved_params_dtype),
+    ("derived.main_dtype", main_dtype),
+    ("derived.world_size", world_size),
+    ("derived.model_parallel_size", model_parallel_size),
+    ("derived.data_parallel_size", data_parallel_size),
+    ("training.global_batch_size", global_batch_size),
+    ("derived.num_microbatches", num_microbatches),
+    ("derived.train_iters", train_iters),
+    ("derived.train_samples", train_samples),
+    ("derived.requested_train_samples", requested_train_samples),
+    ("derived.requested_valid_samples", requested_valid_samples),
+    ("derived.requested_test_samples", requested_test_samples),
+    ("derived.lr_decay_samples", lr_decay_samples),
+    ("derived.lr_warmup_samples", lr_warmup_samples),
+    ("derived.vocab_size", vocab_size),
+    ("derived.eod_id", eod_id),
+    ("model.padded_vocab_size", padded_vocab_size),
+    ("derived.padded_vocab_size", resolved_padded_vocab_size),
+    ("derived.tokens_per_iteration", tokens_per_iteration),
+    ("derived.flops_per_iteration", flops_per_iteration),
+    ("derived.start_iteration", start_iteration),
+    ("derived.start_consumed_samples", start_consumed_samples),
+)
+
+OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], Answer | None]], ...]] = (
+    ("parallel.distributed_backend", gloo_without_gpu),
+    ("data.split", even_split_of_mock_data),
+)

@@ -1,0 +1,24 @@
+"""How the work is spread over ranks. The data-parallel size follows from the number of ranks that are started."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatrain.config.values import AUTO, in_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism: how the model and its optimizer are spread over ranks."""
+
+    tensor_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    """Ranks over which each layer's matrices are split (tp)."""
+    pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    """Stages into which the layers are cut (pp)."""
+    sequence_parallel: bool = False
+    """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
+    use_distributed_optimizer: bool = True
+    """Spread optimizer state over the data-parallel ranks (ZeRO-1). Megatron-LM leaves it off unless asked."""
+    distributed_backend: Literal["nccl", "gloo"] = AUTO
+    """What carries collectives. Left open: nccl on GPUs, gloo on CPUs."""
+    distributed_timeout_minutes: int = field(default=10, metadata=in_range(at_least=1))
+    """Minutes that a collective may take before the run fails."""

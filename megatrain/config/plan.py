@@ -1,0 +1,79 @@
+"""A run once everything about it is decided: the configuration without gaps, and the numbers that follow from it.
+
+Request + Facts  ->  Draft, filled in step by step  ->  Plan
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megatrain.config.facts import Facts
+from megatrain.config.tree import Config, Origin
+from megatrain.config.values import INVALID
+
+DType = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """What follows from configuration and facts, and is no setting itself or is wanted in one place."""
+
+    device: Literal["cpu", "cuda"] = INVALID
+    world_size: int = INVALID
+    model_parallel_size: int = INVALID
+    """Ranks that hold one model replica: tp * pp."""
+    data_parallel_size: int = INVALID
+    num_microbatches: int = INVALID
+    """Micro-batches that each rank runs in an iteration."""
+    train_iters: int = INVALID
+    train_samples: int = INVALID
+    """Samples that training reads: whole global batches."""
+    requested_train_samples: int = INVALID
+    """Samples that the training index is built for. The order of samples depends on it."""
+    requested_valid_samples: int = INVALID
+    requested_test_samples: int = INVALID
+    lr_decay_samples: int = INVALID
+    lr_warmup_samples: float = INVALID
+    """A fraction of the decay is not rounded, as in Megatron-LM."""
+    vocab_size: int = INVALID
+    """Tokens of the tokenizer, before padding."""
+    padded_vocab_size: int = INVALID
+    eod_id: int | None = INVALID
+    """The end-of-document token, if there is one."""
+    params_dtype: DType = INVALID
+    main_dtype: DType = INVALID
+    """Number format of the optimizer's copies of weights, of its state and of gradient sums."""
+    tokens_per_iteration: int = INVALID
+    flops_per_iteration: int = INVALID
+    """By Megatron-LM's formula; recomputation is not counted."""
+    start_iteration: int = INVALID
+    """Iterations done by the checkpoint that is loaded."""
+    start_consumed_samples: int = INVALID
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A plan in the making. What is not derived yet, or cannot be, is INVALID."""
+
+    config: Config
+    derived: Derived
+    facts: Facts
+    origins: Mapping[str, Origin]
+
+    def is_default(self, path: str) -> bool:
+        return self.origins[path].kind == "default"
+
+    def is_given(self, path: str) -> bool:
+        return self.origins[path].kind in ("flag", "yaml")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is built from. Nothing in it is open."""
+
+    config: Config
+    derived: Derived
+    origins: Mapping[str, Origin]
+    """Of `model.num_layers` and of `derived.num_microbatches` alike."""
+    notes: tuple[str, ...]
+    """What a user should hear about, though nothing is wrong."""

@@ -1,0 +1,40 @@
+"""What a user asked for: the values given, where each was given, and what is wrong with how it was said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.tree import Config, Origin
+from megatrain.config.values import is_settled
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that a flag or a YAML file sets. INVALID if it could not be understood."""
+
+    path: str
+    value: Any
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Request:
+    """The outcome of parsing. `config` may still hold AUTO, REQUIRED and INVALID; `resolve` reports and removes them."""
+
+    config: Config
+    origins: Mapping[str, Origin]
+    """By path, such as `model.num_layers`: of every setting."""
+    problems: tuple[Problem, ...] = ()
+
+    def known(self, path: str) -> Any | None:
+        """The value at this path, or None where it is open, missing or not understood: for gathering facts."""
+        value = self.config.get(path)
+        return value if is_settled(value) else None
+
+    def raise_problems(self) -> None:
+        """Raise ConfigError if anything given was not understood."""
+        if self.problems:
+            raise ConfigError.of(self.problems)

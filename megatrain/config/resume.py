@@ -1,0 +1,110 @@
+"""A run that continues a checkpoint: what may have changed since, and what may not.
+
+may not  the shape of the model; the tokenizer; whatever decides the order of samples
+may      the rest: parallel layout, learning rate, intervals, ... `changed_settings` lists it for a note
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.tree import flag_of, settings
+from megatrain.config.values import is_settled
+
+# Padding follows the tensor-parallel size and is outside checkpoints; the rest is used before or beside the weights.
+_FREE_OF_MODEL: Final = (
+    "model.padded_vocab_size",
+    "model.make_vocab_size_divisible_by",
+    "model.transformer_impl",
+    "model.max_position_embeddings",
+    "model.init_method_std",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+)
+_ORDER_OF_SAMPLES: Final = (
+    "data.seq_length",
+    "data.data_path",
+    "data.split",
+    "data.mock_data",
+    "data.dataloader_type",
+    "training.seed",
+    "training.global_batch_size",
+    "training.train_iters",
+    "training.train_samples",
+)
+# Say where to start from and where files lie, not what is trained.
+_NOT_WORTH_A_NOTE: Final = ("checkpoint.load", "checkpoint.load_or_start", "model.padded_vocab_size")
+
+
+def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
+    for path, stored, now in _changes(draft):
+        reason = _reason_to_stay(path)
+        if reason:
+            yield Problem(
+                f"{flag_of(path)} cannot change on resume (yet), {reason}:"
+                f" the checkpoint has {_shown(stored)}, this run {_shown(now)}",
+                f"keep the stored value ({_spelled(path, stored)}), or start a fresh run without --load and with another --save",
+            )
+
+
+def tokenizer_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
+    stored, now = draft.facts.checkpoint, draft.facts.tokenizer_fingerprint
+    if stored and stored.tokenizer_fingerprint and now and stored.tokenizer_fingerprint != now:
+        yield Problem(
+            f"--tokenizer-model cannot change on resume, token numbers would mean other texts: the checkpoint has"
+            f" fingerprint {stored.tokenizer_fingerprint}, this run {now}",
+            "use the tokenizer of the first run, or start a fresh run without --load and with another --save",
+        )
+
+
+def changed_settings(draft: Draft) -> list[str]:
+    """What changed since the checkpoint and may, such as `--lr 0.001 -> 0.002`."""
+    return [
+        f"{flag_of(path)} {_shown(stored)} -> {_shown(now)}"
+        for path, stored, now in _changes(draft)
+        if not _reason_to_stay(path) and path not in _NOT_WORTH_A_NOTE
+    ]
+
+
+def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
+    """Path, stored value and value now. What the checkpoint does not know, an older version has written: no change."""
+    stored = draft.facts.checkpoint.config if draft.facts.checkpoint else {}
+    for setting in settings():
+        now = draft.config.get(setting.path)
+        if setting.name not in stored.get(setting.section, {}) or not is_settled(now):
+            continue
+        now = list(now) if isinstance(now, tuple) else now
+        before = stored[setting.section][setting.name]
+        if before != now:
+            yield setting.path, before, now
+
+
+def _reason_to_stay(path: str) -> str | None:
+    if path.startswith("model.") and path not in _FREE_OF_MODEL:
+        return "the shape of the model depends on it"
+    if path in _ORDER_OF_SAMPLES:
+        return "the order of samples depends on it"
+    return "the meaning of token numbers depends on it" if path == "tokenizer.vocab_size" else None
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else str(value)
+
+
+def _spelled(path: str, value: Any) -> str:
+    """How to say this value on the command line."""
+    flag = flag_of(path)
+    if isinstance(value, bool):
+        return flag if value else f"without {flag}"
+    return f"without {flag}" if value is None or value == [] else f"{flag} {_shown(value)}"
+
+
+RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+    run_is_the_stored_one,
+    tokenizer_is_the_stored_one,
+)

@@ -1,0 +1,232 @@
+"""What must hold between settings, and between settings and facts: one small function a rule.
+
+A rule yields problems, each with the flag, its value and a value that works. It may compute freely: where something
+that it needs is wrong already, `resolve` skips it. Rules about sizes are in `size_rules.py`, about features that are
+not there in `unsupported.py`, about a checkpoint in `resume.py`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.resume import RESUME_RULES
+from megatrain.config.size_rules import SIZE_RULES
+from megatrain.config.unsupported import UNSUPPORTED_RULES
+
+Problems = Iterator[Problem]
+
+
+def training_has_one_length(draft: Draft) -> Problems:
+    training = draft.config.training
+    if training.train_iters is None and training.train_samples is None:
+        yield Problem(
+            "neither --train-iters nor --train-samples is given",
+            "say how long to train, such as --train-iters 1000",
+        )
+    if training.train_iters is not None and training.train_samples is not None:
+        yield Problem(
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both say how long to train",
+            "give one of them",
+        )
+
+
+def samples_fill_a_batch(draft: Draft) -> Problems:
+    samples, batch = draft.config.training.train_samples, draft.config.training.global_batch_size
+    if samples is not None and samples < batch:
+        yield Problem(
+            f"--train-samples {samples} do not fill one --global-batch-size {batch}",
+            f"use --train-samples {batch} or more",
+        )
+
+
+def warmup_has_one_length(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    given = {
+        "--lr-warmup-fraction": schedule.lr_warmup_fraction,
+        "--lr-warmup-iters": schedule.lr_warmup_iters or None,
+        "--lr-warmup-samples": schedule.lr_warmup_samples or None,
+    }
+    said = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+    if len(said) > 1:
+        yield Problem(f"{' and '.join(said)} all say how long warm-up takes", "give one of them")
+
+
+def decay_has_one_length(draft: Draft) -> Problems:
+    iterations, samples = draft.config.schedule.lr_decay_iters, draft.config.schedule.lr_decay_samples
+    if iterations is not None and samples is not None:
+        yield Problem(
+            f"--lr-decay-iters {iterations} and --lr-decay-samples {samples} both say when the decay ends",
+            "give one of them",
+        )
+
+
+def warmup_ends_before_decay(draft: Draft) -> Problems:
+    warmup, decay = draft.derived.lr_warmup_samples, draft.derived.lr_decay_samples
+    if warmup >= decay:
+        yield Problem(
+            f"warm-up takes {warmup} samples, and the decay ends at {decay}",
+            "shorten warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction), or end the decay later"
+            " (--lr-decay-iters, --lr-decay-samples)",
+        )
+
+
+def learning_rates_are_in_order(draft: Draft) -> Problems:
+    schedule, top = draft.config.schedule, draft.config.optimizer.lr
+    for flag, value in (("--min-lr", schedule.min_lr), ("--lr-warmup-init", schedule.lr_warmup_init)):
+        if value > top:
+            yield Problem(f"{flag} {value} is above --lr {top}", f"use {flag} {top} or less")
+
+
+def data_has_one_source(draft: Draft) -> Problems:
+    data = draft.config.data
+    if not data.data_path and not data.mock_data:
+        yield Problem(
+            "there is nothing to train on: neither --data-path nor --mock-data is given",
+            "give --data-path PREFIX of a .bin and .idx pair (preprocess_data.py makes one), or --mock-data to try things out",
+        )
+    if data.data_path and data.mock_data:
+        yield Problem(
+            f"--data-path {' '.join(data.data_path)} and --mock-data are both given", "leave one of them out"
+        )
+
+
+def split_has_up_to_three_shares(draft: Draft) -> Problems:
+    split = draft.config.data.split
+    words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
+    fix = "give up to three shares for training, validation and test, such as --split 969,30,1"
+    if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
+        yield Problem(f"--split {split!r} holds something that is no number of 0 or more", fix)
+    elif not 1 <= len(words) <= 3:
+        yield Problem(f"--split {split!r} has {len(words)} shares", fix)
+    elif not math.fsum(float(word) for word in words):
+        yield Problem(f"--split {split!r} gives no data to any split", fix)
+
+
+def vocabulary_is_known(draft: Draft) -> Problems:
+    tokenizer, data = draft.config.tokenizer, draft.config.data
+    kind, model, size = tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_size
+    if kind == "HuggingFaceTokenizer":
+        if model is None:
+            yield Problem(
+                "--tokenizer-type HuggingFaceTokenizer is given without --tokenizer-model",
+                "give --tokenizer-model, a folder or a tokenizer.json file",
+            )
+        elif draft.facts.vocab_size is None and not draft.facts.data_problems:
+            yield Problem(
+                f"--tokenizer-model {model}: its size is not known", "check that the file can be read"
+            )
+    elif model is not None:
+        yield Problem(
+            f"--tokenizer-model {model} is not read with --tokenizer-type {kind or 'left out'}",
+            "add --tokenizer-type HuggingFaceTokenizer, or leave --tokenizer-model out",
+        )
+    elif kind == "NullTokenizer":
+        if size is None:
+            yield Problem("--tokenizer-type NullTokenizer is given without --vocab-size", "give --vocab-size")
+    elif size is None or not data.mock_data:
+        yield Problem(
+            "there is no tokenizer: --tokenizer-type is not given",
+            "give --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, or --tokenizer-type NullTokenizer with"
+            " --vocab-size; --vocab-size alone is enough with --mock-data",
+        )
+
+
+def vocabulary_size_is_the_tokenizers(draft: Draft) -> Problems:
+    given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size
+    if given is not None and found is not None and given != found:
+        yield Problem(
+            f"--vocab-size {given} is not the size of the tokenizer, {found}",
+            "leave --vocab-size out; --padded-vocab-size sets the rows of the embedding",
+        )
+
+
+def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
+    rows, vocabulary = draft.config.model.padded_vocab_size, draft.derived.vocab_size
+    if rows < vocabulary:
+        yield Problem(
+            f"--padded-vocab-size {rows} is too small for {vocabulary} tokens",
+            "leave --padded-vocab-size out (or auto): it is derived then",
+        )
+
+
+def device_is_there(draft: Draft) -> Problems:
+    if draft.config.training.device == "cuda" and draft.facts.device != "cuda":
+        yield Problem(
+            "--device cuda is asked for, and no GPU was found", "use --device cpu, or check `nvidia-smi`"
+        )
+
+
+def each_rank_has_a_gpu(draft: Draft) -> Problems:
+    ranks, gpus = draft.facts.ranks_per_node, draft.facts.devices_per_node
+    if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
+        yield Problem(
+            f"{ranks} ranks were started on a node on which {gpus} GPUs are visible",
+            f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def gpus_are_for_nccl(draft: Draft) -> Problems:
+    if draft.config.training.device == "cuda" and draft.config.parallel.distributed_backend == "gloo":
+        yield Problem(
+            "--distributed-backend gloo does not carry the collectives of --device cuda",
+            "leave --distributed-backend out (or auto), or use --device cpu",
+        )
+
+
+def number_formats_agree(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.bf16 and precision.params_dtype != "bfloat16":
+        yield Problem(
+            f"--bf16 and --params-dtype {precision.params_dtype} contradict each other",
+            "leave one of them out",
+        )
+    if not precision.bf16 and precision.params_dtype == "bfloat16":
+        yield Problem("--params-dtype bfloat16 is given without --bf16", "add --bf16")
+
+
+def save_interval_has_a_folder(draft: Draft) -> Problems:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield Problem(
+            f"--save-interval {checkpoint.save_interval} is given without --save",
+            "add --save FOLDER, or leave --save-interval out",
+        )
+
+
+def missing_checkpoint_has_one_answer(draft: Draft) -> Problems:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
+        yield Problem(
+            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "leave one of them out"
+        )
+    if checkpoint.load_or_start and checkpoint.load is None:
+        yield Problem(
+            "--load-or-start is given without --load", "add --load FOLDER, or leave --load-or-start out"
+        )
+
+
+RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    *SIZE_RULES,
+    training_has_one_length,
+    samples_fill_a_batch,
+    warmup_has_one_length,
+    decay_has_one_length,
+    warmup_ends_before_decay,
+    learning_rates_are_in_order,
+    data_has_one_source,
+    split_has_up_to_three_shares,
+    vocabulary_is_known,
+    vocabulary_size_is_the_tokenizers,
+    padded_vocabulary_holds_all_tokens,
+    device_is_there,
+    each_rank_has_a_gpu,
+    gpus_are_for_nccl,
+    number_formats_agree,
+    save_interval_has_a_folder,
+    missing_checkpoint_has_one_answer,
+    *UNSUPPORTED_RULES,
+    *RESUME_RULES,
+)

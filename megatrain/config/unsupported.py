@@ -1,0 +1,80 @@
+"""What Megatron-LM has and megatrain has not yet. Each is refused by name, with what to use in its place.
+
+A line leaves this file when its feature arrives; nothing else changes then.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.tree import flag_of
+from megatrain.config.values import INVALID
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A value of a setting that stands for a feature that is not there."""
+
+    path: str
+    value: Any
+    feature: str
+    instead: str
+
+
+_MISSING: Final = (
+    Missing("model.normalization", "LayerNorm", "--normalization LayerNorm", "use --normalization RMSNorm"),
+    Missing("model.swiglu", False, "an MLP without --swiglu", "add --swiglu"),
+    Missing(
+        "model.position_embedding_type",
+        "learned_absolute",
+        "--position-embedding-type learned_absolute",
+        "use --position-embedding-type rope",
+    ),
+    Missing("model.disable_bias_linear", False, "a linear layer with biases", "add --disable-bias-linear"),
+    Missing(
+        "model.transformer_impl",
+        "transformer_engine",
+        "--transformer-impl transformer_engine",
+        "use --transformer-impl local",
+    ),
+    Missing("data.reset_position_ids", True, "--reset-position-ids", "leave --reset-position-ids out"),
+    Missing("data.reset_attention_mask", True, "--reset-attention-mask", "leave --reset-attention-mask out"),
+)
+
+
+def features_are_there(draft: Draft) -> Iterator[Problem]:
+    for missing in _MISSING:
+        value = draft.config.get(missing.path)
+        if value is not INVALID and value == missing.value:
+            default = " (the default, as in Megatron-LM)" if draft.is_default(missing.path) else ""
+            yield Problem(f"{missing.feature}{default} is not there yet", missing.instead)
+
+
+def dropout_is_off(draft: Draft) -> Iterator[Problem]:
+    paths = ("model.hidden_dropout", "model.attention_dropout")
+    on = [path for path in paths if (value := draft.config.get(path)) is INVALID or value > 0]
+    if on:
+        said = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in on)
+        is_default = any(draft.is_default(path) for path in on)
+        reminder = " (0.1 is the default, as in Megatron-LM)" if is_default else ""
+        yield Problem(
+            f"dropout is not there yet: {said}{reminder}", "use --hidden-dropout 0 --attention-dropout 0"
+        )
+
+
+def blends_are_not_asked_for(draft: Draft) -> Iterator[Problem]:
+    prefixes = draft.config.data.data_path
+    if len(prefixes) > 1:
+        yield Problem(
+            f"--data-path {' '.join(prefixes)}: blends are not there yet",
+            "give one prefix, without a weight; preprocess_data.py can make one file pair of several inputs",
+        )
+
+
+UNSUPPORTED_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+    features_are_there,
+    dropout_is_off,
+    blends_are_not_asked_for,
+)

@@ -1,0 +1,165 @@
+"""What flags mean, and what is said about those that mean nothing."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatrain import __version__
+from megatrain.config import ConfigError, Origin, docs_reference, parse
+from megatrain.config.help_text import field_help
+from megatrain.config.tree import settings
+from megatrain.config.values import AUTO, REQUIRED
+
+
+def value(path, *argv):
+    request = parse(argv)
+    assert request.problems == ()
+    return request.config.get(path)
+
+
+def problems(*argv):
+    return [str(problem) for problem in parse(argv).problems]
+
+
+def test_defaults_leave_open_what_nobody_gave():
+    config = parse([]).config
+    assert config.model.num_layers is REQUIRED
+    assert config.model.kv_channels is AUTO
+    assert config.training.eval_iters == 100
+
+
+@pytest.mark.parametrize(
+    ("argv", "path", "expected"),
+    [
+        (["--num-layers", "12"], "model.num_layers", 12),
+        (["--num-layers=12"], "model.num_layers", 12),
+        (["--num_layers", "12"], "model.num_layers", 12),
+        (["--num_layers=1_000"], "model.num_layers", 1000),
+        (["--lr", "1e-4"], "optimizer.lr", 1e-4),
+        (["--rotary-base", "500000"], "model.rotary_base", 500000.0),
+        (["--bf16"], "precision.bf16", True),
+        (["--bf16", "--no-bf16"], "precision.bf16", False),
+        (["--bf16=false"], "precision.bf16", False),
+        (["--no-use-distributed-optimizer"], "parallel.use_distributed_optimizer", False),
+        (["--no_use_distributed_optimizer"], "parallel.use_distributed_optimizer", False),
+        (["--no-mmap-bin-files"], "data.no_mmap_bin_files", True),
+        (["--mmap-bin-files"], "data.no_mmap_bin_files", False),
+        (["--no-load-optim"], "checkpoint.no_load_optim", True),
+        (["--data-path", "a", "b"], "data.data_path", ("a", "b")),
+        (["--save", "a_b/c-d"], "checkpoint.save", "a_b/c-d"),
+        (["--save", "none"], "checkpoint.save", None),
+        (["--eval-interval", "none"], "training.eval_interval", None),
+        (["--kv-channels", "auto"], "model.kv_channels", AUTO),
+        (["--position-embedding-type", "none"], "model.position_embedding_type", "none"),
+        (["--lr", "1", "--lr", "2"], "optimizer.lr", 2.0),
+    ],
+)
+def test_a_flag_sets_its_field(argv, path, expected):
+    found = value(path, *argv)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num-layer", "3"], "--num-layer is not a flag\n  fix: did you mean --num-layers?"),
+        (["--NUM_LAYERS", "3"], "--NUM_LAYERS is not a flag\n  fix: did you mean --num-layers?"),
+        (["--xyzzy=1"], "--xyzzy is not a flag\n  fix: leave it out; --help lists the flags that exist"),
+        (["--num-layers"], "--num-layers has no value\n  fix: --num-layers takes a whole number at least 1"),
+        (["--data-path"], "--data-path has no value\n  fix: --data-path takes one or more texts"),
+        (["--config"], "--config has no value\n  fix: name a YAML file after it"),
+        (["--num-layers", "1.5"], "--num-layers 1.5 is not a whole number"),
+        (["--num-layers", "0"], "--num-layers 0 must be at least 1"),
+        (["--num-layers", "none"], "--num-layers none is not a whole number"),
+        (["--lr", "fast"], "--lr fast is not a number\n  fix: --lr takes a number above 0"),
+        (["--lr", "nan"], "--lr nan is not finite"),
+        (["--lr", "-1e-4"], "--lr -1e-4 must be above 0"),
+        (["--hidden-dropout", "1"], "--hidden-dropout 1 must be at least 0 and below 1"),
+        (
+            ["--normalization", "rmsnrm"],
+            "is not a choice\n  fix: did you mean RMSNorm? --normalization takes LayerNorm or",
+        ),
+        (
+            ["--bf16", "maybe"],
+            "--bf16 maybe is neither true nor false\n  fix: --bf16 sets it to true, --no-bf16 to false",
+        ),
+        (["--no-bf16", "true"], "--no-bf16 true has a value, and takes none"),
+        (["stray", "--bf16"], "stray stands alone, without a flag before it"),
+        (["--num-layers", "9" * 5000], "is too large"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(argv, words):
+    (problem,) = problems(*argv)
+    assert words in problem
+
+
+def test_all_mistakes_are_collected_at_once():
+    argv = ["--num-layer", "3", "--lr", "fast", "--hidden-size", "--normalization", "BatchNorm"]
+    assert len(problems(*argv)) == 4
+    with pytest.raises(ConfigError, match="--lr fast is not a number") as caught:
+        parse(argv).raise_problems()
+    assert len(caught.value.problems) == 4
+    assert caught.value.exit_code == 2
+
+
+def test_known_gives_none_for_what_is_open_or_wrong():
+    request = parse(["--save", "--num-layers", "x", "--hidden-size", "8"])
+    assert [request.known(path) for path in ("checkpoint.save", "model.num_layers", "model.hidden_size")] == [
+        None,
+        None,
+        8,
+    ]
+    assert request.known("optimizer.lr") is None
+
+
+def test_the_origin_is_the_flag():
+    origins = parse(["--no_bf16", "--lr=1"]).origins
+    assert origins["precision.bf16"] == Origin("flag", "--no-bf16")
+    assert origins["optimizer.lr"] == Origin("flag", "--lr")
+    assert origins["model.num_layers"] == Origin("default")
+
+
+def test_no_two_flags_are_spelled_alike():
+    spellings = [setting.flag for setting in settings()]
+    spellings += [setting.opposite_flag for setting in settings() if setting.kind is bool]
+    assert len(set(spellings)) == len(spellings)
+
+
+def test_every_field_has_a_sentence():
+    texts = field_help()
+    assert [setting.path for setting in settings() if not texts.get(setting.path)] == []
+
+
+def test_help_and_version_print_and_leave(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--num-layers", "x", "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "--num-layers INT" in shown
+    assert "Transformer layers of the whole model." in shown
+    assert "--no-use-distributed-optimizer" in shown
+    assert "--no-bf16" not in shown
+    with pytest.raises(SystemExit):
+        parse(["--version"])
+    assert capsys.readouterr().out == f"megatrain {__version__}\n"
+
+
+def test_the_reference_lists_every_flag():
+    page = docs_reference()
+    assert all(f"| `{setting.flag}` |" in page for setting in settings())
+    assert "| `--swiglu` | switch | false | Use a gated MLP" in page
+
+
+def test_help_is_quick_and_needs_no_torch():
+    program = (
+        "import sys; from megatrain.config import parse\n"
+        "try: parse(['--help'])\n"
+        "finally: assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    start = time.perf_counter()
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "--tensor-model-parallel-size" in shown
+    assert time.perf_counter() - start < 2  # About 0.1 on an idle machine.

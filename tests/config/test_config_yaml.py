@@ -1,0 +1,130 @@
+"""YAML files: values, their places, what is wrong with a file, and writing one that reads back the same."""
+
+import dataclasses
+
+import pytest
+
+from megatrain.config import Origin, parse, to_yaml
+from megatrain.config.values import AUTO
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text, name="run.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_values_come_with_their_line(written):
+    file = written(
+        "model:\n  num_layers: 12\n  swiglu: yes\noptimizer:\n  lr: 1e-4\ndata:\n  data_path: [a, b]\n  split: 98,1,1\n"
+    )
+    request = parse(["--config", file])
+    assert request.problems == ()
+    config = request.config
+    assert (config.model.num_layers, config.model.swiglu, config.optimizer.lr) == (12, True, 1e-4)
+    assert (config.data.data_path, config.data.split) == (("a", "b"), "98,1,1")
+    assert request.origins["optimizer.lr"] == Origin("yaml", f"{file}:5")
+
+
+def test_flags_win_over_later_files_over_earlier_files_over_defaults(written):
+    first = written("training:\n  seed: 1\n  eval_iters: 1\n  micro_batch_size: 1\n", "first.yaml")
+    second = written("training: {eval_iters: 2, micro_batch_size: 2}\n", "second.yaml")
+    request = parse(["--micro-batch-size", "3", "--config", first, "--config", second])
+    training = request.config.training
+    assert (training.seed, training.eval_iters, training.micro_batch_size) == (1, 2, 3)
+    assert training.device is AUTO
+    kinds = [
+        request.origins[f"training.{name}"].kind
+        for name in ("seed", "eval_iters", "micro_batch_size", "device")
+    ]
+    assert kinds == ["yaml", "yaml", "flag", "default"]
+
+
+def test_an_empty_file_and_an_empty_section_say_nothing(written):
+    assert parse(["--config", written("")]).problems == ()
+    assert parse(["--config", written("model:\n")]).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("modell:\n  num_layers: 1\n", ":1: there is no section modell\n  fix: did you mean model?"),
+        ("num_layers: 1\n", ":1: there is no section num_layers\n  fix: num_layers belongs below `model:`"),
+        (
+            "model:\n  num_layer: 1\n",
+            ":2: section model has no field num_layer\n  fix: did you mean num_layers?",
+        ),
+        ("model:\n  lr: 1\n", ":2: section model has no field lr\n  fix: lr belongs below `optimizer:`"),
+        ("model:\n  num_layers: 1\n  num_layers: 2\n", ":3: num_layers is there twice, first at "),
+        ("model: {}\nmodel: {}\n", ":2: model is there twice, first at "),
+        ("model:\n  num_layers: true\n", ":2: num_layers: true is not a whole number"),
+        ("model:\n  num_layers: 1.5\n", ":2: num_layers: 1.5 is not a whole number"),
+        ("model:\n  num_layers: [1]\n", ":2: num_layers: a list is not one value"),
+        ("model:\n  num_layers: {a: 1}\n", ":2: num_layers: a mapping is not one value"),
+        ("model:\n  num_layers: null\n", ":2: num_layers: null has no value"),
+        ("model:\n  swiglu: 1\n", ":2: swiglu: 1 is neither true nor false"),
+        ("checkpoint:\n  save: true\n", ":2: save: true is true or false, and text is wanted"),
+        ("data:\n  data_path: [a, [b]]\n", ":2: data_path: a list holds more than plain values"),
+        ("model: 3\n", ":1: model is a section, and holds 3"),
+        ("- model\n", ":1: expected sections"),
+        ("model:\n  num_layers: [1\n", "not valid YAML"),
+        ("model:\n\tnum_layers: 1\n", ":2: not valid YAML"),
+        ("? [a]\n: 1\n", ":1: a list or mapping cannot be a name"),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_line(written, text, words):
+    file = written(text)
+    (problem,) = parse(["--config", file]).problems
+    assert str(problem).startswith(file)
+    assert words in str(problem)
+
+
+def test_a_missing_file_is_a_problem(tmp_path):
+    (problem,) = parse(["--config", str(tmp_path / "no.yaml")]).problems
+    assert "no.yaml: No such file" in problem.text
+
+
+def test_a_flag_mends_what_a_file_gets_wrong_but_both_are_told(written):
+    request = parse(["--config", written("model:\n  num_layers: x\n"), "--num-layers", "2"])
+    assert request.config.model.num_layers == 2
+    assert len(request.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--lr 0.30000000000000004 --adam-eps 1e-300 --weight-decay 123456789012345678",
+        "--save null --load ~ --metrics-file 'it''s:#1' --data-cache-path 12",
+        "--save true --load 1e5 --metrics-file [a] --data-cache-path {b",
+        "--tokenizer-model Grüße/🙂",
+        "--split 0.969,.03,1e --eval-interval 5 --exit-duration-in-mins 0.1 --bf16",
+    ],
+)
+def test_what_is_written_reads_back_the_same(plan_of, written, flags):
+    request = parse([*flags.split(), "--num-layers", "3"])
+    assert request.problems == ()
+    again = parse(["--config", written(to_yaml(request.config, request.origins))])
+    assert again.problems == ()
+    assert again.config == request.config
+
+
+def test_a_resolved_plan_reads_back_the_same(plan_of, written):
+    plan = plan_of("--data-path a:b --tokenizer-type NullTokenizer", without="--mock-data")
+    text = to_yaml(plan.config, plan.origins)
+    assert "  num_layers: 4  # --num-layers\n" in text
+    assert "  kv_channels: 16  # derived: hidden size 64 / 4 heads\n" in text
+    again = parse(["--config", written(text)])
+    assert again.config == plan.config
+    assert dataclasses.asdict(again.config) == dataclasses.asdict(plan.config)
+
+
+def test_missing_values_are_written_as_comments(written):
+    text = to_yaml(parse([]).config)
+    assert "  # num_layers: REQUIRED\n" in text
+    assert "  kv_channels: auto\n" in text
+    assert parse(["--config", written(text)]).config == parse([]).config

@@ -1,0 +1,234 @@
+"""What is derived, from what, and that everything wrong is said at once."""
+
+import dataclasses
+import math
+
+import pytest
+
+from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, render_plan, resolve
+from megatrain.config.derivations import DERIVATIONS
+from megatrain.config.plan import Derived
+from megatrain.config.rules import RULES
+from megatrain.config.tree import settings
+from megatrain.config.values import INVALID, UnsettledError, is_settled
+
+
+def test_derived_values_know_their_reason(plan_of):
+    plan = plan_of("--global-batch-size 16 --tensor-model-parallel-size 2", facts=Facts(world_size=8))
+    assert plan.config.model.ffn_hidden_size == 128
+    assert plan.config.model.kv_channels == 16
+    assert plan.config.model.num_query_groups == 4
+    assert plan.derived.data_parallel_size == 4
+    assert plan.derived.num_microbatches == 2
+    assert (
+        str(plan.origins["derived.num_microbatches"]) == "derived: global batch 16 / (micro-batch 2 * dp 4)"
+    )
+    assert str(plan.origins["model.kv_channels"]) == "derived: hidden size 64 / 4 heads"
+    assert str(plan.origins["training.global_batch_size"]) == "--global-batch-size"
+
+
+def test_nothing_is_left_open(plan_of):
+    plan = plan_of()
+    assert all(is_settled(plan.config.get(setting.path)) for setting in settings())
+    assert all(is_settled(value) for value in vars(plan.derived).values())
+
+
+def test_every_derived_field_has_a_derivation():
+    derived = {path.removeprefix("derived.") for path, _ in DERIVATIONS if path.startswith("derived.")}
+    assert derived == {field.name for field in dataclasses.fields(Derived)}
+    filled = {path for path, _ in DERIVATIONS}
+    assert {setting.path for setting in settings() if setting.is_derived_if_open} <= filled
+
+
+def test_ffn_size_without_a_gate_is_four_times_hidden():
+    with pytest.raises(ConfigError) as caught:
+        resolve(parse(["--hidden-size", "96", "--tensor-model-parallel-size", "5"]), Facts(world_size=5))
+    assert any("--ffn-hidden-size 384 does not divide" in problem.text for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "train_iters", "requested", "decay", "warmup"),
+    [
+        ("--train-iters 1000 --lr-warmup-iters 100", "", 1000, 8000, 8000, 800),
+        ("--train-iters 1000 --lr-warmup-fraction 0.01", "", 1000, 8000, 8000, 80.0),
+        ("--train-iters 1000 --lr-decay-iters 800 --lr-warmup-iters 7", "", 1000, 8000, 6400, 56),
+        ("--train-samples 8000 --lr-warmup-samples 800", "--train-iters", 1000, 8000, 8000, 800),
+        ("--train-samples 8001 --lr-warmup-fraction 0.1", "--train-iters", 1000, 8001, 8001, 800.1),
+    ],
+)
+def test_lengths_are_megatrons(plan_of, flags, without, train_iters, requested, decay, warmup):
+    """Numbers of tests/golden/schedules.json, `from_command_line`."""
+    derived = plan_of(f"{flags} --global-batch-size 8", without=without).derived
+    assert derived.train_iters == train_iters
+    assert derived.train_samples == train_iters * 8
+    assert derived.requested_train_samples == requested
+    assert derived.lr_decay_samples == decay
+    assert math.isclose(derived.lr_warmup_samples, warmup, rel_tol=1e-15)
+
+
+@pytest.mark.parametrize(("interval", "valid"), [("--eval-interval 3", (10 // 3 + 1) * 5 * 8), ("", 5 * 8)])
+def test_evaluations_ask_for_their_samples(plan_of, interval, valid):
+    derived = plan_of(f"--global-batch-size 8 --eval-iters 5 {interval}").derived
+    assert (derived.requested_valid_samples, derived.requested_test_samples) == (valid, 5 * 8)
+
+
+def test_flops_are_those_of_the_formula(plan_of):
+    derived = plan_of("--global-batch-size 2").derived
+    layer = 3 * 64 * 128 + 64 * (64 + 2 * 64) + 64 * 64
+    expected = 6 * (256 * (4 * layer + 64 * 128) + 2 * 128 * 128 * 4 * 64)
+    assert derived.flops_per_iteration == expected
+    assert derived.tokens_per_iteration == 256
+
+
+def test_formats_follow_bf16(plan_of):
+    assert plan_of().derived.params_dtype == "float32"
+    plan = plan_of("--bf16")
+    assert (plan.derived.params_dtype, plan.derived.main_dtype) == ("bfloat16", "float32")
+    assert plan_of("--params-dtype float64").derived.main_dtype == "float64"
+
+
+def test_the_split_follows_the_data(plan_of):
+    assert plan_of().config.data.split == "1,1,1"
+    files = plan_of("--data-path a --tokenizer-type NullTokenizer", without="--mock-data")
+    assert files.config.data.split == "969, 30, 1"
+    ignored = plan_of("--split 99,1,0")
+    assert ignored.config.data.split == "1,1,1"
+    assert any("--split 99,1,0 has no effect" in note for note in ignored.notes)
+
+
+def test_the_device_decides_the_backend(plan_of):
+    gpu = Facts(device="cuda", device_name="NVIDIA H200")
+    assert plan_of().config.parallel.distributed_backend == "gloo"
+    assert plan_of(facts=gpu).config.parallel.distributed_backend == "nccl"
+    assert plan_of("--device cpu", facts=gpu).config.parallel.distributed_backend == "gloo"
+    moved = plan_of("--distributed-backend nccl")
+    assert moved.config.parallel.distributed_backend == "gloo"
+    assert any("nccl needs GPUs" in note for note in moved.notes)
+
+
+def test_the_tokenizer_decides_the_vocabulary(plan_of):
+    facts = Facts(vocab_size=3000, eod_id=7)
+    flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --tensor-model-parallel-size 1"
+    derived = plan_of(flags, without="--vocab-size", facts=facts).derived
+    assert (derived.vocab_size, derived.padded_vocab_size, derived.eod_id) == (3000, 3072, 7)
+    derived = plan_of("--padded-vocab-size 100").derived
+    assert (derived.vocab_size, derived.padded_vocab_size, derived.eod_id) == (100, 100, 99)
+
+
+def test_a_checkpoint_says_where_to_start(plan_of):
+    stored = StoredRun(path="c", iteration=5, consumed_train_samples=10, config={})
+    derived = plan_of(facts=Facts(checkpoint=stored)).derived
+    assert (derived.start_iteration, derived.start_consumed_samples) == (5, 10)
+
+
+def test_all_problems_come_at_once(problems_of):
+    facts = Facts(world_size=3, data_problems=(Problem("a.idx: cut short", "make it again"),))
+    found = "\n".join(
+        problems_of(
+            "--num-layer 3 --lr fast --num-attention-heads 6 --tensor-model-parallel-size 4 --train-samples 5",
+            without="--seq-length",
+            facts=facts,
+        )
+    )
+    for words in (
+        "--num-layer is not a flag",
+        "--lr fast is not a number",
+        "a.idx: cut short",
+        "--seq-length is missing",
+        "--num-attention-heads 6 do not divide over --tensor-model-parallel-size 4",
+        "3 ranks were started",
+        "--train-iters 10 and --train-samples 5",
+    ):
+        assert words in found
+
+
+def test_a_bad_value_is_reported_once_and_not_blamed_again(problems_of):
+    assert problems_of("--hidden-size x") == [
+        "--hidden-size x is not a whole number\n  fix: --hidden-size takes a whole number at least 1"
+    ]
+    assert len(problems_of("--tensor-model-parallel-size 0")) == 1
+    assert len(problems_of("", without="--seq-length")) == 1
+
+
+@pytest.mark.parametrize("setting", settings(), ids=lambda setting: setting.path)
+def test_one_invalid_value_never_breaks_resolving(setting, problems_of):
+    """Whatever is wrong, the outcome is a ConfigError."""
+    if setting.kind is bool:
+        flags = f"{setting.flag}=perhaps"
+    else:
+        flags = f"{setting.flag} {'!' if setting.choices or setting.kind is not str else ''}"
+    assert len(problems_of(flags)) == 1
+
+
+def test_values_out_of_range_are_found_without_a_command_line(plan_of):
+    request = parse([])
+    request = dataclasses.replace(request, config=request.config.with_values({"model.num_layers": 0}))
+    with pytest.raises(ConfigError, match="--num-layers 0 must be at least 1"):
+        resolve(request, Facts())
+
+
+def test_resolving_is_pure(plan_of):
+    facts = Facts(world_size=2)
+    assert plan_of(facts=facts) == plan_of(facts=facts)
+
+
+def test_invalid_trips_every_use():
+    uses = [
+        lambda: INVALID + 1, lambda: 1 - INVALID, lambda: INVALID == 3, lambda: INVALID != 3, lambda: INVALID > 3,
+        lambda: bool(INVALID), lambda: f"{INVALID}", lambda: str(INVALID), lambda: len(INVALID), lambda: list(INVALID),
+        lambda: INVALID in ("a", "b"), lambda: {INVALID: 1}, lambda: INVALID.name, lambda: 5 % INVALID, lambda: 5 // INVALID,
+        lambda: int(INVALID), lambda: -INVALID, lambda: range(INVALID), lambda: INVALID == "a", lambda: max(1, INVALID),
+    ]  # fmt: skip
+    for use in uses:
+        with pytest.raises(UnsettledError):
+            use()
+
+
+def test_rules_are_named_and_listed_once():
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--sequence-parallel", "--sequence-parallel has no effect with --tensor-model-parallel-size 1"),
+        ("", "optimizer state is spread over the data-parallel ranks"),
+        ("--exit-interval 5", "the run will stop early without saving anything"),
+    ],
+)
+def test_notes_tell_what_is_not_wrong(plan_of, flags, words):
+    assert any(words in note for note in plan_of(flags, facts=Facts(world_size=2)).notes)
+
+
+def test_left_over_samples_are_noted(plan_of):
+    notes = plan_of("--train-samples 21", without="--train-iters").notes
+    assert notes == ("the last 1 of --train-samples 21 do not fill a global batch and are left out",)
+
+
+def test_an_explicit_distributed_optimizer_needs_no_note(plan_of):
+    assert plan_of("--use-distributed-optimizer", facts=Facts(world_size=2)).notes == ()
+
+
+def test_the_table_shows_values_reasons_and_notes(plan_of):
+    table = render_plan(plan_of("--save /very/long/folder/name/for/checkpoints --sequence-parallel"))
+    lines = table.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.split() == ["num_layers", "4", "--num-layers"] for line in lines)
+    assert any(
+        line.split()[:2] == ["num_microbatches", "1"] and "global batch 2 / (" in line for line in lines
+    )
+    assert not any("adam_beta1" in line for line in lines)
+    assert lines[-1].startswith("note: --sequence-parallel has no effect")
+
+
+def test_facts_survive_json():
+    stored = StoredRun(path="c", iteration=5, consumed_train_samples=10, config={"model": {"num_layers": 3}})
+    facts = Facts(
+        world_size=4,
+        vocab_size=9,
+        checkpoint=stored,
+        data_problems=(Problem("a", "b"),),
+        libraries={"torch": "2.11"},
+    )
+    assert Facts.from_json(facts.to_json()) == facts
+    assert Facts.from_json(Facts().to_json()) == Facts()
