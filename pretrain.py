@@ -1,6 +1,6 @@
 """Train a language model: `python pretrain.py --flags`, or `torchrun --nproc-per-node 8 pretrain.py --flags`.
 
-    parse ─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
+parse ─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
 """
 
 from __future__ import annotations

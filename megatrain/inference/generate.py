@@ -14,12 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint import load_weights_only, newest_valid, read_manifest
+from megatrain.checkpoint.find import newest_valid
+from megatrain.checkpoint.load import load_weights_only
+from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config.data import TokenizerConfig
-from megatrain.config.errors import ConfigError
+from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.config.model import ModelConfig
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
-from megatrain.model.gpt import Model, build_model
+from megatrain.model.gpt import HeadSegment, Model, build_model
+from megatrain.model.head import Head
 from megatrain.model.specs import gpt_spec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
@@ -56,9 +59,16 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
         NoCheckpointError: there is none.
         ConfigError: its tokenizer has changed since.
     """
-    path = newest_valid(folder)
-    manifest = read_manifest(path)
-    tokenizer = _tokenizer(TokenizerConfig(**manifest.config["tokenizer"]), manifest.state["tokenizer_fingerprint"])
+    newest = newest_valid(folder)
+    if newest is None:
+        raise NoCheckpointError(
+            f"--load {folder} holds no valid checkpoint",
+            fix="name the folder that --save of pretrain.py named",
+        )
+    path, manifest = newest.path, read_manifest(newest.path)
+    tokenizer = _tokenizer(
+        TokenizerConfig(**manifest.config["tokenizer"]), manifest.state["tokenizer_fingerprint"]
+    )
     window = manifest.config["data"]["seq_length"]
     model = build_model(
         gpt_spec(ModelConfig(**manifest.config["model"]), vocab_size=tokenizer.vocab_size),
@@ -69,7 +79,12 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
         device=device,
     )
     buffers = FlatBuffers(
-        model.registry, shard_group=grid.dp, weight_dtype=dtype, grad_dtype=dtype, device=device, has_gradients=False
+        model.registry,
+        shard_group=grid.dp,
+        weight_dtype=dtype,
+        grad_dtype=dtype,
+        device=device,
+        has_gradients=False,
     )
     load_weights_only(path, buffers)
     return LoadedModel(model, tokenizer, window, path, manifest.iteration)
@@ -102,7 +117,9 @@ def last_logits(model: Model, tokens: Tensor) -> Tensor:
     for segment in model.segments[:-1]:
         hidden = segment(hidden, batch, info)
     assert hidden is not None
-    logits: Tensor = model.segments[-1].logits(hidden, info)
+    head = model.segments[-1]
+    assert isinstance(head, Head | HeadSegment)
+    logits = head.logits(hidden, info)
     return logits[-1, 0]
 
 
@@ -117,7 +134,9 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
 
 
 def _tokenizer(config: TokenizerConfig, fingerprint: str | None) -> Tokenizer:
-    tokenizer = load_tokenizer(config.tokenizer_type, config.tokenizer_model, config.vocab_size)
+    tokenizer = load_tokenizer(
+        config.tokenizer_type or "NullTokenizer", config.tokenizer_model, config.vocab_size
+    )
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ConfigError(
             f"--tokenizer-model {config.tokenizer_model}: not the tokenizer that the model was trained with",

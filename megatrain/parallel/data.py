@@ -54,7 +54,9 @@ class DataParallel:
                     ranges.setdefault(name, []).append(self.buffers.gradients[low:high])
         for name in sorted(ranges):
             joined = all_reduce(torch.cat(ranges[name]), self.grid.group(name))
-            for part, total in zip(ranges[name], joined.split([part.numel() for part in ranges[name]]), strict=True):
+            for part, total in zip(
+                ranges[name], joined.split([part.numel() for part in ranges[name]]), strict=True
+            ):
                 part.copy_(total)
 
     def gather_weights(self) -> None:

@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WORD",
         help="only layouts with all of these words, such as `tp2 sp` (default: all)",
     )
-    parity.add_argument("--self-test", action="store_true", help="plant known faults instead, which must be found")
+    parity.add_argument(
+        "--self-test", action="store_true", help="plant known faults instead, which must be found"
+    )
 
     generate = commands.add_parser(
         "generate",
@@ -59,11 +61,19 @@ def _parser() -> argparse.ArgumentParser:
         help="continue a prompt with a checkpoint's model",
         description="Load the newest valid checkpoint and continue a prompt.",
     )
-    generate.add_argument("--load", required=True, metavar="FOLDER", help="folder that --save of pretrain.py named")
+    generate.add_argument(
+        "--load", required=True, metavar="FOLDER", help="folder that --save of pretrain.py named"
+    )
     generate.add_argument("--prompt", required=True, help="text to continue")
-    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="at most so many (default: 64)")
-    generate.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (default: 0.8)")
-    generate.add_argument("--top-k", type=int, default=40, metavar="K", help="draw among the K likeliest (default: 40)")
+    generate.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="at most so many (default: 64)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (default: 0.8)"
+    )
+    generate.add_argument(
+        "--top-k", type=int, default=40, metavar="K", help="draw among the K likeliest (default: 40)"
+    )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     return parser
 

@@ -8,6 +8,7 @@ tensor's largest value must stay within 1e-10. A layout that passes computes the
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ class Layout:
     @property
     def name(self) -> str:
         """As a user would say it: `tp2 sp dp2 tied zero1`."""
-        parts = [f"{axis}{size}" for axis, size in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if size > 1]
+        parts = [
+            f"{axis}{size}" for axis, size in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if size > 1
+        ]
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
         return " ".join(parts)
@@ -134,7 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.self_test:
             is_good = _self_test(pool)
         else:
-            chosen = [layout for layout in LAYOUTS if all(word in layout.name.split() for word in arguments.layouts)]
+            chosen = [
+                layout for layout in LAYOUTS if all(word in layout.name.split() for word in arguments.layouts)
+            ]
             is_good = bool(chosen) and _print_table(pool, chosen)
             if not chosen:
                 print(f"no layout has all of: {' '.join(arguments.layouts)}")
@@ -183,12 +188,49 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
 def tiny_plan(layout: Layout, world_size: int) -> Plan:
     """Four layers with grouped queries, a vocabulary that no tensor-parallel size divides, and clipping at work."""
     flags = [
-        *"--num-layers 4 --hidden-size 32 --num-attention-heads 8 --group-query-attention --num-query-groups 4".split(),
-        *"--ffn-hidden-size 48 --normalization RMSNorm --swiglu --position-embedding-type rope".split(),
-        *"--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1".split(),
+        *[
+            "--num-layers",
+            "4",
+            "--hidden-size",
+            "32",
+            "--num-attention-heads",
+            "8",
+            "--group-query-attention",
+            "--num-query-groups",
+            "4",
+        ],
+        *[
+            "--ffn-hidden-size",
+            "48",
+            "--normalization",
+            "RMSNorm",
+            "--swiglu",
+            "--position-embedding-type",
+            "rope",
+        ],
+        *[
+            "--disable-bias-linear",
+            "--hidden-dropout",
+            "0",
+            "--attention-dropout",
+            "0",
+            "--init-method-std",
+            "0.1",
+        ],
         *f"--seq-length {_SEQ} --mock-data --tokenizer-type NullTokenizer --vocab-size {_VOCAB}".split(),
         *f"--micro-batch-size {_MICRO_BATCH} --global-batch-size {_GLOBAL_BATCH} --train-iters {NUM_STEPS}".split(),
-        *"--lr 1e-2 --weight-decay 0.1 --clip-grad 0.5 --params-dtype float64 --device cpu".split(),
+        *[
+            "--lr",
+            "1e-2",
+            "--weight-decay",
+            "0.1",
+            "--clip-grad",
+            "0.5",
+            "--params-dtype",
+            "float64",
+            "--device",
+            "cpu",
+        ],
         *layout.flags(),
     ]
     return resolve(parse(flags), Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1))
@@ -234,7 +276,9 @@ def _weights(engine: Engine) -> list[Part]:
 def _furthest(reference: Sequence[Part], parts: Sequence[Part]) -> tuple[float, str]:
     whole: dict[str, npt.NDArray[np.float64]] = {}
     for part in reference:
-        shape = tuple(max(p.box[d][1] for p in reference if p.name == part.name) for d in range(len(part.box)))
+        shape = tuple(
+            max(p.box[d][1] for p in reference if p.name == part.name) for d in range(len(part.box))
+        )
         whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values
     is_seen = {name: np.zeros(values.shape, dtype=bool) for name, values in whole.items()}
     worst, worst_name = 0.0, "-"
@@ -243,7 +287,7 @@ def _furthest(reference: Sequence[Part], parts: Sequence[Part]) -> tuple[float, 
         is_seen[part.name][_slices(part.box)] = True
         error = float(np.max(np.abs(part.values - expected)) / max(np.max(np.abs(whole[part.name])), 1e-300))
         if not error <= worst:
-            worst, worst_name = error if error == error else float("inf"), part.name
+            worst, worst_name = _finite(error), part.name
     missing = [name for name, seen in is_seen.items() if not seen.all()]
     return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
 
@@ -254,12 +298,19 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 def _relative(found: Any, expected: Any) -> float:
     error = np.max(np.abs(np.asarray(found) - np.asarray(expected)) / np.abs(np.asarray(expected)))
-    return float(error) if error == error else float("inf")
+    return _finite(float(error))
+
+
+def _finite(error: float) -> float:
+    """NaN is as far as can be."""
+    return float("inf") if math.isnan(error) else error
 
 
 def _print_table(pool: WorkerPool, layouts: Sequence[Layout]) -> bool:
     width = max(len(layout.name) for layout in layouts)
-    print(f"against one process in fp64, {NUM_STEPS} steps; largest relative difference, at most {TOLERANCE:g} passes")
+    print(
+        f"against one process in fp64, {NUM_STEPS} steps; largest relative difference, at most {TOLERANCE:g} passes"
+    )
     print(f"{'layout':<{width}}  ranks  loss     norm     gradient weight           seconds")
     is_good = True
     for layout in layouts:
@@ -267,7 +318,11 @@ def _print_table(pool: WorkerPool, layouts: Sequence[Layout]) -> bool:
         verdict = compare(pool, layout)
         is_good &= verdict.is_good
         seconds = time.perf_counter() - began
-        words = "pass" if verdict.is_good else f"FAIL  gradient {verdict.gradient_name}, weight {verdict.weight_name}"
+        words = (
+            "pass"
+            if verdict.is_good
+            else f"FAIL  gradient {verdict.gradient_name}, weight {verdict.weight_name}"
+        )
         print(
             f"{layout.name:<{width}}  {layout.world_size:5d}  {verdict.loss:.1e}  {verdict.norm:.1e}  "
             f"{verdict.gradient:.1e}  {verdict.weight:.1e}  {seconds:7.1f}  {words}",

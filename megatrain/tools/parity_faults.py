@@ -11,6 +11,7 @@ from unittest import mock
 from megatrain.optim.sharded import ShardedAdamw
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.data import DataParallel
 from megatrain.training import engine
 
@@ -66,12 +67,10 @@ def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager
         sum_partial = DataParallel.sum_partial_gradients
 
         def skipping(self: DataParallel) -> None:
-            with mock.patch("megatrain.parallel.data.all_reduce", lambda x, group: _unless(x, group)):
+            with mock.patch("megatrain.parallel.data.all_reduce", _unless):
                 sum_partial(self)
 
         def _unless(x: Any, group: Any) -> Any:
-            from megatrain.parallel.collectives import all_reduce
-
             return x if group.name == name else all_reduce(x, group)
 
         return mock.patch.object(DataParallel, "sum_partial_gradients", skipping)

@@ -67,16 +67,17 @@ class WorkerPool:
             connection.send((rank, world_size, str(store), function, arguments))
         answers: dict[int, Any] = {}
         while len(answers) < world_size:
-            pending = {id(c): rank for rank, c in enumerate(connections) if rank not in answers}
-            ready = wait([c for c in connections if id(c) in pending], timeout=self.timeout_seconds)
+            pending = [rank for rank in range(world_size) if rank not in answers]
+            ready = wait([connections[rank] for rank in pending], timeout=self.timeout_seconds)
             if not ready:
                 self._kill()
-                late = ", ".join(str(rank) for rank in pending.values())
-                raise WorkerError(f"ranks {late} did not end in {self.timeout_seconds} s", fix="look for a deadlock")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = pending[id(connection)]
-                answers[rank] = self._answer(rank, connection)
+                late = ", ".join(str(rank) for rank in pending)
+                raise WorkerError(
+                    f"ranks {late} did not end in {self.timeout_seconds} s", fix="look for a deadlock"
+                )
+            for rank in pending:
+                if connections[rank] in ready:
+                    answers[rank] = self._answer(rank, connections[rank])
         return [answers[rank] for rank in range(world_size)]
 
     def close(self) -> None:
@@ -102,7 +103,9 @@ class WorkerPool:
         context = multiprocessing.get_context("fork")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, [c for _, c in self._workers] + [ours]), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, [c for _, c in self._workers] + [ours]), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -12,14 +12,24 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint import find_checkpoints, read_manifest
+from megatrain.checkpoint.find import find_checkpoints
+from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Facts, Request, StoredRun
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.data.indexed import IndexedDataset
 from megatrain.data.tokenizer import load_tokenizer
 
-_LIBRARIES = ("torch", "numpy", "tokenizers", "safetensors", "transformer_engine", "flash-attn", "flash-attn-4", "liger-kernel")
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "transformer_engine",
+    "flash-attn",
+    "flash-attn-4",
+    "liger-kernel",
+)
 
 
 def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
@@ -58,7 +68,7 @@ def stored_run(request: Request) -> StoredRun | None:
     load, save = request.known("checkpoint.load"), request.known("checkpoint.save")
     if load is None:
         return None
-    candidates = find_checkpoints(load)
+    candidates = find_checkpoints(Path(load))
     for candidate in candidates:
         if candidate.problem is None:
             manifest = read_manifest(candidate.path)
@@ -85,7 +95,11 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     kind = request.known("tokenizer.tokenizer_type")
     model = request.known("tokenizer.tokenizer_model")
     vocab_size = request.known("tokenizer.vocab_size")
-    if kind is None or (kind == "HuggingFaceTokenizer" and model is None) or (kind == "NullTokenizer" and not vocab_size):
+    if (
+        kind is None
+        or (kind == "HuggingFaceTokenizer" and model is None)
+        or (kind == "NullTokenizer" and not vocab_size)
+    ):
         return {}
     tokenizer = load_tokenizer(kind, model, vocab_size)
     return {

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request, resolve
 from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.config.errors import ConfigError, MegatrainError, Problem
+from megatrain.config.errors import MegatrainError
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.training.facts import gather_facts
@@ -54,7 +54,7 @@ def report_errors(run: Callable[[], int]) -> int:
         if read_environment().rank == 0:
             sys.stdout.flush()
             print(describe_error(error), file=sys.stderr, flush=True)
-        elif isinstance(error, ConfigError):
+        else:
             time.sleep(_SECONDS_FOR_RANK_0)
         return error.exit_code
 
@@ -111,18 +111,16 @@ def _shared_facts(request: Request, environment: LaunchEnvironment, store: dist.
         return gather_facts(request, environment)
     if environment.rank == 0:
         try:
-            answer: dict[str, Any] = {"facts": gather_facts(request, environment).to_json()}
+            facts = gather_facts(request, environment).to_json()
         except MegatrainError as error:
-            answer = {"problems": [dataclasses.asdict(p) for p in error.problems], "exit_code": error.exit_code}
-            store.set("facts", json.dumps(answer))
+            store.set("facts", json.dumps({"exit_code": error.exit_code}))
             raise
-        store.set("facts", json.dumps(answer))
-    answer = json.loads(store.get("facts"))
-    if "problems" in answer:
-        error = MegatrainError("rank 0 could not gather the facts", fix="see its message")
-        error.problems = tuple(Problem(**problem) for problem in answer["problems"])
-        error.exit_code = answer["exit_code"]
-        raise error
+        store.set("facts", json.dumps({"facts": facts}))
+    answer: dict[str, Any] = json.loads(store.get("facts"))
+    if "exit_code" in answer:
+        failed = MegatrainError("rank 0 could not gather the facts", fix="see its message")
+        failed.exit_code = answer["exit_code"]
+        raise failed
     return Facts.from_json(answer["facts"])
 
 

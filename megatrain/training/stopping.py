@@ -21,7 +21,9 @@ class StopRequest:
 
     def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
         self.exit_interval = exit_interval
-        self.deadline = None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
+        self.deadline = (
+            None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
+        )
         self.signal_number = 0
 
     @contextmanager

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint import load_checkpoint, save_checkpoint
+from megatrain.checkpoint.load import load_checkpoint
+from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import render_plan, to_yaml
 from megatrain.config.errors import MegatrainError
 from megatrain.data.build import build_splits
@@ -77,7 +78,9 @@ class Trainer:
         self.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
         self.num_skipped = loaded.state["num_skipped"]
-        self._say(f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed")
+        self._say(
+            f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
+        )
 
     def train(self) -> int:
         """Run to the target or until something asks for the end; returns the exit code."""
@@ -109,7 +112,9 @@ class Trainer:
 
     def _iterate(self, *, is_first: bool) -> None:
         """One step and what it shows."""
-        batches = self.loaders["train"].microbatches(self.consumed_train_samples, self.derived.num_microbatches)
+        batches = self.loaders["train"].microbatches(
+            self.consumed_train_samples, self.derived.num_microbatches
+        )
         lr = self.learning_rate.at(self.consumed_train_samples)
         report = self.engine.step(batches, lr=lr)
         self.iteration += 1
@@ -175,11 +180,11 @@ class Trainer:
         loss = mean_loss(sums)
         perplexity = math.exp(min(20.0, loss))
         if self.metrics is not None:
-            self.metrics.write({"iteration": self.iteration, "validation": split, "loss": loss, "ppl": perplexity})
+            self.metrics.write(
+                {"iteration": self.iteration, "validation": split, "loss": loss, "ppl": perplexity}
+            )
         name = "validation" if split == "valid" else split
-        line = (
-            f" {name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
-        )
+        line = f" {name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
         self._say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
         return consumed_samples
 
@@ -210,7 +215,9 @@ class Trainer:
 
     def _build_loaders(self) -> dict[str, BatchLoader]:
         data, tokenizer = self.config.data, self.config.tokenizer
-        known = load_tokenizer(tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_size)
+        known = load_tokenizer(
+            tokenizer.tokenizer_type or "NullTokenizer", tokenizer.tokenizer_model, self.derived.vocab_size
+        )
         splits = build_splits(
             data.data_path[0] if data.data_path else None,
             split=data.split,
@@ -224,6 +231,7 @@ class Trainer:
             vocab_size=self.derived.vocab_size,
             eod=known.eod,
             pad=known.pad,
+            special_ids=known.special_ids,
             eod_mask_loss=data.eod_mask_loss,
             reset_position_ids=data.reset_position_ids,
             mmap=not data.no_mmap_bin_files,
@@ -258,7 +266,9 @@ class Trainer:
             self.metrics.close()
         if self.ranks.is_main and self.save_folder is not None:
             write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
-        resumable = "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
+        resumable = (
+            "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
+        )
         self._say(f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable}")
         return exit_code
 

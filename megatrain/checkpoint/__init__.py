@@ -1,0 +1,1 @@
+"""Checkpoints: sharded files of canonical tensors, committed whole, checked on every load, loadable at any layout."""

@@ -1,0 +1,173 @@
+"""Reading: any box of any tensor of a checkpoint, whatever layout has written it.
+
+    wanted box -> the chunks that meet it -> read, checked against their sums -> the common part is copied
+
+The last chunk stays in memory, since the next box wanted is mostly its neighbour.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.disk import open_plain
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, StoredTensor, read_manifest
+from megatrain.checkpoint.tensor_file import TensorFile, check_size
+from megatrain.parallel.layout import Box, BoxRange, ParamLayout, box_shape, intersect
+
+
+class CheckpointReader:
+    """The tensors of the checkpoint in one folder. Use it in a `with`: it keeps a file open.
+
+    Raises:
+        DamagedError: here or while reading, where something is not as it was written.
+        MismatchError: where something is asked for that the checkpoint does not hold.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+        self.path = path
+        self.manifest = manifest or read_manifest(path)
+        self._file: TensorFile | None = None
+        self._last: tuple[Chunk, Tensor] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._last = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def source(self, kind: str) -> KindSource:
+        """Where values of a kind of state (one of STATE_KINDS) come from, for `fill_shards`."""
+        return KindSource(self, kind)
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """What is stored of a tensor, if it has this shape."""
+        found = self.manifest.tensors.get(name)
+        if found is None:
+            raise MismatchError(
+                f"{self.path}: holds no tensor {name}", fix="load it into the model that it was saved from"
+            )
+        if found.shape != shape:
+            raise MismatchError(
+                f"{self.path}: {name} has shape {list(found.shape)}, the model's has {list(shape)}",
+                fix="load it into the model that it was saved from",
+            )
+        return found
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Where the chunks of one kind of state of a tensor are."""
+        found = self.tensor(name, shape).kinds.get(kind)
+        if found is None:
+            raise MismatchError(
+                f"{self.path}: holds no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
+            )
+        return found
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy a box into `out`, of the box's shape and any float dtype."""
+        stored = self.kind(name, shape, kind)
+        for chunk in stored.chunks:
+            common = intersect(chunk.box, box)
+            if common:
+                values = self.read_chunk(chunk, stored.dtype)
+                out[_within(common, box)].copy_(values[_within(common, chunk.box)])
+
+    def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
+        """All of a chunk; its values have been checked."""
+        if self._last is not None and self._last[0] == chunk:
+            return self._last[1]
+        self._last = None  # before the next is read, so that there is never memory for two
+        file = self._open(chunk.file)
+        values = file.read(chunk.key, dtype=dtype, shape=box_shape(chunk.box), crc32=chunk.crc32)
+        self._last = chunk, values
+        return values
+
+    def _open(self, name: str) -> TensorFile:
+        path = self.path / name
+        if self._file is None or self._file.path != path:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+            self._file = TensorFile(path, self.manifest.files[name])
+        return self._file
+
+
+@dataclass(frozen=True)
+class KindSource:
+    """A WeightSource: one kind of state of a checkpoint."""
+
+    reader: CheckpointReader
+    kind: str
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (names say all)
+        """Fill `out`, of the box's shape, with its values."""
+        piece = box.piece
+        self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
+
+
+def verify(path: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint, each with its file; every byte is read."""
+    try:
+        reader = CheckpointReader(path)
+    except CheckpointError as error:
+        return [error.problems[0].text]
+    problems: list[str] = []
+    with reader:
+        manifest = reader.manifest
+        bad_files = set()
+        for name, stored_file in manifest.files.items():
+            try:
+                with open_plain(path / name) as file:
+                    check_size(path / name, file.seek(0, 2), stored_file)
+                TensorFile(path / name, stored_file).close()
+            except DamagedError as error:
+                problems.append(error.problems[0].text)
+                bad_files.add(name)
+        for _, tensor in sorted(manifest.tensors.items()):
+            for stored in tensor.kinds.values():
+                for chunk in stored.chunks:
+                    if chunk.file not in bad_files:
+                        problems += _chunk_problem(reader, chunk, stored.dtype)
+    found = {file.name for file in path.glob("*.safetensors")}
+    problems += [
+        f"{path / name}: is no part of this checkpoint" for name in sorted(found - set(manifest.files))
+    ]
+    return problems
+
+
+def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
+    """SHA-256 of each tensor's values, row-major as they are stored: no layout changes it. One tensor is in memory at a time."""
+    hashes: dict[str, str] = {}
+    with CheckpointReader(path) as reader:
+        for name, tensor in sorted(reader.manifest.tensors.items()):
+            stored = reader.kind(name, tensor.shape, kind)
+            values = torch.empty(tensor.shape, dtype=DTYPES[stored.dtype])
+            box = tuple((0, size) for size in tensor.shape)
+            reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=box)
+            hashes[name] = hashlib.sha256(values.view(-1).view(torch.uint8).numpy().data).hexdigest()
+    return hashes
+
+
+def _chunk_problem(reader: CheckpointReader, chunk: Chunk, dtype: str) -> list[str]:
+    try:
+        reader.read_chunk(chunk, dtype)
+    except DamagedError as error:
+        return [error.problems[0].text]
+    return []
+
+
+def _within(common: Box, box: Box) -> tuple[slice, ...]:
+    """Where a part of a box lies in a tensor that holds the box."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))

@@ -1,0 +1,323 @@
+"""Saving: every rank writes its shards to a temporary folder, rank 0 commits it.
+
+    plan -> space? -> iter_0000100.tmp-<id>/ -> shards, synchronised -> manifest, synchronised -> folder synchronised
+         -> renamed to iter_0000100/ -> parent synchronised -> tracker -> leftovers and what retention drops are removed
+
+Until the rename there is no new checkpoint, and after it there is a whole one. What fails on one rank fails on all,
+and leaves every older checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.disk import Disk, write_file
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
+from megatrain.checkpoint.find import TRACKER_NAME, find_checkpoints, folder_name, leftovers
+from megatrain.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Chunk,
+    Manifest,
+    StoredFile,
+    StoredKind,
+    StoredTensor,
+    encode,
+    tiling_problem,
+)
+from megatrain.checkpoint.tensor_file import check_size, dtype_name, write_tensor_file
+from megatrain.optim.sharded import STATE_KINDS, ShardedAdamw
+from megatrain.parallel.buffers import Placed
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.layout import Box, box_shape
+
+_CHUNK_BYTES = 64 << 20
+"""Reading any box needs memory for one chunk of at most this size."""
+_FILE_BYTES = 4 << 30
+"""A file is closed once it is as large."""
+_SPACE_MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A part of this rank's state that it will write."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    box: Box
+    values: Tensor
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}/" + ",".join(f"{start}-{stop}" for start, stop in self.box)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+
+def save_checkpoint(
+    folder: Path,
+    *,
+    iteration: int,
+    consumed_train_samples: int,
+    optimizer: ShardedAdamw,
+    grid: RankGrid,
+    device: torch.device,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    keep: int | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Write the checkpoint of this iteration; called by all ranks, which return when it is committed.
+
+    Args:
+        folder: that all ranks see; made if missing.
+        device: for communication.
+        state, config: anything JSON; rank 0's are kept.
+        keep: number of checkpoints up to this one that stay (None: all).
+        disk: how to write.
+    Returns:
+        The committed folder.
+
+    Raises:
+        CheckpointError: on all ranks. Older checkpoints are intact.
+    """
+    disk = disk or Disk()
+    plan = plan_chunks(optimizer, grid)
+    offer = {"mark": secrets.token_hex(4), "bytes": sum(chunk.num_bytes for chunk in plan)}
+    answers = agree(lambda: offer, grid.world, device)
+    final = folder / folder_name(iteration)
+    temporary = final.with_name(f"{final.name}.tmp-{answers[0]['mark']}")
+    is_leader = grid.world.is_first
+
+    def begin() -> None:
+        if is_leader:
+            begin_save(folder, temporary, sum(answer["bytes"] for answer in answers), disk)
+
+    def commit(reports: list[Any]) -> None:
+        if is_leader:
+            manifest = join_reports(
+                reports,
+                iteration=iteration,
+                consumed_train_samples=consumed_train_samples,
+                optimizer_step_count=optimizer.step_count,
+                state=state,
+                config=config,
+            )
+            commit_save(temporary, final, manifest, disk)
+
+    try:
+        agree(begin, grid.world, device)
+        reports = agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.world, device)
+        agree(lambda: commit(reports), grid.world, device)
+    except CheckpointError as error:
+        if is_leader:
+            give_up(temporary, disk)
+        problem = f"saving iteration {iteration} to {final} failed: {error.problems[0].text}"
+        raise CheckpointError(problem, fix=error.problems[0].fix) from error
+    if is_leader:
+        clean_up(folder, iteration, keep, disk)
+    return final
+
+
+def plan_chunks(
+    optimizer: ShardedAdamw, grid: RankGrid, *, chunk_bytes: int = _CHUNK_BYTES
+) -> list[PlannedChunk]:
+    """What this rank writes: the boxes of its shards, but for those of which another rank writes its copy."""
+    is_sharded = optimizer.parallel.shard_group.size > 1
+    if not is_sharded and not grid.dp.is_first:
+        return []
+    plan: list[PlannedChunk] = []
+    for kind in STATE_KINDS:
+        for shard, flat in zip(optimizer.buffers.shards, optimizer.state(kind), strict=True):
+            for placed, box, place in shard.owned():
+                if _is_written_here(placed, grid):
+                    piece = box.piece
+                    plan += [
+                        PlannedChunk(piece.name, piece.shape, kind, part, values)
+                        for part, values in _cut(box.box, flat[place], chunk_bytes)
+                    ]
+    return plan
+
+
+def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> None:
+    """Make the temporary folder, if there is space for what will be written."""
+    is_new = not folder.exists()
+    disk.make_folder(folder)
+    if is_new:
+        disk.sync_folder(folder.parent)
+    needed, free = math.ceil(num_bytes * _SPACE_MARGIN), disk.free_bytes(folder)
+    if needed > free:
+        raise CheckpointError(
+            f"{folder}: {needed} bytes are needed, {free} bytes are free",
+            fix="free some space, or keep fewer checkpoints; those that are there are intact",
+        )
+    disk.make_folder(temporary)
+
+
+def write_rank_shards(
+    temporary: Path, rank: int, plan: Sequence[PlannedChunk], disk: Disk, *, file_bytes: int = _FILE_BYTES
+) -> list[dict[str, Any]]:
+    """Write this rank's files; returns for each its name, size, sums and chunks, for `join_reports`."""
+    reports: list[dict[str, Any]] = []
+    for number, part in enumerate(_cut_into_files(plan, file_bytes)):
+        name = f"shard_{rank:05d}.safetensors" if number == 0 else f"shard_{rank:05d}_{number}.safetensors"
+        written = write_tensor_file(
+            disk, temporary / name, [(chunk.key, chunk.values.view(box_shape(chunk.box))) for chunk in part]
+        )
+        rows = [
+            (chunk.name, chunk.shape, chunk.kind, dtype_name(chunk.values.dtype), chunk.key, chunk.box, crc32)
+            for chunk, crc32 in zip(part, written.crc32s, strict=True)
+        ]
+        reports.append({"name": name, "file": vars(written.file), "chunks": rows})
+    return reports
+
+
+def join_reports(
+    reports: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    iteration: int,
+    consumed_train_samples: int,
+    optimizer_step_count: int,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of what all ranks have written. That every tensor is whole is checked here, before the commit."""
+    files: dict[str, StoredFile] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    chunks: dict[str, dict[tuple[str, str], list[Chunk]]] = {}
+    for report in (report for rank_reports in reports for report in rank_reports):
+        files[report["name"]] = StoredFile(**report["file"])
+        for name, shape, kind, dtype, key, box, crc32 in report["chunks"]:
+            chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), crc32)
+            shapes[name] = tuple(shape)
+            chunks.setdefault(name, {}).setdefault((kind, dtype), []).append(chunk)
+    for name, kinds in chunks.items():
+        assert len(kinds) == len(STATE_KINDS), f"{name} has {list(kinds)}"
+        for kind, found in kinds.items():
+            problem = tiling_problem(shapes[name], [chunk.box for chunk in found])
+            assert problem is None, f"{name}: {kind}: {problem}"
+    return Manifest(
+        iteration=iteration,
+        consumed_train_samples=consumed_train_samples,
+        optimizer_step_count=optimizer_step_count,
+        state=state,
+        config=config,
+        files=files,
+        tensors={
+            name: StoredTensor(
+                shapes[name],
+                {kind: StoredKind(dtype, tuple(found)) for (kind, dtype), found in kinds.items()},
+            )
+            for name, kinds in chunks.items()
+        },
+    )
+
+
+def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) -> None:
+    """Turn a folder with all shards into the checkpoint `final`. One that is there already stays until then."""
+    for name, stored in manifest.files.items():
+        path = temporary / name
+        try:
+            check_size(path, path.lstat().st_size, stored)
+        except (OSError, DamagedError) as error:
+            raise CheckpointError(
+                f"{path}: rank 0 does not see it as it was written ({error})",
+                fix="give --save a folder on storage that all nodes share",
+            ) from error
+    write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
+    disk.sync_folder(temporary)
+    if final.exists() or final.is_symlink():
+        disk.rename(final, final.with_name(f"{final.name}.old-{_mark_of(temporary)}"))
+    disk.rename(temporary, final)
+    disk.sync_folder(final.parent)
+    tracker = final.with_name(TRACKER_NAME)
+    new_tracker = _temporary_tracker(temporary)
+    write_file(disk, new_tracker, str(manifest.iteration).encode())
+    disk.rename(new_tracker, tracker)
+    disk.sync_folder(final.parent)
+
+
+def give_up(temporary: Path, disk: Disk) -> None:
+    """Remove what a save that failed has written. Errors are passed over: the one that matters is under way already."""
+    for path in (temporary, _temporary_tracker(temporary)):
+        with contextlib.suppress(OSError):
+            disk.remove(path)
+
+
+def clean_up(folder: Path, iteration: int, keep: int | None, disk: Disk) -> None:
+    """Remove what dead runs left, and all but the newest `keep` good checkpoints up to this iteration.
+
+    What cannot be removed is tried again after the next save: the checkpoint itself is safe.
+    """
+    with contextlib.suppress(OSError, CheckpointError):
+        for path in leftovers(folder):
+            disk.remove(path)
+        if keep is None:
+            return
+        assert keep >= 1, f"cannot keep {keep} checkpoints"
+        found = [candidate for candidate in find_checkpoints(folder) if candidate.iteration <= iteration]
+        good = [candidate for candidate in found if candidate.problem is None]
+        for candidate in found if len(good) > keep else ():
+            if candidate.iteration < good[keep - 1].iteration:
+                dropped = candidate.path.with_name(f"{candidate.path.name}.tmp-dropped")
+                disk.rename(candidate.path, dropped)  # a half removed one must not look like a damaged one
+                disk.remove(dropped)
+
+
+def _mark_of(temporary: Path) -> str:
+    return temporary.name.rpartition("-")[2]
+
+
+def _temporary_tracker(temporary: Path) -> Path:
+    return temporary.with_name(f"{TRACKER_NAME}.tmp-{_mark_of(temporary)}")
+
+
+def _is_written_here(placed: Placed, grid: RankGrid) -> bool:
+    return all(grid.group(name).is_first for name in placed.entry.layout.copies)
+
+
+def _cut(box: Box, values: Tensor, chunk_bytes: int) -> Iterator[tuple[Box, Tensor]]:
+    """Boxes of bounded size that make up `box`, in the order of its flat values, each with its part of these."""
+    at, most_elements = 0, chunk_bytes // values.element_size()
+    for part in cut_box(box, most_elements):
+        size = math.prod(box_shape(part))
+        yield part, values[at : at + size]
+        at += size
+
+
+def cut_box(box: Box, most_elements: int) -> Iterator[Box]:
+    """Boxes of at most so many elements that make up `box`, each contiguous in it, in row-major order."""
+    (start, stop), rest = box[0], box[1:]
+    row_size = math.prod(box_shape(rest))
+    if row_size > most_elements:
+        for row in range(start, stop):
+            for inner in cut_box(rest, most_elements):
+                yield ((row, row + 1), *inner)
+        return
+    step = most_elements // row_size
+    for first in range(start, stop, step):
+        yield ((first, min(first + step, stop)), *rest)
+
+
+def _cut_into_files(plan: Sequence[PlannedChunk], file_bytes: int) -> Iterator[list[PlannedChunk]]:
+    part: list[PlannedChunk] = []
+    num_bytes = 0
+    for chunk in plan:
+        part.append(chunk)
+        num_bytes += chunk.num_bytes
+        if num_bytes >= file_bytes:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part

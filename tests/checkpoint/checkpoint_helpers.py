@@ -1,0 +1,280 @@
+"""Small models at any layout in one process, and disks that fail.
+
+A layout's ranks are built one after the other; what they would say to each other goes through `Meeting`, in threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.load import Loaded, load_checkpoint
+from megatrain.checkpoint.save import (
+    begin_save,
+    commit_save,
+    join_reports,
+    plan_chunks,
+    save_checkpoint,
+    write_rank_shards,
+)
+from megatrain.model.gpt import build_model
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
+from megatrain.optim.sharded import STATE_KINDS, AdamwConfig, ShardedAdamw
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.data import DataParallel
+from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.initialize import InitialWeights
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a layout."""
+
+    grid: RankGrid
+    optimizer: ShardedAdamw
+
+    def set_values(self, seed: int) -> None:
+        """Values that depend on the canonical tensor alone, other ones for each kind and seed."""
+        for number, kind in enumerate(STATE_KINDS):
+            self.optimizer.fill(kind, InitialWeights(10 * seed + number))
+        self.optimizer.step_count = seed
+
+    def clear(self) -> None:
+        for flat in (flat for kind in STATE_KINDS for flat in self.optimizer.state(kind)):
+            flat.zero_()
+
+    def values(self) -> list[torch.Tensor]:
+        return [flat.clone() for kind in STATE_KINDS for flat in self.optimizer.state(kind)]
+
+
+def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2) -> GptSpec:
+    layer = LayerSpec(
+        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary_base=1e4),
+        mlp=MlpSpec(ffn_hidden_size=24),
+    )
+    return GptSpec(
+        hidden_size=16,
+        vocab_size=vocab,
+        padded_vocab_size=padded,
+        layers=(layer,) * num_layers,
+        norm_epsilon=1e-5,
+        is_tied=tied,
+        init_std=0.1,
+        output_init_std=0.05,
+    )
+
+
+def build_rank(
+    shape: GridShape,
+    rank: int,
+    spec: GptSpec,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    main_dtype: torch.dtype = torch.float32,
+    is_sharded: bool = True,
+) -> Rank:
+    grid = RankGrid.build(shape, rank)
+    model = build_model(spec, grid, seq_length=8, sequence_parallel=False, dtype=dtype, device=CPU)
+    shard_group = grid.dp if is_sharded else RankGroup("self", (rank,), 0)
+    buffers = FlatBuffers(
+        model.registry, shard_group=shard_group, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU
+    )
+    config = AdamwConfig(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
+    return Rank(grid, ShardedAdamw(DataParallel(buffers, grid, shard_group), config, main_dtype=main_dtype))
+
+
+def build_ranks(shape: GridShape, spec: GptSpec, **options: Any) -> list[Rank]:
+    return [build_rank(shape, rank, spec, **options) for rank in range(shape.world_size)]
+
+
+def one_rank(*, tied: bool = False, seed: int = 1, num_layers: int = 1, **options: Any) -> Rank:
+    spec = small_spec(tied=tied, vocab=29, padded=32, num_layers=num_layers)
+    rank = build_rank(GridShape(), 0, spec, **options)
+    rank.set_values(seed)
+    return rank
+
+
+def save(folder: Path, rank: Rank, iteration: int, **options: Any) -> Path:
+    """`save_checkpoint` with a state that tells the iteration."""
+    return save_checkpoint(
+        folder,
+        iteration=iteration,
+        consumed_train_samples=8 * iteration,
+        optimizer=rank.optimizer,
+        grid=rank.grid,
+        device=CPU,
+        **{"state": {"seen": iteration}, "config": {"training": {"seed": 1}}} | options,
+    )
+
+
+def load(folder: Path, rank: Rank, **options: Any) -> Loaded:
+    return load_checkpoint(folder, rank.optimizer, rank.grid, CPU, **options)
+
+
+def save_all(
+    folder: Path, ranks: list[Rank], iteration: int, *, chunk_bytes: int = 1 << 20, file_bytes: int = 1 << 30
+) -> Path:
+    """What `save_checkpoint` does, rank after rank."""
+    disk = Disk()
+    final = folder / f"iter_{iteration:07d}"
+    temporary = final.with_name(f"{final.name}.tmp-0")
+    begin_save(folder, temporary, 0, disk)
+    reports = [
+        write_rank_shards(
+            temporary,
+            rank.grid.rank,
+            plan_chunks(rank.optimizer, rank.grid, chunk_bytes=chunk_bytes),
+            disk,
+            file_bytes=file_bytes,
+        )
+        for rank in ranks
+    ]
+    manifest = join_reports(
+        json.loads(json.dumps(reports)),
+        iteration=iteration,
+        consumed_train_samples=8 * iteration,
+        optimizer_step_count=ranks[0].optimizer.step_count,
+        state={"seen": iteration},
+        config={},
+    )
+    commit_save(temporary, final, manifest, disk)
+    return final
+
+
+class Meeting:
+    """Takes the place of `gather_json` among threads that each play a rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.barrier = threading.Barrier(num_ranks)
+        self.said: dict[int, str] = {}
+
+    def gather(self, value: Any, group: RankGroup, device: torch.device) -> list[Any]:
+        self.said[group.rank] = json.dumps(value)
+        self.barrier.wait(timeout=30)
+        heard = [json.loads(self.said[rank]) for rank in range(group.size)]
+        self.barrier.wait(timeout=30)
+        return heard
+
+
+def run_ranks(ranks: list[Rank], work: Callable[[Rank], Any], monkeypatch: Any) -> list[Any]:
+    """Results of all ranks; an exception counts as one."""
+    monkeypatch.setattr("megatrain.checkpoint.errors.gather_json", Meeting(len(ranks)).gather)
+
+    def tried(rank: Rank) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:  # noqa: BLE001
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(tried, ranks))
+
+
+class Killed(BaseException):
+    """The process is gone: nothing catches this but the test."""
+
+
+class FaultyDisk(Disk):
+    """Counts operations, and calls `fault` before the one with the number `at`."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at = at
+        self.count = 0
+
+    def fault(self) -> None:
+        raise NotImplementedError
+
+    def _meet(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            self.fault()
+
+    def make_folder(self, path: Path) -> None:
+        self._meet()
+        super().make_folder(path)
+
+    def create(self, path: Path) -> FileIO:
+        self._meet()
+        return super().create(path)
+
+    def write(self, file: FileIO, data: bytes | memoryview) -> None:
+        try:
+            self._meet()
+        except BaseException:
+            super().write(file, memoryview(data)[: len(data) // 2])
+            raise
+        super().write(file, data)
+
+    def sync(self, file: FileIO) -> None:
+        self._meet()
+
+    def sync_folder(self, path: Path) -> None:
+        self._meet()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._meet()
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self._meet()
+        super().remove(path)
+
+
+class DyingDisk(FaultyDisk):
+    """Nothing happens any more from the fault on."""
+
+    def fault(self) -> None:
+        self.at = self.count + 1  # whatever comes next fails as well
+        raise Killed
+
+
+class FullDisk(FaultyDisk):
+    """One operation finds no space."""
+
+    def fault(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class RecordingDisk(Disk):
+    """Writes down what would have to happen again to come to the same files."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, ...]] = []
+
+    def make_folder(self, path: Path) -> None:
+        super().make_folder(path)
+        self.operations.append(("make_folder", path))
+
+    def create(self, path: Path) -> FileIO:
+        self.operations.append(("create", path))
+        return super().create(path)
+
+    def write(self, file: FileIO, data: bytes | memoryview) -> None:
+        super().write(file, data)
+        self.operations.append(("write", Path(str(file.name)), bytes(data)))
+
+    def sync(self, file: FileIO) -> None:
+        self.operations.append(("sync", Path(str(file.name))))
+
+    def sync_folder(self, path: Path) -> None:
+        self.operations.append(("sync_folder", path))
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.operations.append(("rename", source, target))
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        self.operations.append(("remove", path))

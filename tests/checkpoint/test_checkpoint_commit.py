@@ -1,0 +1,241 @@
+"""A save that dies or fails at any point leaves what was committed, and nothing that only looks committed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import (
+    DyingDisk,
+    FaultyDisk,
+    FullDisk,
+    Killed,
+    Rank,
+    RecordingDisk,
+    build_ranks,
+    load,
+    one_rank,
+    run_ranks,
+    save,
+    small_spec,
+)
+
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.find import find_checkpoints
+from megatrain.checkpoint.reader import verify
+from megatrain.parallel.grid import GridShape
+
+torch.set_num_threads(1)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+RANKS = {seed: one_rank(seed=seed) for seed in (1, 2, 3)}
+READER = one_rank(seed=9)
+
+
+def bits_of(rank: Rank) -> list[bytes]:
+    return [values.numpy().tobytes() for values in rank.values()]
+
+
+EXPECTED = {seed: bits_of(rank) for seed, rank in RANKS.items()}
+
+
+def loaded_seed(folder: Path) -> int:
+    """Which seed's values loading gives: all of them, or the test fails."""
+    READER.clear()
+    load(folder, READER)
+    seed = READER.optimizer.step_count  # as `set_values` leaves it
+    assert bits_of(READER) == EXPECTED[seed]
+    return seed
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """Holds iteration 1 with seed 1."""
+    save(tmp_path / "first", RANKS[1], 1)
+    return tmp_path / "first"
+
+
+def num_operations(iteration: int, first: Path) -> int:
+    disk = DyingDisk()
+    there = first.with_name("count")
+    shutil.copytree(first, there)
+    save(there, RANKS[2], iteration, keep=1, disk=disk)
+    shutil.rmtree(there)
+    return disk.count
+
+
+def after_fault(first: Path, iteration: int, make_disk: Callable[[int], FaultyDisk], at: int) -> Path:
+    """What is there when the save of `iteration` with seed 2 has met its fault."""
+    there = first.with_name(str(at))
+    shutil.copytree(first, there)
+    failure: BaseException | None = None
+    try:
+        save(there, RANKS[2], iteration, keep=1, disk=make_disk(at))
+    except (Killed, CheckpointError) as error:
+        failure = error
+    if isinstance(failure, CheckpointError):
+        assert "No space left on device (errno 28)" in str(failure)
+        assert str(there) in str(failure)
+        assert not list(there.glob("*.tmp-*"))
+    return there
+
+
+@pytest.mark.parametrize("make_disk", [DyingDisk, FullDisk])
+@pytest.mark.parametrize("iteration", [1, 2])
+def test_every_fault_leaves_a_whole_checkpoint(
+    first: Path, iteration: int, make_disk: Callable[[int], FaultyDisk]
+) -> None:
+    """Iteration 1 is saved over the one that is there, iteration 2 beside it."""
+    total = num_operations(iteration, first)
+    assert total > 40
+    seen = []
+    for at in range(1, total + 1):
+        there = after_fault(first, iteration, make_disk, at)
+        seen.append(loaded_seed(there))
+        for candidate in find_checkpoints(there):
+            assert candidate.problem is not None or verify(candidate.path) == []
+        shutil.rmtree(there)
+    assert seen == sorted(seen), "once the new one is visible it stays"
+    assert set(seen) == {1, 2}
+
+
+def test_the_next_good_save_removes_what_dead_ones_left(first: Path) -> None:
+    for at in range(2, num_operations(1, first), 3):
+        there = after_fault(first, 1, DyingDisk, at)
+        save(there, RANKS[3], 3)
+        assert {path.name for path in there.iterdir()} <= {"iter_0000001", "iter_0000003", TRACKER}
+        assert loaded_seed(there) == 3
+        shutil.rmtree(there)
+
+
+def test_too_little_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    class SmallDisk(Disk):
+        def free_bytes(self, folder: Path) -> int:
+            return 1000
+
+    save(tmp_path, one_rank(), 1)
+    with pytest.raises(
+        CheckpointError, match=rf"{re.escape(str(tmp_path))}: \d+ bytes are needed, 1000 bytes are free"
+    ):
+        save(tmp_path, one_rank(), 2, disk=SmallDisk())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", TRACKER]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file.*errno"):
+        save(tmp_path / "file" / "below", one_rank(), 1)
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = build_ranks(GridShape(tp=2, pp=2), small_spec(tied=True, vocab=29, padded=32))
+    for rank in ranks:
+        rank.set_values(3)
+    answers = run_ranks(
+        ranks,
+        lambda rank: save(tmp_path, rank, 4, disk=FullDisk(5 if rank.grid.rank == 2 else -1)),
+        monkeypatch,
+    )
+    assert all(isinstance(answer, CheckpointError) for answer in answers)
+    assert len({str(answer) for answer in answers}) == 1
+    assert re.search(
+        r"rank 2: .*shard_00002\.safetensors: No space left on device \(errno 28\)", str(answers[0])
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_our_own_mistakes_stop_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that writes what another one holds must not be committed."""
+    ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
+    monkeypatch.setattr("megatrain.checkpoint.save._is_written_here", lambda placed, grid: True)
+    answers = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4), monkeypatch)
+    assert all("chunks hold 32 elements of 16" in str(answer) for answer in answers)
+    assert list(tmp_path.iterdir()) == []
+
+
+class PowerCut:
+    """Builds the files that a disk holds after the first operations of a record.
+
+    Args:
+        unsynced: what becomes of file content that was not synchronised: "kept", "lost" or "zeros".
+    """
+
+    def __init__(self, unsynced: str) -> None:
+        self.unsynced = unsynced
+
+    def rebuild(self, operations: list[tuple[Any, ...]], source: Path, target: Path) -> None:
+        synced: dict[Path, bool] = {}
+        target.mkdir(parents=True, exist_ok=True)
+        for name, *values in operations:
+            paths = [target / path.relative_to(source) for path in values if isinstance(path, Path)]
+            self._apply(name, paths, values)
+            if name == "write":
+                synced[paths[0]] = False
+            elif name == "sync":
+                synced[paths[0]] = True
+            elif name == "rename":
+                for path in [path for path in synced if path.is_relative_to(paths[0])]:
+                    synced[paths[1] / path.relative_to(paths[0])] = synced.pop(path)
+        for path, is_safe in synced.items():
+            if not is_safe and path.exists() and self.unsynced != "kept":
+                size = path.stat().st_size if self.unsynced == "zeros" else 0
+                path.write_bytes(bytes(size))
+
+    def _apply(self, name: str, paths: list[Path], values: list[Any]) -> None:
+        disk = Disk()
+        match name:
+            case "make_folder":
+                disk.make_folder(paths[0])
+            case "create":
+                disk.create(paths[0]).close()
+            case "write":
+                with paths[0].open("ab") as file:
+                    file.write(values[1])
+            case "rename":
+                disk.rename(*paths)
+            case "remove":
+                disk.remove(paths[0])
+
+
+@pytest.mark.parametrize("unsynced", ["kept", "lost", "zeros"])
+def test_a_power_cut_leaves_the_last_whole_checkpoint(tmp_path: Path, unsynced: str) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    disk = RecordingDisk()
+    save(source, RANKS[1], 1, disk=disk)
+    begin = len(disk.operations) - 1
+    save(source, RANKS[2], 2, keep=1, disk=disk)
+    operations = [op for op in disk.operations if op[1].is_relative_to(source)]
+    renamed = next(n for n, op in enumerate(operations) if op[0] == "rename" and op[2].name == "iter_0000002")
+    stops = {*range(begin, len(operations), 3), *range(renamed - 3, len(operations) + 1)}
+    for stop in sorted(stops):
+        PowerCut(unsynced).rebuild(operations[:stop], source, target)
+        assert loaded_seed(target) == (2 if stop > renamed else 1)
+        shutil.rmtree(target)
+
+
+def test_all_is_synchronised_before_the_rename_and_the_name_after(tmp_path: Path) -> None:
+    disk = RecordingDisk()
+    path = save(tmp_path, one_rank(), 2, disk=disk)
+    names = [
+        (op[0], op[1].name.split(".tmp-")[0]) for op in disk.operations if op[0] not in ("create", "write")
+    ]
+    assert names == [
+        ("make_folder", tmp_path.name),
+        ("make_folder", path.name),
+        ("sync", "shard_00000.safetensors"),
+        ("sync", "manifest.json"),
+        ("sync_folder", path.name),
+        ("rename", path.name),
+        ("sync_folder", tmp_path.name),
+        ("sync", TRACKER),
+        ("rename", TRACKER),
+        ("sync_folder", tmp_path.name),
+    ]

@@ -1,0 +1,289 @@
+"""What is saved comes back bit for bit, at whatever layout it was saved and is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import (
+    CPU,
+    Rank,
+    build_rank,
+    build_ranks,
+    load,
+    one_rank,
+    run_ranks,
+    save,
+    save_all,
+    small_spec,
+)
+from safetensors import safe_open
+
+from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.find import newest_valid
+from megatrain.checkpoint.load import check_all_used, check_names, fill_from, load_weights_only
+from megatrain.checkpoint.manifest import read_manifest, tiling_problem
+from megatrain.checkpoint.reader import CheckpointReader, hash_tensors, verify
+from megatrain.checkpoint.save import cut_box
+from megatrain.model.gpt import build_model
+from megatrain.optim.sharded import STATE_KINDS
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.layout import box_shape
+
+torch.set_num_threads(1)
+
+ONE = GridShape()
+EIGHT = GridShape(tp=2, dp=2, pp=2)
+SHAPES = [ONE, EIGHT, GridShape(tp=4), GridShape(dp=3), GridShape(tp=2, pp=2)]
+
+
+def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def fill_all(path: Path, ranks: list[Rank]) -> None:
+    """What `load_checkpoint` does, rank after rank."""
+    with CheckpointReader(path) as reader:
+        used = [check_names(reader, rank.optimizer.buffers.registry, STATE_KINDS) for rank in ranks]
+        check_all_used(reader, used)
+        for rank in ranks:
+            fill_from(reader, rank.optimizer, with_optimizer=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "main_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
+)
+def test_a_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype, main_dtype: torch.dtype) -> None:
+    saved = one_rank(seed=7, dtype=dtype, main_dtype=main_dtype)
+    path = save(
+        tmp_path, saved, 100, state={"rng": [1, 2.5, None], "\xfc": True}, config={"model": {"a": [1]}}
+    )
+    fresh = one_rank(seed=8, dtype=dtype, main_dtype=main_dtype)
+    loaded = load(tmp_path, fresh)
+    assert_same(saved.values(), fresh.values())
+    assert (loaded.iteration, loaded.consumed_train_samples, loaded.path) == (100, 800, path)
+    assert loaded.state == {"rng": [1, 2.5, None], "\xfc": True}
+    assert loaded.config == {"model": {"a": [1]}}
+    assert (loaded.skipped, fresh.optimizer.step_count) == ((), 7)
+    main = torch.cat(fresh.optimizer.main)
+    assert torch.equal(fresh.optimizer.buffers.weights, main.to(dtype))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "100"
+    assert verify(path) == []
+
+
+@pytest.mark.parametrize(("vocab", "tied"), [(29, False), (15, True)])
+def test_any_layout_loads_any_other(tmp_path: Path, vocab: int, *, tied: bool) -> None:
+    """A vocabulary of 15 leaves the second of two tensor ranks nothing but padding."""
+    layouts = []
+    for shape in SHAPES:
+        spec = small_spec(tied=tied, vocab=vocab, padded=32 if shape.tp > 1 else vocab)
+        layouts.append(build_ranks(shape, spec))
+    for rank in (rank for ranks in layouts for rank in ranks):
+        rank.set_values(3)
+    wanted = [[rank.values() for rank in ranks] for ranks in layouts]
+    hashes = []
+    for number, ranks in enumerate(layouts):
+        path = save_all(tmp_path, ranks, number + 1, chunk_bytes=700, file_bytes=5000)
+        assert verify(path) == []
+        assert read_manifest(path).tensors["embedding.word_embeddings.weight"].shape == (vocab, 16)
+        hashes.append([hash_tensors(path, kind) for kind in STATE_KINDS])
+    assert all(found == hashes[0] for found in hashes)
+    for number in range(len(layouts)):
+        for ranks, values in zip(layouts, wanted, strict=True):
+            for rank in ranks:
+                rank.clear()
+            fill_all(tmp_path / f"iter_{number + 1:07d}", ranks)
+            for rank, expected in zip(ranks, values, strict=True):
+                assert_same(rank.values(), expected)
+
+
+def test_without_sharding_one_replica_writes(tmp_path: Path) -> None:
+    spec = small_spec(tied=False, vocab=29, padded=32)
+    ranks = build_ranks(GridShape(dp=2, tp=2), spec, is_sharded=False)
+    for rank in ranks:
+        rank.set_values(3)
+    path = save_all(tmp_path, ranks, 1)
+    assert sorted(file.name for file in path.glob("shard*")) == [
+        "shard_00000.safetensors",
+        "shard_00001.safetensors",
+    ]
+    alone = build_rank(ONE, 0, spec)
+    load(tmp_path, alone)
+    wanted = build_rank(ONE, 0, spec)
+    wanted.set_values(3)
+    assert_same(alone.values(), wanted.values())
+
+
+def test_ranks_save_and_load_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = small_spec(tied=True, vocab=29, padded=32)
+    ranks = build_ranks(GridShape(tp=2, pp=2), spec)
+    for rank in ranks:
+        rank.set_values(3)
+    paths = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4), monkeypatch)
+    assert paths == [tmp_path / "iter_0000004"] * 4
+    wanted = [rank.values() for rank in ranks]
+    for rank in ranks:
+        rank.set_values(5)
+    answers = run_ranks(ranks, lambda rank: load(tmp_path, rank), monkeypatch)
+    assert {loaded.iteration for loaded in answers} == {4}
+    for rank, values in zip(ranks, wanted, strict=True):
+        assert_same(rank.values(), values)
+
+
+def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
+    rank = one_rank()
+    path = save(tmp_path, rank, 1)
+    content = json.loads((path / "manifest.json").read_text())
+    name = "embedding.word_embeddings.weight"
+    (chunk,) = content["tensors"][name]["kinds"]["weight"]["chunks"]
+    with safe_open(path / chunk["file"], "pt") as file:
+        first = file.get_tensor(chunk["key"])
+    embedding = next(iter(rank.optimizer.buffers.shards))
+    assert torch.equal(first.view(-1), rank.optimizer.main[0][: 29 * 16])
+    assert embedding.start == 0
+
+
+def test_weights_alone_leave_the_moments(tmp_path: Path) -> None:
+    saved, fresh = one_rank(seed=3), one_rank(seed=4)
+    save(tmp_path, saved, 1)
+    load(tmp_path, fresh, with_optimizer=False)
+    expected = one_rank(seed=4)
+    assert_same(fresh.optimizer.main, saved.optimizer.main)
+    assert_same(fresh.optimizer.exp_avg, expected.optimizer.exp_avg)
+    assert fresh.optimizer.step_count == 4
+
+
+def test_weights_load_for_inference(tmp_path: Path) -> None:
+    saved = one_rank()
+    path = save(tmp_path, saved, 1)
+    model = build_model(
+        small_spec(tied=False, vocab=29, padded=32, num_layers=1),
+        RankGrid.build(ONE, 0),
+        seq_length=8,
+        sequence_parallel=False,
+        dtype=torch.bfloat16,
+        device=CPU,
+    )
+    group = RankGrid.build(ONE, 0).dp
+    buffers = FlatBuffers(
+        model.registry,
+        shard_group=group,
+        weight_dtype=torch.bfloat16,
+        grad_dtype=torch.float32,
+        device=CPU,
+        has_gradients=False,
+    )
+    assert load_weights_only(path, buffers).iteration == 1
+    assert torch.equal(buffers.weights, torch.cat(saved.optimizer.main).to(torch.bfloat16))
+
+
+def test_a_model_with_more_tensors_is_named(tmp_path: Path) -> None:
+    save(tmp_path, one_rank(), 1)
+    with pytest.raises(MismatchError, match=r"holds no tensor decoder\.layers\.1\."):
+        load(tmp_path, one_rank(num_layers=2))
+
+
+def test_a_model_with_fewer_tensors_is_named(tmp_path: Path) -> None:
+    save(tmp_path, one_rank(num_layers=2), 1)
+    with pytest.raises(
+        MismatchError, match=r"holds decoder\.layers\.1\..* and \d+ more, which the model lacks"
+    ):
+        load(tmp_path, one_rank())
+
+
+def test_another_shape_is_named(tmp_path: Path) -> None:
+    save(tmp_path, one_rank(), 1)
+    other = build_rank(ONE, 0, small_spec(tied=False, vocab=31, padded=32, num_layers=1))
+    with pytest.raises(
+        MismatchError, match=r"word_embeddings\.weight has shape \[29, 16\], the model's has \[31, 16\]"
+    ):
+        load(tmp_path, other)
+
+
+def test_a_mismatch_does_not_fall_back(tmp_path: Path) -> None:
+    """The older checkpoint would fit; but that the newer does not is a mistake that the user must see."""
+    save(tmp_path, one_rank(), 1)
+    save(tmp_path, one_rank(num_layers=2), 2)
+    with pytest.raises(MismatchError):
+        load(tmp_path, one_rank())
+
+
+def test_a_chosen_iteration_is_loaded(tmp_path: Path) -> None:
+    for iteration in (1, 2, 3):
+        save(tmp_path, one_rank(seed=iteration), iteration)
+    rank = one_rank(seed=9)
+    assert load(tmp_path, rank, iteration=2).iteration == 2
+    assert_same(rank.values(), one_rank(seed=2).values())
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    rank = one_rank()
+    for iteration in (10, 20, 30, 40):
+        save(tmp_path, rank, iteration, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == ["iter_0000030", "iter_0000040"]
+    save(tmp_path, rank, 20, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == [
+        "iter_0000020",
+        "iter_0000030",
+        "iter_0000040",
+    ]
+
+
+def test_retention_does_not_count_damaged_ones(tmp_path: Path) -> None:
+    rank = one_rank()
+    for iteration in (10, 20):
+        save(tmp_path, rank, iteration)
+    (tmp_path / "iter_0000020" / "manifest.json").write_text("{}")
+    save(tmp_path, rank, 30, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("iter*")) == [
+        "iter_0000010",
+        "iter_0000020",
+        "iter_0000030",
+    ]
+
+
+def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, one_rank(seed=1), 5)
+    save(tmp_path, one_rank(seed=2), 5)
+    rank = one_rank(seed=9)
+    load(tmp_path, rank)
+    assert_same(rank.values(), one_rank(seed=2).values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000005",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_newest_valid_is_none_where_nothing_is(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("box", "most"),
+    [(((2, 9),), 3), (((0, 5), (3, 10)), 20), (((1, 4), (0, 6), (2, 5)), 7), (((0, 2), (0, 9)), 4)],
+)
+def test_cut_boxes_tile_and_are_small(box: tuple[tuple[int, int], ...], most: int) -> None:
+    parts = list(cut_box(box, most))
+    moved = [tuple((a - s, b - s) for (a, b), (s, _) in zip(part, box, strict=True)) for part in parts]
+    assert tiling_problem(box_shape(box), moved) is None
+    assert parts == sorted(parts)
+    assert all(torch.zeros(box_shape(part)).numel() <= most for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "problem"),
+    [
+        ([((0, 4), (0, 4))], None),
+        ([((0, 2), (0, 4)), ((2, 4), (0, 1)), ((2, 4), (1, 4))], None),
+        ([((0, 2), (0, 4))], "hold 8 elements of 16"),
+        ([((0, 4), (0, 2)), ((0, 2), (1, 3)), ((2, 4), (2, 4))], "overlap"),
+    ],
+)
+def test_what_does_not_tile_is_found(boxes: list[tuple[tuple[int, int], ...]], problem: str | None) -> None:
+    found = tiling_problem((4, 4), boxes)
+    assert found is None if problem is None else problem in str(found)

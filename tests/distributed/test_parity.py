@@ -1,0 +1,100 @@
+"""Every layout computes what one process computes, and the comparison finds the faults that it is for."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.tools import parity
+from megatrain.tools.parity_faults import FAULTS
+from megatrain.tools.worker_pool import WorkerError, WorkerPool
+from megatrain.training.engine import Engine
+
+
+@pytest.mark.parametrize("layout", parity.LAYOUTS, ids=lambda layout: layout.name)
+def test_a_layout_computes_what_one_process_computes(pool: WorkerPool, layout: parity.Layout) -> None:
+    verdict = parity.compare(pool, layout)
+    assert verdict.is_good, verdict
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(pool: WorkerPool, fault: str) -> None:
+    layout = parity.Layout(**FAULTS[fault].layout)
+    assert not parity.compare(pool, layout, fault=fault).is_good
+
+
+def test_an_element_that_no_rank_holds_is_found() -> None:
+    (reference,) = [parity.measure(0, 1, parity.Layout(), None)]
+    lost = dataclasses.replace(reference, weights=reference.weights[1:])
+    assert not parity.judge(reference, [lost]).is_good
+    assert parity.judge(reference, [reference]).is_good
+
+
+def test_nan_is_never_parity() -> None:
+    reference = parity.measure(0, 1, parity.Layout(), None)
+    poisoned = [dataclasses.replace(part, values=part.values * np.nan) for part in reference.gradients]
+    assert not parity.judge(reference, [dataclasses.replace(reference, gradients=poisoned)]).is_good
+
+
+LAYOUTS_OF_WEIGHTS = [
+    parity.Layout(),
+    parity.Layout(tp=2),
+    parity.Layout(tp=4, sp=True),
+    parity.Layout(dp=4),
+    parity.Layout(dp=2, is_zero1=False),
+    parity.Layout(pp=4),
+    parity.Layout(tp=2, dp=2, pp=2),
+]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_initial_weights_are_the_same_bits_under_every_layout(pool: WorkerPool, is_tied: bool) -> None:
+    hashes = []
+    for layout in LAYOUTS_OF_WEIGHTS:
+        tied = dataclasses.replace(layout, is_tied=is_tied)
+        parts = [part for rank in pool.run(layout.world_size, initial_weights, tied) for part in rank]
+        hashes.append(_hashes(parts))
+    assert all(found == hashes[0] for found in hashes)
+    assert len(hashes[0]) == 4 * 9 + (2 if is_tied else 3)
+
+
+def initial_weights(rank: int, world_size: int, layout: parity.Layout) -> list[parity.Part]:
+    plan = parity.tiny_plan(layout, world_size)
+    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    grid = RankGrid.build(shape, rank, lambda ranks: torch.distributed.new_group(list(ranks)))
+    engine = Engine(plan, grid, torch.device("cpu"))
+    engine.initialize()
+    return parity._weights(engine)
+
+
+def _hashes(parts: list[parity.Part]) -> dict[str, str]:
+    """Hash of each canonical tensor; copies of an element must agree."""
+    shapes: dict[str, list[int]] = {}
+    for part in parts:
+        shape = shapes.setdefault(part.name, [0] * len(part.box))
+        shapes[part.name] = [max(size, stop) for size, (_, stop) in zip(shape, part.box, strict=True)]
+    whole: dict[str, Any] = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+    for part in parts:
+        view = whole[part.name][tuple(slice(*edge) for edge in part.box)]
+        assert (np.isnan(view) | (view == part.values)).all(), part.name
+        view[...] = part.values
+    return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in whole.items()}
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 1 failed(.|\n)*the reason"):
+        pool.run(2, _fail_on_one)
+    assert pool.run(2, _rank_of) == [0, 1]
+
+
+def _fail_on_one(rank: int, _world_size: int) -> None:
+    if rank == 1:
+        raise RuntimeError("the reason")
+
+
+def _rank_of(rank: int, _world_size: int) -> int:
+    return rank

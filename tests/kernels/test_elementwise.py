@@ -1,0 +1,82 @@
+"""Hand-written backward passes against autograd, in fp64."""
+
+import torch
+from torch.nn import functional as F
+
+from megatrain.kernels import elementwise
+from megatrain.kernels.adamw import AdamwStep, adamw
+from megatrain.kernels.wgrad import accumulate_weight_gradient
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def test_rms_norm_and_its_gradients_are_autograds() -> None:
+    x, weight, dy = _random(5, 3, 8).requires_grad_(), _random(8).requires_grad_(), _random(5, 3, 8)
+    expected = F.rms_norm(x, (8,), weight, eps=1e-5)
+    expected.backward(dy)
+    y, rstd = elementwise.rms_norm(x.detach(), weight.detach(), 1e-5)
+    dx, dweight = elementwise.rms_norm_backward(dy, x.detach(), weight.detach(), rstd)
+    torch.testing.assert_close(y, expected.detach())
+    torch.testing.assert_close(dx, x.grad)
+    torch.testing.assert_close(dweight, weight.grad)
+
+
+def test_swiglu_and_its_gradient_are_autograds() -> None:
+    x, dy = _random(4, 2, 12).requires_grad_(), _random(4, 2, 6)
+    expected = F.silu(x[..., :6]) * x[..., 6:]
+    expected.backward(dy)
+    torch.testing.assert_close(elementwise.swiglu(x.detach()), expected.detach())
+    torch.testing.assert_close(elementwise.swiglu_backward(dy, x.detach()), x.grad)
+
+
+def test_rotation_keeps_lengths_and_turns_by_relative_position() -> None:
+    cos, sin = elementwise.rotary_tables(16, 8, 10000.0, dtype=torch.float64, device=torch.device("cpu"))
+    q, k = _random(1, 1, 1, 8).expand(16, 1, 1, 8), _random(2, 1, 1, 8)[:1].expand(16, 1, 1, 8)
+    q, k = elementwise.rotate(q, cos, sin), elementwise.rotate(k, cos, sin)
+    torch.testing.assert_close(q.norm(dim=-1), q[:1].norm(dim=-1).expand(16, 1, 1))
+    scores = torch.einsum("ibnd,jbnd->ij", q, k)
+    torch.testing.assert_close(scores[3, 1], scores[9, 7])
+
+
+def test_the_turn_back_is_the_gradient_of_the_turn() -> None:
+    cos, sin = elementwise.rotary_tables(4, 8, 10000.0, dtype=torch.float64, device=torch.device("cpu"))
+    x, dy = _random(4, 1, 2, 8).requires_grad_(), _random(4, 1, 2, 8)
+    elementwise.rotate(x, cos, sin).backward(dy)
+    torch.testing.assert_close(elementwise.rotate(dy, cos, -sin), x.grad)
+
+
+def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch) -> None:
+    monkeypatch.setattr("megatrain.kernels.adamw._CHUNK", 7)
+    start = _random(50)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    main, exp_avg, exp_avg_sq, weight = (
+        start.clone(),
+        torch.zeros(50).double(),
+        torch.zeros(50).double(),
+        start.bfloat16(),
+    )
+    for step in range(1, 6):
+        gradient = _random(50 + step)[:50]
+        theirs.grad = gradient * 0.5
+        optimizer.step()
+        numbers = AdamwStep(
+            lr=0.01,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            step=step,
+            grad_scale=torch.tensor(0.5, dtype=torch.float64),
+        )
+        adamw(main, exp_avg, exp_avg_sq, gradient, weight, numbers, 0.1)
+    torch.testing.assert_close(main, theirs.detach(), rtol=1e-12, atol=1e-14)
+    assert torch.equal(weight, main.bfloat16())
+
+
+def test_weight_gradients_are_added_in_the_buffers_own_precision() -> None:
+    dy, x = _random(64, 5, dtype=torch.bfloat16), _random(64, 7, dtype=torch.bfloat16)
+    buffer = torch.ones(5, 7)
+    accumulate_weight_gradient(buffer, dy, x)
+    torch.testing.assert_close(buffer, 1 + dy.float().t() @ x.float())

@@ -1,0 +1,192 @@
+"""The model against the same mathematics written plainly: loss, logits and every gradient, in fp64."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatrain.model.gpt import Model, build_model
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
+from megatrain.optim.sharded import fill_shards
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.schedule import Action, one_forward_one_backward, with_split_backward
+
+VOCAB, SEQ, BATCH = 101, 12, 2
+CPU = torch.device("cpu")
+
+
+def _spec(*, is_tied: bool, padded: int = 128) -> GptSpec:
+    layer = LayerSpec(
+        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=8, rotary_base=10000.0),
+        mlp=MlpSpec(ffn_hidden_size=24),
+    )
+    return GptSpec(
+        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, norm_epsilon=1e-5,
+        is_tied=is_tied, init_std=0.2, output_init_std=0.1,
+    )  # fmt: skip
+
+
+class Built:
+    def __init__(self, spec: GptSpec, dtype: torch.dtype = torch.float64) -> None:
+        self.grid = RankGrid.build(GridShape(), 0)
+        self.model: Model = build_model(
+            spec, self.grid, seq_length=SEQ, sequence_parallel=False, dtype=dtype, device=CPU
+        )
+        self.buffers = FlatBuffers(
+            self.model.registry,
+            shard_group=self.grid.dp,
+            weight_dtype=dtype,
+            grad_dtype=torch.promote_types(dtype, torch.float32),
+            device=CPU,
+        )
+        shards = [self.buffers.weights[shard.start : shard.stop] for shard in self.buffers.shards]
+        fill_shards(shards, self.buffers, InitialWeights(3))
+        self.done: list[int] = []
+        self.executor = Executor(
+            self.model.segments, self.grid, hidden_shape=(SEQ, BATCH, spec.hidden_size), dtype=dtype, device=CPU,
+            on_segment_done=self.done.append,
+        )  # fmt: skip
+
+    def run(self, batches: list[Batch], actions: list[Action]) -> list[PassInfo]:
+        infos = [PassInfo(microbatch=i, loss_scale=1 / len(batches)) for i in range(len(batches))]
+        self.executor.run(actions, batches, infos)
+        return infos
+
+    def gathered(self, flat: Tensor) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for bucket in self.buffers.buckets:
+            for placed in bucket.placed:
+                for box in placed.entry.layout.ranges(0, placed.entry.layout.numel):
+                    first = placed.start + box.offset
+                    whole = tensors.setdefault(
+                        box.piece.name, torch.full(box.piece.shape, math.nan).to(flat.dtype)
+                    )
+                    part = flat[first : first + box.numel].view(box.shape)
+                    whole[tuple(slice(*edge) for edge in box.box)] = part
+        return tensors
+
+
+def _batches(count: int, seed: int = 0) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        ids = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
+        mask = (torch.rand(BATCH, SEQ, generator=generator) < 0.7).float()
+        yield Batch(
+            tokens=ids[:, :-1],
+            labels=ids[:, 1:],
+            loss_mask=mask,
+            position_ids=torch.arange(SEQ).expand(BATCH, -1),
+        )
+
+
+def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> Tensor:
+    """The same model as a reader of the papers would write it: [b, s] -> [b, s, v]."""
+    x = weights["embedding.word_embeddings.weight"][tokens]
+    b, s, _ = x.shape
+    for number, layer in enumerate(spec.layers):
+        w = {k.split(f"layers.{number}.")[1]: v for k, v in weights.items() if f"layers.{number}." in k}
+        d = layer.mixer.head_channels
+        y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm_epsilon)
+        q, k, v = (F.linear(y, w[f"attention.{p}.weight"]).view(b, s, -1, d).transpose(1, 2) for p in "qkv")
+        angles = torch.outer(torch.arange(s).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d))
+        turn = torch.polar(torch.ones_like(angles), angles)
+        q, k = (_turned(p, turn) for p in (q, k))
+        k, v = (
+            p.repeat_interleave(layer.mixer.num_heads // layer.mixer.num_query_groups, dim=1) for p in (k, v)
+        )
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(
+            torch.ones(s, s).triu(1).bool(), -math.inf
+        )
+        heads = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
+        x = x + F.linear(heads, w["attention.proj.weight"])
+        y = F.rms_norm(x, x.shape[-1:], w["mlp.norm.weight"], spec.norm_epsilon)
+        gated = F.silu(F.linear(y, w["mlp.gate.weight"])) * F.linear(y, w["mlp.up.weight"])
+        x = x + F.linear(gated, w["mlp.down.weight"])
+    x = F.rms_norm(x, x.shape[-1:], weights["decoder.final_norm.weight"], spec.norm_epsilon)
+    output = "embedding.word_embeddings.weight" if spec.is_tied else "output_layer.weight"
+    return F.linear(x, weights[output])
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.complex(a, b) * turn
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def plain_loss(weights: dict[str, Tensor], batches: list[Batch], spec: GptSpec) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        logits = plain_logits(weights, batch.tokens, spec)
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        mask = batch.loss_mask.flatten().double()
+        total = total + (losses * mask).sum() / mask.sum() / len(batches)
+    return total
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_loss_and_every_gradient_are_those_of_the_plain_model(is_tied: bool, is_split: bool) -> None:
+    spec = _spec(is_tied=is_tied)
+    built, batches = Built(spec), list(_batches(3))
+    weights = {
+        name: value.clone().requires_grad_() for name, value in built.gathered(built.buffers.weights).items()
+    }
+    loss = plain_loss(weights, batches, spec)
+    loss.backward()
+    actions = one_forward_one_backward(0, 1, 3)
+    infos = built.run(batches, with_split_backward(actions) if is_split else actions)
+    found = sum(info.sums["lm_loss"] / info.sums["tokens"] / 3 for info in infos)
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
+    for name, gradient in built.gathered(built.buffers.gradients).items():
+        torch.testing.assert_close(
+            gradient, weights[name].grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert built.done == [3, 2, 1, 0]
+
+
+def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cut, batches = Built(_spec(is_tied=False)), Built(_spec(is_tied=False)), list(_batches(1))
+    whole.run(batches, one_forward_one_backward(0, 1, 1))
+    monkeypatch.setattr("megatrain.model.head._CHUNK_LOGITS", 128 * 5)
+    cut.run(batches, one_forward_one_backward(0, 1, 1))
+    torch.testing.assert_close(cut.buffers.gradients, whole.buffers.gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_padding_of_the_vocabulary_changes_nothing() -> None:
+    batches = list(_batches(1))
+    losses = []
+    for padded in (101, 128, 256):
+        (info,) = Built(_spec(is_tied=True, padded=padded)).run(batches, one_forward_one_backward(0, 1, 1))
+        losses.append(info.sums["lm_loss"].item())
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> None:
+    built, (batch,) = Built(_spec(is_tied=False)), _batches(1)
+    empty = Batch(
+        tokens=batch.tokens,
+        labels=batch.labels,
+        loss_mask=torch.zeros(BATCH, SEQ),
+        position_ids=batch.position_ids,
+    )
+    (info,) = built.run([empty], one_forward_one_backward(0, 1, 1))
+    assert info.sums["lm_loss"].item() == 0.0
+    assert not built.buffers.gradients.any()
+
+
+def test_bfloat16_stays_near_fp64() -> None:
+    batches = list(_batches(1))
+    wide, narrow = Built(_spec(is_tied=False)), Built(_spec(is_tied=False), torch.bfloat16)
+    (expected,) = wide.run(batches, one_forward_one_backward(0, 1, 1))
+    (found,) = narrow.run(batches, one_forward_one_backward(0, 1, 1))
+    assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)
+    assert narrow.buffers.gradients.dtype == torch.float32
+    difference = (narrow.buffers.gradients - wide.buffers.gradients).norm() / wide.buffers.gradients.norm()
+    assert difference < 0.05

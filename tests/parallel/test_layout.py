@@ -1,0 +1,97 @@
+"""Boxes: flat ranges of local tensors as boxes of canonical ones."""
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.model.layouts import columns_layout, norm_layout, rows_layout, vocab_layout
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
+from megatrain.parallel.tensor import TensorParallel
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_flat_boxes_cover_a_range_in_order_and_are_few(shape: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, math.prod(shape)))
+    stop = data.draw(st.integers(start, math.prod(shape)))
+    places = np.arange(math.prod(shape)).reshape(shape)
+    boxes = list(flat_boxes(tuple(shape), start, stop))
+    covered = [int(p) for box in boxes for p in places[tuple(slice(*edge) for edge in box)].ravel()]
+    assert covered == list(range(start, stop))
+    assert len(boxes) <= 2 * len(shape) - 1
+
+
+def test_boxes_intersect_where_both_are() -> None:
+    assert intersect(((0, 4), (2, 6)), ((3, 9), (0, 3))) == ((3, 4), (2, 3))
+    assert intersect(((0, 4), (2, 6)), ((4, 9), (0, 3))) is None
+
+
+def _tp(rank: int, size: int) -> TensorParallel:
+    return TensorParallel(RankGroup("tp", tuple(range(size)), rank), sequence_parallel=False)
+
+
+def _layouts(tp: TensorParallel) -> list[ParamLayout]:
+    init = Init(std=1.0)
+    return [
+        columns_layout([("q", 8), ("k", 4), ("v", 4)], 6, init, tp),
+        rows_layout("proj", 6, 8, init, tp),
+        norm_layout("norm", 6, tp),
+        vocab_layout("embedding", 11, 16, 6, init, tp, is_shared=False),
+    ]
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
+def test_shards_of_all_ranks_together_hold_every_element_once(tp_size: int, dp_size: int) -> None:
+    seen: dict[str, np.ndarray] = {}
+    for tp_rank in range(tp_size):
+        module = LaidOutModule()
+        for number, layout in enumerate(_layouts(_tp(tp_rank, tp_size))):
+            module.add_weight(f"w{number}", layout, torch.float32)
+        registry = ParamRegistry.of([module])
+        for dp_rank in range(dp_size):
+            dp = RankGroup("dp", tuple(range(dp_size)), dp_rank)
+            buffers = FlatBuffers(
+                registry,
+                shard_group=dp,
+                weight_dtype=torch.float32,
+                grad_dtype=torch.float32,
+                device=torch.device("cpu"),
+            )
+            for shard in buffers.shards:
+                for placed, box, place in shard.owned():
+                    assert place.stop - place.start == box.numel
+                    if placed.entry.layout.copies and tp_rank:
+                        continue
+                    counts = seen.setdefault(box.piece.name, np.zeros(box.piece.shape, dtype=int))
+                    counts[tuple(slice(*edge) for edge in box.box)] += 1
+    assert {name: counts.shape for name, counts in seen.items()} == {
+        "q": (8, 6), "k": (4, 6), "v": (4, 6), "proj": (6, 8), "norm": (6,), "embedding": (11, 6),
+    }  # fmt: skip
+    assert all((counts == 1).all() for counts in seen.values())
+
+
+def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> None:
+    module = LaidOutModule()
+    for number, layout in enumerate(reversed(_layouts(_tp(0, 1)))):
+        module.add_weight(f"w{number}", layout, torch.float32)
+    registry = ParamRegistry.of([module])
+    grid = RankGrid.build(GridShape(), 0)
+    buffers = FlatBuffers(
+        registry,
+        shard_group=grid.dp,
+        weight_dtype=torch.float32,
+        grad_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    (bucket,) = buffers.buckets
+    decays = [placed.entry.layout.decays for placed in bucket.placed]
+    assert decays == sorted(decays, reverse=True)
+    assert bucket.placed[-1].start >= bucket.decay_stop
+    module.w0.data.fill_(3.0)
+    assert (buffers.weights == 3.0).sum() == module.w0.numel()
+    module.weight_grads["w0"].fill_(2.0)
+    assert (buffers.gradients == 2.0).sum() == module.w0.numel()
