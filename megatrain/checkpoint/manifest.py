@@ -32,7 +32,7 @@ FORMAT, VERSION = "megatrain", 1
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By the names that safetensors gives them."""
 
-_MOST_BYTES = 1 << 28
+_MOST_BYTES = 1 << 30
 _MOST_ELEMENTS = 1 << 50
 _MOST_DIMS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
@@ -107,7 +107,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The text of `manifest.json`."""
+    """The text of `manifest.json`, as `decode` reads it."""
     tensors = {
         name: {
             "shape": tensor.shape,
@@ -126,7 +126,9 @@ def encode(manifest: Manifest) -> bytes:
     content = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
     content |= {name: getattr(manifest, name) for name in own}
     content = json.loads(json.dumps(content))  # keys that are not text become text before they are sorted
-    return _canonical(content | {"checksum": zlib.crc32(_canonical(content))})
+    text = _canonical(content | {"checksum": zlib.crc32(_canonical(content))})
+    assert len(text) <= _MOST_BYTES, f"a manifest of {len(text)} bytes could not be read again"
+    return text
 
 
 def decode(text: bytes) -> Manifest:

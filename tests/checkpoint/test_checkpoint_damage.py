@@ -15,9 +15,11 @@ import pytest
 import torch
 from checkpoint_helpers import build_ranks, load, one_rank, run_ranks, save, save_all, small_spec
 
-from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.reader import verify
+from megatrain.checkpoint.tensor_file import TensorFile, write_tensor_file
 from megatrain.config.errors import NoCheckpointError
 from megatrain.parallel.grid import GridShape
 
@@ -73,6 +75,21 @@ def test_bit_flips_never_load_wrong(folder: Path) -> None:
     assert load(folder, rank).iteration == 20
 
 
+def test_a_header_that_only_looks_the_same_is_damage(tmp_path: Path) -> None:
+    """A line break in place of a padding space is JSON too."""
+    for length in range(8):
+        path = tmp_path / f"{length}.safetensors"
+        stored = write_tensor_file(Disk(), path, [("k" * (length + 1), torch.ones(4))]).file
+        changed = path.read_bytes().replace(b"} ", b"}\n")
+        is_padded = changed != path.read_bytes()
+        path.write_bytes(changed)
+        if is_padded:
+            with pytest.raises(DamagedError, match="its header does not agree with its checksum"):
+                TensorFile(path, stored)
+        else:
+            TensorFile(path, stored).close()
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "shard_00001.safetensors"])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
 def test_truncation_falls_back(folder: Path, name: str, share: float) -> None:
@@ -117,6 +134,16 @@ def pipe_shard(new: Path) -> None:
     os.mkfifo(new / "shard_00001.safetensors")
 
 
+def link_manifest(new: Path) -> None:
+    (new / "manifest.json").rename(new / "elsewhere")
+    (new / "manifest.json").symlink_to(new / "elsewhere")
+
+
+def pipe_manifest(new: Path) -> None:
+    (new / "manifest.json").unlink()
+    os.mkfifo(new / "manifest.json")
+
+
 def link_folder(new: Path) -> None:
     new.rename(new.with_name("elsewhere"))
     new.symlink_to(new.with_name("elsewhere"))
@@ -139,6 +166,8 @@ def rename_folder(new: Path) -> None:
         (lambda new: (new / "manifest.json").unlink(), "manifest.json: No such file"),
         (link_shard, "shard_00001.safetensors"),
         (pipe_shard, "shard_00001.safetensors"),
+        (link_manifest, "manifest.json: "),
+        (pipe_manifest, "manifest.json: not a plain file"),
         (link_folder, "a link, not a folder"),
         (lambda new: (new / "manifest.json").write_text("[" * 100_000), "manifest.json: "),
         (lambda new: (new / "manifest.json").write_text("9" * 100_000), "manifest.json: "),

@@ -1,0 +1,114 @@
+"""Whole training runs inside the ranks of a worker pool: what `pretrain.py` does, without its seconds of start-up."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatrain.config import parse, resolve
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.training.facts import gather_facts
+from megatrain.training.launch import Ranks
+from megatrain.training.trainer import Trainer
+
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--group-query-attention",
+    "--num-query-groups",
+    "2",
+    "--ffn-hidden-size",
+    "48",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--position-embedding-type",
+    "rope",
+    "--disable-bias-linear",
+    "--hidden-dropout",
+    "0",
+    "--attention-dropout",
+    "0",
+    "--seq-length",
+    "16",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "101",
+    "--mock-data",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "20",
+    "--lr",
+    "1e-2",
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    "3",
+    "--eval-interval",
+    "7",
+    "--eval-iters",
+    "1",
+    "--device",
+    "cpu",
+    "--log-interval",
+    "1000",
+]
+
+LAYOUTS = {
+    "one process": (1, []),
+    "tp2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "dp4": (4, []),
+    "pp4": (4, ["--pipeline-model-parallel-size", "4"]),
+    "dp2 pp2 zero0": (4, ["--pipeline-model-parallel-size", "2", "--no-use-distributed-optimizer"]),
+    "tp2 dp2 pp2": (
+        8,
+        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+}
+
+
+def train_here(rank: int, world_size: int, flags: list[str], seconds_to_live: float | None = None) -> int:
+    """Train as these flags say; returns the exit code. All ranks die by SIGKILL after `seconds_to_live`."""
+    if seconds_to_live is not None:
+        timer = threading.Timer(seconds_to_live, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    trainer = make_trainer(rank, world_size, flags)
+    trainer.resume()
+    exit_code = trainer.train()
+    if seconds_to_live is not None:
+        timer.cancel()
+    return exit_code
+
+
+def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
+    """What `joined_ranks` and `pretrain.py` put together, in a process that has joined its groups already."""
+    environment = LaunchEnvironment(rank=rank, world_size=world_size)
+    request = parse([*MODEL, *flags])
+    facts = gather_facts(request, environment)
+    plan = resolve(request, facts)
+    parallel = plan.config.parallel
+    shape = GridShape(
+        tp=parallel.tensor_model_parallel_size,
+        dp=plan.derived.data_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+    )
+    grid = RankGrid.build(shape, rank, lambda ranks: dist.new_group(list(ranks)))
+    return Trainer(Ranks(plan=plan, facts=facts, grid=grid, device=torch.device("cpu")))
+
+
+def folder_flags(folder: Path) -> list[str]:
+    """Save to and load from one folder, as a job that is started again and again does."""
+    return ["--save", str(folder), "--load", str(folder), "--save-interval", "4"]

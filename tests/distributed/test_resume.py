@@ -1,0 +1,105 @@
+"""Killed and resumed equals never killed, to the last bit; and any layout goes on from any other's checkpoint."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_here import LAYOUTS, folder_flags, make_trainer, train_here
+
+from megatrain.checkpoint.find import newest_valid
+from megatrain.checkpoint.reader import hash_tensors, verify
+from megatrain.optim.sharded import STATE_KINDS
+from megatrain.tools.worker_pool import WorkerError, WorkerPool
+
+CHANGING = ("iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "max_memory_bytes")
+Unbroken = dict[str, Path]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in CHANGING} for line in lines]
+
+
+def states(folder: Path) -> dict[str, dict[str, str]]:
+    newest = newest_valid(folder)
+    assert newest is not None
+    assert newest.iteration == 20
+    assert verify(newest.path) == []
+    return {kind: hash_tensors(newest.path, kind) for kind in STATE_KINDS}
+
+
+@pytest.fixture(scope="session")
+def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
+    """A run of 20 iterations for each layout, by name."""
+    runs = {}
+    for name, (world_size, flags) in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp("unbroken")
+        assert set(pool.run(world_size, train_here, [*flags, *folder_flags(folder)])) == {0}
+        runs[name] = folder
+    return runs
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_ten_and_ten_iterations_are_twenty(
+    pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, name: str
+) -> None:
+    world_size, flags = LAYOUTS[name]
+    flags = [*flags, *folder_flags(tmp_path)]
+    assert set(pool.run(world_size, train_here, [*flags, "--exit-interval", "10"])) == {75}
+    assert set(pool.run(world_size, train_here, flags)) == {0}
+    assert metrics(tmp_path) == metrics(unbroken[name])
+    assert states(tmp_path) == states(unbroken[name])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["one process", "tp2 dp2 pp2"])
+def test_killed_at_random_moments_and_resumed_equals_never_killed(
+    pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, name: str, seed: int
+) -> None:
+    world_size, flags = LAYOUTS[name]
+    chance, num_kills = random.Random(seed), 0
+    while num_kills < 4:
+        try:
+            span = 0.6 if world_size == 1 else 3.0
+            pool.run(world_size, train_here, [*flags, *folder_flags(tmp_path)], chance.uniform(0.01, span))
+        except WorkerError:
+            num_kills += 1
+            continue
+        break
+    assert set(pool.run(world_size, train_here, [*flags, *folder_flags(tmp_path)])) == {0}
+    assert metrics(tmp_path) == metrics(unbroken[name])
+    assert states(tmp_path) == states(unbroken[name])
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_any_layout_goes_on_from_any_others_checkpoint(
+    pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, source: str, target: str
+) -> None:
+    flags = [*LAYOUTS[target][1], "--load", str(unbroken[source]), "--save", str(tmp_path)]
+    world_size = LAYOUTS[target][0]
+    answers = pool.run(world_size, load_and_save, flags, str(tmp_path / "again"))
+    assert len(answers) == world_size
+    newest, again = newest_valid(unbroken[source]), newest_valid(tmp_path / "again")
+    assert newest is not None
+    assert again is not None
+    for kind in STATE_KINDS:
+        assert hash_tensors(again.path, kind) == hash_tensors(newest.path, kind)
+
+
+def load_and_save(rank: int, world_size: int, flags: list[str], folder: str) -> None:
+    """Load, and save again as this layout does."""
+    trainer = make_trainer(rank, world_size, flags)
+    trainer.resume()
+    trainer.save_folder = Path(folder)
+    trainer._save()
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+def test_losses_of_all_layouts_stay_together(unbroken: Unbroken, name: str) -> None:
+    alone = [line["lm_loss"] for line in metrics(unbroken["one process"]) if "lm_loss" in line]
+    found = [line["lm_loss"] for line in metrics(unbroken[name]) if "lm_loss" in line]
+    assert found == pytest.approx(alone, rel=2e-5)
