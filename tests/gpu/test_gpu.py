@@ -1,0 +1,68 @@
+"""What only a GPU can show: the same weights as on a CPU, and the same training within rounding."""
+
+import pytest
+import torch
+
+from megatrain.config import Facts, parse, resolve
+from megatrain.kernels.normal import fill_normal
+from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.tools.parity import Layout, own_batches, tiny_plan
+from megatrain.training.engine import Engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_initial_weights_are_the_cpus_bits(dtype: torch.dtype) -> None:
+    on_cpu, on_gpu = torch.empty(777, 1001, dtype=dtype), torch.empty(777, 1001, dtype=dtype, device="cuda")
+    for out in (on_cpu, on_gpu):
+        fill_normal(out, key=11, first=3, row_stride=1003, std=0.02)
+    assert torch.equal(on_cpu, on_gpu.cpu())
+
+
+@pytest.mark.parametrize("shape", [(64, 128, 96), (333, 17, 5), (8192, 512, 1024)])
+def test_weight_gradients_accumulate_in_fp32(shape: tuple[int, int, int]) -> None:
+    tokens, outputs, inputs = shape
+    dy = torch.randn(tokens, outputs, device="cuda").bfloat16()
+    x = torch.randn(tokens, inputs, device="cuda").bfloat16()
+    found, expected = (
+        torch.ones(outputs, inputs, device="cuda"),
+        torch.ones(outputs, inputs, device="cuda").double(),
+    )
+    accumulate_weight_gradient(found, dy, x)
+    accumulate_weight_gradient_reference(expected, dy, x)
+    assert (found - expected).norm() / expected.norm() < 1e-5
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
+    reports = {}
+    for device in ("cpu", "cuda"):
+        plan = tiny_plan(Layout(is_tied=is_tied), 1)
+        engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
+        engine.initialize()
+        moved = [
+            [type(b)(**{k: v.to(device) for k, v in vars(b).items()}) for b in own_batches(step, 0, 1)]
+            for step in range(3)
+        ]
+        reports[device] = [engine.step(batches, lr=1e-2) for batches in moved]
+    for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
+        assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
+        assert cuda.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-10)
+
+
+def test_bfloat16_training_stays_near_fp32() -> None:
+    losses = {}
+    for flags in (["--params-dtype", "float32"], ["--bf16"]):
+        request = parse(
+            ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--ffn-hidden-size", "384", "--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear", "--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "16", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "101", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "3", "--lr", "1e-3"]
+            + flags
+        )
+        plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
+        engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
+        engine.initialize()
+        batches = [type(b)(**{k: v.cuda() for k, v in vars(b).items()}) for b in own_batches(0, 0, 1)]
+        losses[flags[-1]] = [engine.step(batches, lr=1e-3).lm_loss for _ in range(10)]
+    assert losses["--bf16"] == pytest.approx(losses["float32"], rel=0.01)
+    assert losses["--bf16"][-1] < losses["--bf16"][0]
