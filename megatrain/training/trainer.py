@@ -32,6 +32,7 @@ from megatrain.training.metrics import (
     write_status,
 )
 from megatrain.training.stopping import StopRequest
+from megatrain.training.summary import describe
 
 REACHED, STOPPED_EARLY = 0, 75
 
@@ -50,6 +51,7 @@ class Trainer:
         self.save_folder = Path(self.config.checkpoint.save) if self.config.checkpoint.save else None
         self._say(render_plan(self.plan))
         self.engine = Engine(self.plan, ranks.grid, ranks.device)
+        self._say(describe(self.engine))
         self.learning_rate = learning_rate_of(self.plan)
         self.loaders = self._build_loaders()
         self.metrics: MetricsFile | None = None

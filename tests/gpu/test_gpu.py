@@ -10,6 +10,12 @@ from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools.parity import Layout, own_batches, tiny_plan
 from megatrain.training.engine import Engine
 
+SMALL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm --swiglu "
+    "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 16 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 1 --global-batch-size 8 "
+    "--train-iters 3 --lr 1e-3"
+)
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -55,10 +61,7 @@ def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
 def test_bfloat16_training_stays_near_fp32() -> None:
     losses = {}
     for flags in (["--params-dtype", "float32"], ["--bf16"]):
-        request = parse(
-            ["--num-layers", "4", "--hidden-size", "128", "--num-attention-heads", "4", "--ffn-hidden-size", "384", "--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope", "--disable-bias-linear", "--hidden-dropout", "0", "--attention-dropout", "0", "--seq-length", "16", "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "101", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "3", "--lr", "1e-3"]
-            + flags
-        )
+        request = parse([*SMALL.split(), *flags])
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()

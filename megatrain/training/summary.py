@@ -1,0 +1,66 @@
+"""What was built, in a few lines: parameters, memory by class, and who works with whom."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.layout import Piece
+from megatrain.training.engine import Engine
+
+
+def describe(engine: Engine) -> str:
+    """The model and this rank's part of it; called by all ranks, as the whole is summed over them."""
+    buffers, optimizer = engine.buffers, engine.optimizer
+    is_own_memory = optimizer.main[0].dtype != buffers.weights.dtype
+    main = sum(t.nbytes for t in optimizer.main) if is_own_memory else 0
+    moments = sum(t.nbytes for t in [*optimizer.exp_avg, *optimizer.exp_avg_sq])
+    total = buffers.weights.nbytes + buffers.gradients.nbytes + main + moments
+    parts = [
+        f"weights {_size(buffers.weights.nbytes)}",
+        f"gradients {_size(buffers.gradients.nbytes)}",
+        f"main weights {_size(main)}" if main else "main weights are the weights",
+        f"moments {_size(moments)}",
+    ]
+    return "\n".join(
+        [
+            f"> model: {_whole_model(engine):,} parameters; rank {engine.grid.rank} holds {_own(engine):,}",
+            f"> memory of rank {engine.grid.rank} without activations: {_size(total)} ({', '.join(parts)})",
+            f"> grid: {describe_grid(engine.grid)}",
+        ]
+    )
+
+
+def describe_grid(grid: RankGrid) -> str:
+    """Sizes of the axes, and the groups of this rank."""
+    shape = grid.shape
+    words = f"{shape.world_size} ranks = tp {shape.tp} x dp {shape.dp} x pp {shape.pp}"
+    if shape.world_size == 1:
+        return words
+    groups = [f"{g.name} {list(g.ranks)}" for g in (grid.tp, grid.dp, grid.pp) if g.size > 1]
+    return f"{words}; rank {grid.rank} is in {', '.join(groups)}"
+
+
+def _own(engine: Engine) -> int:
+    return sum(_numel(entry.layout.pieces) for entry in engine.model.registry.entries.values())
+
+
+def _whole_model(engine: Engine) -> int:
+    grid = engine.grid
+    counted = [
+        _numel(entry.layout.pieces)
+        for entry in engine.model.registry.entries.values()
+        if all(grid.group(name).is_first for name in entry.layout.copies)
+    ]
+    return int(all_reduce(torch.tensor(sum(counted), device=engine.device), grid.tp_pp))
+
+
+def _numel(pieces: tuple[Piece, ...]) -> int:
+    return sum(math.prod(piece.local_shape) for piece in pieces)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

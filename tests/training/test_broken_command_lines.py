@@ -1,0 +1,109 @@
+"""Broken command lines: exit code 2, flag and remedy named, everything at once, no traceback, printed once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pretrain
+
+ROOT = Path(__file__).parents[2]
+GOOD = {
+    "--num-layers": "4", "--hidden-size": "32", "--num-attention-heads": "4", "--normalization": "RMSNorm",
+    "--swiglu": "", "--position-embedding-type": "rope", "--disable-bias-linear": "", "--hidden-dropout": "0",
+    "--attention-dropout": "0", "--seq-length": "16", "--tokenizer-type": "NullTokenizer", "--vocab-size": "101",
+    "--mock-data": "", "--micro-batch-size": "1", "--train-iters": "2", "--lr": "1e-3", "--eval-iters": "0",
+    "--device": "cpu",
+}  # fmt: skip
+
+
+def command_line(changed: dict[str, str | None]) -> list[str]:
+    flags = {name: value for name, value in {**GOOD, **changed}.items() if value is not None}
+    return [word for name, value in flags.items() for word in ([name, *value.split()] if value else [name])]
+
+
+BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
+    "typo": ({"--num-layer": "4"}, "--num-layer", "--num-layers"),
+    "missing value": ({"--lr": ""}, "--lr", "takes a number above 0"),
+    "missing flag": ({"--hidden-size": None}, "--hidden-size", "give --hidden-size"),
+    "not a number": ({"--num-layers": "four"}, "--num-layers four", "whole number"),
+    "fraction": ({"--micro-batch-size": "1.5"}, "--micro-batch-size 1.5", "whole number"),
+    "negative": ({"--lr": "-1"}, "--lr -1", "above 0"),
+    "wrong choice": ({"--lr-decay-style": "cosin"}, "--lr-decay-style cosin", "cosine"),
+    "heads do not divide": ({"--num-attention-heads": "5", "--kv-channels": "8",
+                             "--group-query-attention": "", "--num-query-groups": "2"}, "--num", "5"),
+    "heads over tp": ({"--tensor-model-parallel-size": "3"}, "--tensor-model-parallel-size", "3"),
+    "layers over pp": ({"--pipeline-model-parallel-size": "3"}, "--pipeline-model-parallel-size", "3"),
+    "world too small": ({"--tensor-model-parallel-size": "2"}, "--tensor-model-parallel-size", "torchrun"),
+    "batch does not split": ({"--micro-batch-size": "3", "--global-batch-size": "8"}, "--global-batch-size 8", "9"),
+    "no data": ({"--mock-data": None}, "--data-path", "--mock-data"),
+    "data file missing": ({"--mock-data": None, "--data-path": "nowhere/text"}, "nowhere/text", ".idx"),
+    "tokenizer missing": ({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "nowhere.json"},
+                          "nowhere.json", "tokenizer"),
+    "layer norm": ({"--normalization": None}, "LayerNorm", "--normalization RMSNorm"),
+    "dropout": ({"--hidden-dropout": None}, "--hidden-dropout", "--hidden-dropout 0"),
+    "groups without the switch": ({"--num-query-groups": "2"}, "--num-query-groups 2", "--group-query-attention"),
+    "both lengths": ({"--train-samples": "8"}, "--train-samples", "--train-iters"),
+    "warm-up longer than the run": ({"--lr-warmup-iters": "5"}, "--lr-warmup-iters", "shorten"),
+    "yaml missing": ({"--config": "nowhere.yaml"}, "nowhere.yaml", "YAML"),
+    "saving nowhere": ({"--save-interval": "5"}, "--save-interval", "--save"),
+    "load or start without load": ({"--load-or-start": ""}, "--load-or-start", "--load"),
+    "gpu without one": ({"--device": "cuda"}, "--device cuda", "cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_command_line_names_flag_and_remedy(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    changed, flag, remedy = BROKEN[name]
+    assert pretrain.main(command_line(changed)) == 2
+    captured = capsys.readouterr()
+    assert flag in captured.err
+    assert remedy in captured.err
+    assert "fix:" in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    changed: dict[str, str | None] = {
+        "--num-layer": "4",
+        "--lr": "fast",
+        "--hidden-dropout": None,
+        "--mock-data": None,
+    }
+    assert pretrain.main(command_line(changed)) == 2
+    told = capsys.readouterr().err
+    assert all(word in told for word in ("--num-layer ", "--lr fast", "--hidden-dropout", "--data-path"))
+
+
+def test_a_missing_checkpoint_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert pretrain.main(command_line({"--load": str(tmp_path / "nothing")})) == 3
+    assert "--load-or-start" in capsys.readouterr().err
+
+
+def test_the_first_run_of_save_and_load_in_one_folder_starts_fresh(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    same: dict[str, str | None] = {"--load": str(tmp_path / "run"), "--save": str(tmp_path / "run")}
+    assert pretrain.main(command_line({**same, "--exit-on-missing-checkpoint": ""})) == 3
+    assert pretrain.main(command_line(same)) == 0
+    assert "starting fresh" in capsys.readouterr().out
+    assert pretrain.main(command_line({**same, "--exit-on-missing-checkpoint": ""})) == 0
+    assert "was reached before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["typo", "layers over pp", "data file missing"])
+def test_under_torchrun_it_is_printed_once(name: str) -> None:
+    changed, flag, _ = BROKEN[name]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]
+    ended = subprocess.run(  # torchrun hides the code behind 1
+        [*words, *command_line(changed)], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1  # torchrun's own code for any failure
+    ours = ended.stderr.split("torch/distributed")[0]
+    assert ended.stderr.count("fix:") == ours.count("fix:")
+    assert ours.count("error:") == 1
+    assert flag in ours
+    assert 'pretrain.py", line' not in ended.stderr
+    assert "exitcode  : 2" in ended.stderr
