@@ -67,6 +67,7 @@ stage "$run/corpus.jsonl" "corpus: the source and the docstrings of Python's sta
 stage "$run/tokenizer.json" "tokenizer: a byte-level BPE of 4096 tokens, learnt from the corpus" \
   "$PYTHON" scripts/quickstart_tokenizer.py --input "$run/corpus.jsonl" --output "$run/tokenizer.json" --vocab-size 4096
 
+mkdir -p "${data%/*}"
 stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx files of Megatron-LM" \
   "$PYTHON" preprocess_data.py --input "$run/corpus.jsonl" --json-keys text --append-eod --workers 2 \
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$run/tokenizer.json" --output-prefix "$data"
