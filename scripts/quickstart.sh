@@ -75,7 +75,8 @@ stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx 
 if [[ -e "$run/complete" ]]; then
   say "training: complete already ($run/checkpoints); --fresh starts over"
 else
-  half=$(($("$PYTHON" scripts/quickstart_progress.py train-iters "$config") / 2))
+  # A little past the middle, so that there is a checkpoint to go on from and work to repeat.
+  half=$(($("$PYTHON" scripts/quickstart_progress.py train-iters "$config") * 13 / 25))
   if (($(last_iteration) < half)); then
     say "training: ${pretrain[*]}, to be killed half-way, at iteration $half"
     train_and_kill_at "$half"
@@ -85,9 +86,10 @@ else
   touch "$run/complete"
 fi
 
-say "generation: the model continues \"def \""
+prompt="def __init__(self"
+say "generation: the model continues \"$prompt\""
 "$PYTHON" -c 'from megatrain.tools.main import main; raise SystemExit(main())' \
-  generate --load "$run/checkpoints" --prompt "def "
+  generate --load "$run/checkpoints" --prompt "$prompt"
 
 say "done in $SECONDS s"
 "$PYTHON" scripts/quickstart_progress.py report "$metrics"
@@ -99,8 +101,10 @@ What to look at next
       a JSON object per iteration and per validation
   $config
       every setting of this run; $python pretrain.py --help explains each
-  $python ${pretrain[*]} --dry-run
-      the model, its memory and its layout, without training
+  ${python%/*}/torchrun --nproc-per-node 2 ${pretrain[*]} --tensor-model-parallel-size 2 --save /tmp/two --load /tmp/two
+      the same run over two processes
+  ${python%/*}/megatrain parity
+      the proof that every parallel layout computes the same
   ${python%/*}/megatrain generate --load $run/checkpoints --prompt "import "
       more of what the model has learnt
   docs/README.md
