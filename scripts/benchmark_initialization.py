@@ -1,0 +1,54 @@
+"""Times the initial weights of a model of about a billion parameters, and the memory that they take beside themselves."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+
+from megatrain.config import Facts, parse, resolve
+from megatrain.optim.sharded import fill_shards
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.training.engine import build_model_of
+
+FLAGS = (
+    "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 8 "
+    "--ffn-hidden-size 5632 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0 --seq-length 2048 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 32768 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --bf16 --untie-embeddings-and-output-weights"
+)
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    plan = resolve(parse(FLAGS.split()), Facts(vocab_size=32768, eod_id=0, device=device.type))
+    grid = RankGrid.build(GridShape(), 0)
+    model = build_model_of(plan, grid, device)
+    buffers = FlatBuffers(
+        model.registry,
+        shard_group=grid.dp,
+        weight_dtype=torch.bfloat16,
+        grad_dtype=torch.float32,
+        device=device,
+        has_gradients=False,
+    )
+    buffers.weights.fill_(1.0)  # every page is there before the clock starts
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    fill_shards([buffers.weights[s.start : s.stop] for s in buffers.shards], buffers, InitialWeights(1))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    scratch = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    count = buffers.weights.numel()
+    print(
+        f"{count / 1e9:.3f} billion parameters in {seconds:.1f} s ({count / seconds / 1e6:.0f} million a second), "
+        f"{scratch:.0f} MiB of host memory beside them, on {device.type} with {torch.get_num_threads()} threads"
+    )
+
+
+if __name__ == "__main__":
+    main()
