@@ -284,7 +284,7 @@ def _temporary_tracker(temporary: Path) -> Path:
 
 
 def _is_written_here(placed: Placed, grid: RankGrid) -> bool:
-    return all(grid.group(name).is_first for name in placed.entry.layout.copies)
+    return grid.is_first_of(placed.entry.layout.copies)
 
 
 def _cut(box: Box, values: Tensor, chunk_bytes: int) -> Iterator[tuple[Box, Tensor]]:

@@ -23,7 +23,7 @@ class DataConfig:
     no_mmap_bin_files: bool = False
     """Read .bin files with ordinary reads instead of mapping them into memory."""
     data_cache_path: str | None = None
-    """Folder for the sample indices. Left out: a cache folder beside the data."""
+    """Folder for the sample indices. Not there yet: the index is built at every start."""
     reset_position_ids: bool = False
     """Count positions anew after each end-of-document token."""
     reset_attention_mask: bool = False

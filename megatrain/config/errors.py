@@ -28,6 +28,8 @@ class MegatrainError(Exception):
     """An error whose message is meant for the user: the entry points print it without a traceback."""
 
     exit_code = 1
+    is_told = False
+    """Whether another rank tells the user, so that this one ends without a word."""
 
     def __init__(self, problem: str, *, fix: str) -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, fix),)

@@ -32,6 +32,8 @@ _ORDER_OF_SAMPLES: Final = (
     "training.global_batch_size",
     "training.train_iters",
     "training.train_samples",
+    "training.eval_interval",
+    "training.eval_iters",
 )
 # Say where to start from and where files lie, not what is trained.
 _NOT_WORTH_A_NOTE: Final = ("checkpoint.load", "checkpoint.load_or_start", "model.padded_vocab_size")
@@ -55,6 +57,15 @@ def tokenizer_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
             f"--tokenizer-model cannot change on resume, token numbers would mean other texts: the checkpoint has"
             f" fingerprint {stored.tokenizer_fingerprint}, this run {now}",
             "use the tokenizer of the first run, or start a fresh run without --load and with another --save",
+        )
+
+
+def optimizer_state_is_left_out_once(draft: Draft) -> Iterator[Problem]:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.no_load_optim and checkpoint.save is not None and checkpoint.save == checkpoint.load:
+        yield Problem(
+            "--no-load-optim with --save and --load in one folder would drop the optimizer's state at every restart",
+            "load from another folder, or leave out --no-load-optim",
         )
 
 
@@ -107,4 +118,5 @@ def _spelled(path: str, value: Any) -> str:
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     run_is_the_stored_one,
     tokenizer_is_the_stored_one,
+    optimizer_state_is_left_out_once,
 )

@@ -27,7 +27,7 @@ class TrainingConfig:
     eval_at_start: bool = False
     """Evaluate once before the first iteration, on the samples that the first evaluation reads. Not in Megatron-LM."""
     deterministic_mode: bool = False
-    """Use only operations that give the same bits each time, also where that is slower."""
+    """Use only operations that give the same bits each time. On a CPU that is always so; not there yet on a GPU."""
     device: Literal["cpu", "cuda"] = AUTO
     """Where to compute. Left open: on the GPU if there is one."""
 
@@ -57,7 +57,7 @@ class LoggingConfig:
     log_interval: int = field(default=100, metadata=in_range(at_least=1))
     """Iterations between log lines."""
     metrics_file: str | None = None
-    """File to which each log line is also written as one JSON object."""
+    """File that gets a JSON object for each iteration and each evaluation. Left out: `metrics.jsonl` in --save."""
 
 
 @dataclass(frozen=True, kw_only=True)

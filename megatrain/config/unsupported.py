@@ -64,17 +64,35 @@ def dropout_is_off(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def deterministic_mode_is_for_cpus(draft: Draft) -> Iterator[Problem]:
+    if draft.config.training.deterministic_mode and draft.derived.device == "cuda":
+        yield Problem(
+            "--deterministic-mode is not there yet on a GPU",
+            "leave it out; on a CPU every run is deterministic",
+        )
+
+
+def data_cache_is_not_asked_for(draft: Draft) -> Iterator[Problem]:
+    if draft.config.data.data_cache_path is not None:
+        yield Problem(
+            f"--data-cache-path {draft.config.data.data_cache_path}: index caches are not there yet",
+            "leave it out; the index is built anew, in about a second for a billion tokens",
+        )
+
+
 def blends_are_not_asked_for(draft: Draft) -> Iterator[Problem]:
     prefixes = draft.config.data.data_path
     if len(prefixes) > 1:
         yield Problem(
             f"--data-path {' '.join(prefixes)}: blends are not there yet",
-            "give one prefix, without a weight; preprocess_data.py can make one file pair of several inputs",
+            "give one prefix, without a weight",
         )
 
 
 UNSUPPORTED_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     features_are_there,
     dropout_is_off,
+    deterministic_mode_is_for_cpus,
+    data_cache_is_not_asked_for,
     blends_are_not_asked_for,
 )

@@ -132,7 +132,7 @@ class ShardedAdamw:
         for shard in self.buffers.shards:
             for placed in shard.bucket.placed:
                 low, high = max(shard.start, placed.start), min(shard.stop, placed.stop)
-                is_first = all(self.parallel.grid.group(name).is_first for name in placed.entry.layout.copies)
+                is_first = self.parallel.grid.is_first_of(placed.entry.layout.copies)
                 if low < high and is_first:
                     counted.append(self.buffers.gradients[low:high])
         return counted

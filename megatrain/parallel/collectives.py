@@ -1,7 +1,7 @@
 """Communication within a `RankGroup`: every function returns at once where the group has one rank.
 
-Nothing here knows autograd; the differentiable forms are in `tensor.py`. This is the one module that calls
-torch.distributed's collectives, so that their changing names are met in one place.
+Nothing here knows autograd; the differentiable forms are in `tensor.py`. This is the one module through which tensors
+travel, so that torch.distributed's changing names are met in one place.
 """
 
 from __future__ import annotations
@@ -69,4 +69,17 @@ def gather_json(value: Any, group: RankGroup, device: torch.device) -> list[Any]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
     rows = all_gather(padded[None], group).cpu()
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+    return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def send(x: Tensor, group: RankGroup, step: int) -> Any:
+    """Begin to send `x` to the rank `step` places on; returns a handle to wait on. `x` must live until then."""
+    return dist.isend(x, group.ranks[group.rank + step], group=group.handle)
+
+
+def receive(x: Tensor, group: RankGroup, step: int) -> Tensor:
+    """Fill `x` from the rank `step` places on."""
+    work = dist.irecv(x, group.ranks[group.rank + step], group=group.handle)
+    assert work is not None
+    work.wait()
+    return x

@@ -110,6 +110,10 @@ class RankGrid:
         groups = {name: _own_group(name, rank_lists, rank, make_handle) for name, rank_lists in lists.items()}
         return cls(shape=shape, rank=rank, **groups)
 
+    def is_first_of(self, names: Sequence[str]) -> bool:
+        """Whether this rank comes first in all of these groups: the one that counts and writes what they all hold."""
+        return all(self.group(name).is_first for name in names)
+
     def group(self, name: str) -> RankGroup:
         """The group of that name, as parameter layouts refer to it."""
         found: RankGroup = getattr(self, name)

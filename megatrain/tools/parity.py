@@ -29,7 +29,7 @@ from megatrain.training.engine import Engine
 
 TOLERANCE = 1e-10
 NUM_STEPS = 3
-_VOCAB, _SEQ, _MICRO_BATCH, _GLOBAL_BATCH = 101, 16, 1, 8
+_VOCAB, _SEQ, _MICRO_BATCH = 101, 24, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class Layout:
     sp: bool = False
     is_tied: bool = False
     is_zero1: bool = True
+    global_batch: int = 16
+    """Samples a step, in micro-batches of two."""
 
     @property
     def world_size(self) -> int:
@@ -55,6 +57,7 @@ class Layout:
         ]
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
+        parts += [f"batch{self.global_batch}"] if self.global_batch != 16 else []
         return " ".join(parts)
 
     def flags(self) -> list[str]:
@@ -72,14 +75,18 @@ LAYOUTS = (
     Layout(tp=2, is_tied=True),
     Layout(tp=2, sp=True),
     Layout(tp=2, sp=True, is_tied=True),
+    Layout(tp=3, sp=True, is_tied=True),
     Layout(tp=4, sp=True),
     Layout(dp=2),
     Layout(dp=2, is_zero1=False, is_tied=True),
+    Layout(dp=3, global_batch=12),
     Layout(dp=4),
     Layout(dp=8, is_tied=True),
     Layout(pp=2),
     Layout(pp=2, is_tied=True),
     Layout(pp=4, is_tied=True),
+    Layout(pp=4, global_batch=2),
+    Layout(pp=4, global_batch=4, is_tied=True),
     Layout(tp=2, dp=2),
     Layout(tp=2, dp=2, sp=True, is_zero1=False),
     Layout(tp=2, dp=2, sp=True, is_tied=True),
@@ -149,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(pool: WorkerPool, layout: Layout, *, fault: str | None = None) -> Verdict:
     """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
-    alone = Layout(is_tied=layout.is_tied)
+    alone = Layout(is_tied=layout.is_tied, global_batch=layout.global_batch)
     (reference,) = pool.run(1, measure, alone, None)
     answers = pool.run(layout.world_size, measure, layout, fault)
     return judge(reference, answers)
@@ -177,7 +184,7 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
     with planted(fault):
         engine = Engine(plan, grid, torch.device("cpu"))
         engine.initialize()
-        batches = [list(own_batches(step, grid.dp.rank, layout.dp)) for step in range(NUM_STEPS)]
+        batches = [list(own_batches(step, layout, grid.dp.rank)) for step in range(NUM_STEPS)]
         engine.accumulate_gradients(batches[0])
         gradients = _gradients(engine)
         engine.buffers.gradients.zero_()
@@ -186,62 +193,28 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
 
 
 def tiny_plan(layout: Layout, world_size: int) -> Plan:
-    """Four layers with grouped queries, a vocabulary that no tensor-parallel size divides, and clipping at work."""
-    flags = [
-        *[
-            "--num-layers",
-            "4",
-            "--hidden-size",
-            "32",
-            "--num-attention-heads",
-            "8",
-            "--group-query-attention",
-            "--num-query-groups",
-            "4",
-        ],
-        *[
-            "--ffn-hidden-size",
-            "48",
-            "--normalization",
-            "RMSNorm",
-            "--swiglu",
-            "--position-embedding-type",
-            "rope",
-        ],
-        *[
-            "--disable-bias-linear",
-            "--hidden-dropout",
-            "0",
-            "--attention-dropout",
-            "0",
-            "--init-method-std",
-            "0.1",
-        ],
-        *f"--seq-length {_SEQ} --mock-data --tokenizer-type NullTokenizer --vocab-size {_VOCAB}".split(),
-        *f"--micro-batch-size {_MICRO_BATCH} --global-batch-size {_GLOBAL_BATCH} --train-iters {NUM_STEPS}".split(),
-        *[
-            "--lr",
-            "1e-2",
-            "--weight-decay",
-            "0.1",
-            "--clip-grad",
-            "0.5",
-            "--params-dtype",
-            "float64",
-            "--device",
-            "cpu",
-        ],
-        *layout.flags(),
-    ]
-    return resolve(parse(flags), Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1))
+    """Four layers with grouped queries, a vocabulary that no tensor-parallel size divides, and clipping at work.
+
+    The vocabulary is padded no more than it must be, so that its real ids are spread over all tensor ranks.
+    """
+    flags = (
+        "--num-layers 4 --hidden-size 48 --num-attention-heads 24 --group-query-attention --num-query-groups 12 "
+        "--kv-channels 4 --ffn-hidden-size 96 --normalization RMSNorm --swiglu --position-embedding-type rope "
+        "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.1 --mock-data "
+        f"--seq-length {_SEQ} --tokenizer-type NullTokenizer --vocab-size {_VOCAB} --make-vocab-size-divisible-by 1 "
+        f"--micro-batch-size {_MICRO_BATCH} --global-batch-size {layout.global_batch} --train-iters {NUM_STEPS} "
+        "--lr 1e-2 --weight-decay 0.1 --clip-grad 0.5 --params-dtype float64 --device cpu"
+    )
+    request = parse([*flags.split(), *layout.flags()])
+    return resolve(request, Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1))
 
 
-def own_batches(step: int, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+def own_batches(step: int, layout: Layout, dp_rank: int) -> Iterator[Batch]:
     """This replica's micro-batches of a global batch that is the same under every layout; a third of the mask is 0."""
     rng = np.random.default_rng(step)
-    tokens = torch.from_numpy(rng.integers(0, _VOCAB, (_GLOBAL_BATCH, _SEQ + 1)))
-    mask = torch.from_numpy((rng.random((_GLOBAL_BATCH, _SEQ)) < 0.67).astype(np.float32))
-    for first in range(dp_rank * _MICRO_BATCH, _GLOBAL_BATCH, dp_size * _MICRO_BATCH):
+    tokens = torch.from_numpy(rng.integers(0, _VOCAB, (layout.global_batch, _SEQ + 1)))
+    mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
+    for first in range(dp_rank * _MICRO_BATCH, layout.global_batch, layout.dp * _MICRO_BATCH):
         rows = slice(first, first + _MICRO_BATCH)
         yield Batch(
             tokens=tokens[rows, :-1].contiguous(),

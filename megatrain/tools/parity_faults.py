@@ -13,6 +13,7 @@ from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.data import DataParallel
+from megatrain.parallel.vocab import VocabShard
 from megatrain.training import engine
 
 
@@ -78,11 +79,16 @@ def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager
     return plant
 
 
+def _shifted_vocabulary() -> AbstractContextManager[Any]:
+    return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
     "wrong scale": Fault(_wrong_scale, {"dp": 2}),
     "stale gather": Fault(_stale_gather, {"dp": 2}),
     "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
+    "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
 }

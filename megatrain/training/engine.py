@@ -7,6 +7,7 @@ Every layout runs this same step; parity checks it, the loop repeats it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,7 @@ class Engine:
         lm_loss = self.accumulate_gradients(batches)
         norm = self.optimizer.gradient_norm()
         grad_norm = norm.item()
-        is_finite = grad_norm - grad_norm == 0.0
+        is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
         if is_finite:
             self.optimizer.step(lr=lr, norm=norm)
         self.buffers.gradients.zero_()

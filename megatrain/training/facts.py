@@ -6,19 +6,21 @@ What is wrong with a file becomes a problem among the others; nothing here stops
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatrain.checkpoint.find import find_checkpoints
+from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Facts, Request, StoredRun
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.data.indexed import IndexedDataset
 from megatrain.data.tokenizer import load_tokenizer
+from megatrain.training.metrics import is_metrics_file, metrics_path
 
 _LIBRARIES = (
     "torch",
@@ -49,6 +51,9 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
             IndexedDataset(prefix)
     except ConfigError as error:
         problems += error.problems
+    problems += _folder_problems(request)
+    stored = stored_run(request) if not problems else None
+    problems += _used_save_problems(request, stored)
     has_cuda = torch.cuda.is_available()
     return Facts(
         world_size=environment.world_size,
@@ -56,7 +61,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         device_name=torch.cuda.get_device_name() if has_cuda else None,
         devices_per_node=torch.cuda.device_count() if has_cuda else None,
         ranks_per_node=environment.local_world_size,
-        checkpoint=stored_run(request),
+        checkpoint=stored,
         data_problems=tuple(problems),
         libraries=_libraries(),
         **found,
@@ -68,17 +73,17 @@ def stored_run(request: Request) -> StoredRun | None:
     load, save = request.known("checkpoint.load"), request.known("checkpoint.save")
     if load is None:
         return None
+    newest = newest_valid(Path(load))
+    if newest is not None:
+        manifest = read_manifest(newest.path)
+        return StoredRun(
+            path=str(newest.path),
+            iteration=manifest.iteration,
+            consumed_train_samples=manifest.consumed_train_samples,
+            config=manifest.config,
+            tokenizer_fingerprint=manifest.state.get("tokenizer_fingerprint"),
+        )
     candidates = find_checkpoints(Path(load))
-    for candidate in candidates:
-        if candidate.problem is None:
-            manifest = read_manifest(candidate.path)
-            return StoredRun(
-                path=str(candidate.path),
-                iteration=manifest.iteration,
-                consumed_train_samples=manifest.consumed_train_samples,
-                config=manifest.config,
-                tokenizer_fingerprint=manifest.state.get("tokenizer_fingerprint"),
-            )
     is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
     may_start = request.known("checkpoint.load_or_start") or is_first_run
     if may_start and not candidates and not request.known("checkpoint.exit_on_missing_checkpoint"):
@@ -89,6 +94,33 @@ def stored_run(request: Request) -> StoredRun | None:
         fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without --load, "
         "or with --load-or-start",
     )
+
+
+def _folder_problems(request: Request) -> Iterator[Problem]:
+    """Files where folders should be, and a metrics file that is somebody else's."""
+    for name in ("save", "load"):
+        path = request.known(f"checkpoint.{name}")
+        if path is not None and Path(path).exists() and not Path(path).is_dir():
+            yield Problem(f"--{name} {path} is not a folder", f"give --{name} a folder")
+    path = metrics_path(request.known("checkpoint.save"), request.known("logging.metrics_file"))
+    if path is not None and path.is_dir():
+        yield Problem(f"--metrics-file {path} is a folder", "name a file, which is made or continued")
+    elif path is not None and not is_metrics_file(path):
+        yield Problem(f"--metrics-file {path} holds something else, which would be lost", "name another file")
+
+
+def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[Problem]:
+    """A run may only save beside the checkpoints that it continues: newer ones would win when it is resumed."""
+    save = request.known("checkpoint.save")
+    if save is None or not Path(save).is_dir():
+        return
+    newest = newest_valid(Path(save))
+    is_continued = stored is not None and Path(stored.path).parent.resolve() == Path(save).resolve()
+    if newest is not None and not is_continued:
+        yield Problem(
+            f"--save {save} holds checkpoints up to iteration {newest.iteration}, which this run does not continue",
+            f"add --load {save} to continue them, or name another --save for a run of its own",
+        )
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:

@@ -1,20 +1,24 @@
 """From a request to joined ranks: facts, plan, process groups; and from errors to exit codes.
 
-    rank 0 gathers facts ──store──> every rank resolves the same plan ──> process groups ──> grid
+    rank 0: facts, plan ──store──> every rank: the same plan, or an error ──> all may start ──> process groups ──> grid
 
-Nothing is printed twice: a configuration error is rank 0's to tell, and the other ranks end without a word.
+What all ranks find wrong is rank 0's to tell, once; what one rank finds alone (a file that is not on its node, other
+flags) it tells itself. Nobody enters a collective before all may.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +26,14 @@ import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request, resolve
 from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.config.errors import MegatrainError
+from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.tree import flag_of, settings
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.training.facts import gather_facts
+from megatrain.training.metrics import write_status
 
-_SECONDS_FOR_RANK_0 = 15
+_SECONDS_FOR_RANK_0 = 2
 """How long another rank waits with its own end, so that a launcher does not stop rank 0 before it has told why."""
 
 
@@ -35,6 +41,7 @@ _SECONDS_FOR_RANK_0 = 15
 class Ranks:
     """This process among its peers, with the plan that all of them follow."""
 
+    request: Request
     plan: Plan
     facts: Facts
     grid: RankGrid
@@ -47,16 +54,31 @@ class Ranks:
 
 
 def report_errors(run: Callable[[], int]) -> int:
-    """Run, and turn errors that are meant for the user into a message and their exit code."""
+    """Run, and turn errors into a message and an exit code. A rank that fails among others ends its process at once."""
     try:
         return run()
     except MegatrainError as error:
-        if read_environment().rank == 0:
-            sys.stdout.flush()
-            print(describe_error(error), file=sys.stderr, flush=True)
-        else:
+        exit_code = error.exit_code
+        if not error.is_told:
+            tell(error)
+        elif dist.is_initialized():
             time.sleep(_SECONDS_FOR_RANK_0)
-        return error.exit_code
+    except Exception:  # noqa: BLE001 (whatever it was, it is printed, and the launcher hears of it)
+        exit_code = 1
+        sys.stdout.flush()
+        traceback.print_exc()
+    if dist.is_initialized():
+        # Leaving the process groups in order would wait for peers that wait for this rank in a collective.
+        sys.stderr.flush()
+        os._exit(exit_code)
+    return exit_code
+
+
+def tell(error: MegatrainError) -> None:
+    """Print an error, under this rank's number where it is not rank 0."""
+    rank = read_environment().rank
+    sys.stdout.flush()
+    print(f"{f'rank {rank}: ' if rank else ''}{describe_error(error)}", file=sys.stderr, flush=True)
 
 
 def describe_error(error: MegatrainError) -> str:
@@ -64,7 +86,7 @@ def describe_error(error: MegatrainError) -> str:
     problems = error.problems
     if len(problems) == 1:
         return f"error: {problems[0]}"
-    lines = [f"error: {len(problems)} problems, nothing was started"]
+    lines = [f"error: {len(problems)} problems"]
     lines += [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
     return "\n".join(lines)
 
@@ -74,29 +96,29 @@ def joined_ranks(request: Request) -> Iterator[Ranks]:
     """Resolve the plan, join the process groups, and leave them at the end.
 
     Raises:
-        ConfigError: before the first collective, on every rank.
+        MegatrainError: before the first collective, on every rank, whichever of them found the problem.
     """
     environment = read_environment()
     store = _join_store(environment) if environment.world_size > 1 else None
-    facts = _shared_facts(request, environment, store)
-    plan = resolve(request, facts)
+    facts, plan = _agreed_plan(request, environment, store)
     device = _own_device(plan, environment)
     make_handle = _join_groups(plan, environment, store, device) if store is not None else None
+    grid = RankGrid.build(grid_shape(plan), environment.rank, make_handle)
+    _warm(grid, device)
+    yield Ranks(request=request, plan=plan, facts=facts, grid=grid, device=device)
+    if store is not None:
+        dist.barrier()  # without it, an early leaver can abort the others
+        dist.destroy_process_group()
+
+
+def grid_shape(plan: Plan) -> GridShape:
+    """The axes that a plan asks for."""
     parallel = plan.config.parallel
-    shape = GridShape(
+    return GridShape(
         tp=parallel.tensor_model_parallel_size,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
     )
-    grid = RankGrid.build(shape, environment.rank, make_handle)
-    _warm(grid, device)
-    try:
-        yield Ranks(plan=plan, facts=facts, grid=grid, device=device)
-        if store is not None:
-            dist.barrier()  # without it, an early leaver can abort the others
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _join_store(environment: LaunchEnvironment) -> dist.Store:
@@ -105,23 +127,89 @@ def _join_store(environment: LaunchEnvironment) -> dist.Store:
     return joined
 
 
-def _shared_facts(request: Request, environment: LaunchEnvironment, store: dist.Store | None) -> Facts:
-    """Facts are rank 0's, so that thousands of ranks neither read the same files nor disagree about them."""
-    if store is None:
-        return gather_facts(request, environment)
-    if environment.rank == 0:
-        try:
-            facts = gather_facts(request, environment).to_json()
-        except MegatrainError as error:
-            store.set("facts", json.dumps({"exit_code": error.exit_code}))
-            raise
-        store.set("facts", json.dumps({"facts": facts}))
-    answer: dict[str, Any] = json.loads(store.get("facts"))
-    if "exit_code" in answer:
-        failed = MegatrainError("rank 0 could not gather the facts", fix="see its message")
-        failed.exit_code = answer["exit_code"]
-        raise failed
-    return Facts.from_json(answer["facts"])
+def _agreed_plan(
+    request: Request, environment: LaunchEnvironment, store: dist.Store | None
+) -> tuple[Facts, Plan]:
+    """Facts and plan, equal on all ranks; an error on any of them is an error on all."""
+    try:
+        if store is None or environment.rank == 0:
+            agreed = _plan_of_rank_0(request, environment, store)
+        else:
+            agreed = _plan_of_another_rank(request, store)
+    except MegatrainError as error:
+        if not error.is_told:
+            tell(error)
+            error.is_told = True
+        if store is not None:
+            store.set("may start", "no")
+        raise
+    if store is not None:
+        if store.add("ready", 1) == environment.world_size:
+            store.set("may start", "yes")
+        if store.get("may start") != b"yes":
+            elsewhere = _told_elsewhere(2)
+            if environment.rank == 0:
+                _write_failure(request, elsewhere)
+            raise elsewhere
+    return agreed
+
+
+def _plan_of_rank_0(
+    request: Request, environment: LaunchEnvironment, store: dist.Store | None
+) -> tuple[Facts, Plan]:
+    """Facts are rank 0's alone, so that thousands of ranks neither read the same files nor disagree about them."""
+    answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
+    try:
+        facts = gather_facts(request, environment)
+        answer["facts"] = facts.to_json()
+        plan = resolve(request, facts)
+        answer["config"] = plan.config.to_dict()
+    except MegatrainError as error:
+        tell(error)  # before another rank can end, upon which the launcher would stop this one
+        error.is_told = True
+        _write_failure(request, error)
+        answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
+        raise
+    finally:
+        if store is not None:
+            store.set("rank 0", json.dumps(answer))
+    return facts, plan
+
+
+def _plan_of_another_rank(request: Request, store: dist.Store) -> tuple[Facts, Plan]:
+    answer = json.loads(store.get("rank 0"))
+    if answer["facts"] is None:
+        raise _told_elsewhere(answer["exit_code"])
+    facts = Facts.from_json(answer["facts"])
+    try:
+        plan = resolve(request, facts)
+    except ConfigError as error:
+        error.is_told = [str(problem) for problem in error.problems] == answer["problems"]
+        raise
+    if answer["config"] is None:
+        raise _told_elsewhere(answer["exit_code"])
+    own = plan.config.to_dict()
+    for setting in settings():
+        here, there = own[setting.section][setting.name], answer["config"][setting.section][setting.name]
+        if here != there:
+            raise ConfigError(
+                f"{flag_of(setting.name)} is {here} on this rank and {there} on rank 0",
+                fix="start all ranks with the same command line and the same files",
+            )
+    return facts, plan
+
+
+def _told_elsewhere(exit_code: int) -> MegatrainError:
+    error = MegatrainError("another rank could not start", fix="see its message")
+    error.is_told, error.exit_code = True, exit_code
+    return error
+
+
+def _write_failure(request: Request, error: MegatrainError) -> None:
+    """`status.json` for a run that did not start, where --save names a folder that is there."""
+    save = request.known("checkpoint.save")
+    if save is not None and Path(save).is_dir():
+        write_status(Path(save), exit_code=error.exit_code, reason=error.problems[0].text, iteration=0)
 
 
 def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
@@ -149,7 +237,9 @@ def _join_groups(
 
 def _warm(grid: RankGrid, device: torch.device) -> None:
     """Connect every group now, so that a broken link shows at start and not in the middle of a step."""
+    ones = torch.ones(1, device=device)
     for field in dataclasses.fields(RankGrid):
         group = getattr(grid, field.name)
         if hasattr(group, "handle"):
-            all_reduce(torch.ones(1, device=device), group)
+            all_reduce(ones, group)
+    ones.item()  # on a GPU, only now the connections are known to work

@@ -46,20 +46,45 @@ class MetricsFile:
         self._file.close()
 
 
+def metrics_path(save: str | None, metrics_file: str | None) -> Path | None:
+    """Where the metrics go: `--metrics-file`, else beside the checkpoints, else nowhere."""
+    if metrics_file is not None:
+        return Path(metrics_file)
+    return Path(save) / "metrics.jsonl" if save is not None else None
+
+
+def is_metrics_file(path: Path) -> bool:
+    """Whether the file may be cut and written: there is none, it is empty, or it begins like one of ours."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        first = file.readline()
+    return not first.strip() or _iteration_of(first) is not None
+
+
+def _iteration_of(line: str | bytes) -> int | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    number = values.get("iteration") if isinstance(values, dict) else None
+    return number if isinstance(number, int) else None
+
+
 def _lines_up_to(path: Path, iteration: int) -> list[str]:
+    """Lines of iterations up to this one; a line that a killed run has not finished ends them."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            number = json.loads(line)["iteration"]
-        except (ValueError, KeyError):
-            break  # the run was killed while it wrote this line
+        number = _iteration_of(line)
+        if number is None:
+            break
         if number <= iteration:
             kept.append(line)
     return kept
 
 
-def write_status(folder: Path, *, exit_code: int, reason: str, iteration: int) -> None:
-    """`status.json`: the exit code that a launcher such as torchrun hides."""
+def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration: int) -> None:
+    """`status.json`: the exit code that a launcher such as torchrun hides; null while the run goes on."""
     folder.mkdir(parents=True, exist_ok=True)
     status = {
         "exit_code": exit_code,
@@ -73,7 +98,7 @@ def write_status(folder: Path, *, exit_code: int, reason: str, iteration: int) -
     temporary.replace(folder / "status.json")
 
 
-def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int, num_skipped: int) -> str:
+def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int) -> str:
     """The line of one iteration. `values` is what `metrics.jsonl` gets for it."""
     now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, as people read it)
     parts = [
@@ -86,7 +111,7 @@ def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int
         f"lm loss: {values['lm_loss']:.6E}",
         "loss scale: 1.0",
         f"grad norm: {values['grad_norm']:.3f}",
-        f"number of skipped iterations: {num_skipped:3d}",
+        f"number of skipped iterations: {0:3d}",  # an update that cannot be made ends the run
         f"number of nan iterations: {0:3d}",
         f"tokens/s/GPU: {values['tokens_per_second_per_gpu']:.0f}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -14,10 +15,15 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SECONDS_OF_ONE_REQUEST = 10.0
 
 
 class StopRequest:
-    """Remembers what asked for the end. A second signal ends the process at once, as it would without this class."""
+    """Remembers what asked for the end.
+
+    A signal often comes twice within moments, from a scheduler and from the launcher that it stops: that counts once.
+    Another one, later, ends the process at once.
+    """
 
     def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
         self.exit_interval = exit_interval
@@ -25,6 +31,7 @@ class StopRequest:
             None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
         )
         self.signal_number = 0
+        self.signal_time = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -50,5 +57,9 @@ class StopRequest:
         return None
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
-        self.signal_number = number
-        signal.signal(number, signal.SIG_DFL)
+        now = time.monotonic()
+        if self.signal_number and now - self.signal_time > _SECONDS_OF_ONE_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self.signal_number:
+            self.signal_number, self.signal_time = number, now

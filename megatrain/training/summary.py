@@ -53,7 +53,7 @@ def _whole_model(engine: Engine) -> int:
     counted = [
         _numel(entry.layout.pieces)
         for entry in engine.model.registry.entries.values()
-        if all(grid.group(name).is_first for name in entry.layout.copies)
+        if grid.is_first_of(entry.layout.copies)
     ]
     return int(all_reduce(torch.tensor(sum(counted), device=engine.device), grid.tp_pp))
 

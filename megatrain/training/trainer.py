@@ -2,11 +2,12 @@
 
     resume ─> [ batches ─> step ─> log ─> evaluate? ─> save? ─> stop? ] ... ─> save ─> last evaluation
 
-Exit codes: 0 the target is reached, 75 stopped early after saving (the same command goes on).
+Exit codes: 0 the target is reached, 75 stopped early, after saving where --save was given (the same command goes on).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint.load import load_checkpoint
+from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
-from megatrain.config import render_plan, to_yaml
+from megatrain.config import render_plan, resolve, to_yaml
 from megatrain.config.errors import MegatrainError
 from megatrain.data.build import build_splits
 from megatrain.data.gpt import GptSamples
@@ -28,6 +30,7 @@ from megatrain.training.metrics import (
     MetricsFile,
     log_line,
     max_memory_bytes,
+    metrics_path,
     peak_tflops,
     write_status,
 )
@@ -35,6 +38,10 @@ from megatrain.training.stopping import StopRequest
 from megatrain.training.summary import describe
 
 REACHED, STOPPED_EARLY = 0, 75
+
+
+class NotFiniteError(MegatrainError):
+    """A loss or a gradient norm that is infinite or no number, on all ranks alike."""
 
 
 class Trainer:
@@ -47,7 +54,6 @@ class Trainer:
         self.iteration = 0
         self.consumed_train_samples = 0
         self.consumed_valid_samples = 0
-        self.num_skipped = 0
         self.save_folder = Path(self.config.checkpoint.save) if self.config.checkpoint.save else None
         self._say(render_plan(self.plan))
         self.engine = Engine(self.plan, ranks.grid, ranks.device)
@@ -75,19 +81,60 @@ class Trainer:
             with_optimizer=not self.config.checkpoint.no_load_optim,
         )
         for line in loaded.skipped:
-            self._say(f"> passed over {line}")
+            self._say(f"> {line}")
+        if str(loaded.path) != self.ranks.facts.checkpoint.path:
+            self._check_against(loaded)
         self.iteration = loaded.iteration
         self.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
-        self.num_skipped = loaded.state["num_skipped"]
         self._say(
             f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
         )
 
+    def _check_against(self, loaded: Loaded) -> None:
+        """The plan was made for a newer checkpoint, which is damaged: hold it to the one that is used."""
+        former = self.ranks.facts.checkpoint
+        assert former is not None
+        used = dataclasses.replace(
+            former,
+            path=str(loaded.path),
+            iteration=loaded.iteration,
+            consumed_train_samples=loaded.consumed_train_samples,
+            config=loaded.config,
+            tokenizer_fingerprint=loaded.state["tokenizer_fingerprint"],
+        )
+        resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
+
     def train(self) -> int:
-        """Run to the target or until something asks for the end; returns the exit code."""
-        start = self.iteration
+        """Run to the target or until something asks for the end; returns the exit code.
+
+        Raises:
+            MegatrainError: the run cannot go on. `status.json` has its exit code then, which is never that of a run
+                that was not started.
+        """
         self._open_outputs()
+        try:
+            exit_code, reason = self._train()
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, MegatrainError):
+                error.exit_code = 1
+                error.is_told = isinstance(error, CheckpointError | NotFiniteError) and not self.ranks.is_main
+                reason = error.problems[0].text
+            self._write_status(1, reason)
+            raise
+        finally:
+            self._close()
+        self._write_status(exit_code, reason)
+        resumable = (
+            "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
+        )
+        self._say(f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable}")
+        return exit_code
+
+    def _train(self) -> tuple[int, str]:
+        """The exit code and why."""
+        start = self.iteration
         stop = StopRequest(
             exit_interval=self.config.resilience.exit_interval,
             exit_duration_in_mins=self.config.resilience.exit_duration_in_mins,
@@ -106,7 +153,7 @@ class Trainer:
         is_reached = self.iteration >= self.derived.train_iters
         if is_reached:
             reason = "the target was reached before" if start == self.iteration else "the target is reached"
-        return self._end(REACHED if is_reached else STOPPED_EARLY, reason or "")
+        return (REACHED if is_reached else STOPPED_EARLY), reason or ""
 
     @property
     def _is_last(self) -> bool:
@@ -123,7 +170,7 @@ class Trainer:
         self.consumed_train_samples += self.config.training.global_batch_size
         if not report.is_finite or not math.isfinite(report.lm_loss):
             first = self.consumed_train_samples - self.config.training.global_batch_size
-            raise MegatrainError(
+            raise NotFiniteError(
                 f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}",
                 fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "
                 f"samples {first} to {self.consumed_train_samples - 1}",
@@ -147,7 +194,7 @@ class Trainer:
             "tflops_per_gpu": tflops,
             "mfu": tflops / peak if peak else None,
             "max_memory_bytes": max_memory_bytes(self.ranks.device),
-            "skipped": self.num_skipped,
+            "skipped": int(not report.is_finite),
         }
         if self.metrics is not None:
             self.metrics.write(values)
@@ -157,7 +204,6 @@ class Trainer:
                 averaged(self.shown),
                 train_iters=self.derived.train_iters,
                 global_batch_size=self.config.training.global_batch_size,
-                num_skipped=self.num_skipped,
             )
             self._say(line)
             self.shown = []
@@ -180,7 +226,7 @@ class Trainer:
             sums += self.engine.evaluate(loader.microbatches(consumed_samples, self.derived.num_microbatches))
             consumed_samples += self.config.training.global_batch_size
         loss = mean_loss(sums)
-        perplexity = math.exp(min(20.0, loss))
+        perplexity = math.exp(min(loss, 20.0))
         if self.metrics is not None:
             self.metrics.write(
                 {"iteration": self.iteration, "validation": split, "loss": loss, "ppl": perplexity}
@@ -207,7 +253,6 @@ class Trainer:
             device=self.ranks.device,
             state={
                 "consumed_valid_samples": self.consumed_valid_samples,
-                "num_skipped": self.num_skipped,
                 "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
             },
             config=self.config.to_dict(),
@@ -257,22 +302,19 @@ class Trainer:
             self.save_folder.mkdir(parents=True, exist_ok=True)
             text = to_yaml(self.config, self.plan.origins)
             (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
-        named = self.config.logging.metrics_file
-        path = Path(named) if named else self.save_folder / "metrics.jsonl" if self.save_folder else None
+            self._write_status(None, "running")
+        path = metrics_path(self.config.checkpoint.save, self.config.logging.metrics_file)
         self.metrics = MetricsFile(path, resumed_iteration=self.iteration) if path is not None else None
 
-    def _end(self, exit_code: int, reason: str) -> int:
+    def _write_status(self, exit_code: int | None, reason: str) -> None:
+        if self.ranks.is_main and self.save_folder is not None:
+            write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
+
+    def _close(self) -> None:
         for loader in self.loaders.values():
             loader.close()
         if self.metrics is not None:
             self.metrics.close()
-        if self.ranks.is_main and self.save_folder is not None:
-            write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
-        resumable = (
-            "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
-        )
-        self._say(f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable}")
-        return exit_code
 
     def _say(self, text: str) -> None:
         if self.ranks.is_main:

@@ -10,72 +10,27 @@ import torch.distributed as dist
 
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
 from megatrain.training.facts import gather_facts
-from megatrain.training.launch import Ranks
+from megatrain.training.launch import Ranks, grid_shape
 from megatrain.training.trainer import Trainer
 
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--group-query-attention",
-    "--num-query-groups",
-    "2",
-    "--ffn-hidden-size",
-    "48",
-    "--normalization",
-    "RMSNorm",
-    "--swiglu",
-    "--position-embedding-type",
-    "rope",
-    "--disable-bias-linear",
-    "--hidden-dropout",
-    "0",
-    "--attention-dropout",
-    "0",
-    "--seq-length",
-    "16",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "101",
-    "--mock-data",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--train-iters",
-    "20",
-    "--lr",
-    "1e-2",
-    "--lr-decay-style",
-    "cosine",
-    "--lr-warmup-iters",
-    "3",
-    "--eval-interval",
-    "7",
-    "--eval-iters",
-    "1",
-    "--device",
-    "cpu",
-    "--log-interval",
-    "1000",
-]
-
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 48 --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0 --seq-length 16 --tokenizer-type NullTokenizer --vocab-size 101 "
+    "--make-vocab-size-divisible-by 1 --mock-data --micro-batch-size 2 --global-batch-size 8 --train-iters 20 "
+    "--lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 3 --eval-interval 7 --eval-iters 1 --eval-at-start "
+    "--device cpu --log-interval 1000"
+).split()
+_TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = {
     "one process": (1, []),
-    "tp2": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "tp2": (2, _TP2.split()),
     "dp4": (4, []),
-    "pp4": (4, ["--pipeline-model-parallel-size", "4"]),
-    "dp2 pp2 zero0": (4, ["--pipeline-model-parallel-size", "2", "--no-use-distributed-optimizer"]),
-    "tp2 dp2 pp2": (
-        8,
-        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--sequence-parallel"],
-    ),
+    "pp4": (4, "--pipeline-model-parallel-size 4".split()),
+    "dp2 pp2 zero0": (4, "--pipeline-model-parallel-size 2 --no-use-distributed-optimizer".split()),
+    "tp2 dp2 pp2": (8, f"{_TP2} --pipeline-model-parallel-size 2".split()),
 }
 
 
@@ -99,14 +54,8 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
     request = parse([*MODEL, *flags])
     facts = gather_facts(request, environment)
     plan = resolve(request, facts)
-    parallel = plan.config.parallel
-    shape = GridShape(
-        tp=parallel.tensor_model_parallel_size,
-        dp=plan.derived.data_parallel_size,
-        pp=parallel.pipeline_model_parallel_size,
-    )
-    grid = RankGrid.build(shape, rank, lambda ranks: dist.new_group(list(ranks)))
-    return Trainer(Ranks(plan=plan, facts=facts, grid=grid, device=torch.device("cpu")))
+    grid = RankGrid.build(grid_shape(plan), rank, lambda ranks: dist.new_group(list(ranks)))
+    return Trainer(Ranks(request=request, plan=plan, facts=facts, grid=grid, device=torch.device("cpu")))
 
 
 def folder_flags(folder: Path) -> list[str]:

@@ -12,8 +12,8 @@ from megatrain.training.engine import Engine
 
 SMALL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm --swiglu "
-    "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 16 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 1 --global-batch-size 8 "
+    "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 24 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2 --global-batch-size 16 "
     "--train-iters 3 --lr 1e-3"
 )
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -49,7 +49,7 @@ def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [
-            [type(b)(**{k: v.to(device) for k, v in vars(b).items()}) for b in own_batches(step, 0, 1)]
+            [type(b)(**{k: v.to(device) for k, v in vars(b).items()}) for b in own_batches(step, Layout(), 0)]
             for step in range(3)
         ]
         reports[device] = [engine.step(batches, lr=1e-2) for batches in moved]
@@ -65,7 +65,7 @@ def test_bfloat16_training_stays_near_fp32() -> None:
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
-        batches = [type(b)(**{k: v.cuda() for k, v in vars(b).items()}) for b in own_batches(0, 0, 1)]
+        batches = [type(b)(**{k: v.cuda() for k, v in vars(b).items()}) for b in own_batches(0, Layout(), 0)]
         losses[flags[-1]] = [engine.step(batches, lr=1e-3).lm_loss for _ in range(10)]
     assert losses["--bf16"] == pytest.approx(losses["float32"], rel=0.01)
     assert losses["--bf16"][-1] < losses["--bf16"][0]

@@ -9,15 +9,16 @@ reduced; no autograd hooks. The same code runs with one stage and many, in train
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.collectives import receive, send
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.pipeline.schedule import Action, Kind
 
@@ -72,7 +73,8 @@ class Executor:
         """Run a schedule; sums for the log stay in the infos."""
         flights = [_Flight(info) for info in infos]
         formed = [0] * len(self.segments)
-        sends: list[tuple[Any, Tensor]] = []
+        forward_sends = _Sends(self.grid.pp, 1)
+        backward_sends = _Sends(self.grid.pp_backward, -1)
         splits_backward = any(action.kind is Kind.WEIGHT for action in actions)
         for info in infos:
             info.splits_backward = splits_backward
@@ -84,18 +86,21 @@ class Executor:
                 case Kind.FORWARD:
                     self._forward(flight, batches[action.microbatch])
                 case Kind.SEND_FORWARD:
-                    sends.append(self._send(flight.outputs[-1], self.grid.pp, 1))
+                    forward_sends.add(flight.outputs[-1])
+                    if not flight.info.is_training:
+                        flight.outputs = []
                 case Kind.RECV_BACKWARD:
                     flight.gradient = self._receive(self.grid.pp_backward, 1)
                 case Kind.BACKWARD:
                     self._backward(flight, formed, len(batches))
                 case Kind.SEND_BACKWARD:
                     assert flight.gradient is not None
-                    sends.append(self._send(flight.gradient, self.grid.pp_backward, -1))
+                    backward_sends.add(flight.gradient)
+                    flight.gradient = None
                 case Kind.WEIGHT:
                     self._form_weights(flight, formed, len(batches))
-        for work, _ in sends:
-            work.wait()
+        forward_sends.finish()
+        backward_sends.finish()
 
     def _forward(self, flight: _Flight, batch: Batch) -> None:
         hidden = flight.arrived
@@ -110,7 +115,7 @@ class Executor:
                     flight.outputs.append(output)
                 hidden = output
         if not flight.info.is_training:
-            flight.outputs = [output]
+            flight.outputs = [output]  # for the next stage
 
     def _backward(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
         gradient = flight.gradient
@@ -139,13 +144,24 @@ class Executor:
         if formed[number] == num_microbatches:
             self.on_segment_done(number)
 
-    def _send(self, x: Tensor, group: RankGroup, step: int) -> tuple[Any, Tensor]:
-        x = x.detach().contiguous()  # kept beside the handle: its memory must live until it is sent
-        return dist.isend(x, group.ranks[group.rank + step], group=group.handle), x
-
     def _receive(self, group: RankGroup, step: int) -> Tensor:
-        x = torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
-        work = dist.irecv(x, group.ranks[group.rank + step], group=group.handle)
-        assert work is not None
-        work.wait()
-        return x
+        return receive(torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device), group, step)
+
+
+class _Sends:
+    """What is on its way in one direction: no more messages than there are stages, as no schedule runs further ahead."""
+
+    def __init__(self, group: RankGroup, step: int) -> None:
+        self.group = group
+        self.step = step
+        self.pending: deque[tuple[Any, Tensor]] = deque()
+
+    def add(self, x: Tensor) -> None:
+        x = x.detach().contiguous()  # kept beside the handle: its memory must live until it is sent
+        self.pending.append((send(x, self.group, self.step), x))
+        if len(self.pending) > self.group.size:
+            self.pending.popleft()[0].wait()
+
+    def finish(self) -> None:
+        for handle, _ in self.pending:
+            handle.wait()
