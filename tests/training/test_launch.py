@@ -1,0 +1,152 @@
+"""Real launches: errors that one rank finds alone, other flags on another rank, stops, and what is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_broken_command_lines import ROOT, command_line
+
+import pretrain
+from megatrain.training.metrics import MetricsFile
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+WRAPPER = """
+import os, sys
+import pretrain
+flags = sys.argv[1:]
+if os.environ["RANK"] == "1":
+    flags += {extra}
+sys.exit(pretrain.main(flags))
+"""
+
+
+def run_with_extra_flags_on_rank_1(tmp_path: Path, extra: list[str]) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "wrapped.py"
+    script.write_text(WRAPPER.format(extra=extra))
+    return subprocess.run(
+        [*TORCHRUN, str(script), *command_line({})],
+        check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_another_learning_rate_on_one_rank_is_found_before_it_trains(tmp_path: Path) -> None:
+    ended = run_with_extra_flags_on_rank_1(tmp_path, ["--lr", "0.5"])
+    assert "rank 1: error: --lr is 0.5 on this rank and 0.001 on rank 0" in ended.stderr
+    assert ended.stderr.count("error: --") == 1
+    assert "iteration" not in ended.stdout
+
+
+def test_a_file_that_only_one_rank_misses_is_told_by_that_rank(tmp_path: Path) -> None:
+    ended = run_with_extra_flags_on_rank_1(tmp_path, ["--config", "nowhere.yaml"])
+    assert "rank 1: error: --config nowhere.yaml" in ended.stderr
+    assert ended.stderr.count("fix:") == 1
+
+
+def test_two_ranks_train_and_leave_status_and_configuration(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    words = [*TORCHRUN, "pretrain.py", *command_line({"--save": str(save), "--load": str(save)})]
+    for reason in ("the target is reached", "the target was reached before"):
+        ended = subprocess.run(words, check=False, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        status = json.loads((save / "status.json").read_text())
+        assert (status["exit_code"], status["reason"], status["iteration"]) == (0, reason, 2)
+    assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    flags: dict[str, str | None] = {"--save": str(save), "--load": str(save), "--train-iters": "100000"}
+    words = [sys.executable, "pretrain.py", *command_line(flags)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        wait_for(save / "metrics.jsonl", lines=3)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # as schedulers and launchers do between them: once is meant
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "signal SIGTERM" in output
+    status = json.loads((save / "status.json").read_text())
+    assert (status["exit_code"], status["reason"]) == (75, "signal SIGTERM")
+    saved = status["iteration"]
+    assert (save / "latest_checkpointed_iteration.txt").read_text().strip() == str(saved)
+    again = {**flags, "--exit-interval": "1"}
+    assert pretrain.main(command_line(again)) == 75
+    iterations = [json.loads(line)["iteration"] for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert iterations == list(range(1, saved + 2))
+
+
+def wait_for(path: Path, *, lines: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not get {lines} lines")
+
+
+def test_a_crash_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = tmp_path / "run"
+
+    def poisoned(*_: Any, **__: Any) -> float:
+        return float("nan")
+
+    monkeypatch.setattr("megatrain.training.engine.mean_loss", poisoned)
+    assert pretrain.main(command_line({"--save": str(save)})) == 1
+    status = json.loads((save / "status.json").read_text())
+    assert status["exit_code"] == 1
+    assert "iteration 1: lm loss is nan" in status["reason"]
+    assert not list(save.glob("iter_*"))
+
+
+def test_a_fresh_run_into_a_used_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save: dict[str, str | None] = {"--save": str(tmp_path / "run")}
+    assert pretrain.main(command_line(save)) == 0
+    assert pretrain.main(command_line({**save, "--lr": "1e-4"})) == 2
+    assert "holds checkpoints up to iteration 2, which this run does not continue" in capsys.readouterr().err
+
+
+def test_a_metrics_file_that_is_something_else_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes\n")
+    assert pretrain.main(command_line({"--metrics-file": str(notes)})) == 2
+    assert "would be lost" in capsys.readouterr().err
+    assert notes.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize("torn", ["", '{"iteration": 3, "lm_', "[1]\n"])
+def test_metrics_are_cut_behind_the_iteration_that_a_run_resumes_from(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3)) + torn)
+    written = MetricsFile(path, resumed_iteration=2)
+    written.write({"iteration": 3, "lm_loss": float("nan")})
+    written.close()
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3, "lm_loss": null}\n'
+
+
+def test_a_changed_order_of_samples_is_refused_on_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: dict[str, str | None] = {"--save": str(tmp_path / "run"), "--load": str(tmp_path / "run")}
+    assert pretrain.main(command_line(run)) == 0
+    assert pretrain.main(command_line({**run, "--seed": "5"})) == 2
+    assert "--seed cannot change on resume" in capsys.readouterr().err
+
+
+def test_the_saved_configuration_reproduces_the_run(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert pretrain.main(command_line({"--save": str(first)})) == 0
+    assert pretrain.main(["--config", str(first / "config.yaml"), "--save", str(second)]) == 0
+    losses = [
+        [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (first, second)
+    ]
+    assert losses[0] == losses[1]
