@@ -1,7 +1,7 @@
 """Golden files: recorded from Megatron-LM; those with text are not part of the project.
 
 pytest                                     uses tests/golden; tests that need text or its token ids are skipped
-pytest --golden /path/to/golden/data       uses the whole recording, and runs all of them
+pytest --golden=/path/to/golden/data       uses the whole recording, and runs all of them
 """
 
 from __future__ import annotations
