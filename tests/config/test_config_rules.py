@@ -184,6 +184,17 @@ CASES = {
         (f"{NULL} --data-path 0.3 a 0.7 b", "--mock-data", None,
          "--data-path 0.3 a 0.7 b: blends are not there yet\n  fix: give one prefix"),
     ],
+    "deterministic_mode_is_for_cpus": [
+        ("--deterministic-mode", "", Facts(device="cuda"),
+         "--deterministic-mode is not there yet on a GPU\n  fix: leave it out"),
+    ],
+    "data_cache_is_not_asked_for": [
+        ("--data-cache-path c", "", None, "--data-cache-path c: index caches are not there yet\n  fix: leave it out"),
+    ],
+    "optimizer_state_is_left_out_once": [
+        ("--save r --load r --no-load-optim", "", None,
+         "would drop the optimizer's state at every restart\n  fix: load from another folder"),
+    ],
 }  # fmt: skip
 ELSEWHERE = {"run_is_the_stored_one", "tokenizer_is_the_stored_one"}
 

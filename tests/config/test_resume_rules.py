@@ -36,6 +36,7 @@ def test_an_unchanged_run_resumes_without_a_word(plan_of, stored):
         ("--seed 1", "the checkpoint has 1234, this run 1\n  fix: keep the stored value (--seed 1234)"),
         ("--global-batch-size 16", "--global-batch-size cannot change on resume"),
         ("--train-iters 20", "--train-iters cannot change on resume"),
+        ("--eval-iters 7", "--eval-iters cannot change on resume"),
         ("--vocab-size 101", "--vocab-size cannot change on resume (yet), the meaning of token numbers depends on it"),
     ],
 )  # fmt: skip
