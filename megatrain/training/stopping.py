@@ -45,6 +45,12 @@ class StopRequest:
 
     def reason(self, iteration: int, world: RankGroup, device: torch.device) -> str | None:
         """Why to stop after this iteration, equal on all ranks; None: go on."""
+        if self.exit_interval and iteration % self.exit_interval == 0:
+            return self.urgent_reason(world, device) or f"--exit-interval {self.exit_interval}"
+        return self.urgent_reason(world, device)
+
+    def urgent_reason(self, world: RankGroup, device: torch.device) -> str | None:
+        """Why to stop now, in the middle of an evaluation too: a signal, or the time limit."""
         is_late = self.deadline is not None and time.monotonic() >= self.deadline
         flags = torch.tensor([self.signal_number, int(is_late)], device=device)
         number, is_late = all_reduce(flags, world, "max").tolist()
@@ -52,8 +58,6 @@ class StopRequest:
             return f"signal {signal.Signals(number).name}"
         if is_late:
             return "--exit-duration-in-mins is over"
-        if self.exit_interval and iteration % self.exit_interval == 0:
-            return f"--exit-interval {self.exit_interval}"
         return None
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:

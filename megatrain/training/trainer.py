@@ -54,6 +54,8 @@ class Trainer:
         self.iteration = 0
         self.consumed_train_samples = 0
         self.consumed_valid_samples = 0
+        self.is_evaluation_left = False
+        """Whether a stop came before the evaluation at this iteration was done."""
         self.save_folder = Path(self.config.checkpoint.save) if self.config.checkpoint.save else None
         self._say(render_plan(self.plan))
         self.engine = Engine(self.plan, ranks.grid, ranks.device)
@@ -87,6 +89,7 @@ class Trainer:
         self.iteration = loaded.iteration
         self.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+        self.is_evaluation_left = loaded.state["is_evaluation_left"]
         self._say(
             f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
         )
@@ -140,17 +143,19 @@ class Trainer:
             exit_duration_in_mins=self.config.resilience.exit_duration_in_mins,
         )
         reason = None
-        if self.config.training.eval_at_start and start == 0:
-            self._evaluate("valid", self.consumed_valid_samples)
         with stop.listening():
+            if self.config.training.eval_at_start and start == 0:
+                self._evaluate(("valid",), stop)
+            if self.is_evaluation_left:
+                reason = self._evaluate_if_due(stop)
+                self._save_if_due(is_stopping=True)
             self.clock = time.perf_counter()
             while self.iteration < self.derived.train_iters and reason is None:
                 self._iterate(is_first=self.iteration == start)
-                self._evaluate_if_due()
-                reason = stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
-                if self._is_save_due(is_stopping=reason is not None):
-                    self._save()
-        is_reached = self.iteration >= self.derived.train_iters
+                reason = self._evaluate_if_due(stop)
+                reason = reason or stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
+                self._save_if_due(is_stopping=reason is not None)
+        is_reached = self._is_last and not self.is_evaluation_left
         if is_reached:
             reason = "the target was reached before" if start == self.iteration else "the target is reached"
         return (REACHED if is_reached else STOPPED_EARLY), reason or ""
@@ -208,24 +213,42 @@ class Trainer:
             self._say(line)
             self.shown = []
 
-    def _evaluate_if_due(self) -> None:
+    def _evaluate_if_due(self, stop: StopRequest) -> str | None:
+        """Evaluate where the interval or the end of training asks for it; why it was left unfinished, if it was."""
         interval = self.config.training.eval_interval
-        if self._is_last or (interval is not None and self.iteration % interval == 0):
-            self.consumed_valid_samples = self._evaluate("valid", self.consumed_valid_samples)
-        if self._is_last:
-            self._evaluate("test", 0)
+        is_due = self._is_last or (interval is not None and self.iteration % interval == 0)
+        if not is_due:
+            return None
+        reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
+        self.is_evaluation_left = reason is not None
+        if reason is None and "valid" in self.loaders:
+            self.consumed_valid_samples += (
+                self.config.training.eval_iters * self.config.training.global_batch_size
+            )
         self.clock = time.perf_counter()
+        return reason
 
-    def _evaluate(self, split: str, consumed_samples: int) -> int:
-        """Loss over the next `eval_iters` batches of a split; returns the samples consumed then."""
-        loader = self.loaders.get(split)
-        if loader is None:
-            return consumed_samples
-        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-        for _ in range(self.config.training.eval_iters):
-            sums += self.engine.evaluate(loader.microbatches(consumed_samples, self.derived.num_microbatches))
-            consumed_samples += self.config.training.global_batch_size
-        loss = mean_loss(sums)
+    def _evaluate(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
+        """Loss over the next `eval_iters` batches of each split, shown when all are done; why to stop, if not."""
+        losses: dict[str, float] = {}
+        for split in splits:
+            loader = self.loaders.get(split)
+            if loader is None:
+                continue
+            consumed = self.consumed_valid_samples if split == "valid" else 0
+            sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+            for number in range(self.config.training.eval_iters):
+                reason = stop.urgent_reason(self.ranks.grid.world, self.ranks.device)
+                if reason is not None:
+                    return reason
+                first = consumed + number * self.config.training.global_batch_size
+                sums += self.engine.evaluate(loader.microbatches(first, self.derived.num_microbatches))
+            losses[split] = mean_loss(sums)
+        for split, loss in losses.items():
+            self._show_evaluation(split, loss)
+        return None
+
+    def _show_evaluation(self, split: str, loss: float) -> None:
         perplexity = math.exp(min(loss, 20.0))
         if self.metrics is not None:
             self.metrics.write(
@@ -234,12 +257,12 @@ class Trainer:
         name = "validation" if split == "valid" else split
         line = f" {name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
         self._say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
-        return consumed_samples
 
-    def _is_save_due(self, *, is_stopping: bool) -> bool:
+    def _save_if_due(self, *, is_stopping: bool) -> None:
         interval = self.config.checkpoint.save_interval
         is_due = interval is not None and self.iteration % interval == 0
-        return self.save_folder is not None and (is_due or is_stopping or self._is_last)
+        if self.save_folder is not None and (is_due or is_stopping or self._is_last):
+            self._save()
 
     def _save(self) -> None:
         assert self.save_folder is not None
@@ -253,6 +276,7 @@ class Trainer:
             device=self.ranks.device,
             state={
                 "consumed_valid_samples": self.consumed_valid_samples,
+                "is_evaluation_left": self.is_evaluation_left,
                 "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
             },
             config=self.config.to_dict(),

@@ -80,6 +80,26 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert iterations == list(range(1, saved + 2))
 
 
+def test_a_stop_in_an_evaluation_is_prompt_and_the_evaluation_is_made_up_for(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    flags: dict[str, str | None] = {
+        "--save": str(save), "--load": str(save), "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "1500",
+    }  # fmt: skip
+    words = [sys.executable, "pretrain.py", *command_line(flags)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        wait_for(save / "metrics.jsonl", lines=2)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert json.loads((save / "status.json").read_text())["iteration"] == 2
+    assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
+    assert pretrain.main(command_line({**flags, "--exit-interval": "3"})) == 75
+    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["iteration"], "validation" in line) for line in lines] == [
+        (1, False), (2, False), (2, True), (3, False),
+    ]  # fmt: skip
+
+
 def wait_for(path: Path, *, lines: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
