@@ -105,7 +105,7 @@ What to look at next
       the same run over two processes
   ${python%/*}/megatrain parity
       the proof that every parallel layout computes the same
-  ${python%/*}/megatrain generate --load $run/checkpoints --prompt "import "
+  ${python%/*}/megatrain generate --load $run/checkpoints --prompt "import os"
       more of what the model has learnt
   docs/README.md
       what else there is to read

@@ -48,6 +48,7 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
         Config().with_values({item.path: item.value for item in given}),
         {path: Origin("default") for path in by_path} | {item.path: item.origin for item in given},
         tuple(problems),
+        is_complete=not any(problem.text.startswith("--config ") for problem in problems),
     )
 
 

@@ -28,6 +28,8 @@ class Request:
     origins: Mapping[str, Origin]
     """By path, such as `model.num_layers`: of every setting."""
     problems: tuple[Problem, ...] = ()
+    is_complete: bool = True
+    """False where a file of settings could not be read: nothing else can be judged then."""
 
     def known(self, path: str) -> Any | None:
         """The value at this path, or None where it is open, missing or not understood: for gathering facts."""

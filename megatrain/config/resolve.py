@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 def resolve(request: Request, facts: Facts) -> Plan:
     """The plan of a run. Pure: equal arguments give equal plans. Raises ConfigError with all problems."""
+    if not request.is_complete:
+        raise ConfigError.of([*request.problems, *facts.data_problems])
     config, problems = _checked_values(request.config)
     problems = [*request.problems, *facts.data_problems, *problems]
     draft = Draft(config, Derived(), facts, dict(request.origins))

@@ -146,7 +146,7 @@ def settings() -> tuple[Setting, ...]:
 
 def near_name(word: str, names: Iterable[str]) -> str | None:
     """The name that a mistyped `word` was most likely meant to be."""
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)), None)
 
 
 def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Setting:

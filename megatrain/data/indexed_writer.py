@@ -46,11 +46,12 @@ class IndexedWriter:
     def __enter__(self) -> Self:
         """Open the temporary `.bin`."""
         try:
+            self._bin_partial.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._bin_partial.open("wb")
         except OSError as error:
             raise InputError(
                 f"{self._bin_partial}: cannot be written: {error.strerror}",
-                fix="give a prefix in a folder that exists",
+                fix="give a prefix in a folder that can be written",
             ) from error
         return self
 

@@ -16,6 +16,9 @@ class _Parser(argparse.ArgumentParser):
     """Errors as everywhere in megatrain: what is wrong, then what to do."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        if "required" in message:
+            print(f"error: {Problem(message, f'see `{self.prog} --help`')}", file=sys.stderr)
+            sys.exit(2)
         words = message.split()
         known = [flag for action in self._actions for flag in action.option_strings]
         near = next((near_name(word, known) for word in words if word.startswith("--")), None)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import Box
@@ -147,9 +147,14 @@ def run(arguments: argparse.Namespace) -> int:
             chosen = [
                 layout for layout in LAYOUTS if all(word in layout.name.split() for word in arguments.layouts)
             ]
-            is_good = bool(chosen) and _print_table(pool, chosen)
             if not chosen:
-                print(f"no layout has all of: {' '.join(arguments.layouts)}")
+                known = sorted({word for layout in LAYOUTS for word in layout.name.split()})
+                raise ConfigError(
+                    f"--layouts {' '.join(arguments.layouts)}: no layout has all of these words",
+                    fix=f"the words are {', '.join(known)}",
+                )
+            print(f"{len(chosen)} of {len(LAYOUTS)} layouts")
+            is_good = _print_table(pool, chosen)
     print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
     return 0 if is_good else 1
 

@@ -209,7 +209,7 @@ def _write_failure(request: Request, error: MegatrainError) -> None:
     """`status.json` for a run that did not start, where --save names a folder that is there."""
     save = request.known("checkpoint.save")
     if save is not None and Path(save).is_dir():
-        write_status(Path(save), exit_code=error.exit_code, reason=error.problems[0].text, iteration=0)
+        write_status(Path(save), exit_code=error.exit_code, reason=error.problems[0].text, iteration=None)
 
 
 def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:

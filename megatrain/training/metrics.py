@@ -83,8 +83,11 @@ def _lines_up_to(path: Path, iteration: int) -> list[str]:
     return kept
 
 
-def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration: int) -> None:
-    """`status.json`: the exit code that a launcher such as torchrun hides; null while the run goes on."""
+def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration: int | None) -> None:
+    """`status.json`: the exit code that a launcher such as torchrun hides; null while the run goes on.
+
+    `iteration` is null for a run that was not started.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     status = {
         "exit_code": exit_code,

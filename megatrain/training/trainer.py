@@ -132,7 +132,9 @@ class Trainer:
         resumable = (
             "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
         )
-        self._say(f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable}")
+        self._say(
+            f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable} (exit code {exit_code})"
+        )
         return exit_code
 
     def _train(self) -> tuple[int, str]:

@@ -249,7 +249,11 @@ def test_ids_that_do_not_fit_are_errors(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_missing_is_an_error(tmp_path):
+def test_a_missing_folder_is_made_and_one_that_cannot_be_is_an_error(tmp_path):
+    with IndexedWriter(tmp_path / "new" / "data", "u2"):
+        pass
+    assert (tmp_path / "new" / "data.idx").exists()
+    (tmp_path / "no").write_text("a file")
     with pytest.raises(InputError, match="cannot be written"), IndexedWriter(tmp_path / "no" / "data", "u2"):
         pass
 

@@ -220,7 +220,8 @@ def test_a_missing_input_names_its_neighbours(tmp_path, capsys):
     )
 
 
-def test_a_folder_that_is_missing_is_an_error(tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, capsys):
+    (tmp_path / "no").write_text("a file")
     source = numbers(tmp_path / "in.jsonl", ["1"])
     assert run("--input", source, *NULL, prefix=tmp_path / "no" / "out") == 2
     assert "cannot be written" in capsys.readouterr().err
