@@ -6,7 +6,7 @@ Nothing here imports torch: `--help` answers at once.
 """
 
 from megatrain.config.command_line import parse
-from megatrain.config.data import DataConfig, TokenizerConfig
+from megatrain.config.data import DataConfig
 from megatrain.config.errors import ConfigError, InputError, MegatrainError, NoCheckpointError, Problem
 from megatrain.config.facts import Facts, StoredRun
 from megatrain.config.help_text import docs_reference
@@ -17,6 +17,7 @@ from megatrain.config.plan import Derived, Plan
 from megatrain.config.report import render_plan
 from megatrain.config.request import Request
 from megatrain.config.resolve import resolve
+from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.config.training import CheckpointConfig, LoggingConfig, ResilienceConfig, TrainingConfig
 from megatrain.config.tree import Config, Origin
 from megatrain.config.yaml_file import to_yaml

@@ -1,4 +1,4 @@
-"""What the model is trained on: the data files, how they are cut into samples, and the tokenizer they were made with."""
+"""What the model is trained on: the data files and how they are cut into samples."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,15 +30,3 @@ class DataConfig:
     """Keep tokens from attending across an end-of-document token."""
     eod_mask_loss: bool = False
     """Leave out the loss where the input is an end-of-document token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
-    """Tokenizer: how text became token numbers."""
-
-    tokenizer_type: Literal["HuggingFaceTokenizer", "NullTokenizer"] | None = None
-    """Kind of the tokenizer. NullTokenizer reads no file: token numbers below --vocab-size, the last one ends a document."""
-    tokenizer_model: str | None = None
-    """The tokenizer's file or folder."""
-    vocab_size: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Number of tokens, before padding, where no tokenizer file says it."""

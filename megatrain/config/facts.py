@@ -39,6 +39,10 @@ class Facts:
     vocab_size: int | None = None
     """Tokens of the tokenizer, before padding."""
     eod_id: int | None = None
+    pad_id: int = -1
+    """The tokenizer's padding id; -1: it has none."""
+    special_ids: tuple[int, ...] = ()
+    """Its ids with a role other than padding."""
     tokenizer_fingerprint: str | None = None
     checkpoint: StoredRun | None = None
     data_problems: tuple[Problem, ...] = ()
@@ -54,5 +58,6 @@ class Facts:
         values = json.loads(text)
         if values["checkpoint"] is not None:
             values["checkpoint"] = StoredRun(**values["checkpoint"])
+        values["special_ids"] = tuple(values["special_ids"])
         values["data_problems"] = tuple(Problem(**problem) for problem in values["data_problems"])
         return cls(**values)

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatrain.config.data import DataConfig, TokenizerConfig
+from megatrain.config.data import DataConfig
 from megatrain.config.model import ModelConfig
 from megatrain.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatrain.config.parallel import ParallelConfig
+from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.config.training import (
     CheckpointConfig,
     LoggingConfig,

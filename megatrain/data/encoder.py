@@ -21,8 +21,8 @@ from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
+    from megatrain.config.tokenizer import TokenizerConfig
     from megatrain.data.indexed import Elements
 
 Document = list[list[str]]
@@ -54,9 +54,7 @@ class EncodedChunk:
 class EncoderSettings:
     """What a worker needs to know, in a form that reaches another process."""
 
-    tokenizer_type: str
-    tokenizer_model: Path | None
-    vocab_size: int | None
+    tokenizer: TokenizerConfig
     json_keys: tuple[str, ...]
     append_eod: bool
 
@@ -130,5 +128,5 @@ def make_encoder(settings: EncoderSettings) -> ChunkEncoder:
     """The encoder of a worker process."""
     # The library would start a thread for every core in every worker; only the environment can tell it not to.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_model, settings.vocab_size)
+    tokenizer = load_tokenizer(settings.tokenizer)
     return ChunkEncoder(tokenizer, settings.json_keys, append_eod=settings.append_eod)

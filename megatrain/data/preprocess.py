@@ -62,13 +62,11 @@ def preprocess(settings: PreprocessSettings, *, chunk_bytes: int = CHUNK_BYTES) 
     """
     files = [settings.input]
     sizes = [_size_of_input(file) for file in files]
-    tokenizer = load_tokenizer(settings.tokenizer_type, settings.tokenizer_model, settings.vocab_size)
+    tokenizer = load_tokenizer(settings.tokenizer)
     make = functools.partial(
         make_encoder,
         EncoderSettings(
-            tokenizer_type=settings.tokenizer_type,
-            tokenizer_model=settings.tokenizer_model,
-            vocab_size=settings.vocab_size,
+            tokenizer=settings.tokenizer,
             json_keys=settings.json_keys,
             append_eod=settings.append_eod,
         ),
@@ -128,7 +126,7 @@ def _size_of_input(file: Path) -> int:
 def _description(settings: PreprocessSettings, tokenizer: Tokenizer, writer: IndexedWriter) -> dict[str, Any]:
     """What made a dataset, so that training can see whether its tokenizer is the same."""
     return {
-        "tokenizer_type": settings.tokenizer_type,
+        "tokenizer_type": settings.tokenizer.tokenizer_type,
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,

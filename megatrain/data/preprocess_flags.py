@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn
 
 from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.tokenizer import TokenizerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +32,7 @@ class PreprocessSettings:
     """End every document that is not empty with the end-of-document id."""
     workers: int = 1
     """Processes that tokenize."""
-    tokenizer_type: str = "HuggingFaceTokenizer"
-    tokenizer_model: Path | None = None
-    vocab_size: int | None = None
+    tokenizer: TokenizerConfig
     log_interval: int = 1000
     """Documents between two lines of progress."""
     on_bad_line: Literal["stop", "skip"] = "stop"
@@ -67,7 +66,12 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
     problems += [Problem(f"--json-keys names {key!r} twice", "name every key once") for key in repeated]
     if problems:
         raise ConfigError.of(problems)
-    return PreprocessSettings(**{**vars(values), "json_keys": tuple(values.json_keys)})
+    given = vars(values)
+    tokenizer = TokenizerConfig(**{name: given.pop(name) for name in _TOKENIZER_FLAGS})
+    return PreprocessSettings(**{**given, "json_keys": tuple(values.json_keys)}, tokenizer=tokenizer)
+
+
+_TOKENIZER_FLAGS = ("tokenizer_type", "tokenizer_model", "vocab_size")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -99,9 +103,7 @@ def _make_parser() -> argparse.ArgumentParser:
     tokenizer.add_argument(
         "--tokenizer-type", default="HuggingFaceTokenizer", help="Megatron-LM's name of the type"
     )
-    tokenizer.add_argument(
-        "--tokenizer-model", type=Path, metavar="PATH", help="tokenizer.json or a folder with one"
-    )
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="tokenizer.json or a folder with one")
     tokenizer.add_argument("--vocab-size", type=int, help="ids of a NullTokenizer")
     tokenizer.add_argument(
         "--append-eod", action="store_true", help="end documents with the end-of-document id"

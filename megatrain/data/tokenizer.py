@@ -1,7 +1,6 @@
 """Text to token ids and back, by Megatron-LM's names of tokenizer types.
 
-load_tokenizer("HuggingFaceTokenizer", "folder or tokenizer.json") -> Tokenizer
-load_tokenizer("NullTokenizer", vocab_size=...)                    -> Tokenizer for text that is numbers
+TokenizerConfig (type, files) -> load_tokenizer -> Tokenizer
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import tokenizers
+
+    from megatrain.config.tokenizer import TokenizerConfig
 
 TOKENIZER_TYPES: Final = ("HuggingFaceTokenizer", "NullTokenizer")
 END_OF_DOCUMENT: Final = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
@@ -50,30 +51,29 @@ class Tokenizer(Protocol):
         """Text of ids."""
 
 
-def load_tokenizer(
-    tokenizer_type: str, tokenizer_model: str | Path | None = None, vocab_size: int | None = None
-) -> Tokenizer:
-    """Make the tokenizer that the flags of the same names ask for.
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Make the tokenizer that a configuration describes.
 
     Raises:
         ConfigError: the type is unknown, or what it needs was not given or is not usable.
     """
-    if tokenizer_type == "NullTokenizer":
+    kind, model, vocab_size = config.tokenizer_type, config.tokenizer_model, config.vocab_size
+    if kind == "NullTokenizer":
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(
                 "--tokenizer-type NullTokenizer needs a vocabulary size", fix="give --vocab-size"
             )
         return NullTokenizer(vocab_size)
-    if tokenizer_type == "HuggingFaceTokenizer":
-        if tokenizer_model is None:
+    if kind == "HuggingFaceTokenizer":
+        if model is None:
             raise ConfigError(
                 "--tokenizer-type HuggingFaceTokenizer needs a file",
                 fix="give --tokenizer-model: a tokenizer.json, or a folder with one",
             )
-        return HuggingFaceTokenizer(Path(tokenizer_model))
-    near = difflib.get_close_matches(tokenizer_type, TOKENIZER_TYPES, n=1)
+        return HuggingFaceTokenizer(Path(model))
+    near = difflib.get_close_matches(str(kind), TOKENIZER_TYPES, n=1)
     raise ConfigError(
-        f"--tokenizer-type {tokenizer_type} is unknown",
+        f"--tokenizer-type {kind} is unknown",
         fix=f"use {near[0] if near else ' or '.join(TOKENIZER_TYPES)}",
     )
 

@@ -7,6 +7,7 @@ Each token runs the whole window again (no key-value cache): a way to look at a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,9 @@ from torch import Tensor
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.load import load_weights_only
 from megatrain.checkpoint.manifest import read_manifest
-from megatrain.config.data import TokenizerConfig
 from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.config.model import ModelConfig
+from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 from megatrain.model.gpt import HeadSegment, Model, build_model
 from megatrain.model.head import Head
@@ -134,9 +135,8 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
 
 
 def _tokenizer(config: TokenizerConfig, fingerprint: str | None) -> Tokenizer:
-    tokenizer = load_tokenizer(
-        config.tokenizer_type or "NullTokenizer", config.tokenizer_model, config.vocab_size
-    )
+    kind = config.tokenizer_type or "NullTokenizer"
+    tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=kind))
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ConfigError(
             f"--tokenizer-model {config.tokenizer_model}: not the tokenizer that the model was trained with",

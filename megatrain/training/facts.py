@@ -6,6 +6,7 @@ What is wrong with a file becomes a problem among the others; nothing here stops
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Facts, Request, StoredRun
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
+from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.indexed import IndexedDataset
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.training.metrics import is_metrics_file, metrics_path
@@ -124,19 +126,16 @@ def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:
-    kind = request.known("tokenizer.tokenizer_type")
-    model = request.known("tokenizer.tokenizer_model")
-    vocab_size = request.known("tokenizer.vocab_size")
-    if (
-        kind is None
-        or (kind == "HuggingFaceTokenizer" and model is None)
-        or (kind == "NullTokenizer" and not vocab_size)
-    ):
+    names = [field.name for field in dataclasses.fields(TokenizerConfig)]
+    config = TokenizerConfig(**{name: request.known(f"tokenizer.{name}") for name in names})
+    if config.tokenizer_type is None:
         return {}
-    tokenizer = load_tokenizer(kind, model, vocab_size)
+    tokenizer = load_tokenizer(config)
     return {
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod,
+        "pad_id": tokenizer.pad,
+        "special_ids": tuple(sorted(tokenizer.special_ids)),
         "tokenizer_fingerprint": tokenizer.fingerprint,
     }
 

@@ -23,7 +23,6 @@ from megatrain.config.errors import MegatrainError
 from megatrain.data.build import build_splits
 from megatrain.data.gpt import GptSamples
 from megatrain.data.loader import BatchLoader
-from megatrain.data.tokenizer import load_tokenizer
 from megatrain.training.engine import Engine, StepReport, learning_rate_of, mean_loss
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import (
@@ -287,10 +286,7 @@ class Trainer:
         self._say(f"> committed {path} in {self.clock - began:.1f} s")
 
     def _build_loaders(self) -> dict[str, BatchLoader]:
-        data, tokenizer = self.config.data, self.config.tokenizer
-        known = load_tokenizer(
-            tokenizer.tokenizer_type or "NullTokenizer", tokenizer.tokenizer_model, self.derived.vocab_size
-        )
+        data, facts = self.config.data, self.ranks.facts
         splits = build_splits(
             data.data_path[0] if data.data_path else None,
             split=data.split,
@@ -302,9 +298,9 @@ class Trainer:
                 self.derived.requested_test_samples,
             ),
             vocab_size=self.derived.vocab_size,
-            eod=known.eod,
-            pad=known.pad,
-            special_ids=known.special_ids,
+            eod=self.derived.eod_id,
+            pad=facts.pad_id,
+            special_ids=facts.special_ids,
             eod_mask_loss=data.eod_mask_loss,
             reset_position_ids=data.reset_position_ids,
             mmap=not data.no_mmap_bin_files,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from recorded import EXPECTED
 
+from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.indexed import IndexedDataset
 from megatrain.data.lines import Line, chunks, parse, read_lines
 from megatrain.data.preprocess import main, preprocess
@@ -115,7 +116,9 @@ def test_the_description_names_the_tokenizer_and_the_counts(tmp_path):
     description = json.loads((tmp_path / "out_text_document.json").read_text())
     assert description == {
         "tokenizer_type": "NullTokenizer",
-        "tokenizer_fingerprint": load_tokenizer("NullTokenizer", vocab_size=100).fingerprint,
+        "tokenizer_fingerprint": load_tokenizer(
+            TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100)
+        ).fingerprint,
         "vocab_size": 100,
         "eod": 99,
         "append_eod": True,

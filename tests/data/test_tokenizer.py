@@ -8,6 +8,7 @@ import pytest
 from recorded import EXPECTED
 
 from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.tokenizer import load_tokenizer
 
 RECORDED = EXPECTED["tokenizers"]["tokenizer.json"]
@@ -19,7 +20,11 @@ def definition(golden):
 
 
 def load(path):
-    return load_tokenizer("HuggingFaceTokenizer", path)
+    return load_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path))
+
+
+def null(vocab_size):
+    return load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size))
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
@@ -105,16 +110,16 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match="give --tokenizer-model"):
         load(None)
     with pytest.raises(ConfigError, match="use HuggingFaceTokenizer"):
-        load_tokenizer("HugingFaceTokenizer")
+        load_tokenizer(TokenizerConfig(tokenizer_type="HugingFaceTokenizer"))
     with pytest.raises(ConfigError, match="give --vocab-size"):
-        load_tokenizer("NullTokenizer")
+        null(None)
 
 
 def test_the_null_tokenizer_reads_numbers():
-    tokenizer = load_tokenizer("NullTokenizer", vocab_size=100)
+    tokenizer = null(100)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (100, 99, -1)
     assert tokenizer.encode("5 3  98\n") == [5, 3, 98]
     assert tokenizer.decode([5, 3]) == "5 3"
     with pytest.raises(ValueError, match="id 100 is outside the vocabulary of 100"):
         tokenizer.encode("100")
-    assert tokenizer.fingerprint != load_tokenizer("NullTokenizer", vocab_size=101).fingerprint
+    assert tokenizer.fingerprint != null(101).fingerprint
