@@ -4,21 +4,21 @@ DERIVATIONS  fill what the user left open, and all of `Derived`; later ones may 
 OVERRIDES    replace what the user gave where it cannot be had, as Megatron-LM's users expect, and say so in a note
 """
 
+import os.path
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
+from megatrain.config.data_plans import (
+    requested_test_samples,
+    requested_train_samples,
+    requested_valid_samples,
+    test_plan,
+    train_plan,
+    valid_plan,
+)
 from megatrain.config.flops import padded_vocabulary, training_flops
-from megatrain.config.plan import Draft
+from megatrain.config.plan import Answer, Draft
 from megatrain.config.values import INVALID, UnsettledError
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A derived value, and the reason with its numbers."""
-
-    value: Any
-    reason: str
 
 
 def device(draft: Draft) -> Answer:
@@ -56,6 +56,13 @@ def split(draft: Draft) -> Answer:
     if draft.config.data.mock_data:
         return Answer("1,1,1", "always so for mock data")
     return Answer("969, 30, 1", "Megatron-LM's default for files")
+
+
+def data_cache_path(draft: Draft) -> Answer:
+    if not draft.facts.datasets:
+        return Answer(None, "there are no files")
+    folder = os.path.dirname(draft.facts.datasets[0].prefix)  # noqa: PTH120 (a path such as `./a` stays as it is)
+    return Answer(os.path.join(folder, "index_cache"), "beside the first dataset")  # noqa: PTH118
 
 
 def params_dtype(draft: Draft) -> Answer:
@@ -106,6 +113,20 @@ def num_microbatches(draft: Draft) -> Answer:
     )
 
 
+def eval_global_batch_size(draft: Draft) -> Answer:
+    batch = _settled(draft.config.training.global_batch_size)
+    return Answer(batch, "equals --global-batch-size")
+
+
+def num_eval_microbatches(draft: Draft) -> Answer:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    count = _whole(training.eval_global_batch_size, training.micro_batch_size * dp)
+    return Answer(
+        count,
+        f"global batch {training.eval_global_batch_size} / (micro-batch {training.micro_batch_size} * dp {dp})",
+    )
+
+
 def train_iters(draft: Draft) -> Answer:
     training = draft.config.training
     if training.train_iters is not None:
@@ -121,32 +142,6 @@ def train_iters(draft: Draft) -> Answer:
 def train_samples(draft: Draft) -> Answer:
     iterations, batch = draft.derived.train_iters, draft.config.training.global_batch_size
     return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
-
-
-def requested_train_samples(draft: Draft) -> Answer:
-    training = draft.config.training
-    if training.train_samples is not None:
-        return Answer(_settled(training.train_samples), "--train-samples")
-    return Answer(_settled(draft.derived.train_samples), draft.origins["derived.train_samples"].detail)
-
-
-def requested_valid_samples(draft: Draft) -> Answer:
-    training, iterations = draft.config.training, draft.derived.train_iters
-    rounds = 1 if training.eval_interval is None else iterations // training.eval_interval + 1
-    each = training.eval_iters * training.global_batch_size
-    how_often = "one" if training.eval_interval is None else f"({iterations} // {training.eval_interval} + 1)"
-    return Answer(
-        rounds * each,
-        f"{how_often} evaluation{'s' * (rounds != 1)} * {training.eval_iters} iterations * global batch {training.global_batch_size}",
-    )
-
-
-def requested_test_samples(draft: Draft) -> Answer:
-    training = draft.config.training
-    return Answer(
-        training.eval_iters * training.global_batch_size,
-        f"{training.eval_iters} iterations * global batch {training.global_batch_size}",
-    )
 
 
 def lr_decay_samples(draft: Draft) -> Answer:
@@ -185,7 +180,8 @@ def vocab_size(draft: Draft) -> Answer:
 
 def eod_id(draft: Draft) -> Answer:
     if draft.facts.vocab_size is not None or draft.facts.eod_id is not None:
-        return Answer(draft.facts.eod_id, "the tokenizer's")
+        reason = "the tokenizer names none" if draft.facts.eod_id is None else "the tokenizer's"
+        return Answer(draft.facts.eod_id, reason)
     return Answer(draft.derived.vocab_size - 1, "the last token, as there is no tokenizer file")
 
 
@@ -261,6 +257,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
     ("data.split", split),
+    ("data.data_cache_path", data_cache_path),
     ("precision.params_dtype", params_dtype),
     ("derived.params_dtype", resolved_params_dtype),
     ("derived.main_dtype", main_dtype),
@@ -269,11 +266,16 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.data_parallel_size", data_parallel_size),
     ("training.global_batch_size", global_batch_size),
     ("derived.num_microbatches", num_microbatches),
+    ("training.eval_global_batch_size", eval_global_batch_size),
+    ("derived.num_eval_microbatches", num_eval_microbatches),
     ("derived.train_iters", train_iters),
     ("derived.train_samples", train_samples),
     ("derived.requested_train_samples", requested_train_samples),
     ("derived.requested_valid_samples", requested_valid_samples),
     ("derived.requested_test_samples", requested_test_samples),
+    ("derived.train_plan", train_plan),
+    ("derived.valid_plan", valid_plan),
+    ("derived.test_plan", test_plan),
     ("derived.lr_decay_samples", lr_decay_samples),
     ("derived.lr_warmup_samples", lr_warmup_samples),
     ("derived.vocab_size", vocab_size),

@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatrain.config.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFacts:
+    """A pair of .bin and .idx files that a run reads."""
+
+    split: str
+    """`all` where --split shares it out, else the one of train, valid and test that reads it."""
+    prefix: str
+    weight: float | None
+    """In its blend, as given; None: by size."""
+    num_sequences: int
+    num_tokens: int
+    digest: str
+    """Equal for equal contents, wherever the files lie."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +36,24 @@ class StoredRun:
     path: str
     iteration: int
     consumed_train_samples: int
+    consumed_valid_samples: int = 0
     config: Mapping[str, Mapping[str, Any]]
     """The resolved configuration that it was saved with, as `Config.to_dict` gives it."""
     tokenizer_fingerprint: str | None = None
+    data_plans: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
+    """Samples that the order of each split was made for, plan by plan."""
+    datasets: tuple[DatasetFacts, ...] = ()
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:
+        """From what a checkpoint keeps beside its tensors."""
+        return cls(
+            tokenizer_fingerprint=state.get("tokenizer_fingerprint"),
+            consumed_valid_samples=state.get("consumed_valid_samples", 0),
+            data_plans=state.get("data_plans", {}),
+            datasets=tuple(DatasetFacts(**dataset) for dataset in state.get("datasets", ())),
+            **values,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +75,8 @@ class Facts:
     """Its ids with a role other than padding."""
     tokenizer_fingerprint: str | None = None
     checkpoint: StoredRun | None = None
+    datasets: tuple[DatasetFacts, ...] = ()
+    """What --data-path and its kin name, split by split in their order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()
     """What was found wrong with input files."""
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -57,7 +89,10 @@ class Facts:
     def from_json(cls, text: str) -> Facts:
         values = json.loads(text)
         if values["checkpoint"] is not None:
-            values["checkpoint"] = StoredRun(**values["checkpoint"])
+            stored = values["checkpoint"]
+            stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
+            values["checkpoint"] = StoredRun(**stored)
+        values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         values["special_ids"] = tuple(values["special_ids"])
         values["data_problems"] = tuple(Problem(**problem) for problem in values["data_problems"])
         return cls(**values)

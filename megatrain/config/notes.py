@@ -29,6 +29,20 @@ def samples_left_over(draft: Draft) -> Iterator[str]:
         yield f"the last {rest} of --train-samples {training.train_samples} do not fill a global batch and are left out"
 
 
+def split_has_no_effect(draft: Draft) -> Iterator[str]:
+    is_apart = any(dataset.split != "all" for dataset in draft.facts.datasets)
+    if is_apart and draft.is_given("data.split"):
+        yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
+
+
+def positions_are_relative(draft: Draft) -> Iterator[str]:
+    if draft.config.data.reset_position_ids and draft.config.model.position_embedding_type == "rope":
+        yield (
+            "--reset-position-ids has no effect with --position-embedding-type rope, as in Megatron-LM: rotary"
+            " embeddings see distances alone"
+        )
+
+
 def stop_without_saving(draft: Draft) -> Iterator[str]:
     resilience = draft.config.resilience
     if draft.config.checkpoint.save is None and (
@@ -47,6 +61,8 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     sequence_parallel_alone,
     distributed_optimizer_by_default,
     samples_left_over,
+    split_has_no_effect,
+    positions_are_relative,
     stop_without_saving,
     changed_since_the_checkpoint,
 )

@@ -5,13 +5,21 @@ Request + Facts  ->  Draft, filled in step by step  ->  Plan
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatrain.config.facts import Facts
 from megatrain.config.tree import Config, Origin
 from megatrain.config.values import INVALID
 
 DType = Literal["float32", "bfloat16", "float64"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A derived value, and the reason with its numbers."""
+
+    value: Any
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +33,20 @@ class Derived:
     data_parallel_size: int = INVALID
     num_microbatches: int = INVALID
     """Micro-batches that each rank runs in an iteration."""
+    num_eval_microbatches: int = INVALID
+    """The same in an evaluation."""
     train_iters: int = INVALID
     train_samples: int = INVALID
     """Samples that training reads: whole global batches."""
     requested_train_samples: int = INVALID
-    """Samples that the training index is built for. The order of samples depends on it."""
-    requested_valid_samples: int = INVALID
+    """Samples that training asks for."""
+    requested_valid_samples: int | None = INVALID
+    """None: all of one epoch."""
     requested_test_samples: int = INVALID
+    train_plan: tuple[int | None, ...] = INVALID
+    """Samples that the training order is made for, plan by plan; plan k is shuffled with --seed + k."""
+    valid_plan: tuple[int | None, ...] = INVALID
+    test_plan: tuple[int | None, ...] = INVALID
     lr_decay_samples: int = INVALID
     lr_warmup_samples: float = INVALID
     """A fraction of the decay is not rounded, as in Megatron-LM."""

@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from megatrain.config.derivations import DERIVATIONS, OVERRIDES, Answer
+from megatrain.config.derivations import DERIVATIONS, OVERRIDES
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import Facts
 from megatrain.config.loading import BadValueError, require_in_range
 from megatrain.config.notes import NOTES
-from megatrain.config.plan import Derived, Draft, Plan
+from megatrain.config.plan import Answer, Derived, Draft, Plan
 from megatrain.config.request import Request
 from megatrain.config.rules import RULES
 from megatrain.config.tree import Config, Origin, settings

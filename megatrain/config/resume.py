@@ -4,10 +4,12 @@ may not  the shape of the model; the tokenizer; whatever decides the order of sa
 may      the rest: parallel layout, learning rate, intervals, ... `changed_settings` lists it for a note
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from megatrain.config.errors import Problem
+from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Draft
 from megatrain.config.tree import flag_of, settings
 from megatrain.config.values import is_settled
@@ -24,19 +26,22 @@ _FREE_OF_MODEL: Final = (
 )
 _ORDER_OF_SAMPLES: Final = (
     "data.seq_length",
-    "data.data_path",
     "data.split",
     "data.mock_data",
     "data.dataloader_type",
+    "data.no_data_sharding",
+    "data.mid_level_dataset_surplus",
     "training.seed",
     "training.global_batch_size",
-    "training.train_iters",
-    "training.train_samples",
-    "training.eval_interval",
-    "training.eval_iters",
 )
 # Say where to start from and where files lie, not what is trained.
-_NOT_WORTH_A_NOTE: Final = ("checkpoint.load", "checkpoint.load_or_start", "model.padded_vocab_size")
+_NOT_WORTH_A_NOTE: Final = (
+    "checkpoint.load",
+    "checkpoint.load_or_start",
+    "data.data_cache_path",
+    "data.num_workers",
+    "model.padded_vocab_size",
+)
 
 
 def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
@@ -48,6 +53,41 @@ def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
                 f" the checkpoint has {_shown(stored)}, this run {_shown(now)}",
                 f"keep the stored value ({_spelled(path, stored)}), or start a fresh run without --load and with another --save",
             )
+
+
+def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
+    """Files may move; what is in them, their weights and their order may not change."""
+    stored = draft.facts.checkpoint
+    if stored is None or not stored.datasets or not draft.facts.datasets:
+        return
+    fix = "give the data of the first run, or start a fresh run without --load and with another --save"
+    before, now = stored.datasets, draft.facts.datasets
+    if [dataset.split for dataset in before] != [dataset.split for dataset in now]:
+        yield Problem(
+            f"the data cannot change on resume, the order of samples depends on it: the checkpoint read {len(before)}"
+            f" datasets ({_splits(before)}), this run names {len(now)} ({_splits(now)})",
+            fix,
+        )
+        return
+    for former, dataset in zip(before, now, strict=True):
+        if former.digest != dataset.digest:
+            yield Problem(
+                f"{dataset.prefix} is not the dataset that the checkpoint read ({former.prefix}): it has"
+                f" {dataset.num_sequences} sequences of {dataset.num_tokens} tokens, that one had"
+                f" {former.num_sequences} of {former.num_tokens}, and the contents differ",
+                fix,
+            )
+        elif former.weight != dataset.weight:
+            yield Problem(
+                f"the weight of {dataset.prefix} cannot change on resume, the order of samples depends on it:"
+                f" the checkpoint has {_shown(former.weight)}, this run {_shown(dataset.weight)}",
+                fix,
+            )
+
+
+def _splits(datasets: Sequence[DatasetFacts]) -> str:
+    counts = Counter(dataset.split for dataset in datasets)
+    return ", ".join(f"{count} for {split}" for split, count in counts.items())
 
 
 def tokenizer_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
@@ -117,6 +157,7 @@ def _spelled(path: str, value: Any) -> str:
 
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     run_is_the_stored_one,
+    data_is_the_stored_one,
     tokenizer_is_the_stored_one,
     optimizer_state_is_left_out_once,
 )

@@ -5,15 +5,15 @@ that it needs is wrong already, `resolve` skips it. Rules about sizes are in `si
 not there in `unsupported.py`, about a checkpoint in `resume.py`.
 """
 
-import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.data_rules import DATA_RULES
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.resume import RESUME_RULES
 from megatrain.config.size_rules import SIZE_RULES
+from megatrain.config.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.unsupported import UNSUPPORTED_RULES
 
 Problems = Iterator[Problem]
@@ -80,67 +80,32 @@ def learning_rates_are_in_order(draft: Draft) -> Problems:
             yield Problem(f"{flag} {value} is above --lr {top}", f"use {flag} {top} or less")
 
 
-def data_has_one_source(draft: Draft) -> Problems:
-    data = draft.config.data
-    if not data.data_path and not data.mock_data:
-        yield Problem(
-            "there is nothing to train on: neither --data-path nor --mock-data is given",
-            "give --data-path PREFIX of a .bin and .idx pair (preprocess_data.py makes one), or --mock-data to try things out",
-        )
-    if data.data_path and data.mock_data:
-        yield Problem(
-            f"--data-path {' '.join(data.data_path)} and --mock-data are both given", "leave one of them out"
-        )
-
-
-def split_has_up_to_three_shares(draft: Draft) -> Problems:
-    split = draft.config.data.split
-    words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
-    fix = "give up to three shares for training, validation and test, such as --split 969,30,1"
-    if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
-        yield Problem(f"--split {split!r} holds something that is no number of 0 or more", fix)
-    elif not 1 <= len(words) <= 3:
-        yield Problem(f"--split {split!r} has {len(words)} shares", fix)
-    elif not math.fsum(float(word) for word in words):
-        yield Problem(f"--split {split!r} gives no data to any split", fix)
-
-
 def vocabulary_is_known(draft: Draft) -> Problems:
-    tokenizer, data = draft.config.tokenizer, draft.config.data
-    kind, model, size = tokenizer.tokenizer_type, tokenizer.tokenizer_model, tokenizer.vocab_size
-    if kind == "HuggingFaceTokenizer":
-        if model is None:
-            yield Problem(
-                "--tokenizer-type HuggingFaceTokenizer is given without --tokenizer-model",
-                "give --tokenizer-model, a folder or a tokenizer.json file",
-            )
-        elif draft.facts.vocab_size is None and not draft.facts.data_problems:
-            yield Problem(
-                f"--tokenizer-model {model}: its size is not known", "check that the file can be read"
-            )
-    elif model is not None:
+    tokenizer, facts = draft.config.tokenizer, draft.facts
+    is_size_alone = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
+    if is_size_alone and tokenizer.vocab_size is not None and draft.config.data.mock_data:
+        return
+    problems = list(tokenizer_problems(tokenizer))
+    yield from problems
+    is_read = facts.vocab_size is not None or tokenizer.tokenizer_type == "NullTokenizer"
+    if not (problems or is_read or facts.data_problems):
         yield Problem(
-            f"--tokenizer-model {model} is not read with --tokenizer-type {kind or 'left out'}",
-            "add --tokenizer-type HuggingFaceTokenizer, or leave --tokenizer-model out",
-        )
-    elif kind == "NullTokenizer":
-        if size is None:
-            yield Problem("--tokenizer-type NullTokenizer is given without --vocab-size", "give --vocab-size")
-    elif size is None or not data.mock_data:
-        yield Problem(
-            "there is no tokenizer: --tokenizer-type is not given",
-            "give --tokenizer-type HuggingFaceTokenizer with --tokenizer-model, or --tokenizer-type NullTokenizer with"
-            " --vocab-size; --vocab-size alone is enough with --mock-data",
+            f"--tokenizer-type {tokenizer.tokenizer_type}: the size of its vocabulary is not known",
+            "check that its files can be read",
         )
 
 
-def vocabulary_size_is_the_tokenizers(draft: Draft) -> Problems:
-    given, found = draft.config.tokenizer.vocab_size, draft.facts.vocab_size
-    if given is not None and found is not None and given != found:
-        yield Problem(
-            f"--vocab-size {given} is not the size of the tokenizer, {found}",
-            "leave --vocab-size out; --padded-vocab-size sets the rows of the embedding",
-        )
+def end_of_document_is_known(draft: Draft) -> Problems:
+    data = draft.config.data
+    needs = {
+        "--eod-mask-loss": data.eod_mask_loss,
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--mock-data": data.mock_data,
+    }
+    for flag, is_on in needs.items():
+        if is_on and draft.derived.eod_id is None:
+            yield missing_end_of_document(draft.config.tokenizer, needed_by=flag)
 
 
 def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
@@ -216,10 +181,9 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     decay_has_one_length,
     warmup_ends_before_decay,
     learning_rates_are_in_order,
-    data_has_one_source,
-    split_has_up_to_three_shares,
+    *DATA_RULES,
     vocabulary_is_known,
-    vocabulary_size_is_the_tokenizers,
+    end_of_document_is_known,
     padded_vocabulary_holds_all_tokens,
     device_is_there,
     each_rank_has_a_gpu,

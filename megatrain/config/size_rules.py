@@ -147,6 +147,17 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
         )
 
 
+def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    batch, per_pass = training.eval_global_batch_size, training.micro_batch_size * dp
+    if batch % per_pass and batch != training.global_batch_size:
+        yield Problem(
+            f"--eval-global-batch-size {batch} is no multiple of --micro-batch-size {training.micro_batch_size} *"
+            f" data-parallel size {dp} = {per_pass}",
+            f"use --eval-global-batch-size {_multiple_near(batch, per_pass)}",
+        )
+
+
 def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     parallel, length = draft.config.parallel, draft.config.data.seq_length
     tp = parallel.tensor_model_parallel_size
@@ -200,6 +211,7 @@ SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     layers_divide_over_stages,
     ranks_hold_whole_replicas,
     global_batch_divides_into_passes,
+    evaluation_batch_divides_into_passes,
     sequence_divides_over_tp_ranks,
     sequence_fits_the_model,
     padded_vocabulary_divides_over_tp_ranks,

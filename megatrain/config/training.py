@@ -24,6 +24,12 @@ class TrainingConfig:
     """Iterations between evaluations. Left out: one evaluation, at the end."""
     eval_iters: int = field(default=100, metadata=in_range(at_least=0))
     """Global batches of an evaluation. 0: no evaluation."""
+    eval_global_batch_size: int = field(default=AUTO, metadata=in_range(at_least=1))
+    """Samples of an iteration of an evaluation. Left open: as --global-batch-size."""
+    start_eval_at_iter: int | None = field(default=None, metadata=in_range(at_least=0))
+    """Do not evaluate before this iteration."""
+    skip_train: bool = False
+    """Evaluate on validation and test data, and end."""
     eval_at_start: bool = False
     """Evaluate once before the first iteration, on the samples that the first evaluation reads. Not in Megatron-LM."""
     deterministic_mode: bool = False

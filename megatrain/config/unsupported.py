@@ -39,8 +39,6 @@ _MISSING: Final = (
         "--transformer-impl transformer_engine",
         "use --transformer-impl local",
     ),
-    Missing("data.reset_position_ids", True, "--reset-position-ids", "leave --reset-position-ids out"),
-    Missing("data.reset_attention_mask", True, "--reset-attention-mask", "leave --reset-attention-mask out"),
 )
 
 
@@ -72,27 +70,8 @@ def deterministic_mode_is_for_cpus(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def data_cache_is_not_asked_for(draft: Draft) -> Iterator[Problem]:
-    if draft.config.data.data_cache_path is not None:
-        yield Problem(
-            f"--data-cache-path {draft.config.data.data_cache_path}: index caches are not there yet",
-            "leave it out; the index is built anew, in about a second for a billion tokens",
-        )
-
-
-def blends_are_not_asked_for(draft: Draft) -> Iterator[Problem]:
-    prefixes = draft.config.data.data_path
-    if len(prefixes) > 1:
-        yield Problem(
-            f"--data-path {' '.join(prefixes)}: blends are not there yet",
-            "give one prefix, without a weight",
-        )
-
-
 UNSUPPORTED_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     features_are_there,
     dropout_is_off,
     deterministic_mode_is_for_cpus,
-    data_cache_is_not_asked_for,
-    blends_are_not_asked_for,
 )

@@ -1,108 +1,244 @@
-"""From a data path and a split string to the samples of train, valid and test.
+"""From what a run reads to the samples of train, valid and test.
 
-IndexedDataset(prefix), or MockSequences -> split_ranges -> for each split that is asked for:
-                                            build_index -> GptSamples
+Sources -> for each split: a dataset for each prefix (its sequences, build_index) -> blended -> one plan by another
+
+one prefix                  its samples
+weights and prefixes        a blend, each dataset built for its share of the samples wanted
+prefixes                    a blend of one epoch of each, in proportion to their sizes
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from megatrain.config.errors import InputError
-from megatrain.data.gpt import GptSamples, build_index, effective_pad
+from megatrain.config.blends import Blend
+from megatrain.config.errors import ConfigError
+from megatrain.config.splits import SPLIT_NAMES, require_sequences, split_ranges
+from megatrain.data.blend import (
+    SURPLUS,
+    BlendedSamples,
+    Draw,
+    blend_counts,
+    draw_exhaustive,
+    draw_weighted,
+    longer_counts,
+    normalized,
+)
+from megatrain.data.gpt import GptSamples, SampleRules
+from megatrain.data.gpt_index import build_index
+from megatrain.data.index_cache import IndexCache
 from megatrain.data.indexed import IndexedDataset, SequenceSource
 from megatrain.data.mock import MOCK_SPLIT, MockSequences
-from megatrain.data.splits import SPLIT_NAMES, require_sequences, split_ranges
+from megatrain.data.samples import PlannedSamples, Samples
+from megatrain.data.sources import open_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+Built = GptSamples | BlendedSamples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """How many samples of each split are wanted, plan by plan; None: one epoch. Plan k shuffles with seed + k."""
+
+    train: tuple[int | None, ...]
+    valid: tuple[int | None, ...]
+    test: tuple[int | None, ...]
+    seed: int
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Samples by purpose. None: none were asked for, or the split string gives no share to it."""
+    """Samples by purpose. None: none were asked for, or no share of the data is theirs."""
 
-    train: GptSamples | None
-    valid: GptSamples | None
-    test: GptSamples | None
+    train: Samples | None
+    valid: Samples | None
+    test: Samples | None
+    named_valid: Mapping[str, Samples] = field(default_factory=dict)
+    """Instead of `valid`: each validation dataset on its own."""
 
 
-def build_splits(
-    data_path: str | None,
-    *,
-    split: str,
-    seq_length: int,
-    seed: int,
-    requested: tuple[int | None, int | None, int | None],
-    vocab_size: int,
-    eod: int,
-    pad: int = -1,
-    special_ids: Collection[int] = (),
-    allow_ambiguous_pad_tokens: bool = False,
-    eod_mask_loss: bool = False,
-    reset_position_ids: bool = False,
-    mmap: bool = True,
-) -> Splits:
-    """The samples of the three splits.
+class SplitBuilder:
+    """Builds the samples of a run. Datasets are opened once, whatever number of splits read them."""
 
-    Args:
-        data_path: prefix of the indexed files; None: mock data, which always split evenly.
-        split: such as `969,30,1`.
-        seq_length: tokens of a sample.
-        seed: of every split's shuffles.
-        requested: samples wanted of train, valid and test; None: one epoch; 0: no dataset.
-        vocab_size: the tokenizer's own, before padding.
-        eod: the tokenizer's end-of-document id.
-        pad: its padding id, -1: none.
-        special_ids: ids that it uses otherwise.
-        allow_ambiguous_pad_tokens: let `pad` count as padding also if it is the end of document or special otherwise.
-        eod_mask_loss: see `GptSamples`.
-        reset_position_ids: see `GptSamples`.
-        mmap: see `IndexedDataset`.
+    def __init__(
+        self,
+        rules: SampleRules,
+        *,
+        cache_folder: str | Path | None = None,
+        mmap: bool = True,
+        surplus: float = SURPLUS,
+        keeps_partial_valid: bool = False,
+        say: Any = print,
+    ) -> None:
+        """Say how samples are made.
 
-    Raises:
-        ConfigError: samples are asked of a split without sequences.
-        InputError: the files are missing, broken or hold no token ids.
-    """
-    source: SequenceSource
-    if data_path is None:
-        source, split = MockSequences(vocab_size=vocab_size, eod=eod), MOCK_SPLIT
-    else:
-        source = _token_ids(data_path, mmap=mmap)
-    ranges = split_ranges(split, len(source.lengths))
-    # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
-    is_asked = [
-        wanted != 0 and (part is not None or name == "train")
-        for name, part, wanted in zip(SPLIT_NAMES, ranges, requested, strict=True)
-    ]
-    require_sequences(split, len(source.lengths), ranges, is_asked, source=source.name)
-    pad = effective_pad(pad, {eod, *special_ids}, allow_ambiguous=allow_ambiguous_pad_tokens)
+        Args:
+            rules: of all samples.
+            cache_folder: where sample indices are kept between runs; None: they are computed at each start.
+            mmap: see `IndexedDataset`.
+            surplus: share by which a blend's datasets are built longer.
+            keeps_partial_valid: give the last tokens of validation data a padded sample of their own.
+            say: gets a line for what went otherwise than expected.
+        """
+        self.rules = rules
+        self.cache = IndexCache(cache_folder, say)
+        self._mmap = mmap
+        self._surplus = surplus
+        self._keeps_partial_valid = keeps_partial_valid
+        self._opened: dict[str, IndexedDataset] = {}
 
-    def samples(part: range | None, wanted: int | None) -> GptSamples | None:
-        if wanted == 0 or not part:
-            return None
-        index = build_index(source.lengths, part, seq_length=seq_length, seed=seed, num_samples=wanted)
-        return GptSamples(
-            source,
-            index,
-            seq_length=seq_length,
-            eod=eod,
-            pad=pad,
-            vocab_size=vocab_size,
-            eod_mask_loss=eod_mask_loss,
-            reset_position_ids=reset_position_ids,
+    def build(
+        self, blends: Mapping[str, Blend], split: str, plans: Plans, *, named_valid: bool = False
+    ) -> Splits:
+        """The samples of the three splits.
+
+        Args:
+            blends: one under `all`, shared out by `split`, or those of `train`, `valid`, `test`; empty: mock data,
+                which always split evenly.
+            split: such as `969,30,1`.
+            plans: the samples that are wanted.
+            named_valid: keep the datasets of the validation blend apart, under the names of their files.
+
+        Raises:
+            ConfigError: samples are asked of a split without sequences, or a blend is not one.
+            InputError: files are missing, broken or hold no token ids.
+        """
+        if not blends:
+            mock = MockSequences(vocab_size=self.rules.vocab_size or 1, eod=self.rules.eod or 0)
+            return self._shared([mock], None, MOCK_SPLIT, plans)
+        if "all" in blends:
+            blend = blends["all"]
+            return self._shared(
+                [self._open(prefix) for prefix in blend.prefixes], blend.weights, split, plans
+            )
+        built: dict[str, Samples | None] = dict.fromkeys(SPLIT_NAMES)
+        named: dict[str, Samples] = {}
+        for name in SPLIT_NAMES:
+            wanted = getattr(plans, name)
+            if name not in blends or wanted == (0,):
+                continue
+            blend = blends[name]
+            sources = [self._open(prefix) for prefix in blend.prefixes]
+            parts = [range(len(source.lengths)) for source in sources]
+            if named_valid and name == "valid":
+                for label, source, part in zip(dataset_names(blend.prefixes), sources, parts, strict=True):
+                    named[label] = self._planned([source], [part], None, wanted, plans.seed, name)
+            else:
+                weights = (
+                    blend.weights if len(sources) > 1 else None
+                )  # as in Megatron-LM, one needs no weight here
+                built[name] = self._planned(sources, parts, weights, wanted, plans.seed, name)
+        return Splits(built["train"], built["valid"], built["test"], named)
+
+    def _shared(
+        self, sources: Sequence[SequenceSource], weights: tuple[float, ...] | None, split: str, plans: Plans
+    ) -> Splits:
+        """Splits that share their datasets."""
+        ranges = [split_ranges(split, len(source.lengths)) for source in sources]
+        built: dict[str, Samples | None] = dict.fromkeys(SPLIT_NAMES)
+        # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
+        is_asked = [
+            getattr(plans, name) != (0,) and (ranges[0][number] is not None or name == "train")
+            for number, name in enumerate(SPLIT_NAMES)
+        ]
+        require_sequences(split, {source.name: len(source.lengths) for source in sources}, is_asked)
+        for number, name in enumerate(SPLIT_NAMES):
+            if is_asked[number]:
+                parts = [found[number] or range(0) for found in ranges]
+                built[name] = self._planned(sources, parts, weights, getattr(plans, name), plans.seed, name)
+        return Splits(built["train"], built["valid"], built["test"])
+
+    def _planned(
+        self,
+        sources: Sequence[SequenceSource],
+        parts: Sequence[range],
+        weights: Sequence[float] | None,
+        wanted: Sequence[int | None],
+        seed: int,
+        name: str,
+    ) -> Samples:
+        """The plans of one split, one by another."""
+        plans = [
+            self._one_plan(sources, parts, weights, number, seed + k, name) for k, number in enumerate(wanted)
+        ]
+        if len(plans) == 1:
+            return plans[0]
+        return PlannedSamples(plans, [number or 0 for number in wanted])
+
+    def _one_plan(
+        self,
+        sources: Sequence[SequenceSource],
+        parts: Sequence[range],
+        weights: Sequence[float] | None,
+        wanted: int | None,
+        seed: int,
+        name: str,
+    ) -> Built:
+        def dataset(number: int, num_samples: int | None) -> GptSamples:
+            return self._samples(sources[number], parts[number], num_samples, seed, name)
+
+        if weights is None and len(sources) == 1:
+            return dataset(0, wanted)
+        if weights is None:
+            datasets = [dataset(number, None) for number in range(len(sources))]
+            sizes = [len(one) for one in datasets]
+            if wanted is None:
+                return BlendedSamples(datasets, self._draw(sizes, sum(sizes), is_exhaustive=True))
+            return BlendedSamples(datasets, self._draw(sizes, min(wanted, sum(sizes))))
+        if wanted is None:
+            raise ConfigError(
+                f"weights ask for shares of a number of samples, and {name} data is read whole",
+                fix="leave out the weights, or --full-validation",
+            )
+        counts = blend_counts(normalized(weights), wanted)
+        longer = longer_counts(counts, self._surplus)
+        datasets = [dataset(number, count) for number, count in enumerate(longer)]
+        return BlendedSamples(datasets, self._draw(normalized(weights).tolist(), sum(counts)))
+
+    def _samples(
+        self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
+    ) -> GptSamples:
+        index = build_index(
+            source.lengths,
+            part,
+            seq_length=self.rules.seq_length,
+            seed=seed,
+            num_samples=num_samples,
+            add_extra_token=self.rules.add_extra_token,
+            drop_last_partial=not (self._keeps_partial_valid and name == "valid"),
+            cache=self.cache,
         )
+        return GptSamples(source, index, self.rules)
 
-    train, valid, test = (samples(part, wanted) for part, wanted in zip(ranges, requested, strict=True))
-    return Splits(train, valid, test)
+    def _draw(self, weights: Sequence[float], num_samples: int, *, is_exhaustive: bool = False) -> Draw:
+        def arrays() -> dict[str, Any]:
+            draw = (
+                draw_exhaustive([int(size) for size in weights])
+                if is_exhaustive
+                else draw_weighted(weights, num_samples)
+            )
+            return {"dataset": draw.dataset, "sample": draw.sample}
+
+        if not self.cache.is_worth(num_samples):
+            return Draw(**arrays())
+        key = {"weights": list(weights), "samples": num_samples, "is_exhaustive": is_exhaustive}
+        return Draw(**self.cache.find_or_make("blend", key, arrays))
+
+    def _open(self, prefix: str) -> IndexedDataset:
+        if prefix not in self._opened:
+            self._opened[prefix] = open_token_ids(prefix, mmap=self._mmap)
+        return self._opened[prefix]
 
 
-def _token_ids(prefix: str, *, mmap: bool) -> IndexedDataset:
-    dataset = IndexedDataset(prefix, mmap=mmap)
-    if dataset.dtype.kind not in "iu":
-        raise InputError(
-            f"{dataset.name}: elements are {dataset.dtype.name}, and token ids are integers",
-            fix="give the prefix of a tokenized text dataset",
-        )
-    return dataset
+def dataset_names(prefixes: Sequence[str]) -> list[str]:
+    """Short names of datasets, none twice: the end of each path, as far as it takes to tell them apart."""
+    parts = [prefix.strip("/").split("/") for prefix in prefixes]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{prefix}#{number}" for number, prefix in enumerate(prefixes)]

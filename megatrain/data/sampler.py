@@ -1,9 +1,11 @@
-"""Which data-parallel rank reads which samples.
+"""Which data-parallel rank reads which samples, in which order.
 
     single:  consumed -> | rank 0: m | rank 1: m | .. | rank d-1: m | rank 0: m | ..     (m = micro-batch size)
                          `------------- micro-batch 0 ------------' `- micro-batch 1 ..
+    cyclic:  the same places, filled from a new permutation in each epoch, without end
+    whole:   each sample once, rank r has r, r + d, r + 2d, ..
 
-Pure functions of the consumed samples: resuming needs one integer. Tensor, pipeline and context ranks of a replica
+All are functions of the consumed samples: resuming needs one integer. Tensor, pipeline and context ranks of a replica
 read the same samples.
 
 Source: Megatron-LM, training/datasets/data_samplers.py; rules in tests/golden.
@@ -11,24 +13,152 @@ Source: Megatron-LM, training/datasets/data_samplers.py; rules in tests/golden.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-def single(
-    consumed_samples: int,
-    microbatch: int,
-    *,
-    micro_batch_size: int,
-    dp_rank: int,
-    dp_size: int,
-    total_samples: int,
-    drop_last: bool = True,
-) -> range:
-    """Sample numbers of micro-batch `microbatch` of the step that starts behind `consumed_samples`.
+import torch
 
-    Samples are taken in order and never twice. What is left at the end and does not fill a micro-batch on all ranks is
-    dropped, or, without `drop_last`, handed out the same way: some ranks get fewer or none.
+from megatrain.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of each step that one data-parallel rank reads."""
+
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def pass_size(self) -> int:
+        """Samples that all ranks together read in a micro-batch."""
+        return self.micro_batch_size * self.dp_size
+
+
+class Order(Protocol):
+    """The samples of one rank."""
+
+    @property
+    def share(self) -> Share:
+        """What the order is cut for."""
+
+    def numbers(self, consumed_samples: int, microbatch: int) -> Sequence[int]:
+        """Sample numbers of micro-batch `microbatch` of the step that starts behind `consumed_samples`."""
+
+    @property
+    def end(self) -> int | None:
+        """Consumed samples behind which there are none; None: it goes on for ever."""
+
+
+@dataclass(frozen=True)
+class SingleOrder:
+    """Samples in order and never twice. A rest that does not fill a micro-batch on all ranks is dropped, or, without
+    `drop_last`, handed out the same way: some ranks get fewer or none.
     """
-    group_start = consumed_samples + microbatch * micro_batch_size * dp_size
-    if drop_last and group_start + micro_batch_size * dp_size > total_samples:
-        return range(0)
-    start = group_start + dp_rank * micro_batch_size
-    return range(min(start, total_samples), min(start + micro_batch_size, total_samples))
+
+    share: Share
+    total_samples: int
+    drop_last: bool = True
+
+    def numbers(self, consumed_samples: int, microbatch: int) -> range:
+        """See `Order`."""
+        size, total = self.share.micro_batch_size, self.total_samples
+        group_start = consumed_samples + microbatch * self.share.pass_size
+        if self.drop_last and group_start + self.share.pass_size > total:
+            return range(0)
+        start = group_start + self.share.dp_rank * size
+        return range(min(start, total), min(start + size, total))
+
+    @property
+    def end(self) -> int:
+        """See `Order`."""
+        return self.total_samples
+
+
+class CyclicOrder:
+    """Samples in a new order in each epoch, without end. The epoch's number alone seeds its order, as in Megatron-LM."""
+
+    def __init__(self, share: Share, total_samples: int, *, data_sharding: bool = True) -> None:
+        """Hand out `total_samples`.
+
+        Args:
+            share: the rank's.
+            total_samples: of the dataset.
+            data_sharding: each rank keeps to a bucket of samples of its own; else all share one permutation.
+
+        Raises:
+            ConfigError: an epoch holds no micro-batch for each rank, or would hold more for some than for others.
+        """
+        self.share = share
+        self.total_samples = total_samples
+        self.data_sharding = data_sharding
+        self.epoch_samples = total_samples - total_samples % share.pass_size
+        if not self.epoch_samples:
+            raise ConfigError(
+                f"the dataset has {total_samples} samples, and a micro-batch on all ranks takes {share.pass_size}",
+                fix="use more data, a smaller --micro-batch-size or fewer data-parallel ranks",
+            )
+        longest = -(-self._shared_samples // share.dp_size) // share.micro_batch_size
+        if not data_sharding and longest * share.pass_size != self.epoch_samples:
+            raise ConfigError(
+                f"--no-data-sharding: {total_samples} samples in micro-batches of {share.micro_batch_size} do not come "
+                f"out even over {share.dp_size} data-parallel ranks, which would drift apart",
+                fix="leave out --no-data-sharding, or use another --micro-batch-size",
+            )
+
+    @property
+    def end(self) -> None:
+        """See `Order`."""
+
+    @property
+    def _shared_samples(self) -> int:
+        """Samples that ranks without buckets share out."""
+        return self.total_samples // self.share.micro_batch_size * self.share.micro_batch_size
+
+    def numbers(self, consumed_samples: int, microbatch: int) -> list[int]:
+        """See `Order`."""
+        share = self.share
+        epoch, done = divmod(consumed_samples + microbatch * share.pass_size, self.epoch_samples)
+        if self.data_sharding:
+            bucket = self.epoch_samples // share.dp_size
+            first = done // share.dp_size
+            places = slice(first, first + share.micro_batch_size)
+            start = share.dp_rank * bucket
+            return [start + number for number in _permutation(epoch, bucket)[places]]
+        places = slice(done + share.dp_rank, done + share.pass_size, share.dp_size)
+        return _permutation(epoch, self._shared_samples)[places]
+
+
+@functools.lru_cache(maxsize=4)  # a step at the border of two epochs, for training and validation
+def _permutation(epoch: int, size: int) -> list[int]:
+    generator = torch.Generator().manual_seed(epoch)
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
+
+
+@dataclass(frozen=True)
+class WholeOrder:
+    """Each sample once. Some ranks have one fewer, and the last micro-batch may be smaller or empty."""
+
+    share: Share
+    total_samples: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches in which all ranks have read everything."""
+        return -(-self.total_samples // self.share.pass_size)
+
+    @property
+    def end(self) -> int:
+        """See `Order`."""
+        return self.num_microbatches * self.share.pass_size
+
+    def numbers(self, consumed_samples: int, microbatch: int) -> range:
+        """See `Order`."""
+        share = self.share
+        start = consumed_samples + microbatch * share.pass_size + share.dp_rank
+        return range(start, min(start + share.pass_size, self.total_samples), share.dp_size)

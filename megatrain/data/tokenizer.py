@@ -1,30 +1,26 @@
 """Text to token ids and back, by Megatron-LM's names of tokenizer types.
 
-TokenizerConfig (type, files) -> load_tokenizer -> Tokenizer
+    TokenizerConfig (type, files) ──> load_tokenizer ──> Tokenizer
+
+    tokenizers_huggingface     HuggingFaceTokenizer, GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase
+    tokenizers_sentencepiece   SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer
+    tokenizers_tiktoken        TikTokenizer
+    here                       NullTokenizer
+
+Only the TokenizerConfig travels to other processes; each loads its own tokenizer.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol
 
-from megatrain.config.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import tokenizers
-
-    from megatrain.config.tokenizer import TokenizerConfig
-
-TOKENIZER_TYPES: Final = ("HuggingFaceTokenizer", "NullTokenizer")
-END_OF_DOCUMENT: Final = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Looked for, in this order, when no tokenizer_config.json names the token."""
-OTHER_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
-NO_PAD: Final = -1
+from megatrain.config.errors import ConfigError
+from megatrain.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megatrain.data.tokenizer_files import NO_PAD, fingerprint_of
+from megatrain.data.tokenizers_huggingface import load_bert, load_gpt2_bpe, load_huggingface
+from megatrain.data.tokenizers_sentencepiece import SentencePieceTokenizer
+from megatrain.data.tokenizers_tiktoken import TikTokenizer
 
 
 class Tokenizer(Protocol):
@@ -32,8 +28,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """All ids are below it; before padding for tensor parallelism."""
-    eod: int
-    """The id that ends a document."""
+    eod: int | None
+    """The id that ends a document; None: the tokenizer names none, see `missing_end_of_document`."""
     pad: int
     """The padding id, -1 if there is none. It counts as padding in data by the rule of `gpt.effective_pad`."""
     special_ids: frozenset[int]
@@ -42,7 +38,7 @@ class Tokenizer(Protocol):
     """Equal for tokenizers that give equal ids, whatever their file's layout."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with no token added at either end."""
+        """Ids of a text, with no token added at either end unless the configuration asks for it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of many texts, faster than one by one."""
@@ -52,41 +48,37 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Make the tokenizer that a configuration describes.
+    """Make the tokenizer that a configuration describes. Nothing is downloaded.
 
     Raises:
         ConfigError: the type is unknown, or what it needs was not given or is not usable.
     """
-    kind, model, vocab_size = config.tokenizer_type, config.tokenizer_model, config.vocab_size
-    if kind == "NullTokenizer":
-        if vocab_size is None or vocab_size < 1:
-            raise ConfigError(
-                "--tokenizer-type NullTokenizer needs a vocabulary size", fix="give --vocab-size"
-            )
-        return NullTokenizer(vocab_size)
-    if kind == "HuggingFaceTokenizer":
-        if model is None:
-            raise ConfigError(
-                "--tokenizer-type HuggingFaceTokenizer needs a file",
-                fix="give --tokenizer-model: a tokenizer.json, or a folder with one",
-            )
-        return HuggingFaceTokenizer(Path(model))
-    near = difflib.get_close_matches(str(kind), TOKENIZER_TYPES, n=1)
-    raise ConfigError(
-        f"--tokenizer-type {kind} is unknown",
-        fix=f"use {near[0] if near else ' or '.join(TOKENIZER_TYPES)}",
-    )
+    problems = tuple(tokenizer_problems(config))
+    if problems:
+        raise ConfigError.of(problems)
+    tokenizer = _LOADERS[str(config.tokenizer_type)](config)
+    if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {config.vocab_size} is not the size of the tokenizer, {tokenizer.vocab_size}",
+            fix="leave --vocab-size out; --padded-vocab-size sets the rows of the embedding",
+        )
+    return tokenizer
 
 
 class NullTokenizer:
     """Text that already is numbers: `encode("5 3")` is [5, 3]. The last id ends documents."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, config: TokenizerConfig) -> None:
+        vocab_size = config.vocab_size
+        if vocab_size is None or vocab_size < 1:
+            raise ConfigError(
+                f"--vocab-size {vocab_size} leaves no token", fix="give a --vocab-size of 1 or more"
+            )
         self.vocab_size = vocab_size
-        self.eod = vocab_size - 1
+        self.eod: int | None = vocab_size - 1
         self.pad = NO_PAD
-        self.special_ids = frozenset({self.eod})
-        self.fingerprint = _fingerprint({"type": "NullTokenizer", "vocab_size": vocab_size})
+        self.special_ids = frozenset({vocab_size - 1})
+        self.fingerprint = fingerprint_of({"type": "NullTokenizer", "vocab_size": vocab_size})
 
     def encode(self, text: str) -> list[int]:
         """The numbers of a text. Raises ValueError where there is none or it is no id."""
@@ -105,95 +97,14 @@ class NullTokenizer:
         return " ".join(map(str, ids))
 
 
-class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library; `tokenizer_config.json` beside it names the special tokens."""
-
-    def __init__(self, path: Path) -> None:
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise InputError(
-                f"{file}: there is no such file",
-                fix="give --tokenizer-model a tokenizer.json or a folder with one; a model's name on the hub is not "
-                f"looked up: download it first (hf download {path} --include 'tokenizer*')",
-            )
-        definition = _read_json(file)
-        config_file = file.with_name("tokenizer_config.json")
-        config = _read_json(config_file) if config_file.is_file() else {}
-        self._tokenizer = _make(file)
-        # A file may ask for cutting and filling up, which belongs to inference and would damage documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        definition.update(truncation=None, padding=None)
-        self.fingerprint = _fingerprint(definition)
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=-1) + 1  # not their number: there may be gaps
-        self.eod = self._end_of_document(config, file)
-        named = (self._named(config, key) for key in OTHER_SPECIAL)
-        self.special_ids = frozenset({self.eod, *(number for number in named if number is not None)})
-        pad = self._named(config, "pad_token")
-        self.pad = NO_PAD if pad is None else pad
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. The text of a special token becomes that token."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts."""
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    def _named(self, config: dict[str, Any], key: str) -> int | None:
-        """The id of a token that tokenizer_config.json names, as a string or as an object with its content."""
-        token = config.get(key)
-        if isinstance(token, dict):
-            token = token.get("content")
-        return self._tokenizer.token_to_id(token) if isinstance(token, str) else None
-
-    def _end_of_document(self, config: dict[str, Any], file: Path) -> int:
-        found = self._named(config, "eos_token")
-        candidates = (self._tokenizer.token_to_id(token) for token in END_OF_DOCUMENT)
-        number = found if found is not None else next((one for one in candidates if one is not None), None)
-        if number is None:
-            raise InputError(
-                f"{file}: no end-of-document token: tokenizer_config.json names no eos_token of the vocabulary, "
-                f"and it has none of {', '.join(END_OF_DOCUMENT)}",
-                fix=f'put {{"eos_token": "..."}} with a token of the vocabulary into '
-                f"{file.with_name('tokenizer_config.json')}",
-            )
-        return number
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{file}: cannot be read: {error}", fix="download or copy the tokenizer again"
-        ) from error
-    if not isinstance(content, dict):
-        raise InputError(f"{file}: holds no JSON object", fix="download or copy the tokenizer again")
-    return content
-
-
-def _make(file: Path) -> tokenizers.Tokenizer:
-    import tokenizers  # noqa: PLC0415 - loading the library takes a while, and most processes need no tokenizer
-
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(
-            f"{file}: not a tokenizer of the `tokenizers` library: {error}",
-            fix="convert it with transformers' AutoTokenizer(...).save_pretrained(folder)",
-        ) from error
-
-
-def _fingerprint(definition: dict[str, Any]) -> str:
-    """SHA-256 of the definition without its layout: keys sorted, no blanks."""
-    canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+_LOADERS: Final[Mapping[str, Callable[[TokenizerConfig], Tokenizer]]] = {
+    "HuggingFaceTokenizer": load_huggingface,
+    "GPT2BPETokenizer": load_gpt2_bpe,
+    "BertWordPieceLowerCase": load_bert,
+    "BertWordPieceCase": load_bert,
+    "SentencePieceTokenizer": SentencePieceTokenizer,
+    "GPTSentencePieceTokenizer": SentencePieceTokenizer,
+    "Llama2Tokenizer": SentencePieceTokenizer,
+    "TikTokenizer": TikTokenizer,
+    "NullTokenizer": NullTokenizer,
+}

@@ -95,7 +95,7 @@ def continued(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[
     """The text that follows `prompt`, piece by piece, up to the end of document or `max_new_tokens`."""
     device = next(loaded.model.segments[0].parameters()).device
     generator = torch.Generator(device).manual_seed(sampling.seed)
-    ids = loaded.tokenizer.encode(prompt) or [loaded.tokenizer.eod]
+    ids = loaded.tokenizer.encode(prompt) or _beginning(loaded.tokenizer)
     shown = len(loaded.tokenizer.decode(ids))
     for _ in range(sampling.max_new_tokens):
         window = torch.tensor([ids[-loaded.window :]], device=device)
@@ -132,6 +132,16 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int
         smallest = logits.topk(sampling.top_k).values[-1]
         logits = logits.masked_fill(logits < smallest, float("-inf"))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def _beginning(tokenizer: Tokenizer) -> list[int]:
+    """What stands for an empty prompt: the end of a document before."""
+    if tokenizer.eod is None:
+        raise ConfigError(
+            "an empty prompt needs an end-of-document token, and the tokenizer names none",
+            fix="give a prompt of a word or more",
+        )
+    return [tokenizer.eod]
 
 
 def _tokenizer(config: TokenizerConfig, fingerprint: str | None) -> Tokenizer:

@@ -5,10 +5,34 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a micro-batch lie that attention stays inside of."""
+
+    cu_seqlens: Tensor
+    """Borders in the micro-batch's samples laid end to end, b * s tokens: int32 [documents + 1], from 0 to b * s."""
+    max_seqlen: int
+    """Tokens of the longest one."""
+    num_samples: int
+    """b."""
+
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """True where query i may see key j: both in one document, and j no later than i. Bool [b, 1, s, s]."""
+        borders = self.cu_seqlens
+        places = torch.arange(int(borders[-1]), device=borders.device)
+        document = torch.bucketize(places, borders, right=True).view(self.num_samples, 1, -1)
+        s = document.shape[-1]
+        is_same = document.unsqueeze(-1) == document.unsqueeze(-2)
+        return is_same & torch.ones(s, s, dtype=torch.bool, device=borders.device).tril()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +47,19 @@ class Batch:
     """1 where a label counts, 0 where it does not, float32 [b, s]."""
     position_ids: Tensor
     """Place of each token in its document or sample, int64 [b, s]."""
+    documents: Documents | None = None
+    """None: attention sees the whole sample."""
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with each tensor changed: moved, for example."""
+        documents = self.documents
+        return Batch(
+            tokens=change(self.tokens),
+            labels=change(self.labels),
+            loss_mask=change(self.loss_mask),
+            position_ids=change(self.position_ids),
+            documents=documents and replace(documents, cu_seqlens=change(documents.cu_seqlens)),
+        )
 
 
 @dataclass(kw_only=True)
@@ -31,6 +68,8 @@ class PassInfo:
 
     microbatch: int = 0
     """Number of the micro-batch in this step, from 0."""
+    documents: Documents | None = None
+    """What attention stays inside of, as in the batch."""
     is_training: bool = True
     """False in evaluation: no gradients are formed."""
     loss_scale: float = 1.0

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
-from megatrain.parallel.batch import Batch
+from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import FAULTS, planted
@@ -44,6 +44,8 @@ class Layout:
     is_zero1: bool = True
     global_batch: int = 16
     """Samples a step, in micro-batches of two."""
+    has_documents: bool = False
+    """Whether attention stays inside of documents, as with --reset-attention-mask."""
 
     @property
     def world_size(self) -> int:
@@ -57,6 +59,7 @@ class Layout:
         ]
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
+        parts += ["documents"] if self.has_documents else []
         parts += [f"batch{self.global_batch}"] if self.global_batch != 16 else []
         return " ".join(parts)
 
@@ -65,6 +68,7 @@ class Layout:
             *("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)),
             *(["--sequence-parallel"] if self.sp else []),
             *([] if self.is_tied else ["--untie-embeddings-and-output-weights"]),
+            *(["--reset-attention-mask"] if self.has_documents else []),
             "--use-distributed-optimizer" if self.is_zero1 else "--no-use-distributed-optimizer",
         ]
         return flags
@@ -97,6 +101,9 @@ LAYOUTS = (
     Layout(tp=2, dp=2, pp=2),
     Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True),
     Layout(tp=2, dp=2, pp=2, sp=True, is_zero1=False),
+    Layout(tp=2, sp=True, has_documents=True),
+    Layout(dp=2, pp=4, is_tied=True, has_documents=True),
+    Layout(tp=2, dp=2, pp=2, sp=True, has_documents=True),
 )
 """What the command checks by default."""
 
@@ -161,7 +168,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(pool: WorkerPool, layout: Layout, *, fault: str | None = None) -> Verdict:
     """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
-    alone = Layout(is_tied=layout.is_tied, global_batch=layout.global_batch)
+    alone = Layout(
+        is_tied=layout.is_tied, global_batch=layout.global_batch, has_documents=layout.has_documents
+    )
     (reference,) = pool.run(1, measure, alone, None)
     answers = pool.run(layout.world_size, measure, layout, fault)
     return judge(reference, answers)
@@ -226,7 +235,16 @@ def own_batches(step: int, layout: Layout, dp_rank: int) -> Iterator[Batch]:
             labels=tokens[rows, 1:].contiguous(),
             loss_mask=mask[rows],
             position_ids=torch.arange(_SEQ).expand(_MICRO_BATCH, -1),
+            documents=_documents(tokens[rows, :-1]) if layout.has_documents else None,
         )
+
+
+def _documents(tokens: torch.Tensor) -> Documents:
+    """Documents that end behind every seventh id, so that samples hold none to several."""
+    flat = torch.cat([torch.nn.functional.pad(row % 7 == 0, (1, 0))[:-1] for row in tokens])
+    flat[::_SEQ] = True
+    borders = torch.cat([flat.nonzero().flatten(), torch.tensor([len(flat)])]).to(torch.int32)
+    return Documents(borders, int(borders.diff().max()), len(tokens))
 
 
 def _gradients(engine: Engine) -> list[Part]:

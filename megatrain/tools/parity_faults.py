@@ -41,6 +41,10 @@ def _wrong_scale() -> AbstractContextManager[Any]:
     return mock.patch.object(engine, "PassInfo", doubled)
 
 
+def _no_documents() -> AbstractContextManager[Any]:
+    return mock.patch.object(engine, "PassInfo", lambda **values: PassInfo(**{**values, "documents": None}))
+
+
 def _stale_gather() -> AbstractContextManager[Any]:
     gather = DataParallel.gather_weights
     calls: list[None] = []
@@ -90,5 +94,6 @@ FAULTS = {
     "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
+    "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
 }

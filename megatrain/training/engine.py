@@ -109,7 +109,10 @@ class Engine:
         pp = self.grid.pp
         # Losses are scaled such that plain sums over micro-batches and replicas give the mean.
         scale = 1.0 / (len(batches) * self.grid.dp.size)
-        infos = [PassInfo(microbatch=number, loss_scale=scale) for number in range(len(batches))]
+        infos = [
+            PassInfo(microbatch=number, documents=batch.documents, loss_scale=scale)
+            for number, batch in enumerate(batches)
+        ]
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
         self.data_parallel.sum_partial_gradients()
         return mean_loss(self._summed(infos))
@@ -117,7 +120,10 @@ class Engine:
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Sum of the token losses and number of tokens over the batch of all replicas, wide [2]."""
         pp = self.grid.pp
-        infos = [PassInfo(microbatch=number, is_training=False) for number in range(len(batches))]
+        infos = [
+            PassInfo(microbatch=number, documents=batch.documents, is_training=False)
+            for number, batch in enumerate(batches)
+        ]
         self.executor.run(forward_only(pp.rank, pp.size, len(batches)), batches, infos)
         return self._summed(infos)
 

@@ -7,7 +7,7 @@ What is wrong with a file becomes a problem among the others; nothing here stops
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ import torch
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Facts, Request, StoredRun
+from megatrain.config.data import DataConfig
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.indexed import IndexedDataset
+from megatrain.config.facts import DatasetFacts
+from megatrain.config.tokenizer import tokenizer_problems
+from megatrain.config.values import is_settled
+from megatrain.data.sources import inspect, named_blends
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.training.metrics import is_metrics_file, metrics_path
 
@@ -48,11 +51,8 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         found |= _tokenizer_facts(request)
     except ConfigError as error:
         problems += error.problems
-    try:
-        for prefix in request.known("data.data_path") or ():
-            IndexedDataset(prefix)
-    except ConfigError as error:
-        problems += error.problems
+    datasets, data_problems = _data_facts(request, found)
+    problems += data_problems
     problems += _folder_problems(request)
     stored = stored_run(request) if not problems else None
     problems += _used_save_problems(request, stored)
@@ -64,6 +64,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         devices_per_node=torch.cuda.device_count() if has_cuda else None,
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
+        datasets=tuple(datasets),
         data_problems=tuple(problems),
         libraries=_libraries(),
         **found,
@@ -78,12 +79,12 @@ def stored_run(request: Request) -> StoredRun | None:
     newest = newest_valid(Path(load))
     if newest is not None:
         manifest = read_manifest(newest.path)
-        return StoredRun(
+        return StoredRun.from_state(
+            manifest.state,
             path=str(newest.path),
             iteration=manifest.iteration,
             consumed_train_samples=manifest.consumed_train_samples,
             config=manifest.config,
-            tokenizer_fingerprint=manifest.state.get("tokenizer_fingerprint"),
         )
     candidates = find_checkpoints(Path(load))
     is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
@@ -96,6 +97,22 @@ def stored_run(request: Request) -> StoredRun | None:
         fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without --load, "
         "or with --load-or-start",
     )
+
+
+def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:
+    names = [field.name for field in dataclasses.fields(DataConfig)]
+    values = {name: request.known(f"data.{name}") for name in names}
+    data = DataConfig(**{name: value for name, value in values.items() if value is not None})
+    # A NullTokenizer reads numbers as they are: it stands for whichever tokenizer made them.
+    is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
+    try:
+        return inspect(
+            named_blends(data),
+            vocab_size=tokenizer.get("vocab_size"),
+            tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
+        )
+    except ConfigError as error:
+        return [], list(error.problems)
 
 
 def _folder_problems(request: Request) -> Iterator[Problem]:
@@ -126,10 +143,10 @@ def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(TokenizerConfig)]
-    config = TokenizerConfig(**{name: request.known(f"tokenizer.{name}") for name in names})
-    if config.tokenizer_type is None:
-        return {}
+    config = request.config.tokenizer
+    is_understood = all(map(is_settled, vars(config).values()))
+    if not is_understood or any(tokenizer_problems(config)):
+        return {}  # The parser or the rule `vocabulary_is_known` says what is missing.
     tokenizer = load_tokenizer(config)
     return {
         "vocab_size": tokenizer.vocab_size,

@@ -46,6 +46,8 @@ class Ranks:
     facts: Facts
     grid: RankGrid
     device: torch.device
+    local_rank: int
+    """Among the ranks of its host."""
 
     @property
     def is_main(self) -> bool:
@@ -105,7 +107,14 @@ def joined_ranks(request: Request) -> Iterator[Ranks]:
     make_handle = _join_groups(plan, environment, store, device) if store is not None else None
     grid = RankGrid.build(grid_shape(plan), environment.rank, make_handle)
     _warm(grid, device)
-    yield Ranks(request=request, plan=plan, facts=facts, grid=grid, device=device)
+    yield Ranks(
+        request=request,
+        plan=plan,
+        facts=facts,
+        grid=grid,
+        device=device,
+        local_rank=environment.local_rank,
+    )
     if store is not None:
         dist.barrier()  # without it, an early leaver can abort the others
         dist.destroy_process_group()

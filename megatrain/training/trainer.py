@@ -18,11 +18,9 @@ import torch
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
-from megatrain.config import render_plan, resolve, to_yaml
+from megatrain.config import StoredRun, render_plan, resolve, to_yaml
 from megatrain.config.errors import MegatrainError
-from megatrain.data.build import build_splits
-from megatrain.data.gpt import GptSamples
-from megatrain.data.loader import BatchLoader
+from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
 from megatrain.training.engine import Engine, StepReport, learning_rate_of, mean_loss
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import (
@@ -60,7 +58,7 @@ class Trainer:
         self.engine = Engine(self.plan, ranks.grid, ranks.device)
         self._say(describe(self.engine))
         self.learning_rate = learning_rate_of(self.plan)
-        self.loaders = self._build_loaders()
+        self.batches = RunBatches(None, ())
         self.metrics: MetricsFile | None = None
         self.shown: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
@@ -95,17 +93,15 @@ class Trainer:
 
     def _check_against(self, loaded: Loaded) -> None:
         """The plan was made for a newer checkpoint, which is damaged: hold it to the one that is used."""
-        former = self.ranks.facts.checkpoint
-        assert former is not None
-        used = dataclasses.replace(
-            former,
+        used = StoredRun.from_state(
+            loaded.state,
             path=str(loaded.path),
             iteration=loaded.iteration,
             consumed_train_samples=loaded.consumed_train_samples,
             config=loaded.config,
-            tokenizer_fingerprint=loaded.state["tokenizer_fingerprint"],
         )
-        resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
+        self.plan = resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
+        self.config, self.derived = self.plan.config, self.plan.derived
 
     def train(self) -> int:
         """Run to the target or until something asks for the end; returns the exit code.
@@ -116,6 +112,7 @@ class Trainer:
         """
         self._open_outputs()
         try:
+            self.batches = build_batches(self.ranks, self.plan, self._say)
             exit_code, reason = self._train()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
@@ -145,6 +142,11 @@ class Trainer:
         )
         reason = None
         with stop.listening():
+            if self.config.training.skip_train:
+                reason = self._evaluate(("valid", "test"), stop)
+                return (
+                    (REACHED, "evaluated, with --skip-train") if reason is None else (STOPPED_EARLY, reason)
+                )
             if self.config.training.eval_at_start and start == 0:
                 self._evaluate(("valid",), stop)
             if self.is_evaluation_left:
@@ -167,9 +169,8 @@ class Trainer:
 
     def _iterate(self, *, is_first: bool) -> None:
         """One step and what it shows."""
-        batches = self.loaders["train"].microbatches(
-            self.consumed_train_samples, self.derived.num_microbatches
-        )
+        assert self.batches.train is not None
+        batches = self.batches.train.microbatches(self.consumed_train_samples, self.derived.num_microbatches)
         lr = self.learning_rate.at(self.consumed_train_samples)
         report = self.engine.step(batches, lr=lr)
         self.iteration += 1
@@ -216,47 +217,47 @@ class Trainer:
 
     def _evaluate_if_due(self, stop: StopRequest) -> str | None:
         """Evaluate where the interval or the end of training asks for it; why it was left unfinished, if it was."""
-        interval = self.config.training.eval_interval
-        is_due = self._is_last or (interval is not None and self.iteration % interval == 0)
-        if not is_due:
+        training = self.config.training
+        is_interval = training.eval_interval is not None and self.iteration % training.eval_interval == 0
+        is_due = is_interval and self.iteration >= (training.start_eval_at_iter or 0)
+        if not (is_due or self._is_last):
             return None
         reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
         self.is_evaluation_left = reason is not None
-        if reason is None and "valid" in self.loaders:
-            self.consumed_valid_samples += (
-                self.config.training.eval_iters * self.config.training.global_batch_size
-            )
+        if reason is None and self.derived.requested_valid_samples is not None:
+            self.consumed_valid_samples += training.eval_iters * training.eval_global_batch_size
         self.clock = time.perf_counter()
         return reason
 
     def _evaluate(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
-        """Loss over the next `eval_iters` batches of each split, shown when all are done; why to stop, if not."""
-        losses: dict[str, float] = {}
-        for split in splits:
-            loader = self.loaders.get(split)
-            if loader is None:
+        """Loss over the next samples of each split, shown when all are done; why to stop, if not."""
+        losses: dict[EvaluationSet, float] = {}
+        for evaluation in self.batches.evaluations:
+            if evaluation.split not in splits:
                 continue
-            consumed = self.consumed_valid_samples if split == "valid" else 0
+            reads_on = evaluation.split == "valid" and not evaluation.is_whole
+            consumed = self.consumed_valid_samples if reads_on else 0
             sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
-            for number in range(self.config.training.eval_iters):
+            for done in range(0, evaluation.num_microbatches, self.derived.num_eval_microbatches):
                 reason = stop.urgent_reason(self.ranks.grid.world, self.ranks.device)
                 if reason is not None:
                     return reason
-                first = consumed + number * self.config.training.global_batch_size
-                sums += self.engine.evaluate(loader.microbatches(first, self.derived.num_microbatches))
-            losses[split] = mean_loss(sums)
-        for split, loss in losses.items():
-            self._show_evaluation(split, loss)
+                count = min(self.derived.num_eval_microbatches, evaluation.num_microbatches - done)
+                first = consumed + done * self.config.training.micro_batch_size * self.ranks.grid.dp.size
+                sums += self.engine.evaluate(evaluation.batches.microbatches(first, count))
+            losses[evaluation] = mean_loss(sums)
+        for evaluation, loss in losses.items():
+            self._show_evaluation(evaluation, loss)
         return None
 
-    def _show_evaluation(self, split: str, loss: float) -> None:
+    def _show_evaluation(self, evaluation: EvaluationSet, loss: float) -> None:
         perplexity = math.exp(min(loss, 20.0))
         if self.metrics is not None:
+            of = evaluation.split if evaluation.dataset is None else evaluation.dataset
             self.metrics.write(
-                {"iteration": self.iteration, "validation": split, "loss": loss, "ppl": perplexity}
+                {"iteration": self.iteration, "validation": of, "loss": loss, "ppl": perplexity}
             )
-        name = "validation" if split == "valid" else split
-        line = f" {name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        line = f" {evaluation.name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
         self._say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
 
     def _save_if_due(self, *, is_stopping: bool) -> None:
@@ -279,43 +280,17 @@ class Trainer:
                 "consumed_valid_samples": self.consumed_valid_samples,
                 "is_evaluation_left": self.is_evaluation_left,
                 "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
+                "data_plans": {
+                    "train": self.derived.train_plan,
+                    "valid": self.derived.valid_plan,
+                    "test": self.derived.test_plan,
+                },
+                "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
             },
             config=self.config.to_dict(),
         )
         self.clock = time.perf_counter()
         self._say(f"> committed {path} in {self.clock - began:.1f} s")
-
-    def _build_loaders(self) -> dict[str, BatchLoader]:
-        data, facts = self.config.data, self.ranks.facts
-        splits = build_splits(
-            data.data_path[0] if data.data_path else None,
-            split=data.split,
-            seq_length=data.seq_length,
-            seed=self.config.training.seed,
-            requested=(
-                self.derived.requested_train_samples,
-                self.derived.requested_valid_samples,
-                self.derived.requested_test_samples,
-            ),
-            vocab_size=self.derived.vocab_size,
-            eod=self.derived.eod_id,
-            pad=facts.pad_id,
-            special_ids=facts.special_ids,
-            eod_mask_loss=data.eod_mask_loss,
-            reset_position_ids=data.reset_position_ids,
-            mmap=not data.no_mmap_bin_files,
-        )
-        named = {"train": splits.train, "valid": splits.valid, "test": splits.test}
-        return {name: self._loader(samples) for name, samples in named.items() if samples is not None}
-
-    def _loader(self, samples: GptSamples) -> BatchLoader:
-        return BatchLoader(
-            samples,
-            micro_batch_size=self.config.training.micro_batch_size,
-            dp_rank=self.ranks.grid.dp.rank,
-            dp_size=self.ranks.grid.dp.size,
-            device=self.ranks.device,
-        )
 
     def _open_outputs(self) -> None:
         if not self.ranks.is_main:
@@ -333,8 +308,7 @@ class Trainer:
             write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
 
     def _close(self) -> None:
-        for loader in self.loaders.values():
-            loader.close()
+        self.batches.close()
         if self.metrics is not None:
             self.metrics.close()
 

@@ -3,11 +3,19 @@
 import pytest
 
 from megatrain.config import Facts
+from megatrain.config.facts import DatasetFacts
 from megatrain.config.rules import RULES
 
 GQA = "--group-query-attention"
 NULL = "--tokenizer-type NullTokenizer"
 CUDA = Facts(device="cuda")
+
+
+def dataset(prefix, num_sequences, *, split="all", weight=None):
+    return DatasetFacts(
+        split=split, prefix=prefix, weight=weight, num_sequences=num_sequences, num_tokens=9, digest=prefix
+    )
+
 
 CASES = {
     "heads_divide_over_tp_ranks": [
@@ -113,7 +121,49 @@ CASES = {
     "data_has_one_source": [
         (NULL, "--mock-data", None,
          "there is nothing to train on: neither --data-path nor --mock-data is given\n  fix: give --data-path PREFIX"),
-        ("--data-path a", "", None, "--data-path a and --mock-data are both given\n  fix: leave one of them out"),
+        ("--data-path a", "", None,
+         "--data-path and --mock-data all name what to train on\n  fix: keep one of them (only --train-data-path"),
+        (f"{NULL} --data-path a --train-data-path b", "--mock-data", None,
+         "--data-path and --train-data-path all name what to train on"),
+        (f"{NULL} --valid-data-path a", "--mock-data", None,
+         "there is nothing to train on: --train-data-path is not given\n  fix: give --train-data-path"),
+    ],
+    "blends_have_positive_weights": [
+        (f"{NULL} --data-path 1 a 0 b", "--mock-data", None,
+         "--data-path: the weight of b is 0\n  fix: give every dataset a weight above 0"),
+        (f"{NULL} --train-data-path 1 a -2 b", "--mock-data", None, "--train-data-path: the weight of b is -2"),
+        (f"{NULL} --data-path nan a 1 b", "--mock-data", None, "--data-path: the weight of a is nan"),
+        (f"{NULL} --data-path 1e308 a 1e308 b", "--mock-data", None, "--data-path: the weights add up to infinity"),
+    ],
+    "splits_hold_sequences": [
+        (f"{NULL} --data-path d", "--mock-data", Facts(datasets=(dataset("d", 300),)),
+         ("--split '969, 30, 1' of the 300 sequences of d is train 291, valid 9, test 0: samples are asked of test, which"
+         " has none\n  fix: --split 290,9,1, or ask for no samples there (--eval-iters 0)")),
+        (f"{NULL} --data-path 1 d 1 e --split 0,1,1", "--mock-data", Facts(datasets=(dataset("d", 300), dataset("e", 400))),
+         "train 0, valid 150, test 150: samples are asked of train, which has none (1 other datasets"),
+    ],
+    "weights_have_a_number_to_share_out": [
+        (f"{NULL} --data-path 1 d --full-validation", "--mock-data", Facts(datasets=(dataset("d", 9999, weight=1.0),)),
+         "--full-validation reads validation data whole, and weights ask for shares of a number of samples\n  fix: leave out"),
+    ],
+    "validation_sets_are_apart": [
+        (f"{NULL} --data-path d --full-validation --multiple-validation-sets", "--mock-data", Facts(datasets=(dataset("d", 9999),)),
+         "--multiple-validation-sets is given, but no validation data of its own\n  fix: name the sets with --valid-data-path"),
+        (f"{NULL} --train-data-path d --valid-data-path e --multiple-validation-sets", "--mock-data",
+         Facts(datasets=(dataset("d", 9, split="train"), dataset("e", 9, split="valid"))),
+         "--multiple-validation-sets is given without --full-validation\n  fix: add --full-validation"),
+    ],
+    "one_rule_says_where_documents_end": [
+        ("--dataloader-inter-document-masking --reset-attention-mask", "", None,
+         "--dataloader-inter-document-masking takes documents as they are stored"),
+    ],
+    "sharding_is_about_cycles": [
+        ("--no-data-sharding", "", None,
+         "--no-data-sharding has no effect with --dataloader-type single\n  fix: add --dataloader-type cyclic"),
+    ],
+    "evaluation_batch_divides_into_passes": [
+        ("--eval-global-batch-size 7", "", None,
+         "--eval-global-batch-size 7 is no multiple of --micro-batch-size 2 * data-parallel size 1 = 2\n  fix: use"),
     ],
     "split_has_up_to_three_shares": [
         (f"{NULL} --data-path a --split 1,2,3,4", "--mock-data", None, "--split '1,2,3,4' has 4 shares\n  fix: give up to"),
@@ -124,16 +174,29 @@ CASES = {
         ("--tokenizer-type HuggingFaceTokenizer", "", None,
          "HuggingFaceTokenizer is given without --tokenizer-model\n  fix: give --tokenizer-model"),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model x", "--vocab-size", None,
-         "--tokenizer-model x: its size is not known\n  fix: check that the file can be read"),
+         "HuggingFaceTokenizer: the size of its vocabulary is not known\n  fix: check that its files can be read"),
         ("--tokenizer-model x", "", None,
-         "--tokenizer-model x is not read with --tokenizer-type left out\n  fix: add --tokenizer-type HuggingFaceTokenizer"),
+         "--tokenizer-model x is given without --tokenizer-type\n  fix: add --tokenizer-type HuggingFaceTokenizer, Sent"),
+        ("--vocab-file v --merge-file m", "", None,
+         ("--vocab-file v and --merge-file m are given without --tokenizer-type\n"
+          "  fix: add --tokenizer-type GPT2BPETokenizer")),
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "", None,
+         "GPT2BPETokenizer is given without --merge-file\n  fix: give --merge-file, the merges.txt that belongs to it"),
+        (f"{NULL} --merge-file m", "", None,
+         ("--merge-file m is not read by --tokenizer-type NullTokenizer\n"
+          "  fix: leave it out, or use --tokenizer-type GPT2BPETokenizer")),
+        ("--tokenizer-type SFTTokenizer --tokenizer-model x", "", None,
+         "--tokenizer-type SFTTokenizer is not there\n  fix: use --tokenizer-type HuggingFaceTokenizer"),
         (NULL, "--vocab-size", None, "NullTokenizer is given without --vocab-size\n  fix: give --vocab-size"),
         ("", "--vocab-size", None, "there is no tokenizer: --tokenizer-type is not given\n  fix: give --tokenizer-type"),
         ("--data-path a", "--mock-data", None, "there is no tokenizer: --tokenizer-type is not given"),
     ],
-    "vocabulary_size_is_the_tokenizers": [
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model x", "", Facts(vocab_size=90),
-         "--vocab-size 100 is not the size of the tokenizer, 90\n  fix: leave --vocab-size out"),
+    "end_of_document_is_known": [
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --data-path a --eod-mask-loss", "--mock-data",
+         Facts(vocab_size=100), ("--eod-mask-loss needs an end-of-document token, and x names none\n"
+         '  fix: put {"eos_token": "..."} with a token of the vocabulary into tokenizer_config.json')),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model x", "", Facts(vocab_size=100),
+         "--mock-data needs an end-of-document token, and x names none\n  fix: use a model that was trained with an end"),
     ],
     "padded_vocabulary_holds_all_tokens": [
         ("--padded-vocab-size 99", "", None, "--padded-vocab-size 99 is too small for 100 tokens\n  fix: leave"),
@@ -171,8 +234,6 @@ CASES = {
          "  fix: add --disable-bias-linear")),
         ("--transformer-impl transformer_engine", "", None,
          "--transformer-impl transformer_engine is not there yet\n  fix: use --transformer-impl local"),
-        ("--reset-position-ids", "", None, "--reset-position-ids is not there yet\n  fix: leave --reset-position-ids out"),
-        ("--reset-attention-mask", "", None, "--reset-attention-mask is not there yet"),
     ],
     "dropout_is_off": [
         ("", "--hidden-dropout --attention-dropout", None,
@@ -180,23 +241,16 @@ CASES = {
          "\n  fix: use --hidden-dropout 0 --attention-dropout 0")),
         ("--hidden-dropout 0.2", "", None, "dropout is not there yet: --hidden-dropout 0.2\n"),
     ],
-    "blends_are_not_asked_for": [
-        (f"{NULL} --data-path 0.3 a 0.7 b", "--mock-data", None,
-         "--data-path 0.3 a 0.7 b: blends are not there yet\n  fix: give one prefix"),
-    ],
     "deterministic_mode_is_for_cpus": [
         ("--deterministic-mode", "", Facts(device="cuda"),
          "--deterministic-mode is not there yet on a GPU\n  fix: leave it out"),
-    ],
-    "data_cache_is_not_asked_for": [
-        ("--data-cache-path c", "", None, "--data-cache-path c: index caches are not there yet\n  fix: leave it out"),
     ],
     "optimizer_state_is_left_out_once": [
         ("--save r --load r --no-load-optim", "", None,
          "would drop the optimizer's state at every restart\n  fix: load from another folder"),
     ],
 }  # fmt: skip
-ELSEWHERE = {"run_is_the_stored_one", "tokenizer_is_the_stored_one"}
+ELSEWHERE = {"data_is_the_stored_one", "run_is_the_stored_one", "tokenizer_is_the_stored_one"}
 
 
 @pytest.mark.parametrize(

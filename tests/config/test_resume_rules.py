@@ -2,10 +2,15 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
 from megatrain.config import Facts, StoredRun
+from megatrain.config.facts import DatasetFacts
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+REQUESTED = json.loads((GOLDEN / "expected.json").read_text())["requested_sizes"]
 
 BASE = "--global-batch-size 8 --train-iters 10"
 
@@ -35,8 +40,6 @@ def test_an_unchanged_run_resumes_without_a_word(plan_of, stored):
         ("--seq-length 64", "--seq-length cannot change on resume (yet), the order of samples depends on it"),
         ("--seed 1", "the checkpoint has 1234, this run 1\n  fix: keep the stored value (--seed 1234)"),
         ("--global-batch-size 16", "--global-batch-size cannot change on resume"),
-        ("--train-iters 20", "--train-iters cannot change on resume"),
-        ("--eval-iters 7", "--eval-iters cannot change on resume"),
         ("--vocab-size 101", "--vocab-size cannot change on resume (yet), the meaning of token numbers depends on it"),
     ],
 )  # fmt: skip
@@ -45,12 +48,92 @@ def test_what_shapes_the_run_stays(problems_of, stored, flags, words):
     assert words in problem
 
 
-def test_another_data_file_is_named(plan_of, problems_of):
-    flags = "--tokenizer-type NullTokenizer"
-    config = plan_of(f"{flags} --data-path a", without="--mock-data").config.to_dict()
-    facts = Facts(checkpoint=StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config))
-    (problem,) = problems_of(f"{flags} --data-path b", without="--mock-data", facts=facts)
-    assert "the checkpoint has a, this run b\n  fix: keep the stored value (--data-path a)" in problem
+NULL = "--tokenizer-type NullTokenizer --split 9,1,1"
+
+
+def dataset(prefix, digest, *, weight=None, split="all"):
+    return DatasetFacts(
+        split=split, prefix=prefix, weight=weight, num_sequences=900, num_tokens=9000, digest=digest
+    )
+
+
+@pytest.fixture
+def data_problems(plan_of, problems_of):
+    """The problems of a run with these datasets that continues one with those."""
+
+    def collect(before, now):
+        flags = f"{NULL} --data-path a"
+        config = plan_of(flags, without="--mock-data", facts=Facts(datasets=before)).config.to_dict()
+        stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, datasets=before)
+        return problems_of(flags, without="--mock-data", facts=Facts(checkpoint=stored, datasets=now))
+
+    return collect
+
+
+def test_data_may_move_but_not_change(data_problems):
+    a, b = dataset("a", "1", weight=1.0), dataset("b", "2", weight=2.0)
+    assert data_problems((a, b), (dataset("x/a", "1", weight=1.0), b)) == []
+    (problem,) = data_problems((a, b), (dataset("a", "3", weight=1.0), b))
+    assert "a is not the dataset that the checkpoint read (a): it has 900 sequences of 9000 tokens" in problem
+    (problem,) = data_problems((a, b), (a, dataset("b", "2", weight=3.0)))
+    assert "the weight of b cannot change on resume" in problem
+    assert "the checkpoint has 2.0, this run 3.0\n  fix: give the data of the first run" in problem
+    (problem,) = data_problems((a, b), (a,))
+    assert "the checkpoint read 2 datasets (2 for all), this run names 1 (1 for all)" in problem
+
+
+def with_plans(stored, **plans):
+    run = dataclasses.replace(stored.checkpoint, data_plans=plans)
+    return dataclasses.replace(stored, checkpoint=run)
+
+
+def test_a_longer_run_appends_a_plan(plan_of, stored):
+    facts = with_plans(stored, train=[80], valid=[800], test=[800])
+    derived = plan_of(f"{BASE} --train-iters 25", facts=facts).derived
+    assert derived.train_plan == (80, 120)
+    assert (derived.valid_plan, derived.test_plan) == ((800,), (800,))
+    again = with_plans(stored, train=[80, 120])
+    assert plan_of(f"{BASE} --train-iters 26", facts=again).derived.train_plan == (80, 120, 8)
+    assert plan_of(BASE, facts=again).derived.train_plan == (80, 120)
+    assert plan_of(BASE, facts=facts).derived.train_plan == (80,)
+
+
+def test_a_cyclic_run_goes_on_in_its_plan(plan_of, stored):
+    cyclic = f"{BASE} --dataloader-type cyclic"
+    config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
+    facts = with_plans(stored, train=[80])
+    facts = dataclasses.replace(facts, checkpoint=dataclasses.replace(facts.checkpoint, config=config))
+    assert plan_of(f"{cyclic} --train-iters 25", facts=facts).derived.train_plan == (80,)
+
+
+def test_evaluations_that_came_more_often_before_are_planned_for(plan_of, stored):
+    run = dataclasses.replace(
+        stored.checkpoint, iteration=9, consumed_valid_samples=9 * 16, data_plans={"valid": [160]}
+    )
+    facts = dataclasses.replace(stored, checkpoint=run)
+    flags = f"{BASE} --train-iters 30 --eval-interval 5 --eval-iters 2"
+    derived = plan_of(flags, facts=facts).derived
+    assert derived.requested_valid_samples == 9 * 16 + (30 // 5 + 1 - 9 // 5) * 16
+    assert derived.valid_plan == (160, 9 * 16 + 6 * 16 - 160)
+
+
+@pytest.mark.parametrize("case", REQUESTED, ids=lambda case: str(case["train_valid_test"]))
+def test_recorded_numbers_of_samples(plan_of, case):
+    arguments = dict(case["arguments"])
+    if "train_samples" in arguments:
+        del arguments["train_iters"]
+    switches = [name for name, value in arguments.items() if value is True]
+    flags = [f"--{name.replace('_', '-')}" for name in switches]
+    flags += [
+        f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if name not in switches
+    ]
+    derived = plan_of(f"--micro-batch-size 1 {' '.join(flags)}", without="--train-iters").derived
+    found = [
+        derived.requested_train_samples,
+        derived.requested_valid_samples,
+        derived.requested_test_samples,
+    ]
+    assert found == case["train_valid_test"]
 
 
 def test_another_tokenizer_is_refused(problems_of, stored):

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.build import build_splits
-from megatrain.data.gpt import Sample
+from megatrain.data.build import Plans, SplitBuilder
+from megatrain.data.gpt import SampleRules
 from megatrain.data.loader import BatchLoader
+from megatrain.data.sampler import CyclicOrder, Share, SingleOrder, WholeOrder
+from megatrain.data.samples import Sample
+from megatrain.parallel.batch import Documents
 
 
 class Numbered:
@@ -32,15 +35,17 @@ class Numbered:
             self.was_read.notify_all()
         if k in self.bad:
             raise InputError(f"data.bin: sample {k} is bad", fix="none")
-        return Sample(np.array([k, k]), np.array([k, k + 1]), np.ones(2, np.float32), np.arange(2))
+        starts = np.arange(1 + k % 2)  # odd samples hold two documents
+        return Sample(np.array([k, k]), np.array([k, k + 1]), np.ones(2, np.float32), np.arange(2), starts)
 
     def wait_for(self, k):
         with self.was_read:
             assert self.was_read.wait_for(lambda: k in self.read, timeout=10)
 
 
-def make(samples, **options):
-    return BatchLoader(samples, **({"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1} | options))
+def make(samples, *, micro_batch_size=2, dp_rank=0, dp_size=1, **options):
+    share = Share(micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
+    return BatchLoader(samples, SingleOrder(share, len(samples)), **options)
 
 
 def numbers(batches):
@@ -65,9 +70,10 @@ def test_ranks_share_a_step():
             assert numbers(loader.microbatches(8, 1)) == [[base + 8, base + 9]]
 
 
-def test_order_of_calls_does_not_matter():
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_order_of_calls_and_number_of_workers_do_not_matter(num_workers):
     steps = [(0, 2), (4, 2), (8, 2), (20, 1), (4, 2), (6, 3), (12, 1), (14, 1), (0, 1)]
-    with make(Numbered(40)) as loader:
+    with make(Numbered(40), num_workers=num_workers) as loader:
         found = [numbers(loader.microbatches(*step)) for step in steps]
     for step, batches in zip(steps, found, strict=True):
         with make(Numbered(40)) as fresh:
@@ -124,13 +130,9 @@ def test_closing_ends_the_thread():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_are_on_the_device_and_right():
-    splits = build_splits(
-        None, split="", seq_length=512, seed=1, requested=(64, 0, 0), vocab_size=1000, eod=999
-    )
-    with (
-        make(splits.train, micro_batch_size=4, device="cuda") as fast,
-        make(splits.train, micro_batch_size=4) as plain,
-    ):
+    rules = SampleRules(seq_length=512, eod=999, vocab_size=1000)
+    train = SplitBuilder(rules).build({}, "", Plans(train=(64,), valid=(0,), test=(0,), seed=1)).train
+    with make(train, micro_batch_size=4, device="cuda") as fast, make(train, micro_batch_size=4) as plain:
         for step in range(4):
             for moved, still in zip(
                 fast.microbatches(16 * step, 4), plain.microbatches(16 * step, 4), strict=True
@@ -138,3 +140,42 @@ def test_batches_are_on_the_device_and_right():
                 assert moved.tokens.device.type == "cuda"
                 for field in ("tokens", "labels", "loss_mask", "position_ids"):
                     assert torch.equal(getattr(moved, field).cpu(), getattr(still, field))
+
+
+def test_documents_of_a_batch_are_laid_end_to_end():
+    with make(Numbered(8), has_documents=True) as loader:
+        (batch,) = loader.microbatches(0, 1)
+    assert batch.documents.cu_seqlens.tolist() == [0, 2, 3, 4]
+    assert batch.documents.cu_seqlens.dtype == torch.int32
+    assert batch.documents.max_seqlen == 2
+    mask = batch.documents.mask
+    assert mask.shape == (2, 1, 2, 2)
+    assert mask[:, 0].tolist() == [[[True, False], [True, True]], [[True, False], [False, True]]]
+
+
+def test_a_mask_is_that_of_its_definition():
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        b, s = map(int, random.integers(1, [4, 12]))
+        inner = np.flatnonzero(random.random(b * s) < 0.3)
+        borders = sorted({0, b * s, *(s * np.arange(b)).tolist(), *inner.tolist()})
+        mask = Documents(torch.tensor(borders, dtype=torch.int32), 1, b).mask
+        for sample, i, j in np.ndindex(b, s, s):
+            cut = any(sample * s + j < border <= sample * s + i for border in borders)
+            assert mask[sample, 0, i, j] == (j <= i and not cut)
+
+
+def test_what_is_read_whole_is_filled_up_without_loss():
+    share = Share(micro_batch_size=2, dp_rank=1, dp_size=2)
+    order = WholeOrder(share, 6)
+    with BatchLoader(Numbered(6), order) as loader:
+        batches = loader.microbatches(0, order.num_microbatches)
+    assert numbers(batches) == [[1, 3], [5, 0]]
+    assert batches[1].loss_mask.tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_cyclic_order_never_ends():
+    order = CyclicOrder(Share(micro_batch_size=2, dp_rank=0, dp_size=1), 5)
+    with BatchLoader(Numbered(5), order) as loader:
+        read = [k for step in range(6) for batch in numbers(loader.microbatches(2 * step, 1)) for k in batch]
+    assert [sorted(read[4 * epoch : 4 * epoch + 4]) for epoch in range(3)] == [[0, 1, 2, 3]] * 3

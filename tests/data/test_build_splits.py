@@ -1,4 +1,4 @@
-"""From a prefix to the samples of three splits."""
+"""From prefixes to the samples of three splits."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from recorded import write_dataset
 
+from megatrain.config.blends import Blend
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.data.build import build_splits
+from megatrain.data.build import Plans, SplitBuilder
+from megatrain.data.gpt import SampleRules
 from megatrain.data.indexed_writer import IndexedWriter
 
 
@@ -18,16 +20,11 @@ def prefix(tmp_path):
     return str(tmp_path / "data")
 
 
-def build(prefix, **options):
-    defaults = {
-        "split": "90,5,5",
-        "seq_length": 8,
-        "seed": 1,
-        "requested": (50, 5, 5),
-        "vocab_size": 90,
-        "eod": 0,
-    }
-    return build_splits(prefix, **(defaults | options))
+def build(*prefixes, split="90,5,5", plans=((50,), (5,), (5,)), weights=None, per_split=None, **rules):
+    builder = SplitBuilder(SampleRules(**({"seq_length": 8, "eod": 0, "vocab_size": 90} | rules)))
+    blends = per_split or {"all": Blend(tuple(map(str, prefixes)), weights)}
+    train, valid, test = plans
+    return builder.build(blends, split, Plans(train=train, valid=valid, test=test, seed=1))
 
 
 def test_splits_take_their_own_sequences(prefix):
@@ -40,7 +37,7 @@ def test_splits_take_their_own_sequences(prefix):
 
 
 def test_what_is_not_asked_for_is_not_built(prefix):
-    splits = build(prefix, requested=(50, 0, 0), split="1,0,1")
+    splits = build(prefix, plans=((50,), (0,), (0,)), split="1,0,1")
     assert splits.valid is None
     assert splits.test is None
 
@@ -52,7 +49,7 @@ def test_a_split_without_share_does_not_exist(prefix):
 
 
 def test_an_empty_split_is_an_error_only_if_it_is_asked_for(prefix):
-    assert build(prefix, split="969,30,1", requested=(5, 5, 0)).test is None
+    assert build(prefix, split="969,30,1", plans=((5,), (5,), (0,))).test is None
     with pytest.raises(
         ConfigError, match=r"--split '969,30,1' .* test 0.* asked of test.*\n  fix: --split 96,3,1"
     ):
@@ -65,15 +62,46 @@ def test_ids_are_held_against_the_vocabulary(prefix):
         [samples[k] for k in range(len(samples))]
 
 
-def test_a_pad_that_ends_documents_pads_nothing(prefix):
-    plain = build(prefix, pad=0).train
-    assert all(plain[k].loss_mask.all() for k in range(len(plain)))
-    ambiguous = build(prefix, pad=0, allow_ambiguous_pad_tokens=True).train
-    assert not all(ambiguous[k].loss_mask.all() for k in range(len(ambiguous)))
-
-
 def test_numbers_that_are_no_ids_are_refused(tmp_path):
     with IndexedWriter(tmp_path / "floats", "float32") as writer:
         writer.add_document([[1.5, 2.5]])
     with pytest.raises(InputError, match="elements are float32"):
         build(tmp_path / "floats")
+
+
+def tokens(samples, numbers):
+    return [samples[k].tokens.tolist() for k in numbers]
+
+
+@pytest.mark.parametrize("weights", [None, (1.0,)], ids=["plain", "weighted"])
+def test_a_further_plan_leaves_the_first_as_it_was(prefix, weights):
+    first = build(prefix, plans=((300,), (0,), (0,)), weights=weights).train
+    both = build(prefix, plans=((300, 70), (0,), (0,)), weights=weights).train
+    more = build(prefix, plans=((300, 70, 9), (0,), (0,)), weights=weights).train
+    assert tokens(both, range(300)) == tokens(first, range(300))
+    assert tokens(more, range(370)) == tokens(both, range(370))
+    assert len(both) >= 370
+    assert len(more) >= 379
+    assert tokens(both, range(300, 370)) != tokens(first, range(70))
+
+
+def test_each_plan_of_splits_of_their_own_has_its_seed(prefix):
+    per_split = {"train": Blend((prefix,)), "valid": Blend((prefix,))}
+    splits = build(per_split=per_split, plans=((20, 20), (20,), (20,)))
+    assert tokens(splits.train, range(20)) == tokens(splits.valid, range(20))
+    assert tokens(splits.train, range(20, 40)) != tokens(splits.valid, range(20))
+    assert splits.test is None
+
+
+def test_weights_cannot_share_out_everything(prefix):
+    with pytest.raises(
+        ConfigError, match="weights ask for shares of a number of samples, and valid data is read whole"
+    ):
+        build(prefix, weights=(1.0,), plans=((5,), (None,), (0,)))
+
+
+def test_mock_data_needs_no_files():
+    splits = SplitBuilder(SampleRules(seq_length=64, eod=99, vocab_size=100)).build(
+        {}, "", Plans(train=(4,), valid=(4,), test=(4,), seed=1)
+    )
+    assert all(len(samples) >= 4 for samples in (splits.train, splits.valid, splits.test))

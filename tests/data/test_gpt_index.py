@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from recorded import EXPECTED, check_array, recorded_lengths
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.gpt import CUT_ROWS, build_index, cut_samples
-from megatrain.data.splits import SPLIT_NAMES, split_ranges
+from megatrain.config.splits import SPLIT_NAMES, split_ranges
+from megatrain.data.gpt_index import CUT_ROWS, build_index, cut_samples
 
 WALKS = EXPECTED["sample_index_walk"]
 SPLITS = [
@@ -39,8 +39,8 @@ def test_recorded_order(case, name):
         add_extra_token=case["add_extra_token_to_sequence"],
         drop_last_partial=case["drop_last_partial_validation_sequence"] or name != "valid",
     )
-    assert index.num_epochs == recorded["num_epochs"]
-    assert index.separate_final_epoch == recorded["separate_final_epoch"]
+    assert index.epochs.count == recorded["num_epochs"]
+    assert index.epochs.is_last_separate == recorded["separate_final_epoch"]
     assert len(index) == recorded["length"]
     for array in ("document_index", "sample_index", "shuffle_index"):
         check_array(getattr(index, array), recorded[array])
@@ -93,7 +93,7 @@ def test_any_order_is_whole(lengths, seq_length, num_samples, seed, extra):
         add_extra_token=extra,
     )
     assert len(index) >= (num_samples or 0)
-    assert sorted(index.document_index) == sorted(list(range(len(lengths))) * index.num_epochs)
+    assert sorted(index.document_index) == sorted(list(range(len(lengths))) * index.epochs.count)
     assert sorted(index.shuffle_index) == list(range(len(index)))
     assert [tuple(row) for row in index.sample_index.tolist()] == walked(
         lengths, index.document_index, seq_length, extra
@@ -130,5 +130,5 @@ def test_the_number_of_epochs_is_the_smallest_that_suffices():
             lengths, range(2), seq_length=seq_length, seed=1, num_samples=num_samples, add_extra_token=extra
         )
         needed = num_samples * seq_length + extra
-        assert index.num_epochs * 13 >= needed
-        assert index.num_epochs == 1 or (index.num_epochs - 1) * 13 < needed
+        assert index.epochs.count * 13 >= needed
+        assert index.epochs.count == 1 or (index.epochs.count - 1) * 13 < needed

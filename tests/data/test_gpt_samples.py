@@ -7,9 +7,10 @@ import pytest
 from recorded import EXPECTED, digest, write_dataset
 
 from megatrain.config.errors import InputError
-from megatrain.data.gpt import GptSamples, attention_block_starts, build_index, effective_pad
+from megatrain.config.splits import SPLIT_NAMES, split_ranges
+from megatrain.data.gpt import GptSamples, SampleRules, attention_block_starts, effective_pad
+from megatrain.data.gpt_index import build_index
 from megatrain.data.indexed import IndexedDataset
-from megatrain.data.splits import SPLIT_NAMES, split_ranges
 
 WITHOUT_TEXT = [case for case in EXPECTED["gpt"] if case["dataset"].startswith("dtypes/")]
 
@@ -25,14 +26,13 @@ def recorded_samples(folder, case, name):
         add_extra_token=case["add_extra_token_to_sequence"],
         drop_last_partial=case["drop_last_partial_validation_sequence"] or name != "valid",
     )
-    return GptSamples(
-        dataset,
-        index,
+    rules = SampleRules(
         seq_length=case["sequence_length"],
         eod=case["eod"],
         pad=case["pad"],
         add_extra_token=case["add_extra_token_to_sequence"],
     )
+    return GptSamples(dataset, index, rules)
 
 
 def check_samples(folder, case):
@@ -84,9 +84,19 @@ def test_recorded_masks(golden_text, variant):
         sample = samples[recorded["k"]]
         assert text["k"] == recorded["k"]
         check_sample(sample, text | recorded)
-        if variant["reset_attention_mask"]:
-            starts = attention_block_starts(sample.tokens, masks["eod"])
-            assert starts.tolist() == recorded["attention_block_starts"]
+        assert sample.document_starts.tolist() == recorded["attention_block_starts"]
+
+
+@pytest.mark.parametrize("case", EXPECTED["masks"]["inter_document_masking"])
+def test_recorded_documents_by_stored_sequences(golden_text, case):
+    options = case | {"inter_document_masking": True}
+    options["add_extra_token_to_sequence"] = case["add_extra_token_to_sequence"]
+    samples = mask_samples(golden_text, case, case["pad"], options, case.get("num_samples"))
+    for recorded in case["samples"]:
+        sample = samples[recorded["k"]]
+        check_sample(sample, recorded)
+        assert [*sample.document_starts.tolist(), case["sequence_length"]] == recorded["cu_seqlens"]
+        assert np.diff(recorded["cu_seqlens"]).max() == recorded["max_seqlen"]
 
 
 @pytest.mark.parametrize("case", EXPECTED["pad"]["cases"], ids=lambda case: case["label"])
@@ -106,23 +116,23 @@ def mask_samples(folder, described, pad, options, num_samples):
     dataset = IndexedDataset(folder / described["dataset"])
     extra = options.get("add_extra_token_to_sequence", True)
     seq_length = described["sequence_length"]
-    return GptSamples(
-        dataset,
-        build_index(
-            dataset.lengths,
-            range(len(dataset)),
-            seq_length=seq_length,
-            seed=described["seed"],
-            num_samples=num_samples,
-            add_extra_token=extra,
-        ),
+    index = build_index(
+        dataset.lengths,
+        range(len(dataset)),
+        seq_length=seq_length,
+        seed=described["seed"],
+        num_samples=num_samples,
+        add_extra_token=extra,
+    )
+    masks = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "inter_document_masking")
+    rules = SampleRules(
         seq_length=seq_length,
         eod=described["eod"],
         pad=pad,
         add_extra_token=extra,
-        eod_mask_loss=options.get("eod_mask_loss", False),
-        reset_position_ids=options.get("reset_position_ids", False),
+        **{name: options[name] for name in masks if name in options},
     )
+    return GptSamples(dataset, index, rules)
 
 
 EOD = 0
@@ -144,7 +154,7 @@ def samples_of(dataset, *, seq_length=4, keep_partial=False, **options):
         add_extra_token=extra,
         drop_last_partial=not keep_partial,
     )
-    return GptSamples(dataset, index, seq_length=seq_length, eod=EOD, **options)
+    return GptSamples(dataset, index, SampleRules(seq_length=seq_length, eod=EOD, **options))
 
 
 def text_of(samples):

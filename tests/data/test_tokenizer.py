@@ -7,7 +7,7 @@ import json
 import pytest
 from recorded import EXPECTED
 
-from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.errors import ConfigError
 from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.tokenizer import load_tokenizer
 
@@ -19,8 +19,11 @@ def definition(golden):
     return json.loads((golden / "tokenizer.json").read_text())
 
 
-def load(path):
-    return load_tokenizer(TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path))
+def load(path, **more):
+    path = None if path is None else str(path)
+    return load_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, **more)
+    )
 
 
 def null(vocab_size):
@@ -77,42 +80,85 @@ def test_the_end_of_document_is_named_or_known(tmp_path, definition):
     assert load(tmp_path).eod == 0
 
 
-def test_no_end_of_document_is_an_error(tmp_path, definition):
+def test_the_end_of_document_may_be_missing(tmp_path, definition):
     text = json.dumps(definition).replace("<|endoftext|>", "<|nothing|>")
     (tmp_path / "tokenizer.json").write_text(text)
+    tokenizer = load(tmp_path)
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.special_ids) == (None, -1, frozenset())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"sep_token": "<|padding|>"}))
+    assert load(tmp_path).eod == 1, "Megatron-LM takes the separator where there is no end"
+
+
+def test_the_map_of_special_tokens_is_read_where_the_configuration_is_silent(tmp_path, definition):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    tokens = {"eos_token": {"content": "<|padding|>"}, "pad_token": "<|endoftext|>", "bos_token": "a"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    tokenizer = load(tmp_path)
+    assert (tokenizer.eod, tokenizer.pad) == (1, 0)
+    assert tokenizer.special_ids == {1, *tokenizer.encode("a")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    assert (load(tmp_path).eod, load(tmp_path).pad) == (0, 0)
+
+
+def test_a_template_is_left_out_unless_it_is_asked_for(tmp_path, golden, definition):
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    plain = load(tmp_path)
+    assert plain.encode("Hello") == load(golden).encode("Hello")
+    full = load(tmp_path, tokenizer_hf_no_include_special_tokens=False)
+    assert full.encode("Hello") == full.encode_batch(["Hello"])[0] == [0, *plain.encode("Hello")]
+    assert full.fingerprint != plain.fingerprint
+
+
+def test_special_tokens_are_added_behind_the_vocabulary(golden):
+    tokenizer = load(golden, tokenizer_special_tokens=("<code>", "<|padding|>"))
+    assert tokenizer.vocab_size == RECORDED["vocab_size"] + 1
+    assert tokenizer.encode("<code>") == [RECORDED["vocab_size"]]
+    assert tokenizer.fingerprint != load(golden).fingerprint
+
+
+def test_the_fingerprints_in_checkpoints_stay_what_they_were(golden):
+    assert load(golden).fingerprint == "e6ebd430588a1727f93006fc1799501c608ba2234e64e06d88d83b35ec646733"
+    assert null(100).fingerprint == "f280a7d914bf8461369294d29fa4465eb895ff2c08a57cb37706f1516b23a613"
+
+
+def test_a_size_is_compared_with_the_file(golden):
+    assert load(golden, vocab_size=3000).vocab_size == 3000
     with pytest.raises(
-        InputError, match=r"no end-of-document token(.|\n)*fix: put .*eos_token.* into .*tokenizer_config"
+        ConfigError, match=r"--vocab-size 100 is not the size of the tokenizer, 3000(.|\n)*leave"
     ):
-        load(tmp_path)
+        load(golden, vocab_size=100)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "holds no JSON object"),
-        ("{}", "not a tokenizer of the `tokenizers` library"),
-    ],
-)
-def test_broken_files_are_errors(tmp_path, content, message):
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        load(tmp_path)
-
-
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"tokenizer.json: there is no such file"):
-        load(tmp_path)
-    with pytest.raises(
-        InputError, match=r"meta-llama/Llama-3: there is no such file(.|\n)*download it first"
-    ):
-        load("meta-llama/Llama-3")
-    with pytest.raises(ConfigError, match="give --tokenizer-model"):
+def test_what_was_not_given_is_named():
+    with pytest.raises(ConfigError, match=r"give --tokenizer-model, a tokenizer.json or a folder with one"):
         load(None)
-    with pytest.raises(ConfigError, match="use HuggingFaceTokenizer"):
+    with pytest.raises(ConfigError, match="there is no tokenizer: --tokenizer-type is not given"):
+        load_tokenizer(TokenizerConfig())
+    with pytest.raises(ConfigError, match=r"HugingFaceTokenizer is unknown(.|\n)*use HuggingFaceTokenizer"):
         load_tokenizer(TokenizerConfig(tokenizer_type="HugingFaceTokenizer"))
+    with pytest.raises(
+        ConfigError, match=r"NullMultimodalTokenizer is not there(.|\n)*use --tokenizer-type NullT"
+    ):
+        load_tokenizer(TokenizerConfig(tokenizer_type="NullMultimodalTokenizer"))
+    with pytest.raises(
+        ConfigError, match="--vocab-file v is not read by --tokenizer-type HuggingFaceTokenizer"
+    ):
+        load("x", vocab_file="v")
     with pytest.raises(ConfigError, match="give --vocab-size"):
         null(None)
+    with pytest.raises(ConfigError, match="--vocab-size 0 leaves no token"):
+        null(0)
+
+
+def test_a_checkpoint_gives_lists_for_tuples():
+    config = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=9, tokenizer_special_tokens=[])
+    assert load_tokenizer(config).vocab_size == 9
 
 
 def test_the_null_tokenizer_reads_numbers():

@@ -55,7 +55,9 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
     facts = gather_facts(request, environment)
     plan = resolve(request, facts)
     grid = RankGrid.build(grid_shape(plan), rank, lambda ranks: dist.new_group(list(ranks)))
-    return Trainer(Ranks(request=request, plan=plan, facts=facts, grid=grid, device=torch.device("cpu")))
+    return Trainer(
+        Ranks(request=request, plan=plan, facts=facts, grid=grid, device=torch.device("cpu"), local_rank=rank)
+    )
 
 
 def folder_flags(folder: Path) -> list[str]:

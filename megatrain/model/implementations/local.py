@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
-from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel, column_linear, row_linear
 
@@ -85,7 +86,23 @@ class LocalCoreAttention(torch.nn.Module):
         super().__init__()
         self.has_groups = spec.num_query_groups < spec.num_heads
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (documents come with packing)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
+        if info.documents is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+            return self._by_length(q, k, v, info.documents)
+        mask = info.documents.mask if info.documents is not None else None
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n/tp, s, d]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.has_groups)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.has_groups
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _by_length(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        """Documents of any length laid end to end: no mask is formed."""
+        s, b = q.shape[:2]
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b * s, n/tp, d]
+        borders, longest = documents.cu_seqlens, documents.max_seqlen
+        out = varlen_attn(
+            q, k, v, borders, borders, longest, longest, window_size=(-1, 0), enable_gqa=self.has_groups
+        )
+        assert isinstance(out, Tensor)
+        return out.view(b, s, -1).transpose(0, 1)

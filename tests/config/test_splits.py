@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.splits import require_sequences, split_ranges, split_shares, working_split
+from megatrain.config.splits import require_sequences, split_ranges, split_shares, working_split
 
 
 def test_recorded_splits(expected):
@@ -38,18 +38,23 @@ def test_splits_without_meaning_are_refused(split, message):
 
 
 def test_an_empty_split_is_an_error_when_samples_are_asked_of_it():
-    ranges = split_ranges("969,30,1", 319)
-    require_sequences("969,30,1", 319, ranges, (True, True, False), source="d.bin")
+    require_sequences("969,30,1", {"d.bin": 319}, (True, True, False))
     with pytest.raises(
         ConfigError, match=r"319 sequences of d.bin is train 309, valid 10, test 0: .* test"
     ) as caught:
-        require_sequences("969,30,1", 319, ranges, (True, True, True), source="d.bin")
+        require_sequences("969,30,1", {"d.bin": 319}, (True, True, True))
     assert "fix: --split 308,10,1" in str(caught.value)
+
+
+def test_every_dataset_of_a_blend_must_have_sequences():
+    require_sequences("90,5,5", {"a": 100, "b": 50}, (True, True, True))
+    with pytest.raises(ConfigError, match=r"5 sequences of c is train 4.*\(1 other datasets"):
+        require_sequences("90,5,5", {"a": 100, "b": 8, "c": 5}, (True, True, True))
 
 
 def test_too_few_sequences_for_any_split():
     with pytest.raises(ConfigError, match="too few sequences"):
-        require_sequences("1,1,1", 1, split_ranges("1,1,1", 1), (True, True, True), source="d.bin")
+        require_sequences("1,1,1", {"d.bin": 1}, (True, True, True))
 
 
 def test_the_proposed_split_works():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from megatrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 SPLIT_NAMES: Final = ("train", "valid", "test")
 
@@ -50,21 +50,35 @@ def split_ranges(split: str, num_sequences: int) -> tuple[range | None, range | 
     return train, valid, test
 
 
-def require_sequences(
-    split: str, num_sequences: int, ranges: Sequence[range | None], is_asked: Sequence[bool], *, source: str
-) -> None:
-    """Every split that samples are asked of holds a sequence."""
-    empty = [
-        name for name, part, asked in zip(SPLIT_NAMES, ranges, is_asked, strict=True) if asked and not part
-    ]
-    if not empty:
+def require_sequences(split: str, num_sequences: Mapping[str, int], is_asked: Sequence[bool]) -> None:
+    """Every split that samples are asked of holds a sequence of every dataset.
+
+    Args:
+        split: the split string.
+        num_sequences: of each dataset, by name.
+        is_asked: whether samples are asked of train, valid and test.
+    """
+    counts = {
+        name: [len(part or ()) for part in split_ranges(split, number)]
+        for name, number in num_sequences.items()
+    }
+    lacking = {
+        name: found
+        for name, found in counts.items()
+        if any(asked and not count for count, asked in zip(found, is_asked, strict=True))
+    }
+    if not lacking:
         return
-    counts = [len(part or ()) for part in ranges]
-    described = ", ".join(f"{name} {count}" for name, count in zip(SPLIT_NAMES, counts, strict=True))
-    proposal = working_split(counts, is_asked)
+    name, found = min(lacking.items(), key=lambda item: num_sequences[item[0]])
+    described = ", ".join(f"{part} {count}" for part, count in zip(SPLIT_NAMES, found, strict=True))
+    empty = [
+        part for part, count, asked in zip(SPLIT_NAMES, found, is_asked, strict=True) if asked and not count
+    ]
+    others = f" ({len(lacking) - 1} other datasets are too small too)" if len(lacking) > 1 else ""
+    proposal = working_split(found, is_asked)
     raise ConfigError(
-        f"--split {split!r} of the {num_sequences} sequences of {source} is {described}: "
-        f"samples are asked of {' and '.join(empty)}, which has none",
+        f"--split {split!r} of the {num_sequences[name]} sequences of {name} is {described}: "
+        f"samples are asked of {' and '.join(empty)}, which has none{others}",
         fix=f"--split {proposal}, or ask for no samples there (--eval-iters 0)"
         if proposal
         else "the data has too few sequences: add data, or ask for no samples there (--eval-iters 0)",

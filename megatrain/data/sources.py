@@ -1,0 +1,217 @@
+"""What a run reads: the words that name data, wherever they stand, and what the files say about themselves.
+
+--data-path | --data-args-path FILE | --train-data-path ... | --per-split-data-args-path FILE -> blends by split
+blends -> each dataset opened, held against its description and the tokenizer -> DatasetFacts, or problems
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from megatrain.config.blends import Blend, parse_blend
+from megatrain.config.data import DataConfig
+from megatrain.config.errors import ConfigError, InputError, Problem
+from megatrain.config.facts import DatasetFacts
+from megatrain.config.splits import SPLIT_NAMES
+from megatrain.data.index_cache import digest
+from megatrain.data.indexed import IndexedDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+SAMPLED_BYTES: Final = 1 << 16
+"""How much of the beginning, the middle and the end of a .bin goes into its digest."""
+
+
+def named_blends(data: DataConfig) -> dict[str, Blend]:
+    """The blends that a configuration names, under `all` or under `train`, `valid` and `test`.
+
+    Raises:
+        ConfigError: a file of words cannot be read, or weights are wrong.
+    """
+    if data.data_path:
+        return {"all": parse_blend(data.data_path)}
+    if data.data_args_path is not None:
+        return {"all": parse_blend(_words_of_file(Path(data.data_args_path)), "--data-args-path")}
+    if data.per_split_data_args_path is not None:
+        words = _words_by_split(Path(data.per_split_data_args_path))
+        return {name: parse_blend(found, "--per-split-data-args-path") for name, found in words.items()}
+    words = {name: getattr(data, f"{name}_data_path") for name in SPLIT_NAMES}
+    return {name: parse_blend(found, f"--{name}-data-path") for name, found in words.items() if found}
+
+
+def blends_of(datasets: Iterable[DatasetFacts]) -> dict[str, Blend]:
+    """The blends that these datasets form."""
+    blends = {}
+    for split, group in itertools.groupby(datasets, key=lambda dataset: dataset.split):
+        members = list(group)
+        weights = tuple(member.weight for member in members if member.weight is not None)
+        blends[split] = Blend(tuple(member.prefix for member in members), weights or None)
+    return blends
+
+
+def inspect(
+    blends: Mapping[str, Blend], *, vocab_size: int | None, tokenizer_fingerprint: str | None
+) -> tuple[list[DatasetFacts], list[Problem]]:
+    """What is known about every dataset, and everything that is wrong with any of them.
+
+    Args:
+        blends: as `named_blends` gives them.
+        vocab_size: of the tokenizer; None: ids are not checked.
+        tokenizer_fingerprint: of the tokenizer that training uses; None: it reads any ids (NullTokenizer).
+    """
+    facts: list[DatasetFacts] = []
+    problems: list[Problem] = []
+    seen: dict[str, DatasetFacts | None] = {}
+    for split, blend in blends.items():
+        for number, prefix in enumerate(blend.prefixes):
+            if prefix not in seen:
+                seen[prefix] = None
+                try:
+                    seen[prefix] = _facts_of(prefix)
+                    problems += _tokenizer_problems(prefix, vocab_size, tokenizer_fingerprint)
+                except ConfigError as error:
+                    problems += error.problems
+            found = seen[prefix]
+            if found is not None:
+                weight = blend.weights[number] if blend.weights is not None else None
+                facts.append(DatasetFacts(**(vars(found) | {"split": split, "weight": weight})))
+    return facts, problems
+
+
+def read_description(prefix: str) -> dict[str, Any] | None:
+    """What `preprocess_data.py` wrote beside a dataset, or None where nothing is.
+
+    Raises:
+        InputError: the file is not what it should be.
+    """
+    path = Path(f"{prefix}.json")
+    if not path.is_file():
+        return None
+    fix = "make the dataset anew, or remove this file to use the dataset without its description"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}", fix=fix) from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds no JSON object", fix=fix)
+    kinds = {
+        "tokenizer_type": str,
+        "tokenizer_fingerprint": str,
+        "vocab_size": int,
+        "tokens": int,
+        "largest_id": int,
+    }
+    for name, kind in kinds.items():
+        if name in content and not isinstance(content[name], kind | None):
+            raise InputError(f"{path}: {name} is {content[name]!r}", fix=fix)
+    return content
+
+
+def _facts_of(prefix: str) -> DatasetFacts:
+    dataset = open_token_ids(prefix)
+    return DatasetFacts(
+        split="all",
+        prefix=prefix,
+        weight=None,
+        num_sequences=len(dataset),
+        num_tokens=dataset.num_tokens,
+        digest=content_digest(dataset),
+    )
+
+
+def open_token_ids(prefix: str, *, mmap: bool = True) -> IndexedDataset:
+    """A dataset whose elements are token ids."""
+    dataset = IndexedDataset(prefix, mmap=mmap)
+    if dataset.dtype.kind not in "iu":
+        raise InputError(
+            f"{dataset.name}: elements are {dataset.dtype.name}, and token ids are integers",
+            fix="give the prefix of a tokenized text dataset",
+        )
+    return dataset
+
+
+def content_digest(dataset: IndexedDataset) -> str:
+    """SHA-256 of the lengths of all sequences and of samples of the elements: whole files would take too long."""
+    made = hashlib.sha256(digest(np.asarray(dataset.lengths)).encode())
+    made.update(dataset.dtype.str.encode())
+    size = dataset.num_tokens * dataset.dtype.itemsize
+    with Path(dataset.name).open("rb") as file:
+        for position in (0, size // 2, max(0, size - SAMPLED_BYTES)):
+            file.seek(position)
+            made.update(file.read(SAMPLED_BYTES))
+    return made.hexdigest()
+
+
+def _tokenizer_problems(
+    prefix: str, vocab_size: int | None, tokenizer_fingerprint: str | None
+) -> Iterator[Problem]:
+    """Whether a dataset was made with another tokenizer than the one that training uses."""
+    description = read_description(prefix)
+    if description is None:
+        return
+    made_with = description.get("tokenizer_fingerprint")
+    if tokenizer_fingerprint and made_with and made_with != tokenizer_fingerprint:
+        yield Problem(
+            f"{prefix}.bin was made with another tokenizer ({description.get('tokenizer_type')}, fingerprint"
+            f" {made_with[:12]}) than this run uses (fingerprint {tokenizer_fingerprint[:12]})",
+            "give --tokenizer-type and --tokenizer-model as in preprocess_data.py, or make the dataset anew",
+        )
+        return
+    largest = description.get("largest_id")
+    if vocab_size is not None and largest is not None and largest >= vocab_size:
+        yield Problem(
+            f"{prefix}.bin holds id {largest}, outside the vocabulary of {vocab_size}",
+            "use the tokenizer that the data was made with, or the right --vocab-size",
+        )
+
+
+def _words_of_file(path: Path) -> Sequence[str]:
+    words = _text_of(path, "--data-args-path").split()
+    if not words:
+        raise InputError(
+            f"--data-args-path {path}: the file names no data", fix="write the words of --data-path in it"
+        )
+    return words
+
+
+def _words_by_split(path: Path) -> dict[str, list[str]]:
+    flag = "--per-split-data-args-path"
+    fix = 'write {"train": [...], "valid": [...], "test": [...]} with the words of --data-path for each'
+    try:
+        content = json.loads(_text_of(path, flag))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}", fix=fix
+        ) from error
+    if not isinstance(content, dict):
+        raise InputError(f"{flag} {path}: holds no JSON object", fix=fix)
+    words: dict[str, list[str]] = {}
+    for name, value in content.items():
+        if name not in SPLIT_NAMES:
+            raise InputError(f"{flag} {path}: {name!r} is no split", fix=fix)
+        found = value.split() if isinstance(value, str) else value
+        is_list = isinstance(found, list) and all(isinstance(word, str | int | float) for word in found)
+        if found is not None and not is_list:
+            raise InputError(f"{flag} {path}: {name!r} holds no list of words", fix=fix)
+        if found:
+            words[name] = [str(word) for word in found]
+    if not words:
+        raise InputError(f"{flag} {path}: the file names no data", fix=fix)
+    return {name: words[name] for name in SPLIT_NAMES if name in words}
+
+
+def _text_of(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InputError(
+            f"{flag} {path}: cannot be read: {reason}", fix="give a text file that is there"
+        ) from error

@@ -1,0 +1,168 @@
+"""Reads the files of tokenizers, and says what is wrong with one before any library is loaded.
+
+path ──> bytes ──> which kind is it? ──> the kind asked for: TokenizerFile
+                                     └─> another: InputError with the type of tokenizer that reads it
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import importlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from megatrain.config.errors import ConfigError, InputError
+
+NO_PAD: Final = -1
+GET_AGAIN: Final = "download or copy the tokenizer again"
+
+
+class Kind(enum.Enum):
+    """What a file holds, in words for users."""
+
+    TOKENIZER_JSON = "a tokenizer.json of the `tokenizers` library"
+    SENTENCEPIECE = "a SentencePiece model"
+    TIKTOKEN_JSON = "a JSON list of tokens with their ranks"
+    TEKKEN_JSON = "a tekken.json"
+    VOCAB_JSON = "a vocab.json"
+    MERGES = "a merges.txt"
+    RANKS = "a rank file of tiktoken"
+    TEXT = "text"
+    OTHER_JSON = "JSON of another kind"
+    EMPTY = "an empty file"
+    BINARY = "a file of unknown kind"
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A file that is of the kind asked for."""
+
+    path: Path
+    content: bytes
+    data: Any
+    """What JSON stands for; None for other kinds."""
+
+    def lines(self) -> list[str]:
+        """The lines of text, without their ends. Raises InputError where it is not UTF-8."""
+        try:
+            text = self.content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.path}: is not UTF-8 text: {error}", fix=GET_AGAIN) from error
+        # Not splitlines(): characters that it takes for the end of a line may be tokens.
+        return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def read_file(path: Path, kind: Kind, *, flag: str) -> TokenizerFile:
+    """Read a file of this kind.
+
+    Args:
+        flag: named it; for messages.
+
+    Raises:
+        InputError: it is not there, damaged, or of another kind.
+    """
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder", fix=f"give {flag} a file: {kind.value}")
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{path}: there is no such file", fix=f"give {flag} the path of {kind.value}"
+        ) from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}", fix="check its permissions") from error
+    data = _json_or_none(path, content, is_wanted=kind in _JSON_KINDS)
+    found = kind_of(content, data)
+    if found is not kind and not (kind is Kind.MERGES and found is Kind.TEXT):
+        raise InputError(f"{path}: is {found.value}, and not {kind.value}", fix=_fix(found, path, flag))
+    return TokenizerFile(path, content, data)
+
+
+def read_json(path: Path, content: bytes | None = None) -> Any:
+    """What a JSON file stands for. Raises InputError where it is damaged."""
+    try:
+        return json.loads(content if content is not None else path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {error}", fix=GET_AGAIN) from error
+
+
+def kind_of(content: bytes, data: Any) -> Kind:
+    """What a file holds, judged by its first bytes or by its JSON `data`."""
+    if data is not None:
+        return _kind_of_json(data)
+    if not content.strip():
+        return Kind.EMPTY
+    if (
+        content[:1] == content[2:3] == b"\n"
+    ):  # a message that begins with a message: the first piece and its text
+        return Kind.SENTENCEPIECE
+    first_line = content.split(b"\n", 1)[0]
+    if re.fullmatch(rb"[A-Za-z0-9+/]+=* [0-9]+\r?", first_line):
+        return Kind.RANKS
+    if first_line.startswith(b"#version"):
+        return Kind.MERGES
+    return Kind.BINARY if b"\0" in content else Kind.TEXT
+
+
+def fingerprint_of(definition: dict[str, Any]) -> str:
+    """SHA-256 of a definition without its layout: keys sorted, no blanks."""
+    canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def optional_package(name: str, *, needed_by: str) -> Any:
+    """Import a package that not every installation has."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"--tokenizer-type {needed_by} needs the package {name}, which cannot be imported: {error}",
+            fix=f"pip install {name}",
+        ) from error
+
+
+_JSON_KINDS: Final = (Kind.TOKENIZER_JSON, Kind.TIKTOKEN_JSON, Kind.VOCAB_JSON)
+
+
+def _json_or_none(path: Path, content: bytes, *, is_wanted: bool) -> Any:
+    """What the content stands for if it is JSON. Damaged JSON is an error only where JSON is wanted: [PAD] may begin a list of words."""
+    if content.lstrip()[:1] not in (b"{", b"["):
+        return None
+    try:
+        return read_json(path, content)
+    except InputError:
+        if is_wanted:
+            raise
+        return None
+
+
+def _kind_of_json(data: Any) -> Kind:
+    if isinstance(data, list):
+        is_ranked = bool(data) and isinstance(data[0], dict) and "token_bytes" in data[0]
+        return Kind.TIKTOKEN_JSON if is_ranked else Kind.OTHER_JSON
+    if isinstance(data.get("model"), dict):
+        return Kind.TOKENIZER_JSON
+    if isinstance(data.get("vocab"), list) and "config" in data:
+        return Kind.TEKKEN_JSON
+    is_vocab = bool(data) and all(type(number) is int for number in data.values())
+    return Kind.VOCAB_JSON if is_vocab else Kind.OTHER_JSON
+
+
+def _fix(found: Kind, path: Path, flag: str) -> str:
+    """What reads a file of this kind."""
+    model = f"--tokenizer-model {path}"
+    return {
+        Kind.TOKENIZER_JSON: f"use --tokenizer-type HuggingFaceTokenizer {model}",
+        Kind.SENTENCEPIECE: f"use --tokenizer-type SentencePieceTokenizer {model}",
+        Kind.TIKTOKEN_JSON: f"use --tokenizer-type TikTokenizer {model}",
+        Kind.TEKKEN_JSON: "save the list under its key `vocab` as a file of its own, which TikTokenizer reads, or use"
+        " the tokenizer.json of the same model with HuggingFaceTokenizer",
+        Kind.VOCAB_JSON: f"use --tokenizer-type GPT2BPETokenizer --vocab-file {path} with --merge-file",
+        Kind.MERGES: f"use --tokenizer-type GPT2BPETokenizer --merge-file {path} with --vocab-file",
+        Kind.RANKS: "use the tokenizer.json of the same model, with --tokenizer-type HuggingFaceTokenizer",
+        Kind.EMPTY: GET_AGAIN,
+    }.get(found, f"check what {flag} names, or {GET_AGAIN}")

@@ -1,0 +1,117 @@
+"""Merging: the recorded bytes, descriptions that add up, and refusals that name both sides."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from preprocessing import NULL, numbers, run
+from recorded import EXPECTED, GOLDEN, write_dataset
+
+from megatrain.config.errors import ConfigError, InputError
+from megatrain.data import merge as module
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.merge import merge
+
+
+def require_recorded(prefix: Path, name: str) -> None:
+    recorded = EXPECTED["derived_files"][name]
+    for suffix in ("bin", "idx"):
+        content = Path(f"{prefix}.{suffix}").read_bytes()
+        assert len(content) == recorded[f"{suffix}_bytes"]
+        assert hashlib.sha256(content).hexdigest() == recorded[f"{suffix}_sha256"]
+
+
+def test_recorded_datasets_merge_to_the_recorded_bytes(golden_text, tmp_path, capsys):
+    names = ["paragraphs", "corpus", "paragraphs"]
+    merge([golden_text / f"{name}_text_document" for name in names], tmp_path / "out")
+    require_recorded(tmp_path / "out", "merged")
+    assert capsys.readouterr().out.endswith("tokens of uint16, from 3 datasets\n")
+
+
+def test_modes_are_merged(tmp_path):
+    merge([GOLDEN / "modes_int32"] * 2, tmp_path / "out")
+    require_recorded(tmp_path / "out", "merged_modes")
+
+
+def test_pieces_of_any_size_give_the_same(tmp_path, monkeypatch):
+    documents = [[[1, 2], [3]], [], [[], [4]], [[5] * 50]]
+    for name in ("a", "b"):
+        write_dataset(tmp_path / name, documents)
+    write_dataset(tmp_path / "empty", [])
+    inputs = [tmp_path / name for name in ("a", "empty", "b")]
+    merge(inputs, tmp_path / "whole", say=str)
+    monkeypatch.setattr(module, "_DOCUMENTS", 1)
+    monkeypatch.setattr(module, "_ELEMENT_BYTES", 4)
+    merge(inputs, tmp_path / "pieces", say=str)
+    write_dataset(tmp_path / "expected", documents * 2)
+    for suffix in (".bin", ".idx"):
+        contents = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "pieces", "expected")}
+        assert len(contents) == 1
+
+
+def described(tmp_path, name, texts, *flags):
+    assert run("--input", numbers(tmp_path / f"{name}.jsonl", texts), *NULL, *flags, prefix=tmp_path / name) == 0
+    return tmp_path / f"{name}_text_document"
+
+
+def test_descriptions_add_up(tmp_path):
+    first = described(tmp_path, "a", ["1 2", ""], "--append-eod")
+    second = described(tmp_path, "b", ["7 55"])
+    merge([first, second, first], tmp_path / "out", say=str)
+    merged = json.loads((tmp_path / "out.json").read_text())
+    parts = [json.loads(Path(f"{prefix}.json").read_text()) for prefix in (first, second, first)]
+    assert set(merged) == set(parts[0])
+    assert merged["tokenizer_fingerprint"] == parts[0]["tokenizer_fingerprint"]
+    assert merged["append_eod"] is None
+    assert merged["largest_id"] == 99
+    assert (merged["documents"], merged["sequences"], merged["tokens"], merged["eod_count"]) == (5, 3, 8, 2)
+    assert merged["sources"] == [part["sources"][0] for part in parts]
+    Path(f"{second}.json").unlink()
+    said = []
+    merge([first, second], tmp_path / "out", say=said.append)
+    assert said[0].startswith(f"{second}.json is missing")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path):
+    small, wide = tmp_path / "small", tmp_path / "wide"
+    write_dataset(small, [[[1]]])
+    write_dataset(wide, [[[1]]], "int32")
+    modes = GOLDEN / "modes_int32"
+    with pytest.raises(ConfigError, match=f"{wide}: holds int32, and {small} uint16"):
+        merge([small, wide], tmp_path / "out")
+    with pytest.raises(ConfigError, match=f"{modes}: has modes, and {wide} has no modes"):
+        merge([wide, modes], tmp_path / "out")
+    with pytest.raises(ConfigError, match=f"{small}: is to be read and to be written"):
+        merge([small, small], tmp_path / "." / "small")
+    with pytest.raises(InputError, match=r"gone.bin: there is no such file"):
+        merge([small, tmp_path / "gone"], tmp_path / "out")
+    with pytest.raises(ConfigError, match="nothing to merge"):
+        merge([], tmp_path / "out")
+    (tmp_path / "mine.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"mine.json: would be overwritten, and describes no dataset"):
+        merge([small], tmp_path / "mine")
+    first, second = described(tmp_path, "a", ["1"]), described(tmp_path, "b", ["1"], "--vocab-size", 98)
+    with pytest.raises(InputError, match=rf"{second}: was made with another tokenizer \(.*\) than {first} \("):
+        merge([first, second], tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_merge_that_fails_keeps_what_was_there(tmp_path, monkeypatch):
+    for name in ("a", "out"):
+        write_dataset(tmp_path / name, [[[1, 2]]])
+    before = (tmp_path / "out.bin").read_bytes()
+
+    def fail(self):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(IndexedWriter, "_offsets", fail)
+    with pytest.raises(Exception, match="out.idx.partial: cannot be written: No space left on device"):
+        merge([tmp_path / "a"] * 2, tmp_path / "out")
+    assert (tmp_path / "out.bin").read_bytes() == before
+    assert IndexedDataset(tmp_path / "out").num_tokens == 2
+    assert len(list(tmp_path.iterdir())) == 4

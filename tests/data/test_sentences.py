@@ -1,0 +1,94 @@
+"""Sentences: cut by punkt models that nltk would download, here by tiny ones made in the test."""
+
+from __future__ import annotations
+
+import pytest
+from preprocessing import NULL, numbers, run
+
+from megatrain.config.errors import ConfigError
+from megatrain.data import files, sentences
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.sentences import SentenceSplitter, SplitSettings, load_splitter
+
+nltk_data = pytest.importorskip("nltk.data")
+punkt = pytest.importorskip("nltk.tokenize.punkt")
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A folder with a model that knows one abbreviation, as `nltk.downloader punkt_tab` lays it out."""
+    folder = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
+    folder.mkdir(parents=True)
+    for name, content in (
+        ("collocations.tab", ""),
+        ("sent_starters.txt", ""),
+        ("abbrev_types.txt", "no\n"),
+        ("ortho_context.tab", ""),
+    ):
+        (folder / name).write_text(content)
+    monkeypatch.setattr(nltk_data, "path", [str(tmp_path / "nltk_data")])
+    return folder.parent
+
+
+@pytest.fixture
+def splitter():
+    return {keep: SentenceSplitter(punkt.PunktSentenceTokenizer(), keep_newlines=keep) for keep in (False, True)}
+
+
+TEXT = "One two.\n\nThree?  Four! (Five.) Six"
+
+
+def test_sentences_leave_white_space_or_keep_it(splitter):
+    assert splitter[False](TEXT) == ["One two.", "Three?", "Four!", "(Five.)", "Six"]
+    assert splitter[True](TEXT) == ["One two.\n\n", "Three?  ", "Four! ", "(Five.) ", "Six"]
+    assert "".join(splitter[True](TEXT)) == TEXT
+
+
+def test_white_space_at_the_end_is_no_sentence(splitter):
+    for keep in (False, True):
+        assert splitter[keep]("One.\n") == ["One."]
+        assert splitter[keep]("") == []
+        assert splitter[keep](" \n") == []
+
+
+def test_long_texts_are_cut_into_pieces_first(splitter, monkeypatch):
+    monkeypatch.setattr(sentences, "PIECE_CHARS", 5)
+    assert splitter[False]("One two. Three") == ["One t", "wo.", "Three"]
+
+
+def test_the_model_of_a_language_is_used(models):
+    assert load_splitter(SplitSettings(lang="english", keep_newlines=False))("See no. 5. Good.") == [
+        "See no. 5.",
+        "Good.",
+    ]
+
+
+def test_each_sentence_becomes_a_sequence(models, tmp_path):
+    source = numbers(tmp_path / "in.jsonl", ["7 8\n9", ["1", "2 3"], ""])
+    words = ["--input", source, *NULL, "--split-sentences", "--append-eod"]
+    assert run(*words, prefix=tmp_path / "out") == 0
+    dataset = IndexedDataset(tmp_path / "out_text_sentence")
+    assert [dataset.read(number).tolist() for number in range(len(dataset))] == [[7, 8, 9, 99], [1], [2, 3, 99]]
+    assert not list(tmp_path.glob("out_text_document*"))
+
+
+def test_missing_models_are_an_error_before_any_work(models, tmp_path, capsys, monkeypatch):
+    source = numbers(tmp_path / "in.jsonl", ["1"])
+    words = ["--input", source, *NULL, "--split-sentences"]
+    assert run(*words, "--lang", "klingon", prefix=tmp_path / "out") == 2
+    assert f"--lang klingon: {models} has no such model\n  fix: use english" in capsys.readouterr().err
+    monkeypatch.setattr(nltk_data, "path", [str(tmp_path / "elsewhere")])
+    assert run(*words, prefix=tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert f"there are none in {tmp_path / 'elsewhere'}" in message
+    assert "fix: python -m nltk.downloader punkt_tab" in message
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_missing_package_is_an_error(monkeypatch):
+    def refuse(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(files.importlib, "import_module", refuse)
+    with pytest.raises(ConfigError, match="--split-sentences needs the package nltk.*\n  fix: pip install nltk"):
+        load_splitter(SplitSettings(lang="english", keep_newlines=False))

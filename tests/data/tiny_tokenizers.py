@@ -1,0 +1,87 @@
+"""Makes the files of small tokenizers: of byte-level pairs, word pieces, SentencePiece and tiktoken."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "the lazy dog sleeps; THE DOG SLEEPS, the fox does not",
+    "naïve café — 12345 东京 🙂",
+    "",
+    " \t two  blanks\n\nand lines\r\n",
+    "def f(x):\n    return x ** 2  # camelCase HTTPServer",
+]
+BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def gpt2_files(folder: Path, *, end: str | None = "<|endoftext|>") -> tuple[str, str]:
+    """vocab.json and merges.txt of byte-level pairs."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[end] if end else [],
+        show_progress=False,
+    )
+    library.train_from_iterator(TEXTS * 3, trainer)
+    library.model.save(str(folder))
+    return str(folder / "vocab.json"), str(folder / "merges.txt")
+
+
+def bert_file(folder: Path) -> str:
+    """vocab.txt of word pieces."""
+    letters = [*"abcdefghijklmnopqrstuvwxyzT.,;"]
+    words = ["the", "fox", "dog", "lazy", "quick", "The", "##s", "##ing", "東", "naive"]
+    file = folder / "vocab.txt"
+    lines = [*BERT_SPECIAL, *letters, *(f"##{letter}" for letter in letters[:26] if letter != "s"), *words]
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(file)
+
+
+def sentencepiece_file(folder: Path, **options: Any) -> str:
+    """tokenizer.model, trained here and now."""
+    library = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    library.SentencePieceTrainer.train(
+        sentence_iterator=iter([text for text in TEXTS if text] * 10),
+        model_writer=model,
+        vocab_size=360,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+        **options,
+    )
+    file = folder / "tokenizer.model"
+    file.write_bytes(model.getvalue())
+    return str(file)
+
+
+def tiktoken_entries() -> list[dict[str, Any]]:
+    """The bytes and a few pairs, as TikTokenizer reads them."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"do", b"dog", b"gG"]
+    return [
+        {
+            "rank": rank,
+            "token_bytes": base64.b64encode(token).decode(),
+            "token_str": token.decode("utf-8", "replace"),
+        }
+        for rank, token in enumerate(tokens)
+    ]
+
+
+def tiktoken_file(folder: Path, entries: list[dict[str, Any]] | None = None) -> str:
+    """vocab.json of TikTokenizer."""
+    pytest.importorskip("tiktoken")
+    file = folder / "multilingual.json"
+    file.write_text(json.dumps(tiktoken_entries() if entries is None else entries))
+    return str(file)
