@@ -30,8 +30,8 @@ MAGIC: Final = b"MMIDIDX\x00\x00"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<9sQBQQ")
 ELEMENT_TYPES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CHECK_ROWS: Final = 1 << 22
-"""Sequences checked at once: bounds the memory of opening a file."""
+CHECK_ROWS: Final = 1 << 16
+"""Sequences checked at once: as many as stay in a core's cache."""
 REBUILD: Final = "copy the file again, or make the dataset anew with preprocess_data.py"
 
 

@@ -49,7 +49,10 @@ def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [
-            [type(b)(**{k: v.to(device) for k, v in vars(b).items()}) for b in own_batches(step, Layout(), 0)]
+            [
+                batch.map(torch.Tensor.cuda if device == "cuda" else torch.Tensor.cpu)
+                for batch in own_batches(step, Layout(), 0)
+            ]
             for step in range(3)
         ]
         reports[device] = [engine.step(batches, lr=1e-2) for batches in moved]
