@@ -9,11 +9,10 @@ What comes back depends on the arguments alone: reading ahead only changes when 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatrain.config.errors import MegatrainError
@@ -35,6 +34,43 @@ class _Step:
     num_microbatches: int
 
 
+class _Block:
+    """The batches of a step in host memory, all samples in one tensor of each kind: few copies, and large ones."""
+
+    def __init__(self, rows: int, seq_length: int, num_microbatches: int, *, is_pinned: bool) -> None:
+        def empty(dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(rows, seq_length, dtype=dtype, pin_memory=is_pinned)
+
+        self.tokens, self.labels, self.position_ids = (empty(torch.int64) for _ in range(3))
+        self.loss_mask = empty(torch.float32)
+        self.documents: list[Documents | None] = [None] * num_microbatches
+
+    def put(self, row: int, sample: Sample) -> None:
+        """Write a sample into its row."""
+        self.tokens.numpy()[row] = sample.tokens
+        self.labels.numpy()[row] = sample.labels
+        self.position_ids.numpy()[row] = sample.position_ids
+        self.loss_mask.numpy()[row] = sample.loss_mask
+
+    def batches(self, device: torch.device) -> list[Batch]:
+        """The micro-batches on the device."""
+        moved = [
+            x.to(device, non_blocking=True).tensor_split(len(self.documents))
+            for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
+        ]
+        return [
+            Batch(
+                tokens=tokens,
+                labels=labels,
+                loss_mask=loss_mask,
+                position_ids=position_ids,
+                documents=documents
+                and replace(documents, cu_seqlens=documents.cu_seqlens.to(device, non_blocking=True)),
+            )
+            for tokens, labels, loss_mask, position_ids, documents in zip(*moved, self.documents, strict=True)
+        ]
+
+
 class BatchLoader:
     """The micro-batches of one data-parallel rank."""
 
@@ -43,6 +79,7 @@ class BatchLoader:
         samples: Samples,
         order: Order,
         *,
+        seq_length: int,
         device: torch.device | str = "cpu",
         num_workers: int = 1,
         has_documents: bool = False,
@@ -52,6 +89,7 @@ class BatchLoader:
         Args:
             samples: what is read.
             order: which of them this rank reads, and when.
+            seq_length: s, tokens of each sample.
             device: where batches are wanted.
             num_workers: threads that read ahead; 0: a step reads what it needs when it needs it.
             has_documents: whether batches say where documents start.
@@ -61,13 +99,14 @@ class BatchLoader:
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
+        self._seq_length = seq_length
         self._has_documents = has_documents
         self._threads = (
             ThreadPoolExecutor(num_workers, "batches", initializer=_enter_device, initargs=(self._device,))
             if num_workers
             else None
         )
-        self._ahead: tuple[_Step, list[Future[Batch]]] | None = None
+        self._ahead: tuple[_Step, _Block, list[Future[None]]] | None = None
 
     def __enter__(self) -> Self:
         """Leaving the `with` block ends the threads."""
@@ -87,11 +126,13 @@ class BatchLoader:
         """
         step = _Step(consumed_samples, num_microbatches)
         self._require_samples(step)
-        batches = self._read(step)
+        # Copied by the caller, so that the copy is ordered before its use on the caller's stream, and before the
+        # threads set to work again, which would hold it up.
+        batches = self._read(step).batches(self._device)
         following = _Step(self._end(step), num_microbatches)
         if self._threads is not None and self._has(following):
-            self._ahead = (following, self._submit(self._threads, following))
-        return [_moved(batch, self._device) for batch in batches]
+            self._ahead = (following, *self._submit(self._threads, following))
+        return batches
 
     def close(self) -> None:
         """End the background threads; what they read ahead is dropped."""
@@ -99,21 +140,34 @@ class BatchLoader:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: _Step) -> list[Batch]:
+    def _read(self, step: _Step) -> _Block:
         """The step as read ahead if it was foreseen; else it is read now, behind what the threads are at."""
         if self._threads is None:
-            return [self._microbatch(step, number) for number in range(step.num_microbatches)]
+            block = self._block(step)
+            for number in range(step.num_microbatches):
+                self._fill(block, step, number)
+            return block
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == step:
-            futures = ahead[1]
+            _, block, futures = ahead
         else:
-            for future in ahead[1] if ahead is not None else ():
+            for future in ahead[2] if ahead is not None else ():
                 future.cancel()
-            futures = self._submit(self._threads, step)
-        return [future.result() for future in futures]
+            block, futures = self._submit(self._threads, step)
+        for future in futures:
+            future.result()
+        return block
 
-    def _submit(self, threads: ThreadPoolExecutor, step: _Step) -> list[Future[Batch]]:
-        return [threads.submit(self._microbatch, step, number) for number in range(step.num_microbatches)]
+    def _submit(self, threads: ThreadPoolExecutor, step: _Step) -> tuple[_Block, list[Future[None]]]:
+        block = self._block(step)
+        return block, [
+            threads.submit(self._fill, block, step, number) for number in range(step.num_microbatches)
+        ]
+
+    def _block(self, step: _Step) -> _Block:
+        rows = step.num_microbatches * self._order.share.micro_batch_size
+        is_pinned = self._device.type == "cuda"
+        return _Block(rows, self._seq_length, step.num_microbatches, is_pinned=is_pinned)
 
     def _end(self, step: _Step) -> int:
         """Consumed samples after a step, over all ranks."""
@@ -131,27 +185,20 @@ class BatchLoader:
                 "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
             )
 
-    def _microbatch(self, step: _Step, number: int) -> Batch:
-        numbers = self._order.numbers(step.consumed_samples, number)
-        samples = [self._samples[k] for k in numbers]
-        missing = self._order.share.micro_batch_size - len(samples)
-        if (
-            missing
-        ):  # the last micro-batches of a dataset that is read whole: their shape stays, their loss is masked
+    def _fill(self, block: _Block, step: _Step, number: int) -> None:
+        """Read a micro-batch into its rows."""
+        size = self._order.share.micro_batch_size
+        samples = [self._samples[k] for k in self._order.numbers(step.consumed_samples, number)]
+        if len(samples) < size:  # the last of a dataset that is read whole: shapes stay, their loss is masked
             blank = _blank(samples[0] if samples else self._samples[0])
-            samples += [blank] * missing
-        batch = Batch(
-            tokens=_stacked([sample.tokens for sample in samples]),
-            labels=_stacked([sample.labels for sample in samples]),
-            loss_mask=_stacked([sample.loss_mask for sample in samples]),
-            position_ids=_stacked([sample.position_ids for sample in samples]),
-            documents=_documents(samples) if self._has_documents else None,
-        )
-        return _pinned(batch) if self._device.type == "cuda" else batch
-
-
-def _stacked(arrays: Sequence[npt.NDArray[Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(arrays))
+            samples += [blank] * (size - len(samples))
+        for row, sample in enumerate(samples, start=number * size):
+            block.put(row, sample)
+        if self._has_documents:
+            documents = _documents(samples)
+            if self._device.type == "cuda":
+                documents = replace(documents, cu_seqlens=documents.cu_seqlens.pin_memory())
+            block.documents[number] = documents
 
 
 def _blank(sample: Sample) -> Sample:
@@ -171,15 +218,6 @@ def _documents(samples: Sequence[Sample]) -> Documents:
     starts = [number * length + sample.document_starts for number, sample in enumerate(samples)]
     borders = np.concatenate([*starts, [len(samples) * length]]).astype(np.int32)
     return Documents(torch.from_numpy(borders), int(np.diff(borders).max()), len(samples))
-
-
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    """Copied by the caller, so that the copy is ordered before its use on the caller's stream."""
-    return batch.map(lambda x: x.to(device, non_blocking=True))
-
-
-def _pinned(batch: Batch) -> Batch:
-    return batch.map(torch.Tensor.pin_memory)
 
 
 def _enter_device(device: torch.device) -> None:

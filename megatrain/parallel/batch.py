@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,17 +49,6 @@ class Batch:
     """Place of each token in its document or sample, int64 [b, s]."""
     documents: Documents | None = None
     """None: attention sees the whole sample."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with each tensor changed: moved, for example."""
-        documents = self.documents
-        return Batch(
-            tokens=change(self.tokens),
-            labels=change(self.labels),
-            loss_mask=change(self.loss_mask),
-            position_ids=change(self.position_ids),
-            documents=documents and replace(documents, cu_seqlens=change(documents.cu_seqlens)),
-        )
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ import torch
 
 from megatrain.config import Facts, Plan
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.data.build import Plans, SplitBuilder, Splits
+from megatrain.data.build import BuiltIndex, Plans, SplitBuilder, Splits
 from megatrain.data.gpt import SampleRules, effective_pad
 from megatrain.data.loader import BatchLoader
 from megatrain.data.sampler import CyclicOrder, Order, Share, SingleOrder, WholeOrder
@@ -71,11 +71,24 @@ class RunBatches:
                 batches.close()
 
 
-def build_samples(plan: Plan, facts: Facts, say: Callable[[str], None] = print) -> Splits:
+def build_samples(
+    plan: Plan,
+    facts: Facts,
+    say: Callable[[str], None] = print,
+    on_built: Callable[[BuiltIndex], None] | None = None,
+    *,
+    are_facts_from_afar: bool = False,
+) -> Splits:
     """The samples that a plan describes.
+
+    Args:
+        plan, facts: alike on all ranks.
+        say, on_built: as `SplitBuilder` takes them.
+        are_facts_from_afar: whether they were gathered on another host, whose files may be others.
 
     Raises:
         ConfigError: samples are asked for that the data does not hold.
+        InputError: the files are not those of the facts.
     """
     data, derived = plan.config.data, plan.derived
     special = {*facts.special_ids, *([] if derived.eod_id is None else [derived.eod_id])}
@@ -94,7 +107,9 @@ def build_samples(plan: Plan, facts: Facts, say: Callable[[str], None] = print) 
         cache_folder=data.data_cache_path,
         mmap=not data.no_mmap_bin_files,
         surplus=data.mid_level_dataset_surplus,
+        digests={one.prefix: one.digest for one in facts.datasets} if are_facts_from_afar else None,
         say=say,
+        on_built=on_built,
     )
     plans = Plans(
         train=(0,) if plan.config.training.skip_train else derived.train_plan,
@@ -161,7 +176,7 @@ def _built_in_turns(ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> tup
         failure: MegatrainError | None = None
         if turn == own_turn and reads:
             try:
-                splits = build_samples(plan, ranks.facts, say)
+                splits = build_samples(plan, ranks.facts, say, are_facts_from_afar=not ranks.is_main)
             except MegatrainError as error:
                 failure = error
         answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
@@ -234,6 +249,7 @@ class _Builder:
         return BatchLoader(
             samples,
             order,
+            seq_length=self.config.data.seq_length,
             device=self.ranks.device,
             num_workers=self.config.data.num_workers,
             has_documents=_has_documents(self.plan),

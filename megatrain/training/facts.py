@@ -7,7 +7,7 @@ What is wrong with a file becomes a problem among the others; nothing here stops
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -45,14 +45,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
     Raises:
         NoCheckpointError: `--load` was given and holds no valid checkpoint, and starting fresh was not allowed.
     """
-    problems: list[Problem] = []
-    found: dict[str, Any] = {}
-    try:
-        found |= _tokenizer_facts(request)
-    except ConfigError as error:
-        problems += error.problems
-    datasets, data_problems = _data_facts(request, found)
-    problems += data_problems
+    found, problems = _input_facts(request)
     problems += _folder_problems(request)
     stored = stored_run(request) if not problems else None
     problems += _used_save_problems(request, stored)
@@ -64,7 +57,27 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         devices_per_node=torch.cuda.device_count() if has_cuda else None,
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
-        datasets=tuple(datasets),
+        data_problems=tuple(problems),
+        libraries=_libraries(),
+        **found,
+    )
+
+
+def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str], None]) -> Facts:
+    """What samples depend on, as `gather_facts` finds it in a run of so many ranks.
+
+    Nothing is written by whoever asks for samples alone, so folders are not looked at. Without a valid checkpoint, the
+    samples are those of a fresh run, which `say` is told.
+    """
+    found, problems = _input_facts(request)
+    stored = None
+    try:
+        stored = stored_run(request) if not problems else None
+    except NoCheckpointError as error:
+        say(f"{error.problems[0].text}: what follows is of a fresh run")
+    return Facts(
+        world_size=world_size,
+        checkpoint=stored,
         data_problems=tuple(problems),
         libraries=_libraries(),
         **found,
@@ -97,6 +110,18 @@ def stored_run(request: Request) -> StoredRun | None:
         fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without --load, "
         "or with --load-or-start",
     )
+
+
+def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
+    """What the tokenizer and the data say, as fields of `Facts`."""
+    problems: list[Problem] = []
+    found: dict[str, Any] = {}
+    try:
+        found |= _tokenizer_facts(request)
+    except ConfigError as error:
+        problems += error.problems
+    datasets, data_problems = _data_facts(request, found)
+    return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 
 
 def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:

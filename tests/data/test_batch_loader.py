@@ -43,9 +43,9 @@ class Numbered:
             assert self.was_read.wait_for(lambda: k in self.read, timeout=10)
 
 
-def make(samples, *, micro_batch_size=2, dp_rank=0, dp_size=1, **options):
+def make(samples, *, micro_batch_size=2, dp_rank=0, dp_size=1, seq_length=2, **options):
     share = Share(micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
-    return BatchLoader(samples, SingleOrder(share, len(samples)), **options)
+    return BatchLoader(samples, SingleOrder(share, len(samples)), seq_length=seq_length, **options)
 
 
 def numbers(batches):
@@ -132,7 +132,10 @@ def test_closing_ends_the_thread():
 def test_batches_are_on_the_device_and_right():
     rules = SampleRules(seq_length=512, eod=999, vocab_size=1000)
     train = SplitBuilder(rules).build({}, "", Plans(train=(64,), valid=(0,), test=(0,), seed=1)).train
-    with make(train, micro_batch_size=4, device="cuda") as fast, make(train, micro_batch_size=4) as plain:
+    with (
+        make(train, micro_batch_size=4, seq_length=512, device="cuda") as fast,
+        make(train, micro_batch_size=4, seq_length=512) as plain,
+    ):
         for step in range(4):
             for moved, still in zip(
                 fast.microbatches(16 * step, 4), plain.microbatches(16 * step, 4), strict=True
@@ -168,7 +171,7 @@ def test_a_mask_is_that_of_its_definition():
 def test_what_is_read_whole_is_filled_up_without_loss():
     share = Share(micro_batch_size=2, dp_rank=1, dp_size=2)
     order = WholeOrder(share, 6)
-    with BatchLoader(Numbered(6), order) as loader:
+    with BatchLoader(Numbered(6), order, seq_length=2) as loader:
         batches = loader.microbatches(0, order.num_microbatches)
     assert numbers(batches) == [[1, 3], [5, 0]]
     assert batches[1].loss_mask.tolist() == [[1, 1], [0, 0]]
@@ -176,6 +179,6 @@ def test_what_is_read_whole_is_filled_up_without_loss():
 
 def test_a_cyclic_order_never_ends():
     order = CyclicOrder(Share(micro_batch_size=2, dp_rank=0, dp_size=1), 5)
-    with BatchLoader(Numbered(5), order) as loader:
+    with BatchLoader(Numbered(5), order, seq_length=2) as loader:
         read = [k for step in range(6) for batch in numbers(loader.microbatches(2 * step, 1)) for k in batch]
     assert [sorted(read[4 * epoch : 4 * epoch + 4]) for epoch in range(3)] == [[0, 1, 2, 3]] * 3

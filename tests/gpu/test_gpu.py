@@ -6,6 +6,7 @@ import torch
 from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.normal import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
+from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools.parity import Layout, own_batches, tiny_plan
 from megatrain.training.engine import Engine
@@ -16,6 +17,12 @@ SMALL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2 --global-batch-size 16 "
     "--train-iters 3 --lr 1e-3"
 )
+
+
+def on_device(batch: Batch, device: str) -> Batch:
+    return Batch(**{name: x if x is None else x.to(device) for name, x in vars(batch).items()})
+
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -48,13 +55,7 @@ def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
         plan = tiny_plan(Layout(is_tied=is_tied), 1)
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
-        moved = [
-            [
-                batch.map(torch.Tensor.cuda if device == "cuda" else torch.Tensor.cpu)
-                for batch in own_batches(step, Layout(), 0)
-            ]
-            for step in range(3)
-        ]
+        moved = [[on_device(batch, device) for batch in own_batches(step, Layout(), 0)] for step in range(3)]
         reports[device] = [engine.step(batches, lr=1e-2) for batches in moved]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
         assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
@@ -68,7 +69,7 @@ def test_bfloat16_training_stays_near_fp32() -> None:
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
-        batches = [type(b)(**{k: v.cuda() for k, v in vars(b).items()}) for b in own_batches(0, Layout(), 0)]
+        batches = [on_device(b, "cuda") for b in own_batches(0, Layout(), 0)]
         losses[flags[-1]] = [engine.step(batches, lr=1e-3).lm_loss for _ in range(10)]
     assert losses["--bf16"] == pytest.approx(losses["float32"], rel=0.01)
     assert losses["--bf16"][-1] < losses["--bf16"][0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,11 @@ from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel, column_linear, row_linear
+
+# torch 2.11 takes grouped queries as they come, later versions want to be told.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 @dataclass(frozen=True)
@@ -101,8 +108,6 @@ class LocalCoreAttention(torch.nn.Module):
         s, b = q.shape[:2]
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b * s, n/tp, d]
         borders, longest = documents.cu_seqlens, documents.max_seqlen
-        out = varlen_attn(
-            q, k, v, borders, borders, longest, longest, window_size=(-1, 0), enable_gqa=self.has_groups
-        )
+        out = varlen_attn(q, k, v, borders, borders, longest, longest, window_size=(-1, 0), **_GROUPED)
         assert isinstance(out, Tensor)
         return out.view(b, s, -1).transpose(0, 1)
