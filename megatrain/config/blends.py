@@ -26,7 +26,7 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
         ConfigError: a weight is no positive number.
     """
     words = [word.strip() for word in words]
-    firsts = [_number(word) for word in words[::2]]
+    firsts = [number_of(word) for word in words[::2]]
     if len(words) % 2 or None in firsts:
         return Blend(tuple(words))
     weights = tuple(weight for weight in firsts if weight is not None)
@@ -45,7 +45,8 @@ def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
     return Blend(tuple(words[1::2]), weights)
 
 
-def _number(word: str) -> float | None:
+def number_of(word: str) -> float | None:
+    """The weight that a word may be; None: it is none."""
     try:
         return float(word)
     except ValueError:

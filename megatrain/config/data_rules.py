@@ -1,5 +1,6 @@
 """What must hold between the settings of the data, and between them and the files."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -10,6 +11,8 @@ from megatrain.config.plan import Draft
 from megatrain.config.splits import SPLIT_NAMES, require_sequences, split_shares
 from megatrain.config.tree import flag_of
 
+LARGEST_SEED: Final = 2**32 - 1
+"""Of the generator that shuffles."""
 _SHARED: Final = ("data.data_path", "data.data_args_path")
 _APART: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _SOURCES: Final = (*_SHARED, *_APART, "data.per_split_data_args_path", "data.mock_data")
@@ -40,6 +43,18 @@ def data_has_one_source(draft: Draft) -> Iterator[Problem]:
         yield Problem(
             "there is nothing to train on: --train-data-path is not given", "give --train-data-path"
         )
+    elif (
+        "data.per_split_data_args_path" in given
+        and not draft.facts.data_problems
+        and draft.facts.datasets
+        and not any(dataset.split == "train" for dataset in draft.facts.datasets)
+        and not draft.config.training.skip_train
+    ):
+        yield Problem(
+            f"there is nothing to train on: --per-split-data-args-path {draft.config.data.per_split_data_args_path}"
+            " names no data for train",
+            'add {"train": [...]} to the file',
+        )
 
 
 def blends_have_positive_weights(draft: Draft) -> Iterator[Problem]:
@@ -60,6 +75,8 @@ def split_has_up_to_three_shares(draft: Draft) -> Iterator[Problem]:
         yield Problem(f"--split {split!r} has {len(words)} shares", fix)
     elif not any(float(word) for word in words):
         yield Problem(f"--split {split!r} gives no data to any split", fix)
+    elif sum(map(float, words)) == math.inf:
+        yield Problem(f"--split {split!r} holds too large a number", fix)
 
 
 def splits_hold_sequences(draft: Draft) -> Iterator[Problem]:
@@ -118,6 +135,14 @@ def one_rule_says_where_documents_end(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def shuffles_have_a_seed(draft: Draft) -> Iterator[Problem]:
+    derived, seed = draft.derived, draft.config.training.seed
+    plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
+    most = LARGEST_SEED - max(map(len, plans)) + 1  # each further plan takes the next one
+    if seed > most:
+        yield Problem(f"--seed {seed} is too large to shuffle data by", f"use a number from 0 to {most}")
+
+
 def sharding_is_about_cycles(draft: Draft) -> Iterator[Problem]:
     data = draft.config.data
     if data.no_data_sharding and data.dataloader_type != "cyclic":
@@ -135,5 +160,6 @@ DATA_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     weights_have_a_number_to_share_out,
     validation_sets_are_apart,
     one_rule_says_where_documents_end,
+    shuffles_have_a_seed,
     sharding_is_about_cycles,
 )

@@ -10,6 +10,7 @@ Source: Megatron-LM, core/datasets/blended_megatron_dataset_config.py; rules in 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import TYPE_CHECKING, Final
 
@@ -34,6 +35,8 @@ def split_shares(split: str) -> tuple[float, float, float]:
     total = sum(numbers)
     if not total:
         raise ConfigError(f"--split {split!r} gives no data to any split", fix=_EXAMPLE)
+    if total == math.inf:
+        raise ConfigError(f"--split {split!r} holds too large a number", fix=_EXAMPLE)
     train, valid, test = (number / total for number in numbers + [0.0] * (len(SPLIT_NAMES) - len(numbers)))
     return train, valid, test
 

@@ -50,8 +50,8 @@ class TokenizerConfig:
     """Ids that TikTokenizer keeps for special tokens, before those of the file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
     """Special tokens. TikTokenizer: all that have a name, in the order of their ids; other types: added behind the vocabulary."""
-    tokenizer_hf_no_include_special_tokens: bool = True
-    """Leave out the beginning and end tokens that the tokenizer's own template puts around every text. Megatron-LM puts them unless this is given."""
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """Leave out the beginning and end tokens that the tokenizer's own template puts around every text, as those of Llama 3 and BERT do."""
 
 
 def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:

@@ -56,7 +56,8 @@ class LibraryTokenizer:
             definition: all that ids depend on, for the fingerprint.
         """
         self._library = library
-        self._with_template = not config.tokenizer_hf_no_include_special_tokens
+        adds_tokens = library.num_special_tokens_to_add(is_pair=False) > 0
+        self._with_template = adds_tokens and not config.tokenizer_hf_no_include_special_tokens
         if config.tokenizer_special_tokens:
             library.add_special_tokens(list(config.tokenizer_special_tokens))
             definition = definition | {"added_special_tokens": list(config.tokenizer_special_tokens)}

@@ -100,7 +100,7 @@ def test_the_map_of_special_tokens_is_read_where_the_configuration_is_silent(tmp
     assert (load(tmp_path).eod, load(tmp_path).pad) == (0, 0)
 
 
-def test_a_template_is_left_out_unless_it_is_asked_for(tmp_path, golden, definition):
+def test_a_template_is_used_unless_it_is_left_out(tmp_path, golden, definition):
     definition["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -108,9 +108,9 @@ def test_a_template_is_left_out_unless_it_is_asked_for(tmp_path, golden, definit
         "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
-    plain = load(tmp_path)
+    plain = load(tmp_path, tokenizer_hf_no_include_special_tokens=True)
     assert plain.encode("Hello") == load(golden).encode("Hello")
-    full = load(tmp_path, tokenizer_hf_no_include_special_tokens=False)
+    full = load(tmp_path)
     assert full.encode("Hello") == full.encode_batch(["Hello"])[0] == [0, *plain.encode("Hello")]
     assert full.fingerprint != plain.fingerprint
 

@@ -26,7 +26,8 @@ def tiny_config(kind: str, folder: Path, **more) -> TokenizerConfig:
         vocab, merges = gpt2_files(folder)
         more = {"vocab_file": vocab, "merge_file": merges, **more}
     elif kind.startswith("BertWordPiece"):
-        more = {"vocab_file": bert_file(folder), **more}
+        plain = {"tokenizer_hf_no_include_special_tokens": True}
+        more = {"vocab_file": bert_file(folder), **plain, **more}
     elif kind == "TikTokenizer":
         more = {"tokenizer_model": tiktoken_file(folder), "tiktoken_num_special_tokens": 20, **more}
     elif kind == "NullTokenizer":
@@ -186,7 +187,7 @@ def test_bert_lowers_and_cuts_words(tmp_path):
     assert cased.vocab_size == lower.vocab_size + 100, "Megatron-LM adds <extra_id_0> to <extra_id_99>"
     assert cased.fingerprint != lower.fingerprint
     with_ends = tiny_config("BertWordPieceCase", tmp_path, tokenizer_hf_no_include_special_tokens=False)
-    assert load_tokenizer(with_ends).encode("dog") == [2, names["dog"], 3]
+    assert load_tokenizer(with_ends).encode("dog") == [names["[CLS]"], names["dog"], names["[SEP]"]]
 
 
 def test_tiktoken_puts_special_tokens_first(tmp_path):
