@@ -111,7 +111,9 @@ def _plan(draft: Draft, split: str) -> Answer:
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
     former = [count for count in plans if count]
-    if not former or requested is None:
+    if requested is None:
+        return Answer((None,), "all of one epoch")
+    if not former:
         return Answer((requested,), "one plan for all samples")
     if draft.config.data.dataloader_type == "cyclic":
         return Answer(tuple(former), "the checkpoint's; the cyclic order goes round in it")

@@ -68,7 +68,7 @@ def _wrapped(text: str, head: str, margin: str) -> list[str]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
+        return " ".join(map(_shown, value)) or "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, int) and value >= 10**15:

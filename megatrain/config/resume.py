@@ -56,12 +56,14 @@ def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
 
 
 def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
-    """Files may move; what is in them, their weights and their order may not change."""
+    """Training files may move; what is in them, their weights and their order may not change."""
     stored = draft.facts.checkpoint
-    if stored is None or not stored.datasets or not draft.facts.datasets:
+    if stored is None:
         return
     fix = "give the data of the first run, or start a fresh run without --load and with another --save"
-    before, now = stored.datasets, draft.facts.datasets
+    before, now = _trained_on(stored.datasets), _trained_on(draft.facts.datasets)
+    if not before or not now:
+        return
     if [dataset.split for dataset in before] != [dataset.split for dataset in now]:
         yield Problem(
             f"the data cannot change on resume, the order of samples depends on it: the checkpoint read {len(before)}"
@@ -83,6 +85,10 @@ def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
                 f" the checkpoint has {_shown(former.weight)}, this run {_shown(dataset.weight)}",
                 fix,
             )
+
+
+def _trained_on(datasets: Sequence[DatasetFacts]) -> list[DatasetFacts]:
+    return [dataset for dataset in datasets if dataset.split in ("all", "train")]
 
 
 def _splits(datasets: Sequence[DatasetFacts]) -> str:

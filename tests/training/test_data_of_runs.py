@@ -1,0 +1,160 @@
+"""What whole runs read: longer runs, moved files, sets with losses of their own, tokenizers that are not the data's."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_broken_command_lines import command_line
+
+import pretrain
+from megatrain.data.indexed_writer import IndexedWriter
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two datasets of ids below 99, each document ended by 99."""
+    random = np.random.default_rng(0)
+    for name in ("a", "b"):
+        with IndexedWriter(tmp_path / "data" / name, "uint16") as writer:
+            for _ in range(200):
+                writer.add_document([[*random.integers(0, 99, random.integers(2, 40)), 99]])
+    return tmp_path
+
+
+def flags_of(folder: Path, **changed: str | None) -> list[str]:
+    """A run of 6 iterations on a blend; None leaves a flag out, "" gives it without a value."""
+    flags: dict[str, str | None] = {
+        "--mock-data": None,
+        "--data-path": f"0.7 {folder / 'data/a'} 0.3 {folder / 'data/b'}",
+        "--split": "90,5,5",
+        "--save": str(folder / "run"),
+        "--load": str(folder / "run"),
+        "--train-iters": "6",
+        "--eval-interval": "3",
+        "--eval-iters": "2",
+        "--lr-decay-iters": "100",
+        "--tokenizer-type": "NullTokenizer",
+        "--vocab-size": "100",
+    }
+    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    return [word for part in command_line(flags) for word in part.split()]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run has logged, without its times."""
+    kept = ("iteration", "lm_loss", "grad_norm", "validation", "loss")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in kept if name in line} for line in lines]
+
+
+def test_a_longer_run_reads_on_and_leaves_what_was_seen(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.main(flags_of(folder)) == 0
+    first = metrics(folder / "run")
+    shutil.copytree(folder / "run", folder / "stopped")
+    assert pretrain.main(flags_of(folder, train_iters="15")) == 0
+    longer = metrics(folder / "run")
+    assert longer[: len(first) - 1] == first[:-1]  # but for the test loss, which comes at the end
+    assert longer[-1]["iteration"] == 15
+    assert "--train-iters 6 -> 15" in capsys.readouterr().out
+
+    stopped = {"save": str(folder / "stopped"), "load": str(folder / "stopped"), "train_iters": "15"}
+    for exit_interval in ("8", "11", None):
+        assert pretrain.main(flags_of(folder, exit_interval=exit_interval, **stopped)) in (0, 75)
+    assert metrics(folder / "stopped") == longer
+
+
+def test_files_may_move_but_not_change(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(flags_of(folder)) == 0
+    moved = f"0.7 {folder / 'moved/a'} 0.3 {folder / 'moved/b'}"
+    shutil.move(folder / "data", folder / "moved")
+    assert pretrain.main(flags_of(folder, data_path=moved, train_iters="7")) == 0
+    swapped = f"0.7 {folder / 'moved/b'} 0.3 {folder / 'moved/a'}"
+    capsys.readouterr()
+    assert pretrain.main(flags_of(folder, data_path=swapped, train_iters="8")) == 2
+    assert "moved/b is not the dataset that the checkpoint read" in capsys.readouterr().err
+
+
+def test_sets_are_evaluated_whole_and_on_their_own(folder: Path) -> None:
+    apart = {
+        "data_path": None,
+        "split": None,
+        "train_data_path": str(folder / "data/a"),
+        "valid_data_path": f"{folder / 'data/a'} {folder / 'data/b'}",
+        "full_validation": "",
+        "multiple_validation_sets": "",
+    }
+    assert pretrain.main(flags_of(folder, **apart)) == 0
+    found = [line for line in metrics(folder / "run") if "validation" in line]
+    assert [(line["iteration"], line["validation"]) for line in found] == [
+        (3, "a"),
+        (3, "b"),
+        (6, "a"),
+        (6, "b"),
+    ]
+
+    at_the_end = {line["validation"]: line["loss"] for line in found[2:]}
+    for name in ("a", "b"):  # the same data alone, in the same number of samples as there are
+        alone = apart | {"valid_data_path": str(folder / f"data/{name}"), "multiple_validation_sets": None}
+        again = {"save": None, "skip_train": "", "metrics_file": str(folder / f"{name}.jsonl")}
+        assert pretrain.main(flags_of(folder, **alone, **again)) == 0
+        (line,) = (json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines())
+        assert line["loss"] == at_the_end[name]
+
+
+def test_the_cyclic_order_resumes_at_the_borders_of_its_epochs(folder: Path) -> None:
+    cyclic = {
+        "dataloader_type": "cyclic",
+        "data_path": str(folder / "data/a"),
+        "train_iters": "60",
+        "eval_iters": "0",
+    }
+    assert pretrain.main(flags_of(folder, **cyclic)) == 0
+    stopped = cyclic | {"save": str(folder / "stopped"), "load": str(folder / "stopped")}
+    for exit_interval in ("23", "41", None):
+        assert pretrain.main(flags_of(folder, exit_interval=exit_interval, **stopped)) in (0, 75)
+    assert metrics(folder / "stopped") == metrics(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        (
+            {"tokenizer_fingerprint": "f" * 64, "tokenizer_type": "GPT2BPETokenizer"},
+            "made with another tokenizer",
+        ),
+        ({"largest_id": 100}, "a.bin holds id 100, outside the vocabulary of 100"),
+        ({"largest_id": "many"}, "a.json: largest_id is 'many'"),
+    ],
+)
+def test_a_description_is_held_against_the_tokenizer(
+    folder: Path, golden: Path, capsys: pytest.CaptureFixture[str], described: dict[str, Any], words: str
+) -> None:
+    (folder / "data/a.json").write_text(json.dumps(described))
+    tokenizer: dict[str, str | None] = {}
+    if "tokenizer_fingerprint" in described:
+        tokenizer = {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(golden),
+            "vocab_size": None,
+        }
+    assert pretrain.main(flags_of(folder, **tokenizer)) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_documents_are_kept_apart(folder: Path) -> None:
+    losses = {}
+    for name in ("none", "reset_attention_mask", "dataloader_inter_document_masking"):
+        run = {"save": None, "load": None, "metrics_file": str(folder / f"{name}.jsonl")}
+        masks = {} if name == "none" else {name: ""}
+        assert pretrain.main(flags_of(folder, **run, **masks)) == 0
+        lines = (folder / f"{name}.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["lm_loss"] for line in lines if "lm_loss" in line]
+    assert losses["reset_attention_mask"] != losses["none"]
+    assert losses["reset_attention_mask"] == losses["dataloader_inter_document_masking"], (
+        "one document a sequence"
+    )
