@@ -1,6 +1,11 @@
 """Times the data side: `python scripts/benchmark_data.py [section ...] [--tokenizer PATH]`, all sections by default.
 
 preprocess   preprocess_data.py against encode_batch of the tokenizers library, on the same text and cores
+index        10 million documents, 10 billion tokens, s 2048, one epoch: open and order them, with and without the cache
+blend        1,000 datasets of 10 thousand documents, weighted, 4 million samples: everything that a start does
+batch        what the step waits for 4 samples of 8192 tokens that were read ahead
+
+Files are made in a folder that is removed afterwards; the .bin files of `index` and `blend` are holes, which take no room.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ import argparse
 import gzip
 import json
 import random
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +23,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from megatrain.config.blends import Blend
+from megatrain.data.build import Plans, SplitBuilder
+from megatrain.data.gpt import GptSamples, SampleRules
+from megatrain.data.gpt_index import build_index
+from megatrain.data.index_cache import IndexCache
+from megatrain.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset
+from megatrain.data.loader import BatchLoader
+from megatrain.data.sampler import Share, SingleOrder
+from megatrain.data.sources import inspect
+
+UINT16 = 8
+"""The element code of .idx files."""
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_BYTES = 64_000_000
@@ -28,7 +50,7 @@ class Setup:
     """What sections work with."""
 
     folder: Path
-    tokenizer: Path
+    tokenizer: Path | None
 
 
 def main() -> None:
@@ -36,14 +58,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, for `preprocess`")
     given = parser.parse_args()
     unknown = set(given.sections) - set(SECTIONS)
     if unknown:
         parser.error(f"there is no section {', '.join(sorted(unknown))}")
-    with TemporaryDirectory() as folder:
-        for name in given.sections or SECTIONS:
-            print(f"\n{name}", flush=True)
+    chosen = given.sections or list(SECTIONS)
+    if "preprocess" in chosen and given.tokenizer is None:
+        parser.error("preprocess needs --tokenizer")
+    for name in chosen:
+        print(f"\n{name}", flush=True)
+        with TemporaryDirectory() as folder:
             SECTIONS[name](Setup(Path(folder), given.tokenizer))
 
 
@@ -73,7 +98,98 @@ def preprocess(setup: Setup) -> None:
         )
 
 
-SECTIONS: dict[str, Callable[[Setup], None]] = {"preprocess": preprocess}
+def write_pair(prefix: Path, lengths: np.ndarray) -> None:
+    """A dataset of one sequence a document; its .bin is a hole of zeros."""
+    offsets = np.zeros(len(lengths), np.int64)
+    np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+    with Path(f"{prefix}.idx").open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, UINT16, len(lengths), len(lengths) + 1))
+        file.write(lengths.tobytes() + (2 * offsets).tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype=np.int64).tobytes())
+    with Path(f"{prefix}.bin").open("wb") as file:
+        file.truncate(2 * int(lengths.sum(dtype=np.int64)))
+
+
+def timed(name: str, work: Callable[[], object], target: str) -> None:
+    began = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - began
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{name:32s} {seconds:8.3f} s   {memory:6.0f} MiB   (target {target})")
+
+
+def index(setup: Setup) -> None:
+    folder = setup.folder
+    lengths = np.random.default_rng(0).integers(1, 2000, 10_000_000, dtype=np.int32)
+    write_pair(folder / "data", lengths)
+    IndexedDataset(folder / "data")  # from here on, the files are in the page cache
+    print(f"{len(lengths):,} documents, {lengths.sum(dtype=np.int64):,} tokens")
+    for name, target in (("cold", "3 s, 1.5 GB"), ("cached", "0.2 s")):
+        cache = IndexCache(folder / "cache")
+
+        def start(cache: IndexCache = cache) -> object:
+            dataset = IndexedDataset(folder / "data")
+            return build_index(
+                dataset.lengths, range(len(dataset)), seq_length=2048, seed=1, num_samples=None, cache=cache
+            )
+
+        timed(f"  open and order, {name}", start, target)
+
+
+def blend(setup: Setup) -> None:
+    folder = setup.folder
+    random = np.random.default_rng(0)
+    for k in range(1000):
+        write_pair(folder / f"d{k}", random.integers(1, 2000, 10_000, dtype=np.int32))
+    prefixes = tuple(str(folder / f"d{k}") for k in range(1000))
+    blends = {"all": Blend(prefixes, tuple(random.uniform(0.5, 1.5, 1000)))}
+    plans = Plans(train=(4_000_000,), valid=(4000,), test=(400,), seed=1)
+    print("1,000 datasets of 10,000 documents, weighted, 4,000,000 training samples")
+    for name, target in (("cold", "10 s"), ("cached", "2 s")):
+
+        def start() -> object:
+            inspect(blends, vocab_size=50_000, tokenizer_fingerprint=None)
+            builder = SplitBuilder(SampleRules(seq_length=2048, eod=0), cache_folder=folder / "cache")
+            return builder.build(blends, "969,30,1", plans)
+
+        timed(f"  check, open and draw, {name}", start, target)
+
+
+def batch(setup: Setup) -> None:
+    folder = setup.folder
+    lengths = np.random.default_rng(0).integers(1, 2000, 200_000, dtype=np.int32)
+    write_pair(folder / "data", lengths)
+    np.memmap(folder / "data.bin", "<u2", "r+")[:] = 17
+    dataset = IndexedDataset(folder / "data")
+    made = build_index(lengths, range(len(lengths)), seq_length=8192, seed=1, num_samples=None)
+    samples = GptSamples(
+        dataset, made, SampleRules(seq_length=8192, eod=0, vocab_size=50_000, reset_attention_mask=True)
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    order = SingleOrder(Share(micro_batch_size=1, dp_rank=0, dp_size=1), len(samples))
+    for workers in (0, 2):
+        with BatchLoader(
+            samples, order, seq_length=8192, device=device, num_workers=workers, has_documents=True
+        ) as loader:
+            waits = []
+            for step in range(60):
+                began = time.perf_counter()
+                loader.microbatches(4 * step, 4)
+                waits.append(1000 * (time.perf_counter() - began))
+                time.sleep(0.05)  # the step's own work
+        target = "   (target 1 ms)" if workers else ""
+        print(
+            f"4 x 8192 tokens to {device}, --num-workers {workers}: the step waits {np.median(waits[5:]):.2f} ms"
+            f" in the median, {max(waits[5:]):.2f} at most{target}"
+        )
+
+
+SECTIONS: dict[str, Callable[[Setup], None]] = {
+    "preprocess": preprocess,
+    "index": index,
+    "blend": blend,
+    "batch": batch,
+}
 
 
 def write_text(path: Path) -> int:

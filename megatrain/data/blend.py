@@ -23,7 +23,7 @@ from megatrain.config.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatrain.data.samples import Sample, Samples
+    from megatrain.data.samples import Piece, Sample, Samples
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.integer[Any]]
@@ -32,6 +32,8 @@ SURPLUS: Final = 0.005
 """Share of samples by which each dataset is built longer than its weight asks for."""
 CELLS: Final = 1 << 16
 """Chunks times datasets that are drawn side by side: as many as stay in a core's cache."""
+MOST_DATASETS: Final = np.iinfo(np.int16).max + 1
+"""A draw numbers them in 16 bits."""
 SHORTEST_CHUNK: Final = 1024
 BURN_IN: Final = 8
 """A chunk's guess is improved by drawing this fraction of a chunk ahead of it."""
@@ -69,7 +71,11 @@ class Draw:
 
 
 def draw_weighted(weights: Sequence[float] | Floats, num_samples: int) -> Draw:
-    """`num_samples` draws by weight, each from the dataset that lags most; the first among equals."""
+    """`num_samples` draws by weight, each from the dataset that lags most; the first among equals.
+
+    Raises:
+        ConfigError: there are more datasets than a draw can number.
+    """
     shares = normalized(weights)
     return _Chunks(shares, num_samples, limits=None).draw()
 
@@ -87,6 +93,11 @@ class _Chunks:
         self.limits = limits
         self.num_samples = num_samples
         num_datasets = len(shares)
+        if num_datasets > MOST_DATASETS:
+            raise ConfigError(
+                f"the blend has {num_datasets} datasets, and can have {MOST_DATASETS}",
+                fix="merge datasets of equal weight",
+            )
         shortest = max(SHORTEST_CHUNK, 4 * num_datasets)
         self.num_chunks = max(1, min(CELLS // num_datasets, num_samples // shortest))
         self.length = -(-num_samples // self.num_chunks)
@@ -140,8 +151,13 @@ class _Chunks:
 class BlendedSamples:
     """Samples of several datasets in the order of a draw."""
 
-    def __init__(self, datasets: Sequence[Samples], draw: Draw) -> None:
+    def __init__(self, datasets: Sequence[Samples], draw: Draw, names: Sequence[str] = ()) -> None:
         """Join datasets with a draw from them.
+
+        Args:
+            datasets: what is read.
+            draw: in which order.
+            names: of the datasets, for messages.
 
         Raises:
             ConfigError: the draw takes more of a dataset than it has.
@@ -152,9 +168,10 @@ class BlendedSamples:
             zip(draw.counts(len(datasets)).tolist(), datasets, strict=True)
         ):
             if count > len(dataset):
+                named = f" ({names[number]})" if names else ""
                 raise ConfigError(
-                    f"dataset {number} of the blend has {len(dataset)} samples, and its weight asks for {count}",
-                    fix="give it a smaller weight, or leave out weights to read each dataset once",
+                    f"dataset {number} of the blend{named} has {len(dataset)} samples, and its weight asks for {count}",
+                    fix="use a larger --mid-level-dataset-surplus, or leave out weights to read each dataset once",
                 )
 
     def __len__(self) -> int:
@@ -163,6 +180,16 @@ class BlendedSamples:
 
     def __getitem__(self, k: int) -> Sample:
         """Sample k of the blend."""
+        dataset, number = self._place(k)
+        return dataset[number]
+
+    def origin(self, k: int) -> list[Piece]:
+        """See `Samples`."""
+        dataset, number = self._place(k)
+        return dataset.origin(number)
+
+    def _place(self, k: int) -> tuple[Samples, int]:
+        """The dataset that sample k is drawn from, and its number there."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        return self.datasets[int(self.order.dataset[k])][int(self.order.sample[k])]
+        return self.datasets[int(self.order.dataset[k])], int(self.order.sample[k])

@@ -9,11 +9,14 @@ prefixes                    a blend of one epoch of each, in proportion to their
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from megatrain.config.blends import Blend
-from megatrain.config.errors import ConfigError
+from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.splits import SPLIT_NAMES, require_sequences, split_ranges
 from megatrain.data.blend import (
     SURPLUS,
@@ -27,14 +30,14 @@ from megatrain.data.blend import (
 )
 from megatrain.data.gpt import GptSamples, SampleRules
 from megatrain.data.gpt_index import build_index
-from megatrain.data.index_cache import IndexCache
+from megatrain.data.index_cache import Arrays, IndexCache
 from megatrain.data.indexed import IndexedDataset, SequenceSource
 from megatrain.data.mock import MOCK_SPLIT, MockSequences
 from megatrain.data.samples import PlannedSamples, Samples
-from megatrain.data.sources import open_token_ids
+from megatrain.data.sources import content_digest, open_token_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 Built = GptSamples | BlendedSamples
@@ -61,6 +64,28 @@ class Splits:
     """Instead of `valid`: each validation dataset on its own."""
 
 
+Outcome = Literal["found", "built", "small"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIndex:
+    """An order of samples that is ready: a dataset's, or that of a blend."""
+
+    split: str
+    seed: int
+    source: str
+    """Where the tokens come from, or `blend of 3`."""
+    num_sequences: int | None
+    """None, here and below: a blend has none of its own."""
+    num_tokens: int | None
+    """Of one epoch."""
+    num_epochs: int | None
+    num_samples: int
+    seconds: float
+    outcome: Outcome
+    """Found in the cache, built (and kept there if that is possible), or too small to be kept."""
+
+
 class SplitBuilder:
     """Builds the samples of a run. Datasets are opened once, whatever number of splits read them."""
 
@@ -71,8 +96,10 @@ class SplitBuilder:
         cache_folder: str | Path | None = None,
         mmap: bool = True,
         surplus: float = SURPLUS,
+        digests: Mapping[str, str] | None = None,
         keeps_partial_valid: bool = False,
-        say: Any = print,
+        say: Callable[[str], None] = print,
+        on_built: Callable[[BuiltIndex], None] | None = None,
     ) -> None:
         """Say how samples are made.
 
@@ -81,13 +108,18 @@ class SplitBuilder:
             cache_folder: where sample indices are kept between runs; None: they are computed at each start.
             mmap: see `IndexedDataset`.
             surplus: share by which a blend's datasets are built longer.
+            digests: of what must lie under each prefix, see `content_digest`; None: anything may.
             keeps_partial_valid: give the last tokens of validation data a padded sample of their own.
             say: gets a line for what went otherwise than expected.
+            on_built: told of each index as soon as it is there.
         """
         self.rules = rules
-        self.cache = IndexCache(cache_folder, say)
+        self.cache = _WatchedCache(cache_folder, say)
+        self._say = say
+        self._on_built = on_built
         self._mmap = mmap
         self._surplus = surplus
+        self._digests = digests or {}
         self._keeps_partial_valid = keeps_partial_valid
         self._opened: dict[str, IndexedDataset] = {}
 
@@ -182,13 +214,21 @@ class SplitBuilder:
             return self._samples(sources[number], parts[number], num_samples, seed, name)
 
         if weights is None and len(sources) == 1:
-            return dataset(0, wanted)
+            alone = dataset(0, wanted)
+            if wanted is None and not len(alone):
+                raise self._too_short(name, *sources)
+            return alone
         if weights is None:
             datasets = [dataset(number, None) for number in range(len(sources))]
             sizes = [len(one) for one in datasets]
-            if wanted is None:
-                return BlendedSamples(datasets, self._draw(sizes, sum(sizes), is_exhaustive=True))
-            return BlendedSamples(datasets, self._draw(sizes, min(wanted, sum(sizes))))
+            if not any(sizes):
+                raise self._too_short(name, *sources)
+            for source, size in zip(sources, sizes, strict=True):
+                if not size:
+                    self._say(f"{source.name}: left out, its {name} data is shorter than a sample")
+            num_samples = sum(sizes) if wanted is None else min(wanted, sum(sizes))
+            draw = self._draw(sizes, num_samples, seed, name, is_exhaustive=wanted is None)
+            return BlendedSamples(datasets, draw)
         if wanted is None:
             raise ConfigError(
                 f"weights ask for shares of a number of samples, and {name} data is read whole",
@@ -197,25 +237,53 @@ class SplitBuilder:
         counts = blend_counts(normalized(weights), wanted)
         longer = longer_counts(counts, self._surplus)
         datasets = [dataset(number, count) for number, count in enumerate(longer)]
-        return BlendedSamples(datasets, self._draw(normalized(weights).tolist(), sum(counts)))
+        draw = self._draw(normalized(weights).tolist(), sum(counts), seed, name)
+        return BlendedSamples(datasets, draw, [source.name for source in sources])
+
+    def _too_short(self, name: str, *sources: SequenceSource) -> ConfigError:
+        return ConfigError(
+            f"{' and '.join(source.name for source in sources)}: the {name} data is shorter than one sample of"
+            f" --seq-length {self.rules.seq_length} and a token",
+            fix="use more data, or a --split that gives it more",
+        )
 
     def _samples(
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
     ) -> GptSamples:
-        index = build_index(
-            source.lengths,
-            part,
-            seq_length=self.rules.seq_length,
-            seed=seed,
-            num_samples=num_samples,
-            add_extra_token=self.rules.add_extra_token,
-            drop_last_partial=not (self._keeps_partial_valid and name == "valid"),
-            cache=self.cache,
-        )
+        start = self.cache.watch()
+        try:
+            index = build_index(
+                source.lengths,
+                part,
+                seq_length=self.rules.seq_length,
+                seed=seed,
+                num_samples=num_samples,
+                add_extra_token=self.rules.add_extra_token,
+                drop_last_partial=not (self._keeps_partial_valid and name == "valid"),
+                cache=self.cache,
+            )
+        except ConfigError as error:
+            problem = error.problems[0]
+            raise ConfigError(f"{source.name}: the {name} data: {problem.text}", fix=problem.fix) from error
+        if self._on_built is not None:
+            built = BuiltIndex(
+                split=name,
+                seed=seed,
+                source=source.name,
+                num_sequences=len(part),
+                num_tokens=int(source.lengths[part.start : part.stop].sum(dtype=np.int64)),
+                num_epochs=index.epochs.count,
+                num_samples=len(index),
+                seconds=time.perf_counter() - start,
+                outcome=self.cache.outcome,
+            )
+            self._on_built(built)
         return GptSamples(source, index, self.rules)
 
-    def _draw(self, weights: Sequence[float], num_samples: int, *, is_exhaustive: bool = False) -> Draw:
-        def arrays() -> dict[str, Any]:
+    def _draw(
+        self, weights: Sequence[float], num_samples: int, seed: int, name: str, *, is_exhaustive: bool = False
+    ) -> Draw:
+        def arrays() -> Arrays:
             draw = (
                 draw_exhaustive([int(size) for size in weights])
                 if is_exhaustive
@@ -223,15 +291,59 @@ class SplitBuilder:
             )
             return {"dataset": draw.dataset, "sample": draw.sample}
 
-        if not self.cache.is_worth(num_samples):
-            return Draw(**arrays())
-        key = {"weights": list(weights), "samples": num_samples, "is_exhaustive": is_exhaustive}
-        return Draw(**self.cache.find_or_make("blend", key, arrays))
+        start = self.cache.watch()
+        if self.cache.is_worth(num_samples):
+            key = {"weights": list(weights), "samples": num_samples, "is_exhaustive": is_exhaustive}
+            draw = Draw(**self.cache.find_or_make("blend", key, arrays))
+        else:
+            draw = Draw(**arrays())
+        if self._on_built is not None:
+            built = BuiltIndex(
+                split=name,
+                seed=seed,
+                source=f"blend of {len(weights)}",
+                num_sequences=None,
+                num_tokens=None,
+                num_epochs=None,
+                num_samples=num_samples,
+                seconds=time.perf_counter() - start,
+                outcome=self.cache.outcome,
+            )
+            self._on_built(built)
+        return draw
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
-            self._opened[prefix] = open_token_ids(prefix, mmap=self._mmap)
+            opened = open_token_ids(prefix, mmap=self._mmap)
+            if prefix in self._digests and content_digest(opened) != self._digests[prefix]:
+                raise InputError(
+                    f"{opened.name}: is not what rank 0 has under this path, on this host:"
+                    f" {len(opened)} sequences of {opened.num_tokens} tokens here",
+                    fix="give all hosts the same files",
+                )
+            self._opened[prefix] = opened
         return self._opened[prefix]
+
+
+class _WatchedCache(IndexCache):
+    """Knows what became of the last index that was asked for."""
+
+    outcome: Outcome = "small"
+
+    def watch(self) -> float:
+        """From now on; returns the time."""
+        self.outcome = "small"
+        return time.perf_counter()
+
+    def find_or_make(self, kind: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
+        """See `IndexCache`."""
+
+        def made() -> Arrays:
+            self.outcome = "built"
+            return make()
+
+        self.outcome = "found"
+        return super().find_or_make(kind, key, made)
 
 
 def dataset_names(prefixes: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError
-from megatrain.data.samples import Sample
+from megatrain.data.samples import Piece, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -78,10 +78,8 @@ class GptSamples:
 
     def __getitem__(self, k: int) -> Sample:
         """Sample k in shuffled order."""
-        if not 0 <= k < len(self):
-            raise IndexError(f"sample {k} of {len(self)}")
         rules = self.rules
-        text, piece_starts = self._stretch(int(self.index.shuffle_index[k]))
+        text, piece_starts = self._stretch(self._unshuffled(k))
         tokens = text[: rules.seq_length].copy()
         labels = text[1:] if self._extra else np.append(text[1:], rules.pad)
         loss_mask = (labels != rules.pad).astype(np.float32)
@@ -101,6 +99,22 @@ class GptSamples:
         tokens[tokens == rules.pad] = 0  # a pad may lie outside the vocabulary; its loss is masked
         labels = np.where(labels == rules.pad, 0, labels)
         return Sample(tokens, labels, loss_mask, position_ids, document_starts)
+
+    def origin(self, k: int) -> list[Piece]:
+        """See `Samples`. Pieces without a token are left out."""
+        pieces = []
+        for sequence, offset, length in self._pieces(self._unshuffled(k)):
+            count = int(self.source.lengths[sequence]) - offset if length is None else length
+            if count:
+                document = self.source.document_of(sequence)
+                pieces.append(Piece(self.source.name, document, sequence, offset, count))
+        return pieces
+
+    def _unshuffled(self, k: int) -> int:
+        """The number of sample k before shuffling."""
+        if not 0 <= k < len(self):
+            raise IndexError(f"sample {k} of {len(self)}")
+        return int(self.index.shuffle_index[k])
 
     def _stretch(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The tokens of sample `number` before shuffling, padded on the right to s, or s + 1 with the extra token.

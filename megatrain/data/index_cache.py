@@ -14,6 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import stat
 import struct
 import time
 import zlib
@@ -86,7 +88,10 @@ def digest(array: npt.NDArray[Any]) -> str:
 
 def _read(path: Path, key: str) -> Arrays:
     """Map a file's arrays. Raises ValueError if it is damaged or another key's."""
-    size = path.stat().st_size
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+        raise ValueError("it is no regular file")
+    size = status.st_size
     with path.open("rb") as file:
         prefix = file.read(PREFIX.size)
         if len(prefix) < PREFIX.size:
@@ -132,7 +137,9 @@ def _write(path: Path, key: str, arrays: Arrays) -> None:
         array["start"] = position
         position = _padded(position + array["bytes"])
     header = _header(key, described, position)
-    partial = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.partial")
+    # Containers may share a disk, a host's name and the number of a process.
+    writer = f"{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
+    partial = path.with_name(f"{path.name}.{writer}.partial")
     try:
         with partial.open("wb") as file:
             file.write(PREFIX.pack(MAGIC, len(header), zlib.crc32(header)) + header)

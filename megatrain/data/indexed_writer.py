@@ -1,26 +1,40 @@
 """Writes `<prefix>.bin/.idx`, whole or not at all.
 
-    add documents -> <prefix>.bin.partial -> (leaving the `with`) <prefix>.idx.partial -> fsync -> rename .bin, .idx
+    add documents -> <prefix>.bin.partial, .lengths.partial, .borders.partial (and .modes.partial)
+    seal          -> <prefix>.idx.partial, put together from them; all of it is on the disk
+    publish       -> .bin, .json, and last .idx get their names; leaving the `with` block seals and publishes
 
-The `.idx` is renamed last and an old one is removed first: whenever a run dies, what can be opened is whole.
+An old `.idx` is removed before and the new one is renamed last: whenever a run dies, what can be opened is whole.
+Nothing is held in memory, and the partial files with a `WriterState` are all that it takes to go on after a crash.
 """
 
 from __future__ import annotations
 
-import os
-from array import array
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import IO, Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError
+from megatrain.data.files import flush, flush_folder, write_json, writing
 from megatrain.data.indexed import CHECK_ROWS, ELEMENT_TYPES, HEADER, MAGIC, VERSION, Elements
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
+
+@dataclass(frozen=True, kw_only=True)
+class WriterState:
+    """How far a writer has come."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    modes: int = 0
+    """As many as sequences, or 0 in data without modes."""
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -30,86 +44,184 @@ def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
 
 
 class IndexedWriter:
-    """Takes documents in order; the files appear when its `with` block ends without an error."""
+    """Takes documents in order; the files appear when its `with` block ends without an error.
 
-    def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
+    Who wants to go on after a crash calls `open`, `state`, `seal`, `publish` (or `discard`) and `close` instead.
+    """
+
+    def __init__(
+        self, prefix: str | Path, dtype: npt.DTypeLike, *, resume_from: WriterState | None = None
+    ) -> None:
+        """`resume_from`: what `state()` said once; whatever was written after it is dropped."""
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.num_tokens = 0
         self._code = next(code for code, name in ELEMENT_TYPES.items() if np.dtype(name) == self.dtype)
-        self._lengths = array("i")
-        self._borders = array("q", [0])
-        self._modes = array("b")
-        self._bin_partial = Path(f"{prefix}.bin.partial")
-        self._index_partial = Path(f"{prefix}.idx.partial")
+        start = resume_from or WriterState()
+        self.num_documents = start.documents
+        self.num_sequences = start.sequences
+        self.num_tokens = start.tokens
+        self.description: Mapping[str, Any] | None = None
+        """What is published with the data as `<prefix>.json`."""
+        self._num_modes = start.modes
+        self._is_new = resume_from is None
+        self._files: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> Self:
-        """Open the temporary `.bin`."""
-        try:
-            self._bin_partial.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._bin_partial.open("wb")
-        except OSError as error:
-            raise InputError(
-                f"{self._bin_partial}: cannot be written: {error.strerror}",
-                fix="give a prefix in a folder that can be written",
-            ) from error
+        """Open the partial files."""
+        self.open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Put both files in place, or, after an error, remove what was written."""
+        """Put the files in place, or, after an error, remove what was written."""
         try:
             if kind is None:
-                _flush(self._file)
-                self._file.close()
-                self._write_index()
-                Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-                self._bin_partial.replace(f"{self.prefix}.bin")
-                self._index_partial.replace(f"{self.prefix}.idx")
-                _flush_folder(Path(self.prefix).parent)
+                self.seal()
+                self.publish()
         finally:
-            try:
-                self._file.close()  # may fail again on a full disk, and the files go all the same
-            finally:
-                self._bin_partial.unlink(missing_ok=True)
-                self._index_partial.unlink(missing_ok=True)
+            self.discard()
+
+    def open(self) -> None:
+        """Make the partial files, or cut them to the state to go on from."""
+        path = Path(self.prefix)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for kind, num_bytes in self._partial_bytes().items():
+                file = self._partial(kind).open("wb" if self._is_new else "r+b")
+                self._files[kind] = file
+                file.truncate(num_bytes)
+                file.seek(num_bytes)
+        except OSError as error:
+            self.close()
+            raise InputError(
+                f"{error.filename or path}: cannot be written: {error.strerror}",
+                fix="give a prefix in a folder that can be written",
+            ) from error
+        if self._is_new:
+            self._write("borders", np.zeros(1, "<i8"))
 
     def add_document(self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None) -> None:
         """One document; no sequences are a document too. `modes`: one a sequence, for all documents or for none."""
         arrays = [np.asarray(sequence) for sequence in sequences]
-        elements = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         self.add_documents(
-            elements, np.array([len(part) for part in arrays], np.int32), np.array([len(arrays)])
+            np.concatenate(arrays) if arrays else np.empty(0, self.dtype),
+            np.array([len(part) for part in arrays], np.int32),
+            np.array([len(arrays)]),
+            None if modes is None else np.array(modes, np.int8),
         )
-        if modes is not None:
-            assert len(modes) == len(arrays), "one mode a sequence"
-            self._modes.extend(modes)
 
     def add_documents(
         self,
         elements: Elements,
         lengths: npt.NDArray[np.int32],
         sequences_per_document: npt.NDArray[np.int64],
+        modes: npt.NDArray[np.int8] | None = None,
     ) -> None:
         """Many documents at once: their elements laid end to end, and how they are cut."""
         assert len(elements) == lengths.sum(dtype=np.int64)
-        assert len(lengths) == sequences_per_document.sum()
-        self._file.write(self._converted(elements).tobytes())
+        self.add_elements(elements)
+        self.add_cuts(lengths, sequences_per_document, modes)
+
+    def add_elements(self, elements: Elements) -> None:
+        """Elements alone, of which `add_cuts` says later or said before how they are cut."""
+        self._write("bin", self._converted(elements))
         self.num_tokens += len(elements)
-        borders = self._borders[-1] + np.cumsum(sequences_per_document, dtype=np.int64)
-        self._lengths.frombytes(np.asarray(lengths, "i").tobytes())
-        self._borders.frombytes(np.asarray(borders, "q").tobytes())
 
-    @property
-    def num_sequences(self) -> int:
-        """Sequences written so far."""
-        return len(self._lengths)
+    def add_cuts(
+        self,
+        lengths: npt.NDArray[np.int32],
+        sequences_per_document: npt.NDArray[np.int64],
+        modes: npt.NDArray[np.int8] | None = None,
+    ) -> None:
+        """How elements are cut into sequences, and those into documents."""
+        assert len(lengths) == sequences_per_document.sum()
+        borders = self.num_sequences + np.cumsum(sequences_per_document, dtype=np.int64)
+        self._write("lengths", lengths.astype("<i4", copy=False))
+        self._write("borders", borders.astype("<i8", copy=False))
+        if modes is not None:
+            assert len(modes) == len(lengths), "one mode a sequence"
+            if "modes" not in self._files:
+                self._files["modes"] = self._partial("modes").open("wb")
+            self._write("modes", modes)
+            self._num_modes += len(modes)
+        self.num_sequences += len(lengths)
+        self.num_documents += len(sequences_per_document)
 
-    @property
-    def num_documents(self) -> int:
-        """Documents written so far."""
-        return len(self._borders) - 1
+    def state(self) -> WriterState:
+        """How far the writer has come; all of that is on the disk."""
+        for kind, file in self._files.items():
+            with writing(self._partial(kind)):
+                flush(file)
+        return WriterState(
+            documents=self.num_documents,
+            sequences=self.num_sequences,
+            tokens=self.num_tokens,
+            modes=self._num_modes,
+        )
+
+    def can_resume(self) -> bool:
+        """Whether the partial files hold all that the state to go on from counts."""
+        return all(
+            self._partial(kind).is_file() and self._partial(kind).stat().st_size >= num_bytes
+            for kind, num_bytes in self._partial_bytes().items()
+        )
+
+    def seal(self) -> None:
+        """Complete the partial files: put the index together, write the description."""
+        self.state()
+        assert self._num_modes in {0, self.num_sequences}, "modes for all documents or for none"
+        index = self._partial("idx")
+        with writing(index), index.open("wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+            self._copy("lengths", file)
+            for offsets in self._offsets():
+                file.write(offsets)
+            self._copy("borders", file)
+            if self._num_modes:
+                self._copy("modes", file)
+            flush(file)
+        if self.description is not None:
+            write_json(self._partial("json"), self.description)
+
+    def publish(self) -> None:
+        """Give the sealed files their names. May be done again if it was interrupted."""
+        if self._partial("idx").is_file():
+            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            for kind in ("bin", "json", "idx"):
+                if self._partial(kind).is_file():
+                    self._partial(kind).replace(f"{self.prefix}.{kind}")
+            flush_folder(Path(self.prefix).parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove all partial files."""
+        self.close()
+        for kind in _KINDS:
+            self._partial(kind).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the partial files, and leave them where they are."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # on a full disk, the error that matters was raised before
+                file.close()
+        self._files.clear()
+
+    def _partial(self, kind: str) -> Path:
+        return Path(f"{self.prefix}.{kind}.partial")
+
+    def _partial_bytes(self) -> dict[str, int]:
+        """What the partial files that documents go to hold so far."""
+        counts = {
+            "bin": self.num_tokens * self.dtype.itemsize,
+            "lengths": self.num_sequences * 4,
+            "borders": 0 if self._is_new else (self.num_documents + 1) * 8,
+        }
+        return counts | ({"modes": self._num_modes} if self._num_modes else {})
+
+    def _write(self, kind: str, array: Elements) -> None:
+        with writing(self._partial(kind)):
+            self._files[kind].write(np.ascontiguousarray(array).data)
 
     def _converted(self, elements: Elements) -> Elements:
         """The elements in the type of the file; one that it cannot hold is an error, never wrapped around."""
@@ -123,34 +235,20 @@ class IndexedWriter:
                 )
         return elements.astype(self.dtype, copy=False)
 
-    def _write_index(self) -> None:
-        assert len(self._modes) in {0, len(self._lengths)}, "modes for all documents or for none"
-        lengths = np.frombuffer(self._lengths, np.int32)
-        with self._index_partial.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(self._borders)))
-            file.write(lengths.astype("<i4", copy=False).tobytes())
-            position = 0
-            for start in range(0, len(lengths), CHECK_ROWS):
-                ends = (
-                    position
-                    + np.cumsum(lengths[start : start + CHECK_ROWS], dtype=np.int64) * self.dtype.itemsize
-                )
-                file.write(np.concatenate(([position], ends[:-1])).astype("<i8").tobytes())
+    def _copy(self, kind: str, to: IO[bytes]) -> None:
+        with self._partial(kind).open("rb") as file:
+            shutil.copyfileobj(file, to, _COPY_BYTES)
+
+    def _offsets(self) -> Iterator[bytes]:
+        """The byte offsets of all sequences: the running sum of their lengths."""
+        position = 0
+        with self._partial("lengths").open("rb") as file:
+            while len(lengths := np.frombuffer(file.read(4 * CHECK_ROWS), "<i4")):
+                ends = position + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+                yield np.concatenate(([position], ends[:-1])).astype("<i8").tobytes()
                 position = int(ends[-1])
-            file.write(np.frombuffer(self._borders, np.int64).astype("<i8", copy=False).tobytes())
-            file.write(self._modes.tobytes())
-            _flush(file)
+        assert position == self.num_tokens * self.dtype.itemsize, "all elements are in a sequence"
 
 
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make the renames last through a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+_KINDS: Final = ("bin", "lengths", "borders", "modes", "idx", "json")
+_COPY_BYTES: Final = 1 << 20

@@ -1,129 +1,192 @@
-"""JSON Lines to `.bin/.idx`: `preprocess_data.py`.
+"""JSON Lines and Parquet to `.bin/.idx`: `preprocess_data.py`.
 
-    input -> chunks of lines -> workers (parse, tokenize) -> in order: one IndexedWriter a key -> <prefix>_<key>_document
-                                                          `-> bad lines: stop, or leave them out
+    input files -> ChunkReader -> Workers (parse, tokenize) -> in order: Outputs -> <prefix>_<key>_document
+                                                                           `-> bad lines: stop, skip, quarantine
 
-Output is whole or not there at all, and its bytes do not depend on the number of workers.
+Output is whole or not there at all, its bytes do not depend on the number of workers, and an interrupted run goes on.
 """
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import functools
-import json
 import signal
-import sys
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NoReturn
 
-from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.encoder import EncodedChunk, EncoderSettings, make_encoder
-from megatrain.data.indexed_writer import IndexedWriter, token_dtype
-from megatrain.data.lines import CHUNK_BYTES, BadLine, chunks, read_lines
+from megatrain.config.errors import ConfigError, MegatrainError, Problem
+from megatrain.data.bad_lines import BadLines
+from megatrain.data.encoder import EncoderSettings, make_encoder
+from megatrain.data.indexed_writer import token_dtype
+from megatrain.data.inputs import InputFile, find_inputs
+from megatrain.data.journal import Journal
+from megatrain.data.lines import CHUNK_BYTES, Chunk, Position
+from megatrain.data.outputs import JOURNAL_SECONDS, Outputs, files_of, output_prefixes
 from megatrain.data.preprocess_flags import PreprocessSettings, parse_settings
+from megatrain.data.progress import Progress, say
+from megatrain.data.readers import ChunkReader
+from megatrain.data.sentences import SplitSettings, load_splitter
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 from megatrain.data.workers import Workers
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-SHOWN_BAD_LINES: Final = 20
-"""Bad lines printed one by one when they are left out; the others are counted."""
+FORMAT: Final = 1
+"""Of the journal and of what is written; a run of another format is not gone on with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0, or 2 for input and flags that cannot work, 1 for other failures."""
-    signal.signal(signal.SIGTERM, _end_by_signal)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
     try:
         preprocess(parse_settings(argv))
     except MegatrainError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _tell(error, f"error: {error}", error.exit_code)
     except OSError as error:
-        print(
-            f"error: {error}\n  fix: nothing was kept; make room or mend the disk, run again", file=sys.stderr
-        )
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted: nothing was kept", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _tell(error, f"error: {error}\n  fix: make room or mend the disk, run again", 1)
+    except _StoppedError as stop:
+        return _tell(stop, f"stopped by {stop.signal.name}", 128 + stop.signal)
     return 0
 
 
-def preprocess(settings: PreprocessSettings, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-    """Tokenize the input, `chunk_bytes` at once, and write one dataset and one description for each key.
+def preprocess(
+    settings: PreprocessSettings,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    journal_seconds: float = JOURNAL_SECONDS,
+    workers_type: type[Workers[Any, Any]] = Workers,
+) -> None:
+    """Tokenize the input, and write one dataset and one description for each key.
+
+    Args:
+        chunk_bytes: text that a worker gets at once.
+        journal_seconds: time between two notes of how far the run is.
+        workers_type: what the workers are made by.
 
     Raises:
-        InputError: a file is missing, or a line is bad and bad lines stop the run.
-        MegatrainError: a worker died.
+        ConfigError: the input, the tokenizer or a line of the input cannot be used.
+        MegatrainError: a worker died, or the output cannot be written.
     """
-    files = [settings.input]
-    sizes = [_size_of_input(file) for file in files]
-    tokenizer = load_tokenizer(settings.tokenizer)
-    make = functools.partial(
-        make_encoder,
-        EncoderSettings(
-            tokenizer=settings.tokenizer,
-            json_keys=settings.json_keys,
-            append_eod=settings.append_eod,
-        ),
+    for flag in settings.without_effect:
+        say(f"{flag} has no effect: output is in the order of the input anyway, and workers share all files")
+    reader = ChunkReader(
+        files=find_inputs(settings.input),
+        json_keys=settings.json_keys,
+        max_line_bytes=settings.max_line_mb * 1_000_000,
+        chunk_bytes=chunk_bytes,
     )
-    progress = _Progress(sum(sizes), settings.log_interval)
-    with contextlib.ExitStack() as stack:
-        writers = {
-            key: stack.enter_context(
-                IndexedWriter(_output(settings.output_prefix, key), token_dtype(tokenizer.vocab_size))
-            )
-            for key in settings.json_keys
-        }
-        # The workers end before the files are put in place: what is entered last is left first.
-        workers = stack.enter_context(Workers(settings.workers, make))
-        for encoded in workers.map(chunks(read_lines(files), chunk_bytes)):
-            for bad_line in encoded.bad_lines:
-                if settings.on_bad_line == "stop":
-                    raise InputError(
-                        str(bad_line), fix="mend the line, or leave such lines out: --on-bad-line skip"
-                    )
-                progress.skip(bad_line)
-            for writer, part in zip(writers.values(), encoded.keys, strict=True):
-                writer.add_documents(part.elements, part.lengths, part.sequences_per_document)
-            progress.add(encoded)
-    sources = [{"path": str(file), "bytes": size} for file, size in zip(files, sizes, strict=True)]
-    for key, writer in writers.items():
-        description = _description(settings, tokenizer, writer) | {
-            "json_key": key,
-            "skipped_lines": progress.num_skipped,
-            "sources": sources,
-        }
-        _write_description(Path(f"{writer.prefix}.json"), description)
-    progress.finish(list(writers.values()))
+    encoder = _encoder_settings(settings)
+    tokenizer = load_tokenizer(settings.tokenizer)
+    _require_all_that_is_needed(settings, reader, encoder, tokenizer)
+    with (
+        Journal(settings.output_prefix, say) as journal,
+        Outputs(
+            journal,
+            _prefixes(settings),
+            token_dtype(tokenizer.vocab_size),
+            BadLines(settings.on_bad_line, settings.output_prefix, say),
+            say,
+            settings=_fingerprint(settings, reader, tokenizer),
+            journal_seconds=journal_seconds,
+        ) as outputs,
+    ):
+        progress = _progress(settings, reader, outputs)
+        with progress.running():
+            if not outputs.is_complete:
+                with workers_type(settings.workers, functools.partial(make_encoder, encoder)) as workers:
+                    chunks = reader.chunks(outputs.position)
+                    most_bytes = _HELD_CHUNKS * settings.workers * chunk_bytes
+                    for chunk in workers.map(chunks, size=_num_bytes, most_bytes=most_bytes):
+                        outputs.add(chunk)
+                        progress.add(chunk.num_documents, bytes_read=chunk.end.bytes_read)
+            outputs.finish(_description(settings, tokenizer, reader.files))
+    _say_summary(progress, outputs)
 
 
-def _output(prefix: str, key: str) -> str:
-    return f"{prefix}_{key}_document"
+_HELD_CHUNKS: Final = 4
+"""Chunks whose bytes a worker may have on its way: those under way together, which may be larger than asked for."""
 
 
-def _size_of_input(file: Path) -> int:
-    try:
-        with file.open("rb"):
-            return file.stat().st_size
-    except FileNotFoundError as error:
-        names = [path.name for path in file.parent.glob("*")] if file.parent.is_dir() else []
-        near = difflib.get_close_matches(file.name, names, n=3)
-        fix = (
-            f"{file.parent} holds {', '.join(near)}" if near else "give --input the path of a JSON Lines file"
+def _num_bytes(chunk: Chunk) -> int:
+    return chunk.num_bytes
+
+
+def _prefixes(settings: PreprocessSettings) -> dict[str, str]:
+    return output_prefixes(settings.output_prefix, settings.json_keys, is_split=settings.split_sentences)
+
+
+def _progress(settings: PreprocessSettings, reader: ChunkReader, outputs: Outputs) -> Progress:
+    """Progress from where the run begins, which is said if that is not the beginning."""
+    start = outputs.position
+    if start != Position():
+        place = f"{start.document:,} lines of file {start.file + 1} of {len(reader.files)}"
+        say(f"going on with an interrupted run, after {outputs.num_documents:,} documents, {place}")
+    return Progress(
+        total_bytes=sum(file.num_bytes for file in reader.files),
+        log_interval=settings.log_interval,
+        documents=outputs.num_documents,
+        bytes_read=start.bytes_read,
+    )
+
+
+def _require_all_that_is_needed(
+    settings: PreprocessSettings, reader: ChunkReader, encoder: EncoderSettings, tokenizer: Tokenizer
+) -> None:
+    """Raises ConfigError for what would go wrong later, before any work."""
+    reader.require_readable()
+    _require_no_input_among_outputs(reader.files, _prefixes(settings).values())
+    _require_eod(settings, tokenizer)
+    if encoder.split:
+        load_splitter(encoder.split)
+
+
+def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
+    return EncoderSettings(
+        tokenizer=settings.tokenizer,
+        json_keys=settings.json_keys,
+        append_eod=settings.append_eod,
+        split=SplitSettings(lang=settings.lang, keep_newlines=settings.keep_newlines)
+        if settings.split_sentences
+        else None,
+        keep_bad_lines=settings.on_bad_line == "quarantine",
+    )
+
+
+def _require_no_input_among_outputs(files: Sequence[InputFile], prefixes: Iterable[str]) -> None:
+    outputs = {path.resolve() for prefix in prefixes for path in files_of(prefix)}
+    problems = [
+        Problem(f"{file.path}: would be overwritten by the output", "give another --output-prefix")
+        for file in files
+        if file.path.resolve() in outputs
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+
+
+def _require_eod(settings: PreprocessSettings, tokenizer: Tokenizer) -> None:
+    eod: int | None = tokenizer.eod
+    if settings.append_eod and eod is None:
+        named = settings.tokenizer.tokenizer_model or settings.tokenizer.tokenizer_type
+        raise ConfigError(
+            f"--append-eod: the tokenizer {named} has no end-of-document token",
+            fix='name one: {"eos_token": "..."} in the tokenizer_config.json beside it, or leave --append-eod out',
         )
-        raise InputError(f"{file}: there is no such file", fix=fix) from error
-    except OSError as error:
-        raise InputError(
-            f"{file}: cannot be read: {error.strerror}", fix="give --input a readable file"
-        ) from error
 
 
-def _description(settings: PreprocessSettings, tokenizer: Tokenizer, writer: IndexedWriter) -> dict[str, Any]:
+def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> dict[str, Any]:
+    """All that decides about the bytes of the output, by the words that say what has changed."""
+    return {
+        "format": FORMAT,
+        "--input": [[str(file.path.resolve()), file.num_bytes, file.mtime_ns] for file in reader.files],
+        "--json-keys": list(settings.json_keys),
+        "tokenizer": [tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod],
+        "--append-eod": settings.append_eod,
+        "sentences": [settings.split_sentences, settings.keep_newlines, settings.lang],
+        "--max-line-mb": settings.max_line_mb,
+    }
+
+
+def _description(
+    settings: PreprocessSettings, tokenizer: Tokenizer, files: Sequence[InputFile]
+) -> dict[str, Any]:
     """What made a dataset, so that training can see whether its tokenizer is the same."""
     return {
         "tokenizer_type": settings.tokenizer.tokenizer_type,
@@ -131,67 +194,36 @@ def _description(settings: PreprocessSettings, tokenizer: Tokenizer, writer: Ind
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "append_eod": settings.append_eod,
-        "documents": writer.num_documents,
-        "sequences": writer.num_sequences,
-        "tokens": writer.num_tokens,
+        "sources": [{"path": str(file.path), "bytes": file.num_bytes} for file in files],
     }
 
 
-def _write_description(path: Path, description: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _end_by_signal(number: int, _frame: object) -> None:
-    """Unwind, so that temporary files are removed and workers ended."""
-    sys.exit(128 + number)
-
-
-@dataclass
-class _Progress:
-    """Counts what was done, and says so every `log_interval` documents."""
-
-    total_bytes: int
-    log_interval: int
-    start: float = field(default_factory=time.monotonic)
-    num_documents: int = 0
-    num_bytes: int = 0
-    num_skipped: int = 0
-
-    def add(self, encoded: EncodedChunk) -> None:
-        before = self.num_documents // self.log_interval
-        self.num_documents += encoded.num_documents
-        self.num_bytes += encoded.input_bytes
-        if self.num_documents // self.log_interval > before:
-            print(self._line(), file=sys.stderr, flush=True)
-
-    def skip(self, bad_line: BadLine) -> None:
-        self.num_skipped += 1
-        if self.num_skipped <= SHOWN_BAD_LINES:
-            print(f"skipped: {bad_line}", file=sys.stderr, flush=True)
-        if self.num_skipped == SHOWN_BAD_LINES:
-            print("skipped: further bad lines are only counted", file=sys.stderr, flush=True)
-
-    def finish(self, writers: Sequence[IndexedWriter]) -> None:
-        print(
-            self._line() + (f" | {self.num_skipped} lines skipped" if self.num_skipped else ""),
-            file=sys.stderr,
+def _say_summary(progress: Progress, outputs: Outputs) -> None:
+    say(f"done: {progress.summary()}")
+    for output in outputs.keys.values():
+        writer = output.writer
+        say(
+            f"  {writer.prefix}: {writer.num_documents:,} documents, {writer.num_sequences:,} sequences, "
+            f"{writer.num_tokens:,} tokens of {writer.dtype.name}"
         )
-        for writer in writers:
-            print(
-                f"{writer.prefix}: {writer.num_documents} documents, {writer.num_tokens} tokens",
-                file=sys.stderr,
-            )
+    if outputs.bad_lines.num_lines:
+        path = outputs.bad_lines.path
+        place = f"; see {path}" if path.is_file() else ""
+        say(f"  {outputs.bad_lines.num_lines:,} bad lines were left out{place}")
 
-    def _line(self) -> str:
-        seconds = max(time.monotonic() - self.start, 1e-9)
-        bytes_per_second = self.num_bytes / seconds
-        left = max(self.total_bytes - self.num_bytes, 0) / max(bytes_per_second, 1e-9)
-        return (
-            f"{self.num_documents} documents | {self.num_documents / seconds:.1f} documents/s | "
-            f"{bytes_per_second / 1e6:.2f} MB/s | {int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02} left"
-        )
+
+class _StoppedError(BaseException):
+    """Unwinds, so that workers are ended and locks are let go."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    raise _StoppedError(number)
+
+
+def _tell(error: BaseException, text: str, code: int) -> int:
+    """Say what went wrong and what became of the output; the exit code."""
+    say("\n  ".join((text, *getattr(error, "__notes__", ()))))
+    return code

@@ -6,15 +6,17 @@ blends -> each dataset opened, held against its description and the tokenizer ->
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from megatrain.config.blends import Blend, parse_blend
+from megatrain.config.blends import Blend, number_of, parse_blend
 from megatrain.config.data import DataConfig
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.facts import DatasetFacts
@@ -74,10 +76,10 @@ def inspect(
             if prefix not in seen:
                 seen[prefix] = None
                 try:
-                    seen[prefix] = _facts_of(prefix)
-                    problems += _tokenizer_problems(prefix, vocab_size, tokenizer_fingerprint)
+                    described = seen[prefix] = _facts_of(prefix)
+                    problems += _description_problems(described, vocab_size, tokenizer_fingerprint)
                 except ConfigError as error:
-                    problems += error.problems
+                    problems += [_with_hint_at_weights(problem, prefix) for problem in error.problems]
             found = seen[prefix]
             if found is not None:
                 weight = blend.weights[number] if blend.weights is not None else None
@@ -92,25 +94,24 @@ def read_description(prefix: str) -> dict[str, Any] | None:
         InputError: the file is not what it should be.
     """
     path = Path(f"{prefix}.json")
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    fix = "make the dataset anew, or remove this file to use the dataset without its description"
+    fix = "make the dataset anew, or move this file away to use the dataset without its description"
+    if not path.is_file():
+        raise InputError(f"{path}: is no file, or a link to none", fix=fix)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read: {error}", fix=fix) from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds no JSON object", fix=fix)
-    kinds = {
-        "tokenizer_type": str,
-        "tokenizer_fingerprint": str,
-        "vocab_size": int,
-        "tokens": int,
-        "largest_id": int,
-    }
-    for name, kind in kinds.items():
-        if name in content and not isinstance(content[name], kind | None):
-            raise InputError(f"{path}: {name} is {content[name]!r}", fix=fix)
+    for name in ("tokenizer_type", "tokenizer_fingerprint"):
+        if not isinstance(content.get(name), str | None):
+            raise InputError(f"{path}: {name} is {content[name]!r}, and should be text", fix=fix)
+    for name in ("vocab_size", "sequences", "tokens", "largest_id"):
+        found = content.get(name)
+        if found is not None and (type(found) is not int or found < 0):
+            raise InputError(f"{path}: {name} is {found!r}, and should be a count", fix=fix)
     return content
 
 
@@ -128,7 +129,8 @@ def _facts_of(prefix: str) -> DatasetFacts:
 
 def open_token_ids(prefix: str, *, mmap: bool = True) -> IndexedDataset:
     """A dataset whose elements are token ids."""
-    dataset = IndexedDataset(prefix, mmap=mmap)
+    with _naming(prefix):
+        dataset = IndexedDataset(prefix, mmap=mmap)
     if dataset.dtype.kind not in "iu":
         raise InputError(
             f"{dataset.name}: elements are {dataset.dtype.name}, and token ids are integers",
@@ -142,20 +144,49 @@ def content_digest(dataset: IndexedDataset) -> str:
     made = hashlib.sha256(digest(np.asarray(dataset.lengths)).encode())
     made.update(dataset.dtype.str.encode())
     size = dataset.num_tokens * dataset.dtype.itemsize
-    with Path(dataset.name).open("rb") as file:
+    with _naming(dataset.prefix), Path(dataset.name).open("rb") as file:
         for position in (0, size // 2, max(0, size - SAMPLED_BYTES)):
             file.seek(position)
             made.update(file.read(SAMPLED_BYTES))
     return made.hexdigest()
 
 
-def _tokenizer_problems(
-    prefix: str, vocab_size: int | None, tokenizer_fingerprint: str | None
+@contextlib.contextmanager
+def _naming(prefix: str) -> Iterator[None]:
+    """Errors of the disk name the dataset."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{prefix}.bin and .idx: cannot be read: {error.strerror or error}",
+            fix="see that both files can be read from this host",
+        ) from error
+
+
+def _with_hint_at_weights(problem: Problem, prefix: str) -> Problem:
+    """A number that is taken for a prefix was often meant to be a weight."""
+    if number_of(prefix) is None or os.path.lexists(f"{prefix}.idx"):
+        return problem
+    hint = f"if {prefix} is a weight: each dataset has its own, before its prefix, such as 0.3 a 0.7 b"
+    return Problem(problem.text, f"{hint}; if it is a prefix: {problem.fix}")
+
+
+def _description_problems(
+    dataset: DatasetFacts, vocab_size: int | None, tokenizer_fingerprint: str | None
 ) -> Iterator[Problem]:
-    """Whether a dataset was made with another tokenizer than the one that training uses."""
+    """Whether a dataset is another than its description says, or was made with another tokenizer than this run's."""
+    prefix = dataset.prefix
     description = read_description(prefix)
     if description is None:
         return
+    for name, counted in (("sequences", dataset.num_sequences), ("tokens", dataset.num_tokens)):
+        said = description.get(name)
+        if said is not None and said != counted:
+            yield Problem(
+                f"{prefix}.json: {name} is {said}, and {prefix}.idx counts {counted}: it describes another dataset",
+                "copy all three files of the dataset again, or move the .json away to use the data without its description",
+            )
+            return
     made_with = description.get("tokenizer_fingerprint")
     if tokenizer_fingerprint and made_with and made_with != tokenizer_fingerprint:
         yield Problem(
@@ -185,19 +216,26 @@ def _words_by_split(path: Path) -> dict[str, list[str]]:
     flag = "--per-split-data-args-path"
     fix = 'write {"train": [...], "valid": [...], "test": [...]} with the words of --data-path for each'
     try:
-        content = json.loads(_text_of(path, flag))
+        # As pairs: of an object that names a split twice, Python would keep the latter.
+        content = json.loads(_text_of(path, flag), object_pairs_hook=_Pairs)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}", fix=fix
         ) from error
-    if not isinstance(content, dict):
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{flag} {path}: cannot be read: {error}", fix=fix) from error
+    if not isinstance(content, _Pairs):
         raise InputError(f"{flag} {path}: holds no JSON object", fix=fix)
     words: dict[str, list[str]] = {}
-    for name, value in content.items():
+    seen: set[str] = set()
+    for name, value in content:
         if name not in SPLIT_NAMES:
             raise InputError(f"{flag} {path}: {name!r} is no split", fix=fix)
+        if name in seen:
+            raise InputError(f"{flag} {path}: {name!r} is there twice", fix=fix)
+        seen.add(name)
         found = value.split() if isinstance(value, str) else value
-        is_list = isinstance(found, list) and all(isinstance(word, str | int | float) for word in found)
+        is_list = type(found) is list and all(type(word) in (str, int, float) for word in found)
         if found is not None and not is_list:
             raise InputError(f"{flag} {path}: {name!r} holds no list of words", fix=fix)
         if found:
@@ -205,6 +243,10 @@ def _words_by_split(path: Path) -> dict[str, list[str]]:
     if not words:
         raise InputError(f"{flag} {path}: the file names no data", fix=fix)
     return {name: words[name] for name in SPLIT_NAMES if name in words}
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object, of which no pair is lost."""
 
 
 def _text_of(path: Path, flag: str) -> str:

@@ -157,6 +157,9 @@ CASES = {
         ("--dataloader-inter-document-masking --reset-attention-mask", "", None,
          "--dataloader-inter-document-masking takes documents as they are stored"),
     ],
+    "shuffles_have_a_seed": [
+        (f"--seed {2**32}", "", None, "--seed 4294967296 is too large to shuffle data by\n  fix: use a number from 0 to 4294967295"),
+    ],
     "sharding_is_about_cycles": [
         ("--no-data-sharding", "", None,
          "--no-data-sharding has no effect with --dataloader-type single\n  fix: add --dataloader-type cyclic"),

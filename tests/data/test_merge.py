@@ -54,7 +54,9 @@ def test_pieces_of_any_size_give_the_same(tmp_path, monkeypatch):
 
 
 def described(tmp_path, name, texts, *flags):
-    assert run("--input", numbers(tmp_path / f"{name}.jsonl", texts), *NULL, *flags, prefix=tmp_path / name) == 0
+    assert (
+        run("--input", numbers(tmp_path / f"{name}.jsonl", texts), *NULL, *flags, prefix=tmp_path / name) == 0
+    )
     return tmp_path / f"{name}_text_document"
 
 
@@ -96,7 +98,9 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"mine.json: would be overwritten, and describes no dataset"):
         merge([small], tmp_path / "mine")
     first, second = described(tmp_path, "a", ["1"]), described(tmp_path, "b", ["1"], "--vocab-size", 98)
-    with pytest.raises(InputError, match=rf"{second}: was made with another tokenizer \(.*\) than {first} \("):
+    with pytest.raises(
+        InputError, match=rf"{second}: was made with another tokenizer \(.*\) than {first} \("
+    ):
         merge([first, second], tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
@@ -110,7 +114,7 @@ def test_a_merge_that_fails_keeps_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(IndexedWriter, "_offsets", fail)
-    with pytest.raises(Exception, match="out.idx.partial: cannot be written: No space left on device"):
+    with pytest.raises(Exception, match=r"out\.idx\.partial: cannot be written: No space left on device"):
         merge([tmp_path / "a"] * 2, tmp_path / "out")
     assert (tmp_path / "out.bin").read_bytes() == before
     assert IndexedDataset(tmp_path / "out").num_tokens == 2

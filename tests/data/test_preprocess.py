@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import hashlib
 import json
 import os
@@ -12,35 +14,21 @@ import time
 from pathlib import Path
 
 import pytest
+from preprocessing import NULL, InlineWorkers, numbers, run
 from recorded import EXPECTED
 
+from megatrain.config.errors import ConfigError
 from megatrain.config.tokenizer import TokenizerConfig
+from megatrain.data import encoder, progress
+from megatrain.data import preprocess as preprocess_module
 from megatrain.data.indexed import IndexedDataset
-from megatrain.data.lines import Line, chunks, parse, read_lines
+from megatrain.data.lines import parse_line, sentences_of
 from megatrain.data.preprocess import main, preprocess
 from megatrain.data.preprocess_flags import parse_settings
 from megatrain.data.tokenizer import load_tokenizer
+from megatrain.data.workers import Workers
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _keep_signal_handler():
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def run(*words, prefix):
-    return main([*map(str, words), "--output-prefix", str(prefix)])
-
-
-def numbers(path, documents):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return path
-
-
-NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 
 
 def check_hashes(prefix, recorded):
@@ -51,25 +39,34 @@ def check_hashes(prefix, recorded):
 
 
 DERIVED = EXPECTED["derived_files"]
+HF, SP = "tokenizer.json", "tokenizer.model"
 RECORDED_RUNS = [
-    ("corpus.jsonl", ["--append-eod"], {"text": EXPECTED["indexed"]["corpus_text_document"]}),
-    ("corpus.jsonl", [], {"text": DERIVED["corpus_no_eod_text_document"]}),
-    ("paragraphs.jsonl", ["--append-eod"], {"text": DERIVED["paragraphs_hf_text_document"]}),
+    ("corpus", HF, ["--append-eod"], {"text": EXPECTED["indexed"]["corpus_text_document"]}),
+    ("corpus", HF, [], {"text": DERIVED["corpus_no_eod_text_document"]}),
+    ("paragraphs", HF, ["--append-eod"], {"text": DERIVED["paragraphs_hf_text_document"]}),
+    ("corpus", SP, ["--append-eod"], {"text": DERIVED["corpus_sp_text_document"]}),
+    ("paragraphs", SP, ["--append-eod"], {"text": EXPECTED["indexed"]["paragraphs_text_document"]}),
     (
-        "corpus.jsonl",
+        "corpus",
+        HF,
         ["--append-eod", "--json-keys", "text", "src"],
         {"text": DERIVED["two_keys_text_document"], "src": DERIVED["two_keys_src_document"]},
     ),
 ]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("run_case", RECORDED_RUNS, ids=lambda case: "-".join((case[0], *case[1])))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("run_case", RECORDED_RUNS, ids=lambda case: "-".join((*case[:2], *case[2])))
 def test_recorded_bytes(golden_text, tmp_path, run_case, workers):
-    file, flags, recorded = run_case
-    words = ["--input", golden_text / file, "--tokenizer-model", golden_text, "--workers", workers, *flags]
+    """Also in this process, where chunks are cut just the same."""
+    file, tokenizer, flags, recorded = run_case
+    words = ["--input", golden_text / f"{file}.jsonl", "--workers", workers or 1, *flags]
+    words += ["--tokenizer-model", golden_text / tokenizer]
+    if tokenizer == SP:
+        pytest.importorskip("sentencepiece")
+        words += ["--tokenizer-type", "SentencePieceTokenizer"]
     settings = parse_settings([*map(str, words), "--output-prefix", str(tmp_path / "out")])
-    preprocess(settings, chunk_bytes=50_000)
+    preprocess(settings, chunk_bytes=50_000, workers_type=Workers if workers else InlineWorkers)
     for key, hashes in recorded.items():
         check_hashes(tmp_path / f"out_{key}_document", hashes)
 
@@ -90,7 +87,7 @@ def test_the_number_of_workers_changes_nothing(texts, tmp_path):
     outputs = []
     for workers in (1, 2, 3):
         flags = [*NULL, "--append-eod", "--json-keys", "text", "id", "--workers", workers]
-        assert run("--input", texts, *flags, prefix=tmp_path / f"w{workers}") == 0
+        assert run("--input", texts, *flags, prefix=tmp_path / f"w{workers}", workers_type=Workers) == 0
         files = sorted(tmp_path.glob(f"w{workers}_*"))
         assert len(files) == 6
         outputs.append([file.read_bytes() for file in files])
@@ -125,6 +122,8 @@ def test_the_description_names_the_tokenizer_and_the_counts(tmp_path):
         "documents": 3,
         "sequences": 2,
         "tokens": 5,
+        "largest_id": 99,
+        "eod_count": 2,
         "json_key": "text",
         "skipped_lines": 0,
         "sources": [{"path": str(source), "bytes": source.stat().st_size}],
@@ -171,7 +170,7 @@ def test_bad_lines_can_be_left_out(tmp_path, capsys):
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert dataset.num_documents == dataset.num_tokens == len(BAD_LINES)
     assert json.loads((tmp_path / "out_text_document.json").read_text())["skipped_lines"] == len(BAD_LINES)
-    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("skipped: ")]
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out: ")]
     assert len(shown) == len(BAD_LINES)
     places = [int(line.split(":")[2]) for line in shown]
     assert places == list(range(2, 2 * len(BAD_LINES) + 1, 2))
@@ -190,13 +189,32 @@ def test_no_documents_are_no_error(tmp_path):
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 0
 
 
-def test_progress_tells_speed_and_time_left(texts, tmp_path, capsys):
-    assert run("--input", texts, *NULL, "--log-interval", 20_000, prefix=tmp_path / "out") == 0
+def test_progress_tells_speed_and_time_left(texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    assert (
+        run("--input", texts, *NULL, "--log-interval", 20_000, prefix=tmp_path / "out", chunk_bytes=50_000)
+        == 0
+    )
     output = capsys.readouterr().err.splitlines()
-    assert len(output) >= 3
-    for word in ("documents |", "documents/s |", "MB/s |", "left"):
+    assert len(output) == 3 + 2
+    for word in ("% | 2", " documents | ", "documents/s | ", "MB/s | 0:00:0", " left"):
         assert word in output[0]
-    assert output[-1].startswith(f"{tmp_path / 'out_text_document'}: 60000 documents, ")
+    assert output[-2].startswith("done: 60,000 documents from ")
+    assert output[-1].startswith(f"  {tmp_path / 'out_text_document'}: 60,000 documents, ")
+
+
+def test_progress_is_never_silent_for_long_nor_talks_without_end(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "_SILENT_SECONDS", 0.2)
+    shown = progress.Progress(total_bytes=100, log_interval=1, documents=5, bytes_read=50)
+    with shown.running():
+        time.sleep(0.5)
+        silent = capsys.readouterr().err.splitlines()
+        for number in range(100):
+            shown.add(1, bytes_read=50 + number // 2)
+    assert 1 <= len(silent) <= 3
+    assert silent[0].endswith("50.0% | 5 documents | 0 documents/s | 0.00 MB/s | ? left")
+    assert len(capsys.readouterr().err.splitlines()) <= 2
 
 
 def test_all_problems_of_a_command_line_are_told_at_once(capsys):
@@ -212,6 +230,99 @@ def test_all_problems_of_a_command_line_are_told_at_once(capsys):
         assert part in message
     assert main(["--workers", "many"]) == 2
     assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_every_field_of_the_tokenizer_is_a_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(TokenizerConfig):
+        assert "--" + field.name.replace("_", "-") in text
+    assert "Kind of the tokenizer." in text
+    words = "--input a b --output-prefix p --tokenizer-model m --vocab-size 7"
+    settings = parse_settings(words.split())
+    assert settings.input == ("a", "b")
+    assert settings.tokenizer == TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m", vocab_size=7
+    )
+    with pytest.raises(
+        ConfigError, match=r"--tokenizer-type Hugging is not a choice\n  fix: .*HuggingFaceTokenizer"
+    ):
+        parse_settings([*words.split(), "--tokenizer-type", "Hugging"])
+    with pytest.raises(ConfigError, match="--vocab-size many is not a whole number"):
+        parse_settings([*words.split(), "--vocab-size", "many"])
+
+
+def test_flags_without_effect_are_accepted_and_say_so(tmp_path, capsys):
+    source = numbers(tmp_path / "in.jsonl", ["1"])
+    flags = ["--partitions", 4, "--keep-sequential-samples"]
+    assert run("--input", source, *NULL, *flags, prefix=tmp_path / "out") == 0
+    printed = capsys.readouterr().err
+    assert "--partitions has no effect: output is in the order of the input anyway" in printed
+    assert "--keep-sequential-samples has no effect" in printed
+
+
+def test_keys_and_newlines_that_make_no_sense_are_refused(capsys):
+    words = ["--input", "x", "--output-prefix", "p", "--json-keys", "a/b", "--keep-newlines"]
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert "--json-keys 'a/b' cannot be part of a file's name" in message
+    assert "--keep-newlines says how sentences are split, and they are not" in message
+
+
+def test_an_input_that_is_an_output_is_refused(tmp_path, capsys):
+    source = numbers(tmp_path / "out_text_document.json", ["1"])
+    assert run("--input", source, *NULL, prefix=tmp_path / "out") == 2
+    assert f"{source}: would be overwritten by the output" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_an_end_token_cannot_append_it(tmp_path, capsys, monkeypatch):
+    tokenizer = load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=100))
+    tokenizer.eod = None
+    for where in (preprocess_module, encoder):
+        monkeypatch.setattr(where, "load_tokenizer", lambda _: tokenizer)
+    source = numbers(tmp_path / "in.jsonl", ["1 99"])
+    words = ["--input", source, *NULL, "--tokenizer-model", "some.json"]
+    assert run(*words, "--append-eod", prefix=tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "error: --append-eod: the tokenizer some.json has no end-of-document token\n  fix: "
+    )
+    assert run(*words, prefix=tmp_path / "out") == 0
+    description = json.loads((tmp_path / "out_text_document.json").read_text())
+    assert (description["eod"], description["eod_count"], description["largest_id"]) == (None, 0, 99)
+
+
+def test_bad_lines_can_be_put_aside_without_loss(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    lines = [*BAD_LINES, b'{"n": "\x80\xff"}\r', "{é".encode()]
+    source.write_bytes(b"".join(line + b"\n" for line in lines))
+    words = ["--input", source, *NULL, "--on-bad-line", "quarantine"]
+    assert run(*words, prefix=tmp_path / "out") == 0
+    path = tmp_path / "out.bad_lines.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    contents = [
+        entry["text"].encode() if "text" in entry else base64.b64decode(entry["base64"]) for entry in entries
+    ]
+    assert contents == lines
+    assert [(entry["file"], entry["line"]) for entry in entries] == [
+        (str(source), number) for number in range(1, len(lines) + 1)
+    ]
+    assert entries[0]["reason"] == BAD_LINES[lines[0]]
+    assert f"{len(lines)} bad lines were left out; see {path}" in capsys.readouterr().err
+    source.write_text('{"text": "1"}\n')
+    assert run(*words, prefix=tmp_path / "out") == 0
+    assert not path.exists(), "those of a former run are gone"
+
+
+def test_only_the_first_bad_lines_are_shown(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text("bad\n" * 100)
+    assert run("--input", source, *NULL, "--on-bad-line", "skip", prefix=tmp_path / "out") == 0
+    printed = capsys.readouterr().err
+    assert printed.count("left out: ") == 21
+    assert "left out: further bad lines are only counted" in printed
+    assert "100 bad lines were left out\n" in printed
 
 
 def test_a_missing_input_names_its_neighbours(tmp_path, capsys):
@@ -230,18 +341,9 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, capsys):
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_chunks_hold_every_line_once(tmp_path):
-    path = tmp_path / "in"
-    path.write_bytes(b"a\n" * 10 + b"b" * 100 + b"\nlast")
-    found = list(chunks(read_lines([path, path]), chunk_bytes=8))
-    assert [line.number for chunk in found for line in chunk] == [*range(1, 13), *range(1, 13)]
-    assert b"".join(line.content for chunk in found for line in chunk) == path.read_bytes() * 2
-    assert max(len(chunk) for chunk in found) == 4
-
-
 def test_text_is_kept_as_it_is():
-    line = Line("f", 1, '{"text": " caf\\u00e9 \\ud83d\\ude00 世\\n"}\r\n'.encode())
-    assert parse(line, ["text"]) == [[" café 😀 世\n"]]
+    row = parse_line('{"text": " caf\\u00e9 \\ud83d\\ude00 世\\n"}\r'.encode())
+    assert sentences_of(row, ["text"]) == [[" café 😀 世\n"]]
 
 
 def start_long_run(tmp_path):
@@ -304,7 +406,11 @@ def test_a_full_disk_leaves_nothing(tmp_path):
         [sys.executable, script, *words], capture_output=True, text=True, env=environment, check=False
     )
     assert done.returncode == 1
-    assert "error: [Errno 27] File too large" in done.stderr
+    assert (
+        f"error: {tmp_path / 'out_text_document.bin.partial'}: cannot be written: File too large"
+        in done.stderr
+    )
+    assert "nothing was kept" in done.stderr
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "limited.py"]
 

@@ -32,7 +32,9 @@ def models(tmp_path, monkeypatch):
 
 @pytest.fixture
 def splitter():
-    return {keep: SentenceSplitter(punkt.PunktSentenceTokenizer(), keep_newlines=keep) for keep in (False, True)}
+    return {
+        keep: SentenceSplitter(punkt.PunktSentenceTokenizer(), keep_newlines=keep) for keep in (False, True)
+    }
 
 
 TEXT = "One two.\n\nThree?  Four! (Five.) Six"
@@ -53,7 +55,7 @@ def test_white_space_at_the_end_is_no_sentence(splitter):
 
 def test_long_texts_are_cut_into_pieces_first(splitter, monkeypatch):
     monkeypatch.setattr(sentences, "PIECE_CHARS", 5)
-    assert splitter[False]("One two. Three") == ["One t", "wo.", "Three"]
+    assert splitter[False]("One two. Three") == ["One t", "wo.", "T", "hree"]
 
 
 def test_the_model_of_a_language_is_used(models):
@@ -68,7 +70,11 @@ def test_each_sentence_becomes_a_sequence(models, tmp_path):
     words = ["--input", source, *NULL, "--split-sentences", "--append-eod"]
     assert run(*words, prefix=tmp_path / "out") == 0
     dataset = IndexedDataset(tmp_path / "out_text_sentence")
-    assert [dataset.read(number).tolist() for number in range(len(dataset))] == [[7, 8, 9, 99], [1], [2, 3, 99]]
+    assert [dataset.read(number).tolist() for number in range(len(dataset))] == [
+        [7, 8, 9, 99],
+        [1],
+        [2, 3, 99],
+    ]
     assert not list(tmp_path.glob("out_text_document*"))
 
 
@@ -90,5 +96,7 @@ def test_a_missing_package_is_an_error(monkeypatch):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(files.importlib, "import_module", refuse)
-    with pytest.raises(ConfigError, match="--split-sentences needs the package nltk.*\n  fix: pip install nltk"):
+    with pytest.raises(
+        ConfigError, match=r"--split-sentences needs the package nltk.*\n  fix: pip install nltk"
+    ):
         load_splitter(SplitSettings(lang="english", keep_newlines=False))

@@ -61,6 +61,26 @@ def test_items_are_taken_as_they_are_needed():
     assert next(taken) <= 2 * IN_FLIGHT + 3
 
 
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_items_under_way_are_bounded_in_bytes(num_workers):
+    taken, sizes = itertools.count(), [1, 1, 100, 1, 1, 60, 60, 1, 1, 1, 200]
+    with Workers(num_workers, functools.partial(make_work, "plain")) as workers:
+        under_way = []
+
+        def items():
+            for size in sizes:
+                under_way.append(size)
+                next(taken)
+                yield size
+
+        done = 0
+        for result in workers.map(items(), size=int, most_bytes=100):
+            assert result == sizes[done] ** 2
+            assert sum(under_way[done:-1]) <= 100 + max(sizes), "one more may be waiting to go"
+            done += 1
+    assert done == len(sizes)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

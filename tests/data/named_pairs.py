@@ -1,0 +1,91 @@
+"""A good pair of files, ways to damage it, and what a run makes of it: shared by the tests of damaged data."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from recorded import write_dataset
+
+from megatrain.config.blends import Blend
+from megatrain.data.build import Plans, SplitBuilder
+from megatrain.data.gpt import SampleRules
+from megatrain.data.sources import inspect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain.data.samples import Samples
+
+VOCAB = 100
+FINGERPRINT = "5eed" * 16
+NUM_SEQUENCES, NUM_BORDERS = 12, 7
+VERSION, CODE, SEQUENCES, BORDERS = 9, 17, 18, 26
+"""Where header fields stand in an .idx."""
+LENGTH_0 = 34
+OFFSET_0 = LENGTH_0 + 4 * NUM_SEQUENCES
+BORDER_0 = OFFSET_0 + 8 * NUM_SEQUENCES
+
+
+def write_pair(prefix: Path, *, seed: int = 0, dtype: str = "uint16", sidecar: bool = True) -> Path:
+    """Six documents of two sequences of 5 to 11 tokens: always as many tokens, other ones for each seed."""
+    random = np.random.default_rng(seed)
+    documents = [
+        [random.integers(0, VOCAB, 5 + (2 * i + j) % 7).tolist() for j in range(2)] for i in range(6)
+    ]
+    dataset = write_dataset(prefix, documents, dtype)
+    assert len(dataset) == NUM_SEQUENCES
+    if sidecar:
+        describe(prefix, tokenizer_type="BertWordPiece", tokenizer_fingerprint=FINGERPRINT, vocab_size=VOCAB)
+    return prefix
+
+
+def describe(prefix: Path, **content: object) -> None:
+    """Write a dataset's description."""
+    Path(f"{prefix}.json").write_text(json.dumps(content))
+
+
+def idx(prefix: Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+def bin_(prefix: Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def patch(position: int, kind: str, *values: int) -> Callable[[Path], None]:
+    """Write numbers into an .idx."""
+
+    def damage(prefix: Path) -> None:
+        content = bytearray(idx(prefix).read_bytes())
+        struct.pack_into(f"<{len(values)}{kind}", content, position, *values)
+        idx(prefix).write_bytes(content)
+
+    return damage
+
+
+def told(prefix: str | Path, *, vocab_size: int = VOCAB, fingerprint: str | None = FINGERPRINT) -> str:
+    """All that a run says of a dataset before it starts."""
+    blends = {"all": Blend((str(prefix),))}
+    _, problems = inspect(blends, vocab_size=vocab_size, tokenizer_fingerprint=fingerprint)
+    return "\n".join(map(str, problems))
+
+
+def train_samples(prefix: str | Path, *, mmap: bool = True, vocab_size: int | None = VOCAB) -> Samples:
+    """The training samples of 8 tokens, two epochs of them."""
+    builder = SplitBuilder(SampleRules(seq_length=8, eod=0, vocab_size=vocab_size), mmap=mmap)
+    plans = Plans(train=(20,), valid=(0,), test=(0,), seed=1)
+    train = builder.build({"all": Blend((str(prefix),))}, "1,0,0", plans).train
+    assert train is not None
+    return train
+
+
+def all_tokens(samples: Samples) -> list[list[int]]:
+    """The tokens of all samples, with the label of the last."""
+    return [
+        [*sample.tokens.tolist(), int(sample.labels[-1])]
+        for sample in map(samples.__getitem__, range(len(samples)))
+    ]

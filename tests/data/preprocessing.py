@@ -1,0 +1,58 @@
+"""What the tests of preprocessing share: runs in this process, and inputs of numbers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import megatrain.data.preprocess as module
+from megatrain.data.preprocess import main, preprocess
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Self
+
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
+
+
+class InlineWorkers:
+    """Works in this process."""
+
+    def __init__(self, _num_workers: int, make: Any) -> None:
+        self.work = make()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, items: Iterable[Any], **_: Any) -> Iterator[Any]:
+        return map(self.work, items)
+
+
+def run(*words: object, prefix: object, **options: Any) -> int:
+    """The command in this process, without any other: the exit code. `options` are those of `preprocess`."""
+    inline = functools.partial(preprocess, **{"workers_type": InlineWorkers, **options})
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with mock.patch.object(module, "preprocess", inline):
+            return main([*map(str, words), "--output-prefix", str(prefix)])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def numbers(path: Path, documents: Iterable[Any]) -> Path:
+    """A file of JSON Lines."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+def content_of(folder: Path, prefix: str = "out") -> dict[str, bytes]:
+    """All files of a run, by name."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob(f"{prefix}*"))}

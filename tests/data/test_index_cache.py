@@ -1,0 +1,252 @@
+"""The cache of arrays: what comes back is what was put in, or it is made anew and said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatrain.data.index_cache import STALE_SECONDS, WORTH_ROWS, IndexCache
+
+pytestmark = pytest.mark.usefixtures("ends_soon")
+
+KEY = {"seed": 1, "lengths": "abc"}
+ARRAYS = {
+    "order": np.arange(77, dtype=np.uint32),
+    "borders": np.arange(40, dtype=np.int64).reshape(20, 2) << 33,
+    "none": np.empty(0, np.int16),
+    "one": np.array([-5], np.int16),
+}
+
+
+class Cache(IndexCache):
+    """Notes what it says, and how often arrays were made."""
+
+    def __init__(self, folder):
+        self.said = []
+        self.made = 0
+        super().__init__(folder, self.said.append)
+
+    def get(self, key=KEY, arrays=ARRAYS):
+        def make():
+            self.made += 1
+            return arrays
+
+        return self.find_or_make("kind", key, make)
+
+
+def check_equal(found, expected=ARRAYS):
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+        assert found[name].tobytes() == array.tobytes()
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A folder's only file, whole."""
+    Cache(tmp_path).get()
+    (file,) = tmp_path.iterdir()
+    return file
+
+
+def test_what_was_left_is_found(file):
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    assert (cache.made, cache.said) == (0, [])
+
+
+def test_what_is_found_cannot_be_written_to(file):
+    found = Cache(file.parent).get()
+    with pytest.raises(ValueError, match="read-only"):
+        found["order"][0] = 1
+
+
+def test_equal_arrays_are_equal_files(file, tmp_path):
+    Cache(tmp_path / "other").get()
+    assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_each_key_and_kind_has_a_file(tmp_path):
+    cache = Cache(tmp_path)
+    for key in ({}, {"a": 1}, {"a": "1"}, {"a": [1]}, {"b": 1}, {"a": 1, "b": 1}):
+        cache.get(key)
+    cache.find_or_make("other", {}, lambda: ARRAYS)
+    assert len(list(tmp_path.iterdir())) == 7
+    cache.get({"b": 1, "a": 1})
+    assert len(list(tmp_path.iterdir())) == 7, "the order of a key's parts does not matter"
+
+
+def test_only_what_is_large_is_worth_a_file(tmp_path):
+    assert IndexCache(tmp_path).is_worth(WORTH_ROWS)
+    assert not IndexCache(tmp_path).is_worth(WORTH_ROWS - 1)
+    assert not IndexCache(None).is_worth(10**12)
+
+
+def check_never_wrong(file, content, *, may_be_unseen):
+    """With this content, equal arrays come back: by the file, or made anew, said so and put right."""
+    whole = file.read_bytes()
+    file.write_bytes(content)
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    if cache.made:
+        (line,) = cache.said
+        assert line.startswith(f"{file}: not used, and made anew: it")
+        assert file.read_bytes() == whole
+    else:
+        assert may_be_unseen
+        assert not cache.said
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def payload(content):
+    """Positions that hold arrays; the rest is the header and padding."""
+    return {
+        position
+        for array in ARRAYS.values()
+        if array.size
+        for start in [content.find(array.tobytes())]
+        for position in range(start, start + array.nbytes)
+    }
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_is_never_a_wrong_array(file, bit):
+    content = file.read_bytes()
+    arrays = payload(content)
+    end_of_header = content.rfind(b"}]}") + 3
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << bit
+        is_padding = position >= end_of_header and position not in arrays
+        if is_padding and position % 16:
+            continue
+        check_never_wrong(file, flipped, may_be_unseen=is_padding)
+        file.write_bytes(content)
+
+
+def test_a_truncated_file_is_never_a_wrong_array(file):
+    content = file.read_bytes()
+    for length in [*range(0, len(content), 7), len(content) - 1]:
+        check_never_wrong(file, content[:length], may_be_unseen=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content + b"\0",
+        lambda content: bytes(len(content)),
+        lambda content: content[: len(content) // 2] + bytes(len(content) - len(content) // 2),
+        lambda content: content[::-1],
+        lambda content: content + content,
+    ],
+    ids=["longer", "zeros", "zeros behind", "backwards", "twice"],
+)
+def test_other_damage_is_never_a_wrong_array(file, change):
+    check_never_wrong(file, change(file.read_bytes()), may_be_unseen=False)
+
+
+def test_a_file_of_another_key_is_not_used(file):
+    cache = Cache(file.parent)
+    cache.get({"seed": 2}, {"order": np.zeros(3)})
+    (other,) = set(file.parent.iterdir()) - {file}
+    file.write_bytes(other.read_bytes())
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    assert cache.said == [f"{file}: not used, and made anew: it belongs to other data or settings"]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "FIFO"])
+def test_what_is_no_file_is_not_waited_for(file, make):
+    file.unlink()
+    make(file)
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    assert "it is no regular file" in cache.said[0]
+    assert not list(file.parent.glob("*.partial"))
+
+
+def test_a_dangling_link_is_replaced(file, tmp_path):
+    file.unlink()
+    file.symlink_to(tmp_path / "nowhere")
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    assert cache.said == []
+    check_equal(Cache(file.parent).get())
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["mkdir", "open", "fsync", "replace"])
+def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch, code, call):
+    def fail(*_arguments, **_options):
+        raise OSError(code, os.strerror(code))
+
+    folder = tmp_path / "cache"
+    if call != "mkdir":
+        folder.mkdir()
+    real = Path.open
+    changed = {"mkdir": (Path, fail), "fsync": (os, fail), "replace": (Path, fail)}
+    changed["open"] = (Path, lambda self, mode: fail() if "w" in mode else real(self, mode))
+    monkeypatch.setattr(changed[call][0], call, changed[call][1])
+    cache = Cache(folder)
+    check_equal(cache.get())
+    check_equal(cache.get({"seed": 2}))
+    (line,) = cache.said
+    assert line.startswith(f"{folder}: sample indices cannot be kept here ({os.strerror(code)})")
+    assert "give --data-cache-path" in line
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_folder_below_a_file_costs_time_alone(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "cache")
+    check_equal(cache.get())
+    assert "sample indices cannot be kept here" in cache.said[-1]
+    assert (tmp_path / "file").read_text() == ""
+
+
+def test_a_file_that_cannot_be_read_is_made_anew(file, monkeypatch):
+    real = Path.open
+
+    def fail(self, mode):
+        if mode == "rb":
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, mode)
+
+    monkeypatch.setattr(Path, "open", fail)
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    assert cache.said == [f"{file}: not used, and made anew: [Errno 5] Input/output error"]
+
+
+def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
+    def stop(_descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", stop)
+    with pytest.raises(KeyboardInterrupt):
+        Cache(tmp_path).get()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_killed_jobs_left_is_removed_when_it_is_old(file):
+    content = file.read_bytes()
+    old, young = (file.with_name(f"{file.name}.host.{pid}.partial") for pid in (1, 2))
+    other = file.with_name("kind-other.index.host.1.partial")
+    for path in (old, young, other):
+        path.write_bytes(content[:50])
+    for path in (old, other):
+        os.utime(path, (time.time() - STALE_SECONDS - 60,) * 2)
+    file.write_bytes(content[:50])
+    cache = Cache(file.parent)
+    check_equal(cache.get())
+    assert cache.made == 1
+    assert not old.exists()
+    assert young.exists(), "it may belong to a job that lives"
+    assert other.exists(), "whoever needs that file sees to it"
+    assert file.read_bytes() == content

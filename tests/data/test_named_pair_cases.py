@@ -1,0 +1,360 @@
+"""The named cases of damaged .bin and .idx pairs: each is refused with file, field and remedy, or reads as it is stored.
+
+Three things protect a run: opening holds both files against each other, `inspect` holds them against their description
+and the tokenizer, and reading holds every id against the vocabulary. What gets past all three says so here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from named_pairs import (
+    BORDER_0,
+    BORDERS,
+    CODE,
+    FINGERPRINT,
+    LENGTH_0,
+    NUM_BORDERS,
+    NUM_SEQUENCES,
+    OFFSET_0,
+    SEQUENCES,
+    VERSION,
+    VOCAB,
+    all_tokens,
+    bin_,
+    describe,
+    idx,
+    patch,
+    told,
+    train_samples,
+    write_pair,
+)
+from recorded import write_dataset
+
+from megatrain.config.blends import Blend
+from megatrain.config.errors import InputError
+from megatrain.config.facts import Facts, StoredRun
+from megatrain.config.resume import data_is_the_stored_one
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.sources import inspect, open_token_ids
+
+pytestmark = pytest.mark.usefixtures("ends_soon")
+
+LAST = NUM_SEQUENCES - 1
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_pair(tmp_path / "data")
+
+
+def grow(path_of, change):
+    """Shorten a file of the pair, or lengthen it."""
+
+    def damage(prefix):
+        content = path_of(prefix).read_bytes()
+        path_of(prefix).write_bytes(content[:change] if change < 0 else content + bytes(change))
+
+    return damage
+
+
+def take_from_another(path_of, **options):
+    """Put a file of another dataset in the place of this one's."""
+
+    def damage(prefix):
+        other = write_dataset(prefix.with_name("other"), [[[1, 2, 3]], [[4], [5]]], **options)
+        path_of(prefix).write_bytes(path_of(other.prefix).read_bytes())
+
+    return damage
+
+
+def swap(position, kind):
+    """Swap two neighbouring numbers of an .idx."""
+
+    def damage(prefix):
+        size = struct.calcsize(kind)
+        first, second = struct.unpack_from(f"<2{kind}", idx(prefix).read_bytes(), position)
+        assert first != second
+        assert size
+        patch(position, kind, second, first)(prefix)
+
+    return damage
+
+
+def replace_by(make):
+    """Put something else in the place of both files."""
+
+    def damage(prefix):
+        for path in (bin_(prefix), idx(prefix)):
+            path.unlink()
+            make(path)
+
+    return damage
+
+
+def big_endian_index(prefix):
+    content = idx(prefix).read_bytes()
+    version, code, sequences, borders = struct.unpack_from("<QBQQ", content, VERSION)
+    header = struct.pack(">QBQQ", version, code, sequences, borders)
+    idx(prefix).write_bytes(content[:VERSION] + header + content[LENGTH_0:])
+
+
+SIZES = r"data\.bin: the file has \d+ bytes, but its \.idx counts \d+"
+CASES = {
+    ".bin short": (grow(bin_, -2), SIZES),
+    ".bin short by half an id": (grow(bin_, -1), SIZES),
+    ".bin long": (grow(bin_, 2), SIZES),
+    ".bin empty": (lambda prefix: bin_(prefix).write_bytes(b""), SIZES),
+    ".bin missing": (lambda prefix: bin_(prefix).unlink(), r"data\.bin: there is no such file"),
+    ".bin of another dataset": (take_from_another(bin_), SIZES),
+    ".idx of another dataset": (take_from_another(idx), SIZES),
+    ".idx missing": (lambda prefix: idx(prefix).unlink(), r"data\.idx: there is no such file"),
+    ".idx empty": (lambda prefix: idx(prefix).write_bytes(b""), r"data\.idx: magic is b''"),
+    ".idx short": (grow(idx, -8), r"data\.idx: the file has \d+ bytes, but its counts"),
+    ".idx long": (grow(idx, 8), r"data\.idx: the file has \d+ bytes, but its counts"),
+    ".idx bad magic": (patch(0, "B", 0), r"data\.idx: magic is"),
+    ".idx bad version": (patch(VERSION, "Q", 2), r"data\.idx: version is 2"),
+    ".idx bad dtype code": (patch(CODE, "B", 99), r"data\.idx: element type code is 99"),
+    "negative length": (patch(LENGTH_0 + 4, "i", -3), r"data\.idx: length of sequence 1 is -3"),
+    "pointer past end": (patch(OFFSET_0 + 8 * LAST, "q", 10**9), rf"data\.idx: offset of sequence {LAST} is 1000000000"),
+    "pointers unsorted": (swap(OFFSET_0 + 8 * 3, "q"), r"data\.idx: offset of sequence 3 is"),
+    "documents unsorted": (swap(BORDER_0 + 8 * 2, "q"), r"data\.idx: document border \d is \d, below \d"),
+    "last document short": (
+        patch(BORDER_0 + 8 * (NUM_BORDERS - 1), "q", LAST),
+        rf"data\.idx: document borders run from 0 to {LAST}, not from 0 to {NUM_SEQUENCES}",
+    ),
+    "2^63 sequences": (patch(SEQUENCES, "Q", 2**63), r"data\.idx: .* 9223372036854775808 sequences"),
+    "2^63 documents": (patch(BORDERS, "Q", 2**63), r"data\.idx: .* 9223372036854775808 document borders"),
+    "both counts 2^63": (patch(SEQUENCES, "Q", 2**63, 2**63), r"data\.idx: .* 9223372036854775808 sequences"),
+    "dtype swap to a wider one": (patch(CODE, "B", 4), r"data\.idx: offset of sequence 1 is"),
+    "dtype swap to a narrower one": (patch(CODE, "B", 1), r"data\.idx: offset of sequence 1 is"),
+    "big-endian .idx": (big_endian_index, r"data\.idx: version is 72057594037927936"),
+    "tokenizer fingerprint differs": (
+        lambda prefix: describe(prefix, tokenizer_type="TikTokenizer", tokenizer_fingerprint="abcd" * 16),
+        r"data\.bin was made with another tokenizer \(TikTokenizer, fingerprint abcdabcdabcd\) .* --tokenizer-model",
+    ),
+    "id >= vocab, by the description": (
+        lambda prefix: describe(prefix, largest_id=VOCAB),
+        rf"data\.bin holds id {VOCAB}, outside the vocabulary of {VOCAB}",
+    ),
+    "directories": (replace_by(Path.mkdir), r"data\.bin: "),
+    "FIFOs": (replace_by(os.mkfifo), r"data\.bin: "),
+    "dangling links": (replace_by(lambda path: path.symlink_to("nowhere")), r"data\.bin: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_pair_is_refused_before_the_start(prefix, name):
+    assert told(prefix) == ""
+    damage, words = CASES[name]
+    damage(prefix)
+    found = told(prefix)
+    assert re.search(words, found, re.DOTALL), found
+    assert found.count("fix: ") == 1
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if "tokenizer" not in name and "description" not in name]
+)
+def test_a_damaged_pair_does_not_open(prefix, name, mmap):
+    damage, words = CASES[name]
+    damage(prefix)
+    with pytest.raises(InputError, match=words):
+        open_token_ids(str(prefix), mmap=mmap)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_prefix_with_its_suffix_is_told_without(prefix, suffix):
+    assert f"give the path without its ending: {prefix}" in told(f"{prefix}{suffix}")
+
+
+def test_numbers_that_are_no_ids_are_refused(tmp_path):
+    write_dataset(tmp_path / "data", [[[1.0, 2.0]]], "float32")
+    assert "elements are float32, and token ids are integers" in told(tmp_path / "data")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.parametrize("path_of", [bin_, idx], ids=["bin", "idx"])
+def test_a_file_that_may_not_be_read_is_told(prefix, path_of):
+    path_of(prefix).chmod(0)
+    assert re.search(r"data.*: .*Permission denied\n  fix: ", told(prefix))
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "y/" * 3000], ids=["name", "path"])
+def test_what_the_disk_refuses_to_look_up_is_told(path):
+    assert re.search(r"cannot be read: File name too long\n  fix: |there is no such file", told(path))
+
+
+def test_a_disk_that_fails_is_told(prefix, monkeypatch):
+    def fail(*_arguments, **_options):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(np, "memmap", fail)
+    monkeypatch.setattr(np, "fromfile", fail)
+    assert re.search(r"data\.(idx|bin).*Input/output error\n  fix: ", told(prefix))
+
+
+DESCRIPTIONS = {
+    "no JSON": (b"{", "cannot be read: Expecting property name"),
+    "empty": (b"", "cannot be read: Expecting value"),
+    "cut": (b'{"tokenizer_type": "Bert', "cannot be read: Unterminated string"),
+    "not UTF-8": (b"\xff\xfe{}", "cannot be read: .*utf-8"),
+    "too deep": (b"[" * 100_000, "cannot be read: maximum recursion depth"),
+    "a list": (b"[]", "holds no JSON object"),
+    "null": (b"null", "holds no JSON object"),
+    "type of a number": (b'{"tokenizer_type": 3}', "tokenizer_type is 3, and should be text"),
+    "fingerprint of a list": (b'{"tokenizer_fingerprint": []}', r"tokenizer_fingerprint is \[\], and should be text"),
+    "size of text": (b'{"vocab_size": "3"}', "vocab_size is '3', and should be a count"),
+    "largest id of a fraction": (b'{"largest_id": 3.5}', "largest_id is 3.5, and should be a count"),
+    "largest id of a flag": (b'{"largest_id": true}', "largest_id is True, and should be a count"),
+    "largest id below 0": (b'{"largest_id": -1}', "largest_id is -1, and should be a count"),
+    "of another dataset": (b'{"tokens": 5}', r"tokens is 5, and .*data\.idx counts \d+: it describes another dataset"),
+    "of another cut": (b'{"sequences": 5}', r"sequences is 5, and .*data\.idx counts 12: it describes another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+def test_a_damaged_description_is_refused(prefix, name):
+    content, words = DESCRIPTIONS[name]
+    Path(f"{prefix}.json").write_bytes(content)
+    assert re.search(rf"data\.json: {words}.*\n  fix: .*without its description", told(prefix))
+
+
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")], ids=["dir", "FIFO", "link"]
+)
+def test_a_description_that_is_no_file_is_refused(prefix, make):
+    path = Path(f"{prefix}.json")
+    path.unlink()
+    make(path)
+    assert re.search(r"data\.json: is no file, or a link to none\n  fix: ", told(prefix))
+
+
+def test_a_description_may_say_nothing(prefix):
+    describe(
+        prefix, tokenizer_type=None, tokenizer_fingerprint=None, vocab_size=None, tokens=None, largest_id=None
+    )
+    assert told(prefix) == ""
+    Path(f"{prefix}.json").unlink()
+    assert told(prefix) == ""
+
+
+def test_a_null_tokenizer_stands_for_any(prefix):
+    assert told(prefix, fingerprint=None) == ""
+    assert "another tokenizer" in told(prefix, fingerprint=FINGERPRINT[::-1])
+
+
+def overwrite(prefix, values, dtype="<u2"):
+    bin_(prefix).write_bytes(np.asarray(values, dtype).tobytes())
+
+
+def stored_ids(prefix):
+    return np.fromfile(bin_(prefix), "<u2")
+
+
+def put_id_at_7(value):
+    def damage(prefix):
+        ids = stored_ids(prefix)
+        ids[7] = value
+        overwrite(prefix, ids)
+
+    return damage
+
+
+def as_signed(prefix):
+    put_id_at_7(65535)(prefix)
+    patch(CODE, "B", 3)(prefix)  # as wide, so that no size tells
+
+
+BEYOND = rf"data\.bin: document 0 \(sequence 1, token 2\) holds id {VOCAB}, outside the vocabulary of {VOCAB}"
+READ_CASES = {
+    "id >= vocab, undescribed": (put_id_at_7(VOCAB), BEYOND),
+    "big-endian .bin": (lambda prefix: overwrite(prefix, stored_ids(prefix), ">u2"), "outside the vocabulary"),
+    "dtype swap to one as wide": (as_signed, r"data\.bin: .* holds id -1, outside the vocabulary"),
+    ".bin of another dataset, as large": (
+        lambda prefix: overwrite(prefix, stored_ids(prefix) + VOCAB), "outside the vocabulary"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mmap", [True, False], ids=["mapped", "read"])
+@pytest.mark.parametrize("name", READ_CASES)
+def test_ids_outside_the_vocabulary_are_refused_when_they_are_read(prefix, name, mmap):
+    damage, words = READ_CASES[name]
+    damage(prefix)
+    assert told(prefix) == "", "no size tells: what protects is the reading"
+    samples = train_samples(prefix, mmap=mmap)
+    with pytest.raises(InputError, match=f"{words}.*\n  fix: use the tokenizer that the data was made with"):
+        all_tokens(samples)
+
+
+def facts_of(prefix):
+    facts, problems = inspect(
+        {"all": Blend((str(prefix),))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT
+    )
+    assert not problems
+    return tuple(facts)
+
+
+def problems_on_resume(before, now):
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={}, datasets=before)
+    return [
+        str(problem)
+        for problem in data_is_the_stored_one(SimpleNamespace(facts=Facts(checkpoint=stored, datasets=now)))
+    ]
+
+
+def test_another_dataset_of_equal_sizes_is_seen_on_resume_by_its_digest(prefix, tmp_path):
+    before = facts_of(prefix)
+    other = write_pair(tmp_path / "other", seed=1)
+    assert bin_(other).stat().st_size == bin_(prefix).stat().st_size
+    bin_(prefix).write_bytes(bin_(other).read_bytes())
+    now = facts_of(prefix)
+    assert (now[0].num_sequences, now[0].num_tokens) == (before[0].num_sequences, before[0].num_tokens)
+    (problem,) = problems_on_resume(before, now)
+    assert re.search(
+        r"data is not the dataset that the checkpoint read .* the contents differ\n  fix: ", problem
+    )
+    assert problems_on_resume(now, facts_of(other)) == [], "the same dataset under another path"
+
+
+def test_another_dataset_of_equal_sizes_and_ids_is_what_a_fresh_run_was_given(prefix, tmp_path):
+    """Nothing tells a fresh run that other ids were meant; it must then read those that are there, each in its place."""
+    other = write_pair(tmp_path / "other", seed=1)
+    bin_(prefix).write_bytes(bin_(other).read_bytes())
+    assert all_tokens(train_samples(prefix)) == all_tokens(train_samples(other))
+
+
+def test_lengths_that_were_moved_are_seen_on_resume(prefix):
+    """Borders between sequences that still agree with the size of the .bin: an .idx of the same text, cut otherwise."""
+    before = facts_of(prefix)
+    lengths = IndexedDataset(prefix).lengths.copy()
+    lengths[0] += 1
+    lengths[1] -= 1
+    patch(LENGTH_0, "i", *lengths.tolist())(prefix)
+    patch(OFFSET_0, "q", *(2 * (np.cumsum(lengths) - lengths)).tolist())(prefix)
+    assert told(prefix) == ""
+    assert problems_on_resume(before, facts_of(prefix))
+
+
+def test_an_empty_dataset_opens_and_has_no_samples(tmp_path):
+    write_dataset(tmp_path / "data", [])
+    assert told(tmp_path / "data") == ""
+    assert len(open_token_ids(str(tmp_path / "data"))) == 0
+
+
+def test_a_description_is_read_as_preprocessing_writes_it(prefix):
+    dataset = IndexedDataset(prefix)
+    content = {"tokenizer_fingerprint": FINGERPRINT, "sequences": len(dataset), "tokens": dataset.num_tokens}
+    Path(f"{prefix}.json").write_text(
+        json.dumps({**content, "largest_id": VOCAB - 1, "sources": [{"path": "x"}]})
+    )
+    assert told(prefix) == ""

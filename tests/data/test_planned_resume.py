@@ -1,0 +1,214 @@
+"""Resuming reads on where the run was cut, wherever that is: equal batches, from real files, through the loader.
+
+    unbroken   |---- step 0 ----|---- step 1 ----|---- step 2 ----| ..     all samples of the blend, pass by pass
+    resumed                 ^ consumed: |-- a step --|-- a step --| ..     must be the rest of it
+
+The blend goes round more than twice in each of its datasets.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from named_pairs import VOCAB, write_pair
+
+from megatrain.config.blends import Blend
+from megatrain.data.build import Plans, SplitBuilder
+from megatrain.data.gpt import SampleRules
+from megatrain.data.loader import BatchLoader
+from megatrain.data.sampler import CyclicOrder, Share, SingleOrder
+
+SEQ_LENGTH = 8
+NUM_SAMPLES = 80
+GLOBAL_BATCH = 8
+LAYOUTS = [(1, 1), (2, 1), (8, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (1, 8)]
+"""(micro-batch size, data-parallel size)"""
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """The samples of a blend of two datasets, for these plans."""
+    folder = tmp_path_factory.mktemp("data")
+    prefixes = tuple(str(write_pair(folder / name, seed=seed)) for seed, name in enumerate("ab"))
+
+    @functools.cache
+    def made(*plans):
+        rules = SampleRules(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
+        blend = Blend(prefixes, (0.375, 0.625))
+        builder = SplitBuilder(rules)
+        return builder.build({"all": blend}, "1,0,0", Plans(train=plans, valid=(0,), test=(0,), seed=1)).train
+
+    return made
+
+
+def contents(batch):
+    """The samples of a batch, each as one tuple."""
+    rows = zip(batch.tokens.tolist(), batch.labels.tolist(), batch.loss_mask.tolist(), strict=True)
+    return [(*tokens, *labels, *mask) for tokens, labels, mask in rows]
+
+
+def of_sample(sample):
+    return (*sample.tokens.tolist(), *sample.labels.tolist(), *sample.loss_mask.tolist())
+
+
+def read(samples, order, consumed, end, *, num_microbatches, num_workers=0):
+    """The micro-batches of one rank from a loader that begins behind `consumed`, step by step to `end`."""
+    size = order.share.pass_size
+    found = []
+    with BatchLoader(samples, order, seq_length=SEQ_LENGTH, num_workers=num_workers) as loader:
+        while consumed < end:
+            count = min(num_microbatches, (end - consumed) // size)
+            found += [contents(batch) for batch in loader.microbatches(consumed, count)]
+            consumed += count * size
+    return found
+
+
+def shares(micro_batch_size, dp_size):
+    return [
+        Share(micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+    ]
+
+
+def global_batches(samples, order_of, layout, end, *, num_workers=0):
+    """What each step reads, in the order micro-batch by micro-batch and rank by rank."""
+    micro_batch_size, dp_size = layout
+    per_step = GLOBAL_BATCH // (micro_batch_size * dp_size)
+    ranks = [
+        read(samples, order_of(share), 0, end, num_microbatches=per_step, num_workers=num_workers)
+        for share in shares(micro_batch_size, dp_size)
+    ]
+    flat = [row for microbatch in zip(*ranks, strict=True) for rows in microbatch for row in rows]
+    return [flat[start : start + GLOBAL_BATCH] for start in range(0, end, GLOBAL_BATCH)]
+
+
+def single(samples):
+    return lambda share: SingleOrder(share, len(samples))
+
+
+def cyclic(samples, *, data_sharding):
+    return lambda share: CyclicOrder(share, len(samples), data_sharding=data_sharding)
+
+
+def check_every_cut(samples, order, end, *, num_workers):
+    """A loader that begins anywhere reads the rest of what one that began at 0 reads."""
+    size = order.share.pass_size
+    unbroken = read(samples, order, 0, end, num_microbatches=GLOBAL_BATCH // size)
+    assert len(unbroken) == end // size
+    for consumed in range(0, end + 1, size):
+        rest = read(samples, order, consumed, end, num_microbatches=2, num_workers=num_workers)
+        assert rest == unbroken[consumed // size :], f"cut at {consumed}"
+
+
+def test_the_blend_goes_round_more_than_twice_and_has_no_sample_twice(build):
+    samples = build(NUM_SAMPLES)
+    assert len(samples) == NUM_SAMPLES
+    for number, dataset in enumerate(samples.datasets):
+        per_epoch = dataset.source.num_tokens / SEQ_LENGTH
+        assert samples.order.counts(2)[number] > 2 * per_epoch
+    every = [of_sample(samples[k]) for k in range(NUM_SAMPLES)]
+    assert len(set(every)) > 0.9 * NUM_SAMPLES, "samples tell where they are from"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_single_pass_resumes_anywhere(build, num_workers):
+    samples = build(NUM_SAMPLES)
+    for share in shares(2, 2):
+        check_every_cut(samples, SingleOrder(share, NUM_SAMPLES), NUM_SAMPLES, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("data_sharding", [True, False], ids=["sharded", "shared"])
+def test_a_cyclic_order_resumes_anywhere_over_its_epochs(build, num_workers, data_sharding):
+    samples = build(30)
+    for share in shares(2, 2):
+        order = CyclicOrder(share, len(samples) // 4 * 4, data_sharding=data_sharding)
+        assert order.epoch_samples % GLOBAL_BATCH, "a global batch lies across the border of two epochs"
+        check_every_cut(samples, order, 2 * order.epoch_samples + 12, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_layout_reads_the_same_in_the_same_places(build, layout):
+    samples = build(NUM_SAMPLES)
+    found = global_batches(samples, single(samples), layout, NUM_SAMPLES)
+    flat = [of_sample(samples[k]) for k in range(NUM_SAMPLES)]
+    assert found == [flat[start : start + GLOBAL_BATCH] for start in range(0, NUM_SAMPLES, GLOBAL_BATCH)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_any_layout_reads_the_same_set_of_a_shared_permutation(build, layout):
+    samples = build(NUM_SAMPLES)
+    steps = 2 * NUM_SAMPLES + 2 * GLOBAL_BATCH
+    expected = global_batches(samples, cyclic(samples, data_sharding=False), (1, 1), steps)
+    found = global_batches(samples, cyclic(samples, data_sharding=False), layout, steps)
+    assert [sorted(batch) for batch in found] == [sorted(batch) for batch in expected]
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (1, 4), (8, 1)], ids=str)
+def test_a_sharded_epoch_reads_all_of_it(build, layout):
+    samples = build(NUM_SAMPLES)
+    every = sorted(of_sample(samples[k]) for k in range(NUM_SAMPLES))
+    found = global_batches(samples, cyclic(samples, data_sharding=True), layout, 2 * NUM_SAMPLES)
+    per_epoch = NUM_SAMPLES // GLOBAL_BATCH
+    for epoch in (found[:per_epoch], found[per_epoch:]):
+        assert sorted(row for batch in epoch for row in batch) == every
+    assert found[:per_epoch] != found[per_epoch:]
+
+
+FIRST, FURTHER = 20, 28
+"""Samples of the plan that the checkpoint was made with, and of the one that was appended: 20 is within a global batch."""
+
+
+def test_a_further_plan_begins_within_a_global_batch(build):
+    assert FIRST % GLOBAL_BATCH
+    first, second = build(FIRST), build(FIRST, FURTHER)
+    end = FIRST + FURTHER
+    assert len(second) >= end
+    assert [of_sample(second[k]) for k in range(FIRST)] == [of_sample(first[k]) for k in range(FIRST)]
+    further = second.plans[1]
+    assert [of_sample(second[FIRST + k]) for k in range(FURTHER)] == [
+        of_sample(further[k]) for k in range(FURTHER)
+    ]
+    batch = global_batches(second, single(second), (2, 2), end)[FIRST // GLOBAL_BATCH]
+    numbers = range(FIRST - FIRST % GLOBAL_BATCH, FIRST)
+    kept = [of_sample(first[k]) for k in numbers]
+    assert batch == kept + [of_sample(further[k]) for k in range(GLOBAL_BATCH - len(kept))]
+
+
+def test_a_longer_run_reads_what_the_shorter_one_read_and_goes_on(build):
+    """What was consumed under the first plan is not read again in another order."""
+    first, second = build(FIRST), build(FIRST, FURTHER)
+    consumed = FIRST - FIRST % GLOBAL_BATCH  # where a run of 20 samples in global batches of 8 ends
+    for share in shares(2, 2):
+        size = share.pass_size
+        before = read(first, SingleOrder(share, len(first)), 0, consumed, num_microbatches=2)
+        after = read(
+            second,
+            SingleOrder(share, len(second)),
+            consumed,
+            FIRST + FURTHER,
+            num_microbatches=2,
+            num_workers=1,
+        )
+        expected = [
+            [of_sample(second[k]) for k in SingleOrder(share, len(second)).numbers(start, 0)]
+            for start in range(0, FIRST + FURTHER, size)
+        ]
+        assert before + after == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_plans_resume_anywhere(build, num_workers):
+    samples = build(FIRST, FURTHER, 16)
+    end = FIRST + FURTHER + 16
+    for share in shares(2, 2):
+        check_every_cut(samples, SingleOrder(share, len(samples)), end, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (4, 2), (2, 4)], ids=str)
+def test_any_layout_reads_plans_alike(build, layout):
+    samples = build(FIRST, FURTHER, 16)
+    end = FIRST + FURTHER + 16
+    flat = [of_sample(samples[k]) for k in range(end)]
+    found = global_batches(samples, single(samples), layout, end, num_workers=1)
+    assert found == [flat[start : start + GLOBAL_BATCH] for start in range(0, end, GLOBAL_BATCH)]

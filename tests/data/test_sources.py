@@ -1,0 +1,261 @@
+"""The words that name data, read one way and back, and what the files say about themselves."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from named_pairs import FINGERPRINT, VOCAB, bin_, describe, write_pair
+from recorded import write_dataset
+
+from megatrain.config.blends import Blend, number_of
+from megatrain.config.data import DataConfig
+from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.facts import DatasetFacts, Facts
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.sources import (
+    SAMPLED_BYTES,
+    blends_of,
+    content_digest,
+    inspect,
+    named_blends,
+    read_description,
+)
+
+pytestmark = pytest.mark.usefixtures("ends_soon")
+
+
+@pytest.fixture
+def names(tmp_path):
+    """Prefixes of three datasets."""
+    return [str(write_pair(tmp_path / name, seed=seed)) for seed, name in enumerate("abc")]
+
+
+def config_of(**values):
+    return DataConfig(seq_length=8, split="969,30,1", data_cache_path=None, **values)
+
+
+def check_round_trip(data, expected):
+    """Words -> blends -> facts, through JSON as other ranks get them -> the same blends."""
+    blends = named_blends(data)
+    assert blends == expected
+    facts, problems = inspect(blends, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    assert not problems
+    sent = Facts.from_json(Facts(datasets=tuple(facts)).to_json())
+    assert blends_of(sent.datasets) == expected
+    assert list(blends_of(sent.datasets)) == list(expected), "in order"
+
+
+def test_one_dataset(names):
+    check_round_trip(config_of(data_path=(names[0],)), {"all": Blend((names[0],))})
+
+
+def test_datasets_by_size(names):
+    check_round_trip(config_of(data_path=tuple(names)), {"all": Blend(tuple(names))})
+
+
+def test_datasets_by_weight(names):
+    words = ("0.1", names[0], "3", names[1], "1e-3", names[2])
+    check_round_trip(config_of(data_path=words), {"all": Blend(tuple(names), (0.1, 3.0, 0.001))})
+
+
+def test_a_dataset_may_come_twice(names):
+    blend = Blend((names[0], names[1], names[0]), (1.0, 2.0, 3.0))
+    words = tuple(word for pair in zip("123", blend.prefixes, strict=True) for word in pair)
+    check_round_trip(config_of(data_path=words), {"all": blend})
+
+
+def test_splits_of_their_own(names):
+    data = config_of(
+        train_data_path=("2", names[0], "1", names[1]), valid_data_path=(names[1], names[2]), test_data_path=(names[0],)
+    )  # fmt: skip
+    expected = {
+        "train": Blend((names[0], names[1]), (2.0, 1.0)),
+        "valid": Blend((names[1], names[2])),
+        "test": Blend((names[0],)),
+    }
+    check_round_trip(data, expected)
+
+
+def test_words_from_a_file(names, tmp_path):
+    (tmp_path / "words").write_text(f"0.25 {names[0]}\n\n  0.75\t{names[1]}\n")
+    check_round_trip(
+        config_of(data_args_path=str(tmp_path / "words")), {"all": Blend((names[0], names[1]), (0.25, 0.75))}
+    )
+
+
+@pytest.mark.parametrize("as_text", [False, True], ids=["lists", "texts"])
+def test_splits_from_a_file(names, tmp_path, as_text):
+    words = {"test": [names[2]], "train": ["0.3", names[0], "0.7", names[1]], "valid": None}
+    if as_text:
+        words = {name: found and " ".join(found) for name, found in words.items()}
+    (tmp_path / "words.json").write_text(json.dumps(words))
+    check_round_trip(
+        config_of(per_split_data_args_path=str(tmp_path / "words.json")),
+        {"train": Blend((names[0], names[1]), (0.3, 0.7)), "test": Blend((names[2],))},
+    )
+
+
+def test_weights_in_a_file_of_splits_may_be_numbers(names, tmp_path):
+    (tmp_path / "words.json").write_text(json.dumps({"train": [0.1, names[0], 2, names[1]]}))
+    check_round_trip(
+        config_of(per_split_data_args_path=str(tmp_path / "words.json")),
+        {"train": Blend((names[0], names[1]), (0.1, 2.0))},
+    )
+
+
+def test_mock_data_has_no_blends():
+    assert named_blends(config_of(mock_data=True)) == {}
+    assert inspect({}, vocab_size=VOCAB, tokenizer_fingerprint=None) == ([], [])
+    assert blends_of([]) == {}
+
+
+def test_a_dataset_is_described_as_it_is(names):
+    (facts,), _ = inspect({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    dataset = IndexedDataset(names[0])
+    assert facts == DatasetFacts(
+        split="all",
+        prefix=names[0],
+        weight=None,
+        num_sequences=len(dataset),
+        num_tokens=int(dataset.lengths.sum()),
+        digest=content_digest(dataset),
+    )
+
+
+def test_everything_wrong_is_told_once(names, tmp_path):
+    missing = str(tmp_path / "missing")
+    describe(names[1], tokenizer_fingerprint="other")
+    describe(names[2], largest_id=VOCAB)
+    blends = {"train": Blend((*names, missing, missing, names[1])), "valid": Blend((missing, names[2]))}
+    facts, problems = inspect(blends, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    told = [problem.text.removeprefix(str(tmp_path)) for problem in problems]
+    assert [line.split()[0] for line in told] == ["/b.bin", "/c.bin", "/missing.bin:"]
+    assert "another tokenizer" in told[0]
+    assert f"holds id {VOCAB}" in told[1]
+    assert missing not in [dataset.prefix for dataset in facts]
+
+
+def test_another_tokenizer_is_told_before_its_ids(names):
+    describe(names[0], tokenizer_fingerprint="other", largest_id=VOCAB)
+    _, (problem,) = inspect({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    assert "another tokenizer" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("word", "number"), [("3", 3.0), ("1e-3", 0.001), ("-1", -1.0), ("a", None), ("1a", None)]
+)
+def test_a_weight_is_what_reads_as_a_number(word, number):
+    assert number_of(word) == number
+
+
+def test_a_description_is_what_is_beside_the_dataset(names, tmp_path):
+    content = {"tokenizer_type": "x", "tokenizer_fingerprint": None, "vocab_size": 3, "else": [1]}
+    describe(names[0], **content)
+    assert read_description(names[0]) == content
+    assert read_description(str(tmp_path / "nothing")) is None
+    describe(names[0], vocab_size="3")
+    with pytest.raises(InputError, match="vocab_size is '3'"):
+        read_description(names[0])
+
+
+def test_a_digest_is_of_the_content_alone(tmp_path):
+    one, same = (IndexedDataset(write_pair(tmp_path / name, seed=4)) for name in "xy")
+    assert content_digest(one) == content_digest(same)
+    assert content_digest(one) == content_digest(IndexedDataset(one.prefix, mmap=False))
+
+
+def test_every_id_of_a_small_dataset_is_in_its_digest(names):
+    expected = content_digest(IndexedDataset(names[0]))
+    content = bin_(names[0]).read_bytes()
+    for position in range(len(content)):
+        bin_(names[0]).write_bytes(
+            content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :]
+        )
+        assert content_digest(IndexedDataset(names[0])) != expected
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.51, 0.99, 0.999999])
+def test_begin_middle_and_end_of_a_large_dataset_are_in_its_digest(tmp_path, share):
+    ids = np.zeros(4 * SAMPLED_BYTES, np.int32)
+    expected = content_digest(write_dataset(tmp_path / "data", [[ids]], "int32"))
+    ids[int(share * len(ids))] = 1
+    assert content_digest(write_dataset(tmp_path / "data", [[ids]], "int32")) != expected
+
+
+def test_lengths_and_types_are_in_the_digest(tmp_path):
+    digests = {
+        content_digest(write_dataset(tmp_path / "data", documents, dtype))
+        for documents in ([[[1, 2, 3, 4]]], [[[1, 2], [3, 4]]], [[[1, 2], [3], [4]]], [[[1, 2, 3], [4]]])
+        for dtype in ("uint16", "int16", "int32", "int64", "uint8")
+    }
+    assert len(digests) == 20
+
+
+def test_a_file_that_goes_away_is_an_error_with_its_name(names):
+    dataset = IndexedDataset(names[0])
+    bin_(names[0]).unlink()
+    with pytest.raises(
+        InputError, match=r"a\.bin and \.idx: cannot be read: No such file.*\n  fix: see that both"
+    ):
+        content_digest(dataset)
+
+
+FILES = {
+    "empty": (b"", r"words: the file names no data"),
+    "blank": (b" \n\t\n", r"words: the file names no data"),
+    "not UTF-8": (b"\xff\xfea", r"words: cannot be read: it is not UTF-8"),
+    "a weight of 0": (b"0 a 1 b", r"--data-args-path: the weight of a is 0"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bad_file_of_words_is_refused(tmp_path, name):
+    content, words = FILES[name]
+    (tmp_path / "words").write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=rf"--data-args-path.*{words.removeprefix('--data-args-path')}.*\n  fix: "
+    ):
+        named_blends(config_of(data_args_path=str(tmp_path / "words")))
+
+
+@pytest.mark.parametrize("flag", ["data_args_path", "per_split_data_args_path"])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("missing", "No such file or directory"), ("", "Is a directory")]
+)
+def test_a_file_of_words_that_is_not_there_is_told(tmp_path, flag, name, reason):
+    words = rf"--{flag.replace('_', '-')} {tmp_path}.*: cannot be read: {reason}\n  fix: give a text file that is there"
+    with pytest.raises(InputError, match=words):
+        named_blends(config_of(**{flag: str(tmp_path / name)}))
+
+
+SPLIT_FILES = {
+    "bad JSON": ('{"train": ["a"],\n "valid": }', r"words\.json:2: not JSON: Expecting value at column 11"),
+    "cut": ('{"train":\n["a"', r"words\.json:2: not JSON: "),
+    "empty": ("", r"words\.json:1: not JSON: Expecting value at column 1"),
+    "BOM": ('\ufeff{"train": "a"}', r"words\.json:1: not JSON: Unexpected UTF-8 BOM"),
+    "no object": ('["a"]', r"words\.json: holds no JSON object"),
+    "pairs": ('[["train", ["a"]]]', r"words\.json: holds no JSON object"),
+    "unknown split": ('{"train": ["a"], "val": ["b"]}', r"words\.json: 'val' is no split"),
+    "a split twice": ('{"train": ["a"], "train": ["b"]}', r"words\.json: 'train' is there twice"),
+    "a number": ('{"train": 5}', r"words\.json: 'train' holds no list of words"),
+    "an object": ('{"train": {"a": 1}}', r"words\.json: 'train' holds no list of words"),
+    "an empty object": ('{"train": {}}', r"words\.json: 'train' holds no list of words"),
+    "lists in a list": ('{"train": [[1, "a"]]}', r"words\.json: 'train' holds no list of words"),
+    "a flag": ('{"train": [true, "a"]}', r"words\.json: 'train' holds no list of words"),
+    "null in a list": ('{"train": [null, "a"]}', r"words\.json: 'train' holds no list of words"),
+    "nothing": ('{"train": []}', r"words\.json: the file names no data"),
+    "too deep": ("[" * 100_000, r"words\.json: cannot be read: maximum recursion"),
+    "endless number": ('{"train": [1' + "0" * 5000 + ', "a"]}', r"words\.json: cannot be read: Exceeds the limit"),
+    "NaN": ('{"train": [NaN, "a"]}', r"--per-split-data-args-path: the weight of a is nan"),
+    "too large": ('{"train": [1e999, "a"]}', r"--per-split-data-args-path: the weight of a is inf"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLIT_FILES)
+def test_a_bad_file_of_splits_is_refused(tmp_path, name):
+    content, words = SPLIT_FILES[name]
+    (tmp_path / "words.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"{words}.*\n  fix: "):
+        named_blends(config_of(per_split_data_args_path=str(tmp_path / "words.json")))
