@@ -4,46 +4,53 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 from megatrain import __version__
 from megatrain.config.errors import Problem
-from megatrain.config.tree import near_name
+from megatrain.config.help_text import field_help
+from megatrain.config.tree import near_name, settings
 
 
 class _Parser(argparse.ArgumentParser):
     """Errors as everywhere in megatrain: what is wrong, then what to do."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        if "required" in message:
-            print(f"error: {Problem(message, f'see `{self.prog} --help`')}", file=sys.stderr)
-            sys.exit(2)
-        words = message.split()
+        unknown = [word for word in message.split() if word.startswith("--")] if _UNKNOWN in message else []
         known = [flag for action in self._actions for flag in action.option_strings]
-        near = next((near_name(word, known) for word in words if word.startswith("--")), None)
+        near = next((near_name(word, known) for word in unknown), None)
         fix = f"did you mean {near}?" if near else f"see `{self.prog} --help`"
         print(f"error: {Problem(message, fix)}", file=sys.stderr)
         sys.exit(2)
 
 
+_UNKNOWN = "unrecognized arguments"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns its exit code."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments, others = _parser(with_help=bool({"-h", "--help"} & set(words))).parse_known_args(words)
+    if others and not arguments.takes_run_flags:
+        arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")
+    arguments.run_flags = others
     module = import_module(f"megatrain.tools.{arguments.command}")
     from megatrain.training.launch import report_errors  # noqa: PLC0415 (imports torch)
 
     return report_errors(lambda: module.run(arguments))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
+    """All subcommands. Of each, `parser` is its own, and `takes_run_flags` whether those of pretrain.py go with it."""
     parser = _Parser(prog="megatrain", description="Tools around pretrain.py.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    parity = commands.add_parser(
+    parity = _command(
+        commands,
         "parity",
-        allow_abbrev=False,
         help="prove that every parallel layout computes what one process computes",
         description="Train a tiny model in fp64 under each layout and compare losses, gradients and weights.",
     )
@@ -58,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "--self-test", action="store_true", help="plant known faults instead, which must be found"
     )
 
-    generate = commands.add_parser(
+    generate = _command(
+        commands,
         "generate",
-        allow_abbrev=False,
         help="continue a prompt with a checkpoint's model",
         description="Load the newest valid checkpoint and continue a prompt.",
     )
@@ -78,7 +85,107 @@ def _parser() -> argparse.ArgumentParser:
         "--top-k", type=int, default=40, metavar="K", help="draw among the K likeliest (default: 40)"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    _add_data(commands, field_help() if with_help else {})
     return parser
+
+
+def _command(
+    commands: Any, name: str, *, takes_run_flags: bool = False, **texts: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, allow_abbrev=False, **texts)
+    command.set_defaults(parser=command, takes_run_flags=takes_run_flags)
+    return command
+
+
+def _add_data(commands: Any, texts: Mapping[str, str]) -> None:
+    """`megatrain data ...`. `texts`: of the settings, only needed where help is printed."""
+    data = _command(
+        commands,
+        "data",
+        help="look into datasets, show samples, build index caches, merge datasets",
+        description="Datasets are named by their prefix: the path without .bin and .idx.",
+    )
+    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    inspect = _command(
+        actions,
+        "inspect",
+        help="what a dataset holds, and whether its description agrees",
+        description="Count what a dataset holds, and hold it against its description PREFIX.json.",
+    )
+    inspect.add_argument("prefix", metavar="PREFIX", help="path without .bin and .idx")
+    inspect.add_argument("--document", type=int, metavar="K", help="show document K, from 0 on")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_tokenizer(inspect, texts)
+
+    sample = _command(
+        actions,
+        "sample",
+        takes_run_flags=True,
+        help="one sample, exactly as training sees it",
+        usage="%(prog)s FLAGS --of {train,valid,test} --index K [--set NAME] [--world-size N] [--json]",
+        description=f"Show one sample of a run. {_RUN_FLAGS}",
+    )
+    sample.add_argument("--of", required=True, choices=("train", "valid", "test"), help="the split")
+    sample.add_argument(
+        "--index", required=True, type=int, metavar="K", help="number of the sample, from 0 on"
+    )
+    sample.add_argument("--set", metavar="NAME", help="of --multiple-validation-sets, this one")
+    sample.add_argument("--json", action="store_true", help="print one JSON object")
+
+    index = _command(
+        actions,
+        "index",
+        takes_run_flags=True,
+        help="build the index caches of a run beforehand",
+        usage="%(prog)s FLAGS [--world-size N]",
+        description=f"Build the sample indices of a run where it will look for them. {_RUN_FLAGS}",
+    )
+    for parser in (sample, index):
+        parser.add_argument(
+            "--world-size",
+            type=int,
+            metavar="N",
+            help="ranks of the run (default: as many as hold the model once); only without --global-batch-size does"
+            " the order of samples depend on it",
+        )
+
+    merge = _command(
+        actions,
+        "merge",
+        help="join datasets into one",
+        description="Write one dataset that holds the documents of several, in the order in which they are named.",
+    )
+    merge.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths without .bin and .idx")
+    merge.add_argument("--output-prefix", required=True, metavar="OUT", help="path of the new dataset")
+
+
+_RUN_FLAGS = (
+    "FLAGS are those of pretrain.py (--config, too), see `python pretrain.py --help`. Neither GPUs nor other"
+    " ranks are needed."
+)
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser, texts: Mapping[str, str]) -> None:
+    """The flags of a tokenizer, whose values are stored by path, as text."""
+    group = parser.add_argument_group("tokenizer", "to decode a document, and to know what ends one")
+    for setting in settings():
+        if setting.section != "tokenizer":
+            continue
+        text = texts.get(setting.path, "").replace("%", "%%")
+        if setting.kind is bool:
+            group.add_argument(setting.flag, dest=setting.path, action="store_const", const="true", help=text)
+            group.add_argument(
+                setting.opposite_flag,
+                dest=setting.path,
+                action="store_const",
+                const="false",
+                help=argparse.SUPPRESS if not setting.default else f"turn {setting.flag} off",
+            )
+        else:
+            metavar = "{" + ",".join(setting.choices) + "}" if setting.choices else setting.name.upper()
+            nargs = "+" if setting.is_list else None
+            group.add_argument(setting.flag, dest=setting.path, metavar=metavar, nargs=nargs, help=text)
 
 
 if __name__ == "__main__":

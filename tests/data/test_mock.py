@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from recorded import EXPECTED, check_array, digest
 
-from megatrain.data.build import build_splits
+from megatrain.data.build import Plans, SplitBuilder
+from megatrain.data.gpt import SampleRules
 from megatrain.data.mock import MockSequences
 
 MOCK = EXPECTED["mock"]
@@ -13,15 +14,10 @@ MOCK = EXPECTED["mock"]
 
 @pytest.fixture(scope="module")
 def splits():
-    return build_splits(
-        None,
-        split="969,30,1",
-        seq_length=MOCK["sequence_length"],
-        seed=MOCK["seed"],
-        requested=tuple(MOCK["sizes"][0] if isinstance(MOCK["sizes"][0], list) else MOCK["sizes"]),
-        vocab_size=MOCK["vocab_size"],
-        eod=MOCK["eod"],
-    )
+    sizes = MOCK["sizes"][0] if isinstance(MOCK["sizes"][0], list) else MOCK["sizes"]
+    rules = SampleRules(seq_length=MOCK["sequence_length"], eod=MOCK["eod"], vocab_size=MOCK["vocab_size"])
+    plans = Plans(train=(sizes[0],), valid=(sizes[1],), test=(sizes[2],), seed=MOCK["seed"])
+    return SplitBuilder(rules).build({}, "969,30,1", plans)
 
 
 def test_recorded_sequences():

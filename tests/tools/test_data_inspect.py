@@ -1,0 +1,265 @@
+"""`megatrain data inspect`, `megatrain data merge`, and their command lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data.indexed import IndexedDataset
+from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.tools import data_counts, data_inspect
+from megatrain.tools.data_counts import summary
+from megatrain.tools.main import main
+
+DOCUMENTS = [[[5, 6, 9]], [], [[7], [], [8, 5, 5, 9]], [[9]]]
+COUNTS = {"documents": 4, "sequences": 5, "tokens": 9, "largest_id": 9, "eod_count": 3}
+MADE_WITH = {"tokenizer_type": "NullTokenizer", "tokenizer_fingerprint": "abc", "vocab_size": 10, "eod": 9}
+NULL_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    return write(tmp_path / "data")
+
+
+def write(
+    prefix: Path,
+    documents: list[Any] = DOCUMENTS,
+    *,
+    dtype: str = "uint16",
+    modes: list[Any] | None = None,
+    description: dict[str, Any] | None = None,
+) -> str:
+    with IndexedWriter(prefix, dtype) as writer:
+        for number, document in enumerate(documents):
+            writer.add_document(document, None if modes is None else modes[number])
+        writer.description = description
+    return str(prefix)
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    assert main(["data", "inspect", *words, "--json"]) == code
+    (line,) = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_a_dataset_is_counted(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspected(capsys, prefix)
+    assert found == {
+        "prefix": prefix,
+        "element_type": "uint16",
+        "bytes": {"bin": 18, "idx": 34 + 12 * 5 + 8 * 5},
+        "documents": 4,
+        "documents_without_sequences": 1,
+        "sequences": 5,
+        "empty_sequences": 1,
+        "tokens": 9,
+        "modes": None,
+        "sequence_lengths": {"min": 0, "median": 1, "mean": 1.8, "p95": 4, "max": 4},
+        "document_lengths": {"min": 0, "median": 1, "mean": 2.25, "p95": 5, "max": 5},
+        "smallest_id": 5,
+        "largest_id": 9,
+        "eod": None,
+        "eod_count": None,
+        "description": None,
+        "problems": [],
+    }
+
+
+def test_a_tokenizer_says_what_ends_a_document(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspected(capsys, *NULL_TOKENIZER, prefix, "--document", "2")
+    assert (found["eod"], found["eod_count"]) == (9, 3)
+    assert found["document"] == {
+        "document": 2,
+        "tokens": 5,
+        "sequences": [
+            {"sequence": 1, "mode": None, "ids": [7]},
+            {"sequence": 2, "mode": None, "ids": []},
+            {"sequence": 3, "mode": None, "ids": [8, 5, 5, 9]},
+        ],
+        "text": "7 8 5 5 9",
+    }
+
+
+def test_a_description_that_agrees_gives_the_end_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write(tmp_path / "data", description={**MADE_WITH, **COUNTS})
+    assert inspected(capsys, prefix)["eod_count"] == 3
+    assert main(["data", "inspect", prefix]) == 0
+    assert f"description  {prefix}.json, agrees with the files" in capsys.readouterr().out
+
+
+def test_a_file_about_something_else_is_no_description(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write(tmp_path / "data", description={"hello": 1, "eod": "none", "sources": 3})
+    assert main(["data", "inspect", prefix]) == 0
+    assert f"description  none: {prefix}.json is about something else" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_description_that_disagrees_is_an_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = write(tmp_path / "data", description={**MADE_WITH, **COUNTS, "vocab_size": 100, name: 77})
+    assert main(["data", "inspect", prefix]) == 1
+    captured = capsys.readouterr()
+    assert f"{prefix}.json: {name} is 77, and the files hold {COUNTS[name]}" in captured.err
+    assert "see the error below" in captured.out
+
+
+def test_a_vocabulary_that_is_too_small_is_an_error(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspected(capsys, prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--document", "0", code=1)  # fmt: skip
+    assert found["problems"] == [f"{prefix}.bin: largest_id is 9, and vocab_size 9"]
+    assert found["document"]["text"] is None
+
+
+def test_another_tokenizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "data", description=MADE_WITH)
+    assert main(["data", "inspect", prefix, *NULL_TOKENIZER]) == 1
+    assert "tokenizer_fingerprint is abc, and that of the tokenizer given" in capsys.readouterr().err
+
+
+def test_numbers_that_are_no_ids_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "floats", [[[0.5, 2.0]]], dtype="float32")
+    found = inspected(capsys, prefix, "--document", "0")
+    assert (found["element_type"], found["largest_id"]) == ("float32", None)
+    assert found["document"]["sequences"][0]["ids"] == [0.5, 2.0]
+    assert main(["data", "inspect", prefix]) == 0
+    assert "ids          none: elements are no integers" in capsys.readouterr().out
+
+
+def test_ids_below_zero_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "data", [[[3, -4]]], dtype="int32")
+    assert inspected(capsys, prefix, code=1)["problems"] == [f"{prefix}.bin: smallest_id is -4, below 0"]
+
+
+def test_modes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "data", [[[1], [2]], [[3]]], modes=[[0, 1], [-1]])
+    assert inspected(capsys, prefix)["modes"] == {"0": 1, "1": 1, "-1": 1}
+    assert main(["data", "inspect", prefix, "--document", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "modes        mode 0: 1, mode 1: 1, mode -1: 1" in printed
+    assert "document 1: 1 tokens in one sequence\n  sequence 2, mode -1, 1 tokens: 3" in printed
+
+
+def test_a_dataset_without_documents_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "empty", [])
+    found = inspected(capsys, prefix)
+    assert (found["documents"], found["document_lengths"], found["smallest_id"]) == (0, None, None)
+    assert main(["data", "inspect", prefix]) == 0
+    assert "ids          none: there are no tokens" in capsys.readouterr().out
+
+
+def test_blocks_change_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    whole = inspected(capsys, prefix, *NULL_TOKENIZER)
+    monkeypatch.setattr(data_counts, "ROWS", 2)
+    monkeypatch.setattr(data_counts, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(data_counts, "BINS", 2)
+    assert inspected(capsys, prefix, *NULL_TOKENIZER) == whole
+
+
+def test_a_long_count_says_how_far_it_is(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data_counts, "PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(data_counts, "BLOCK_BYTES", 10)
+    assert main(["data", "inspect", prefix]) == 0
+    assert capsys.readouterr().err == "56% of 9 tokens read\n100% of 9 tokens read\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(prefix: str) -> None:
+    command = (
+        f"{sys.executable} -m megatrain.tools.main data inspect {prefix} | true; exit ${{PIPESTATUS[0]}}"
+    )
+    ended = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("largest", [1, 300, 1 << 20, 1 << 41])
+def test_quantiles_are_those_of_the_sorted_lengths(largest: int) -> None:
+    random = np.random.default_rng(largest)
+    lengths = random.integers(0, largest, 1001)
+    found = summary(lambda: iter(np.split(lengths, [100, 400])))
+    assert found is not None
+    ordered = np.sort(lengths)
+    assert (found.min, found.median, found.p95, found.max) == (*ordered[[0, 500, 950]], ordered[-1])
+    assert found.mean == pytest.approx(lengths.mean())
+
+
+def test_nothing_in_a_text_disturbs_the_terminal() -> None:
+    assert data_inspect.printable("a\tb\n\x1b[31mé") == "    a\tb\n    \\x1b[31mé"
+
+
+def test_long_documents_are_shown_by_their_ends() -> None:
+    assert data_inspect.shown_ids(list(range(32))).count(" ") == 31
+    assert data_inspect.shown_ids(list(range(99))).split()[14:18] == ["14", "15", "..", "83"]
+
+
+def test_text_comes_back(golden_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = golden_text / "tokenizer.json"
+    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    found = inspected(capsys, str(golden_text / "corpus_text_document"), "--document", "5", *flags)
+    line = (golden_text / "corpus.jsonl").read_text().splitlines()[5]
+    assert found["document"]["text"].startswith(json.loads(line)["text"])
+    assert (found["largest_id"], found["eod_count"]) == (2999, 321)
+
+
+BROKEN = {
+    "no file": (["inspect", "nowhere"], "nowhere.bin: there is no such file"),
+    "document beyond the end": (["inspect", "PREFIX", "--document", "4"], "give a number from 0 to 3"),
+    "tokenizer without its file": (
+        ["inspect", "PREFIX", "--tokenizer-type", "HuggingFaceTokenizer"],
+        "given without --tokenizer-model",
+    ),
+    "not a size": (
+        ["inspect", "PREFIX", "--tokenizer-type", "NullTokenizer", "--vocab-size", "x"],
+        "--vocab-size x is not a whole number",
+    ),
+    "merge into itself": (
+        ["merge", "PREFIX", "--output-prefix", "PREFIX"],
+        "is to be read and to be written",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_error_says_what_to_do(name: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, told = BROKEN[name]
+    assert main(["data", *(word.replace("PREFIX", prefix) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert "fix:" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "the following arguments are required: ACTION"),
+        (["inspect", "a", "--documnet", "3"], "did you mean --document?"),
+        (["inspect", "a", "--document", "x"], "see `megatrain data inspect --help`"),
+        (["sample", "--of", "train"], "the following arguments are required: --index"),
+        (["merge", "a"], "the following arguments are required: --output-prefix"),
+    ],
+)
+def test_a_broken_command_line_is_told(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", *words])
+    assert told in capsys.readouterr().err
+
+
+def test_merging_joins_datasets(prefix: str, tmp_path: Path) -> None:
+    assert main(["data", "merge", prefix, prefix, "--output-prefix", str(tmp_path / "both")]) == 0
+    both = IndexedDataset(tmp_path / "both")
+    assert both.lengths.tolist() == [3, 1, 0, 4, 1] * 2
