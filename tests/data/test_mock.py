@@ -34,7 +34,7 @@ def test_recorded_sequences():
 def test_recorded_samples(splits, name):
     samples, recorded = getattr(splits, name), MOCK["splits"][name]
     assert len(samples) == recorded["length"]
-    assert samples.index.num_epochs == recorded["num_epochs"]
+    assert samples.index.epochs.count == recorded["num_epochs"]
     for array in ("document_index", "sample_index", "shuffle_index"):
         check_array(getattr(samples.index, array), recorded[array])
     for one in recorded["samples"]:
