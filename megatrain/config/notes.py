@@ -1,5 +1,6 @@
 """What a user should hear although nothing is wrong: settings without effect, and departures from Megatron-LM."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -35,6 +36,13 @@ def split_has_no_effect(draft: Draft) -> Iterator[str]:
         yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
 
 
+def datasets_come_twice(draft: Draft) -> Iterator[str]:
+    counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
+    twice = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
+    if twice:
+        yield f"{', '.join(sorted(twice))}: named twice, or of equal content: their samples come twice"
+
+
 def positions_are_relative(draft: Draft) -> Iterator[str]:
     if draft.config.data.reset_position_ids and draft.config.model.position_embedding_type == "rope":
         yield (
@@ -62,6 +70,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     distributed_optimizer_by_default,
     samples_left_over,
     split_has_no_effect,
+    datasets_come_twice,
     positions_are_relative,
     stop_without_saving,
     changed_since_the_checkpoint,

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 SAMPLED_BYTES: Final = 1 << 16
-"""How much of the beginning, the middle and the end of a .bin goes into its digest."""
+"""How much of the beginning, the middle and the end of a large .bin goes into its digest."""
+WHOLE_BYTES: Final = 1 << 22
+"""Up to this size, all of a .bin does."""
 
 
 def named_blends(data: DataConfig) -> dict[str, Blend]:
@@ -145,7 +147,10 @@ def content_digest(dataset: IndexedDataset) -> str:
     made.update(dataset.dtype.str.encode())
     size = dataset.num_tokens * dataset.dtype.itemsize
     with _naming(dataset.prefix), Path(dataset.name).open("rb") as file:
-        for position in (0, size // 2, max(0, size - SAMPLED_BYTES)):
+        if size <= WHOLE_BYTES:
+            made.update(file.read())
+            return made.hexdigest()
+        for position in (0, size // 2, size - SAMPLED_BYTES):
             file.seek(position)
             made.update(file.read(SAMPLED_BYTES))
     return made.hexdigest()

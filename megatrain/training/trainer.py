@@ -110,9 +110,9 @@ class Trainer:
             MegatrainError: the run cannot go on. `status.json` has its exit code then, which is never that of a run
                 that was not started.
         """
+        self._open_data()
         self._open_outputs()
         try:
-            self.batches = build_batches(self.ranks, self.plan, self._say)
             exit_code, reason = self._train()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
@@ -292,6 +292,13 @@ class Trainer:
         self.clock = time.perf_counter()
         self._say(f"> committed {path} in {self.clock - began:.1f} s")
 
+    def _open_data(self) -> None:
+        try:
+            self.batches = build_batches(self.ranks, self.plan, self._say)
+        except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
+            self._write_status(error.exit_code, error.problems[0].text)
+            raise
+
     def _open_outputs(self) -> None:
         if not self.ranks.is_main:
             return
@@ -304,7 +311,7 @@ class Trainer:
         self.metrics = MetricsFile(path, resumed_iteration=self.iteration) if path is not None else None
 
     def _write_status(self, exit_code: int | None, reason: str) -> None:
-        if self.ranks.is_main and self.save_folder is not None:
+        if self.ranks.is_main and self.save_folder is not None and self.save_folder.is_dir():
             write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
 
     def _close(self) -> None:
