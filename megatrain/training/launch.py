@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request, resolve
 from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.errors import ConfigError, MegatrainError, describe
 from megatrain.config.tree import flag_of, settings
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import GridShape, RankGrid
@@ -80,17 +80,7 @@ def tell(error: MegatrainError) -> None:
     """Print an error, under this rank's number where it is not rank 0."""
     rank = read_environment().rank
     sys.stdout.flush()
-    print(f"{f'rank {rank}: ' if rank else ''}{describe_error(error)}", file=sys.stderr, flush=True)
-
-
-def describe_error(error: MegatrainError) -> str:
-    """All problems, numbered where they are several."""
-    problems = error.problems
-    if len(problems) == 1:
-        return f"error: {problems[0]}"
-    lines = [f"error: {len(problems)} problems"]
-    lines += [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
-    return "\n".join(lines)
+    print(f"{f'rank {rank}: ' if rank else ''}{describe(error)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
