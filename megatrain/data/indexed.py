@@ -159,6 +159,8 @@ def _require_files(prefix: str) -> None:
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
         fix = f"give the path without its ending: {path.with_suffix('')}"
+    elif "," in prefix:
+        fix = "separate datasets by blanks, not by commas"
     elif len(missing) == 1:
         fix = "a dataset is two files; copy both, or make it anew with preprocess_data.py"
     elif not path.parent.is_dir():

@@ -7,6 +7,7 @@ blends -> each dataset opened, held against its description and the tokenizer ->
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -162,9 +163,13 @@ def _naming(prefix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        fix = "see that both files can be read from this host"
+        if error.errno == errno.EMFILE:
+            fix = (
+                "raise the limit of open files (ulimit -n): each dataset needs two, and each cached index one"
+            )
         raise InputError(
-            f"{prefix}.bin and .idx: cannot be read: {error.strerror or error}",
-            fix="see that both files can be read from this host",
+            f"{prefix}.bin and .idx: cannot be read: {error.strerror or error}", fix=fix
         ) from error
 
 

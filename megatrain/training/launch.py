@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -57,6 +58,7 @@ class Ranks:
 
 def report_errors(run: Callable[[], int]) -> int:
     """Run, and turn errors into a message and an exit code. A rank that fails among others ends its process at once."""
+    _allow_many_files()
     try:
         return run()
     except MegatrainError as error:
@@ -74,6 +76,13 @@ def report_errors(run: Callable[[], int]) -> int:
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files as far as this user may: a blend of a thousand datasets maps thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def tell(error: MegatrainError) -> None:
