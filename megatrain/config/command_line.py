@@ -20,7 +20,7 @@ from megatrain.config.help_text import field_help, section_help
 from megatrain.config.loading import BadValueError, accepted_values, load_value
 from megatrain.config.megatron_flags import AskedFlag, aliases, answers, asked_flag, megatron_flags
 from megatrain.config.request import Given, Request
-from megatrain.config.tree import Config, Origin, Setting, near_name, settings
+from megatrain.config.tree import Config, Origin, Setting, flag_of, near_name, settings
 from megatrain.config.values import INVALID
 from megatrain.config.yaml_file import read_yaml
 
@@ -47,6 +47,7 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
     given = [item for item in found if isinstance(item, Given)]
     asked = {item.flag.flag: item for item in found if isinstance(item, AskedFlag)}
     notes, refusals = answers(asked.values())
+    notes += [_alias_note(flag.spelling) for flag in last.values() if flag.spelling in aliases()]
     problems = [*(item for item in found if isinstance(item, Problem)), *refusals]
     return Request(
         Config().with_values({item.path: item.value for item in given}),
@@ -242,6 +243,11 @@ def _flag_value(flag: _TypedFlag) -> Iterator[Given | AskedFlag | Problem]:
     yield Given(setting.path, value, Origin("flag", flag.spelling))
 
 
+def _alias_note(spelling: str) -> str:
+    alias = aliases()[spelling]
+    return " ".join(filter(None, (f"{spelling} is", flag_of(alias.path), alias.value)))
+
+
 def _aliased(setting: Setting, meaning: str, *, is_missing: bool) -> Any:
     """The value of a flag that is short for a setting with a value."""
     if is_missing:
@@ -267,17 +273,15 @@ def _text(value: str | list[str]) -> str:
 
 def _stray_problems(strays: Sequence[str]) -> Iterator[Problem]:
     """Unknown flags; what follows one is taken for its value and not reported again."""
-    flags = {setting.flag for setting in settings()} | {"--config", "--help", "--version"}
-    switches = {setting.opposite_flag for setting in settings() if setting.kind is bool}
-    foreign = {*aliases(), *megatron_flags()}
+    known = {setting.flag for setting in settings()} | {"--config", "--help", "--version"}
+    known |= {setting.opposite_flag for setting in settings() if setting.kind is bool}
+    known |= {*aliases(), *megatron_flags()}
     flag = None
     for word in strays:
         if word.startswith("-") and not _NEGATIVE_NUMBER.match(word):
             flag = word.partition("=")[0]
             spelling = flag.lower().replace("_", "-")
-            near = next(
-                filter(None, (near_name(spelling, known) for known in (flags, switches, foreign))), None
-            )
+            near = near_name(spelling, known)
             fix = f"did you mean {near}?" if near else "leave it out; --help lists the flags that exist"
             yield Problem(f"{flag} is not a flag", fix)
         elif flag is None:

@@ -70,8 +70,8 @@ def answers(asked: Iterable[AskedFlag]) -> tuple[list[str], list[Problem]]:
         else:
             notes.setdefault(told, []).append(str(item))
     return (
-        [f"{', '.join(said)}: {text}" for text, said in notes.items()],
-        [Problem(f"{', '.join(said)}: {text}", fix) for (text, fix), said in problems.items()],
+        [f"{', '.join(said)}{text}" for text, said in notes.items()],
+        [Problem(f"{', '.join(said)}{text}", fix) for (text, fix), said in problems.items()],
     )
 
 
@@ -96,18 +96,25 @@ def _answer(asked: AskedFlag) -> str | Problem:
     """A note or a problem, to be put behind the flag."""
     flag, text = asked.flag, ",".join(asked.words)
     if flag.takes == "nothing" and text.lower() in _FALSE:
-        return "as if it were left out"
+        return ": as if it were left out"
     if flag.takes == "nothing" and text and text.lower() not in _TRUE:
-        return Problem("has a value, and takes none", f"use {flag.flag} alone, or leave it out")
+        return Problem(" has a value, and takes none", f"use {flag.flag} alone, or leave it out")
     is_missing = flag.takes != "nothing" and not text
     if is_missing and flag.accepted != ():
-        return Problem("has no value", f"give {flag.flag} a value, or leave it out")
-    if flag.accepted is None or any(_is_same(text, value) for value in flag.accepted):
-        return flag.answer.text if flag.answer.kind == "accepted" else f"so it is here; {flag.answer.text}"
-    if flag.answer.kind == "accepted":
-        values = " or ".join(f"{flag.flag} {value.replace(',', ' ')}" for value in flag.accepted)
-        return Problem(f"not so here: {flag.answer.text}", flag.answer.instead or f"use {values}")
-    return Problem(flag.answer.text, flag.answer.instead)
+        return Problem(" has no value", f"give {flag.flag} a value, or leave it out")
+    is_accepted = flag.accepted is None or any(_is_same(text, value) for value in flag.accepted)
+    if flag.answer.kind == "refused":
+        return (
+            f": as it is here; {flag.answer.text}"
+            if is_accepted
+            else Problem(f": {flag.answer.text}", flag.answer.instead)
+        )
+    if is_accepted:
+        return f": {flag.answer.text}"
+    values = " or ".join(flag.accepted or ()).replace(",", " ")
+    return Problem(
+        f" is not to be had: {flag.answer.text}", flag.answer.instead or f"use {flag.flag} {values}"
+    )
 
 
 def _is_same(text: str, value: str) -> bool:

@@ -116,7 +116,7 @@ _ACCEPTED: Final = (
         instead="leave this out, or use torch_dist",
     ),
     _here(
-        "here each rank writes and reads its own share of a checkpoint",
+        "here each rank writes what it alone holds, and reads what it needs",
         "--ckpt-fully-parallel-save --ckpt-fully-parallel-load",
     ),
     _here(
@@ -517,7 +517,7 @@ _NEVER: Final = (
     _never(
         "it says only what positions are not",
         "--no-position-embedding",
-        instead="leave this out beside --position-embedding-type rope; without any positions use none there",
+        instead="use --position-embedding-type none, or rope without this flag",
     ),
     _never(
         "sections and names of YAML files are megatrain's own", "--yaml-cfg=", instead="use --config FILE"
@@ -534,7 +534,7 @@ _NEVER: Final = (
         "a loss or a gradient norm that is no number always ends the run",
         "--no-check-for-nan-in-loss-and-grad",
     ),
-    _never("checkpoints are always saved by all ranks, each its share", "--no-ckpt-fully-parallel-save"),
+    _never("each rank always writes what it alone holds", "--no-ckpt-fully-parallel-save"),
     _never(
         "this belongs to Megatron-LM's own checkpoint format",
         "--ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects"
@@ -658,4 +658,54 @@ _NEVER: Final = (
     ),
 )
 
-ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER)
+# Flags of its former versions, which scripts still carry.
+_FORMER: Final = (
+    _here("here datasets are always .bin and .idx files", "--data-impl=mmap"),
+    _here("here gradients always live in buffers of our own", "--DDP-impl=local"),
+    _here("so it is here", "--no-query-key-layer-scaling --no-async-tensor-model-parallel-allreduce"),
+    _here("here the implementation decides which operations are fused", "--no-scaled-masked-softmax-fusion"),
+    _here("here gradients are always summed in fp32, or in fp64", "--fp32-allreduce"),
+    _never("a model is built from layer specs alone", "--use-legacy-models"),
+    _never("gradients always live in contiguous buffers", "--no-contiguous-buffers-in-local-ddp"),
+    _never("its name has changed", "--tiktoken-special-tokens=+", instead="use --tokenizer-special-tokens"),
+    _never("nothing is reported to NVIDIA's one-logger", "--enable-one-logger"),
+    _never(
+        "BERT, T5 and retrieval models are not part of megatrain",
+        "--pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size="
+        " --encoder-pipeline-model-parallel-size= --retro-add-retriever --retro-project-dir=",
+        instead="leave this out and train a GPT",
+    ),
+    _later(
+        "overlap of communication with computation",
+        "--overlap-p2p-communication --delay-grad-reduce --delay-param-gather",
+        instead="leave this out: results are the same, and steps take longer",
+    ),
+    _later(
+        "computing activations anew in backward",
+        "--checkpoint-num-layers= --activations-checkpoint-method= --activations-checkpoint-num-layers="
+        " --distribute-checkpointed-activations",
+        instead="leave this out; a smaller --micro-batch-size or --sequence-parallel saves memory too",
+    ),
+    _later("a cut of the layers other than into equal stages", "--standalone-embedding-stage"),
+    _later("fp8 or fp4", "--fp8-hybrid --fp8-e4m3", instead="use --bf16"),
+    _later(
+        "a model of experts (MoE)",
+        "--expert-parallel --moe-extended-tp",
+        instead="leave this out and train a dense model",
+    ),
+    _later(
+        "a model of Mamba or linear-attention layers",
+        "--hybrid-attention-ratio= --hybrid-mlp-ratio=",
+        instead="leave this out: every layer is attention and an MLP, --num-layers of them",
+    ),
+    _later(
+        "TensorBoard",
+        "--log-learning-rate-to-tensorboard --log-batch-size-to-tensorboard",
+        instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
+    ),
+)
+
+FORMER_FLAGS: Final = frozenset(word.partition("=")[0] for answer in _FORMER for word in answer.flags.split())
+"""Flags that Megatron-LM itself has no more."""
+
+ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER, *_FORMER)
