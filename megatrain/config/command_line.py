@@ -106,6 +106,7 @@ def _parser(
         prog=program,
         usage=f"{program} [--config FILE] [--flag VALUE ...]",
         description="Pretrain a language model. Flags win over --config files, later files over earlier ones.",
+        epilog="What is said about Megatron-LM's other flags: docs/differences.md.",
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,

@@ -708,4 +708,13 @@ _FORMER: Final = (
 FORMER_FLAGS: Final = frozenset(word.partition("=")[0] for answer in _FORMER for word in answer.flags.split())
 """Flags that Megatron-LM itself has no more."""
 
+CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
+    "--dataloader-type": ("external",),
+    "--lr-decay-style": ("inverse-square-root", "WSD"),
+    "--optimizer": ("sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+    "--position-embedding-type": ("mrope", "relative", "yarn"),
+    "--transformer-impl": ("inference_optimized",),
+}
+"""Choices of Megatron-LM's that settings do not have yet. Those that they have win."""
+
 ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER, *_FORMER)
