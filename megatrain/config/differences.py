@@ -1,4 +1,4 @@
-"""Where megatrain differs from Megatron-LM: defaults, flags without a setting. Printed at start, and made into a page.
+"""Where megatrain differs from Megatron-LM: defaults, flags without a setting. Told at start, and made into a page.
 
 DIFFERENT_DEFAULTS ──> a note in the plan of each run that has one of them
                   └──> docs/differences.md, with all that `megatron_table.py` says
@@ -23,6 +23,8 @@ class DifferentDefault:
     why: str
     only_with: str | None = None
     """The setting without which this one plays no role."""
+    is_told: bool = True
+    """Whether the plan names it; not where another note does."""
 
 
 DIFFERENT_DEFAULTS: Final = (
@@ -39,7 +41,10 @@ DIFFERENT_DEFAULTS: Final = (
         "parallel.use_distributed_optimizer", "off", "it saves memory and changes no result (ZeRO-1)"
     ),
     DifferentDefault(
-        "parallel.distributed_backend", "nccl", "nccl on GPUs, gloo on CPUs, which nccl cannot use"
+        "parallel.distributed_backend",
+        "nccl",
+        "nccl on GPUs, gloo on CPUs, which nccl cannot use",
+        is_told=False,
     ),
     DifferentDefault(
         "data.data_cache_path",
@@ -57,7 +62,7 @@ def default_differences(plan: Plan) -> Iterator[str]:
         value = _shown(plan.config.get(different.path))
         is_given = plan.origins[different.path].kind in ("flag", "yaml")
         plays_a_role = different.only_with is None or plan.config.get(different.only_with)
-        if plays_a_role and not is_given and value != different.there:
+        if different.is_told and plays_a_role and not is_given and value != different.there:
             found.append(f"{flag_of(different.path)} {value} (there: {different.there})")
     if found:
         yield f"defaults that are not Megatron-LM's: {', '.join(found)}; docs/differences.md says why"

@@ -5,10 +5,9 @@ import math
 
 import pytest
 
-from megatrain.config import ConfigError, Facts, Origin, Problem, StoredRun, parse, render_plan, resolve
+from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, render_plan, resolve
 from megatrain.config.derivations import DERIVATIONS
-from megatrain.config.notes import dropout_by_default
-from megatrain.config.plan import Derived, Draft
+from megatrain.config.plan import Derived
 from megatrain.config.rules import RULES
 from megatrain.config.tree import settings
 from megatrain.config.values import INVALID, UnsettledError, is_settled
@@ -204,23 +203,6 @@ def test_notes_tell_what_is_not_wrong(plan_of, flags, words):
 def test_left_over_samples_are_noted(plan_of):
     notes = plan_of("--train-samples 21", without="--train-iters").notes
     assert notes == ("the last 1 of --train-samples 21 do not fill a global batch and are left out",)
-
-
-def test_float32_on_a_gpu_is_told_unless_it_was_asked_for(plan_of):
-    on_gpu = Facts(device="cuda")
-    assert any(note.startswith("weights and arithmetic are float32") for note in plan_of(facts=on_gpu).notes)
-    assert (
-        plan_of("--bf16", facts=on_gpu).notes == plan_of("--params-dtype float32", facts=on_gpu).notes == ()
-    )
-
-
-def test_dropout_by_default_is_told():
-    config = parse(["--attention-dropout", "0.1"]).config
-    origins = {setting.path: Origin("default") for setting in settings()}
-    draft = Draft(config, Derived(), Facts(), origins | {"model.attention_dropout": Origin("flag")})
-    assert list(dropout_by_default(draft)) == [
-        "--hidden-dropout 0.1 by default, as in Megatron-LM; most models are trained with 0 today"
-    ]
 
 
 def test_an_explicit_distributed_optimizer_needs_no_note(plan_of):
