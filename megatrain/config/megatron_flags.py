@@ -48,15 +48,18 @@ class AskedFlag:
 def megatron_flags() -> dict[str, MegatronFlag]:
     """All of them, by flag."""
     flags = [_flag(word, answer) for answer in ANSWERS for word in answer.flags.split()]
-    taken = _flags_of_settings()
+    taken = {*_flags_of_settings(), *aliases()}
     return {flag.flag: flag for flag in flags if flag.flag not in taken}
 
 
 @functools.cache
 def aliases() -> dict[str, Alias]:
-    """Other names of settings, by flag."""
+    """Other names of settings, by flag. Megatron-LM has `--disable-x` beside `--no-x`."""
+    switches = {f"--disable-{setting.flag[2:]}": setting for setting in settings() if setting.kind is bool}
+    in_table = {word for answer in ANSWERS for word in answer.flags.split()}
+    disabling = {flag: Alias(switches[flag].path, "false") for flag in sorted(in_table & switches.keys())}
     taken = _flags_of_settings()
-    return {flag: alias for flag, alias in ALIASES.items() if flag not in taken}
+    return {flag: alias for flag, alias in {**ALIASES, **disabling}.items() if flag not in taken}
 
 
 def answers(asked: Iterable[AskedFlag]) -> tuple[list[str], list[Problem]]:

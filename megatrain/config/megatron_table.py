@@ -58,7 +58,7 @@ _ACCEPTED: Final = (
     # The model
     _here("there is one model definition here", "--use-mcore-models"),
     _here(
-        "here attention is torch's scaled_dot_product_attention, which picks the fastest kernel of the device",
+        "here the implementation picks the kernel of attention, by device and settings",
         "--use-flash-attn --attention-backend=auto|flash|fused|unfused|local",
     ),
     _here(
@@ -260,7 +260,6 @@ _NOT_YET: Final = (
         "--qk-layernorm --qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --add-qkv-bias"
         " --attention-output-gate --softmax-type=vanilla --window-size= --window-attn-skip-freq= --no-rope-freq="
         " --log-max-attention-logit",
-        instead="leave this out: attention is causal, without norms, gates, sinks or windows",
     ),
     _later(
         "this kind of position embedding",
@@ -268,10 +267,10 @@ _NOT_YET: Final = (
         " --rope-scaling-factor= --mrope-section=+ --yarn-beta-fast= --yarn-beta-slow= --yarn-correction-range-round-to-int"
         " --no-yarn-correction-range-round-to-int --yarn-original-max-position-embeddings="
         " --relative-attention-max-distance= --relative-attention-num-buckets=",
-        instead="leave this out: --position-embedding-type rope with --rotary-base turns all channels",
+        instead="leave this out, and use --position-embedding-type rope",
     ),
     _later(
-        "an MLP other than that of --swiglu",
+        "this kind of MLP",
         "--squared-relu --quick-geglu --glu-linear-offset=0 --activation-func-clamp-value= --no-bias-gelu-fusion"
         " --openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
         instead="leave this out, and use --swiglu",
@@ -374,26 +373,26 @@ _NOT_YET: Final = (
         " --mlp-chunks-for-training=1",
     ),
     _later(
-        "freeing memory or collecting garbage at chosen moments",
-        "--empty-unused-memory-level=0 --manual-gc --manual-gc-interval=0 --no-manual-gc-eval --disable-manual-gc-eval",
+        "collecting garbage at chosen moments",
+        "--manual-gc --manual-gc-interval=0 --no-manual-gc-eval --disable-manual-gc-eval",
     ),
+    _later("freeing memory between steps", "--empty-unused-memory-level=0"),
     # Optimizer and schedule
     _later(
-        "an optimizer other than Adam",
+        "this optimizer",
         "--muon-coefficient-type= --muon-extra-scale-factor= --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov"
         " --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-no-split-qkv --muon-tp-mode="
         " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2= --sgd-momentum=",
-        instead="use --optimizer adam, without options of others",
+        instead="leave this out, and use --optimizer adam",
     ),
     _later(
         "the WSD schedule",
         "--lr-wsd-decay-iters= --lr-wsd-decay-samples= --lr-wsd-decay-style=",
         instead="leave this out; --lr-decay-style constant, linear and cosine are there",
     ),
-    _later(
-        "a learning rate or weight decay of its own for some weights",
-        "--decoupled-lr= --decoupled-min-lr= --apply-wd-to-qk-layernorm --freeze-all-layers",
-    ),
+    _later("a learning rate of its own for some weights", "--decoupled-lr= --decoupled-min-lr="),
+    _later("another choice of the weights that decay", "--apply-wd-to-qk-layernorm"),
+    _later("training no weight, or not all", "--freeze-all-layers"),
     _later(
         "weight decay that changes over the run",
         "--start-weight-decay= --end-weight-decay= --weight-decay-incr-style=constant",
@@ -698,10 +697,9 @@ _FORMER: Final = (
         "--hybrid-attention-ratio= --hybrid-mlp-ratio=",
         instead="leave this out: every layer is attention and an MLP, --num-layers of them",
     ),
-    _later(
-        "TensorBoard",
+    _never(
+        "learning rate and batch size need no flag of their own",
         "--log-learning-rate-to-tensorboard --log-batch-size-to-tensorboard",
-        instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
     ),
 )
 

@@ -128,12 +128,12 @@ def is_same_default(here, there):
     ("argv", "words"),
     [
         ("--use-mcore-models", "--use-mcore-models: there is one model definition here"),
-        ("--use_flash_attn", "--use-flash-attn: here attention is torch's"),
-        ("--attention-backend auto", "--attention-backend auto: here attention is"),
-        ("--attention-backend flash", "--attention-backend flash: here attention is"),
-        ("--attention-backend fused", "--attention-backend fused: here attention is"),
-        ("--attention-backend unfused", "--attention-backend unfused: here attention is"),
-        ("--attention-backend local", "--attention-backend local: here attention is"),
+        ("--use_flash_attn", "--use-flash-attn: here the implementation picks"),
+        ("--attention-backend auto", "--attention-backend auto: here the implementation picks"),
+        ("--attention-backend flash", "--attention-backend flash: here the implementation picks"),
+        ("--attention-backend fused", "--attention-backend fused: here the implementation picks"),
+        ("--attention-backend unfused", "--attention-backend unfused: here the implementation picks"),
+        ("--attention-backend local", "--attention-backend local: here the implementation picks"),
         ("--spec local", "--spec local: a GPT layer is built from --normalization"),
         (
             "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
