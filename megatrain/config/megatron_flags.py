@@ -97,8 +97,8 @@ def _flag(word: str, answer: Answer) -> MegatronFlag:
 
 def _answer(asked: AskedFlag) -> str | Problem:
     """A note or a problem, to be put behind the flag."""
-    flag, text = asked.flag, ",".join(asked.words)
-    if flag.takes == "nothing" and text.lower() in _FALSE:
+    flag, text = asked.flag, ",".join(" ".join(asked.words).split())
+    if text == "null" or (flag.takes == "nothing" and text.lower() in _FALSE):
         return ": as if it were left out"
     if flag.takes == "nothing" and text and text.lower() not in _TRUE:
         return Problem(" has a value, and takes none", f"use {flag.flag} alone, or leave it out")

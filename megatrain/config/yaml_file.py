@@ -102,7 +102,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             words = [_shown(item) for item in node.value]
         else:
-            words = ["none" if _is_null(node) else _shown(node)]
+            words = ["null" if _is_null(node) else _shown(node)]
         return asked_flag(megatron_flags()[spelling], words, f"{self.place(key)}: ")
 
     def value(self, setting: Setting, key: yaml.Node, node: yaml.Node) -> Iterator[Given | Problem]:
@@ -147,7 +147,8 @@ class _Reader:
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
         near = near_name(key.value, names)
-        elsewhere = near_name(key.value, [setting.name for setting in settings()])
+        foreign = [flag[2:].replace("-", "_") for flag in (*aliases(), *megatron_flags())]
+        elsewhere = near_name(key.value, [*(setting.name for setting in settings()), *foreign])
         if owners:
             fix = f"{key.value} belongs below `{owners[0]}:`"
         elif near or elsewhere:

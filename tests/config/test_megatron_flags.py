@@ -253,6 +253,22 @@ def test_yaml_files_get_the_same_answers(tmp_path, place):
     assert problem.endswith("encoder_seq_length is an old name\n  fix: write `seq_length: 64` below `data:`")
 
 
+def test_yaml_files_hold_lists_text_and_nothing(tmp_path):
+    file = tmp_path / "run.yaml"
+    spec = "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec"
+    for value in (spec, f"[{spec.replace(' ', ', ')}]"):
+        file.write_text(f"model:\n  spec: {value}\n")
+        (note,), problems = told("--config", str(file))
+        assert note.startswith(f"{file}:2: spec: {spec}: a GPT layer")
+        assert problems == []
+    file.write_text("model:\n  num_experts:\n")
+    assert told("--config", str(file)) == ([f"{file}:2: num_experts: null: as if it were left out"], [])
+    file.write_text("model:\n  use_mcore_model: true\n")
+    assert told("--config", str(file))[1][0].endswith(
+        "no field use_mcore_model\n  fix: did you mean use_mcore_models?"
+    )
+
+
 def test_a_flag_wins_over_yaml(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("parallel:\n  context_parallel_size: 2\n")
