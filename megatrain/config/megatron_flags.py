@@ -62,6 +62,12 @@ def aliases() -> dict[str, Alias]:
     return {flag: alias for flag, alias in {**ALIASES, **disabling}.items() if flag not in taken}
 
 
+def asked_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str = "") -> AskedFlag:
+    """The flag with the words given after it. `value` None: no word."""
+    words = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    return AskedFlag(flag, words, place)
+
+
 def answers(asked: Iterable[AskedFlag]) -> tuple[list[str], list[Problem]]:
     """Notes about flags that are accepted, and problems of those that are not: one for all that share an answer."""
     notes: dict[str, list[str]] = {}
@@ -106,12 +112,10 @@ def _answer(asked: AskedFlag) -> str | Problem:
     if is_missing and flag.accepted != ():
         return Problem(" has no value", f"give {flag.flag} a value, or leave it out")
     is_accepted = flag.accepted is None or any(_is_same(text, value) for value in flag.accepted)
+    if flag.answer.kind == "refused" and not is_accepted:
+        return Problem(f": {flag.answer.text}", flag.answer.instead)
     if flag.answer.kind == "refused":
-        return (
-            f": as it is here; {flag.answer.text}"
-            if is_accepted
-            else Problem(f": {flag.answer.text}", flag.answer.instead)
-        )
+        return f": as it is here; {flag.answer.text}"
     if is_accepted:
         return f": {flag.answer.text}"
     values = " or ".join(flag.accepted or ()).replace(",", " ")
@@ -126,9 +130,3 @@ def _is_same(text: str, value: str) -> bool:
         return float(text) == float(value)
     except ValueError:
         return text == value
-
-
-def asked_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str = "") -> AskedFlag:
-    """The flag with the words given after it. `value` None: no word."""
-    words = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    return AskedFlag(flag, words, place)

@@ -565,7 +565,7 @@ _NEVER: Final = (
         "NCCL is tuned by its own environment variables",
         "--nccl-communicator-config-path= --use-nccl-ub --use-sharp --sharp-enabled-group= --high-priority-stream-groups=+"
         " --disable-symmetric-registration --create-all-gather-group --symmetric-ar-type="
-        " --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=nccl --use-ring-exchange-p2p",
+        " --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend= --use-ring-exchange-p2p",
         instead="leave this out; set NCCL_... for all ranks if NCCL needs tuning",
     ),
     _never(
@@ -581,8 +581,8 @@ _NEVER: Final = (
     # What is not part of megatrain
     _never(
         "FSDP by Megatron-LM or PyTorch is not part of megatrain",
-        "--use-megatron-fsdp --megatron-fsdp-version= --data-parallel-sharding-strategy=no_shard"
-        " --outer-dp-sharding-strategy=no_shard --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
+        "--use-megatron-fsdp --megatron-fsdp-version= --data-parallel-sharding-strategy="
+        " --outer-dp-sharding-strategy= --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
         " --enable-full-sharding-in-hsdp --fsdp-double-buffer --fsdp-manual-registration"
         " --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather"
         " --megatron-fsdp-grad-comm-dtype= --megatron-fsdp-main-grads-dtype= --megatron-fsdp-main-params-dtype="
