@@ -51,6 +51,14 @@ def split_has_no_effect(draft: Draft) -> Iterator[str]:
         yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
 
 
+def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
+    data = draft.config.data
+    if draft.facts.tokenizer_note and (
+        data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
+    ):
+        yield draft.facts.tokenizer_note
+
+
 def datasets_come_twice(draft: Draft) -> Iterator[str]:
     counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
     twice = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
@@ -88,6 +96,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     samples_left_over,
     split_has_no_effect,
     datasets_come_twice,
+    end_of_document_was_guessed,
     positions_are_relative,
     stop_without_saving,
     changed_since_the_checkpoint,

@@ -23,7 +23,7 @@ from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.tokenizer import tokenizer_problems
 from megatrain.config.values import is_settled
-from megatrain.data.sources import inspect, named_blends
+from megatrain.data.sources import inspect, named_blends, used_eod
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.training.metrics import is_metrics_file, metrics_path
 
@@ -135,6 +135,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
             named_blends(data),
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
+            eod=used_eod(data, tokenizer.get("eod_id")),
         )
     except ConfigError as error:
         return [], list(error.problems)
@@ -176,6 +177,7 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     return {
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod,
+        "tokenizer_note": tokenizer.note,
         "pad_id": tokenizer.pad,
         "special_ids": tuple(sorted(tokenizer.special_ids)),
         "tokenizer_fingerprint": tokenizer.fingerprint,
