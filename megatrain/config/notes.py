@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.log_rules import LOG_NOTES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
 
@@ -64,5 +65,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     split_has_no_effect,
     positions_are_relative,
     stop_without_saving,
+    *LOG_NOTES,
     changed_since_the_checkpoint,
 )

@@ -36,6 +36,8 @@ _LIBRARIES = (
     "flash-attn",
     "flash-attn-4",
     "liger-kernel",
+    "tensorboard",
+    "wandb",
 )
 
 

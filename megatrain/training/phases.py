@@ -1,0 +1,62 @@
+"""The parts of a run that take their time, each with a name: a user always knows what is going on.
+
+    > loading the checkpoint, 10 s so far          while it lasts, when nothing was printed for ten seconds
+    > loading the checkpoint took 12.3 s           when it has ended, if it took more than a moment
+    > ready in 15.1 s: ... loading the checkpoint 12.3 s, ...      all phases of the start, once
+
+Phases do not nest. Only the main rank has a voice; the others time theirs all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from megatrain.training.console import Console
+
+SECONDS_OF_SILENCE = 10.0
+SECONDS_OF_A_MOMENT = 1.0
+
+
+class Phases:
+    """Times phases and speaks up in long ones."""
+
+    def __init__(self, console: Console, *, seconds_of_silence: float = SECONDS_OF_SILENCE) -> None:
+        self.console = console
+        self.seconds: dict[str, float] = {}
+        """Of each phase so far; phases of one name are added up."""
+        self._seconds_of_silence = seconds_of_silence
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, tells_end: bool = True) -> Iterator[None]:
+        """What is done inside is called `name`, such as `loading the checkpoint`."""
+        began = time.monotonic()
+        ended = threading.Event()
+        teller = threading.Thread(target=self._tell, args=(name, began, ended), daemon=True)
+        if not self.console.is_quiet:
+            teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            seconds = time.monotonic() - began
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if tells_end and seconds > SECONDS_OF_A_MOMENT:
+            self.console.say(f"> {name} took {seconds:.1f} s")
+
+    def start_summary(self) -> str:
+        """All phases up to now, in one line."""
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        return f"> started in {sum(self.seconds.values()):.1f} s: {parts}"
+
+    def _tell(self, name: str, began: float, ended: threading.Event) -> None:
+        wait = self._seconds_of_silence
+        while not ended.wait(max(wait, 0.01)):
+            now = time.monotonic()
+            silence = now - max(self.console.said_at, began)
+            if silence >= self._seconds_of_silence:
+                self.console.say(f"> {name}, {now - began:.0f} s so far")
+                silence = 0.0
+            wait = self._seconds_of_silence - silence
