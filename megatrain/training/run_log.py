@@ -67,6 +67,7 @@ class RunLog:
         self._curves: list[Curves] = []
         self._interval: list[dict[str, Any]] = []
         self._clock = time.perf_counter()
+        self.seconds_of_last_iteration = 0.0
         self._started_at = (time.perf_counter(), iteration)
         self.is_on_gpu = ranks.device.type == "cuda"
         self.peak = peak_tflops(ranks.facts.device_name) if self.is_on_gpu else None
@@ -123,6 +124,7 @@ class RunLog:
         """One iteration has ended. `is_line_due`: also between the intervals, as for the first and the last."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
+        self.seconds_of_last_iteration = seconds
         values = self._values_of(
             report, seconds=seconds, iteration=iteration, consumed_samples=consumed_samples, lr=lr
         )

@@ -7,10 +7,10 @@ Exit codes: 0 the target is reached, 75 stopped early, after saving where --save
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -178,7 +178,7 @@ class Trainer:
         assert self.batches.train is not None
         assert self.log is not None
         lr = self.learning_rate.at(self.consumed_train_samples)
-        with self.phases.phase("the first iteration") if is_first else contextlib.nullcontext():
+        with self._watched(is_first=is_first):
             with self.engine.timers.time("batch-generator"):
                 batches = self.batches.train.microbatches(
                     self.consumed_train_samples, self.derived.num_microbatches
@@ -203,6 +203,14 @@ class Trainer:
             is_line_due=is_first or self._is_last,
         )
 
+    def _watched(self, *, is_first: bool) -> AbstractContextManager[None]:
+        """An iteration that lasts much longer than those before may hang: that shall be seen."""
+        assert self.log is not None
+        if is_first:
+            return self.phases.phase("the first iteration")
+        patience = 5 * self.log.seconds_of_last_iteration
+        return self.phases.watch(f"iteration {self.iteration + 1}", patience_seconds=patience)
+
     def _evaluate_if_due(self, stop: StopRequest) -> str | None:
         """Evaluate where the interval or the end of training asks for it; why it was left unfinished, if it was."""
         training = self.config.training
@@ -220,7 +228,7 @@ class Trainer:
 
     def _evaluate(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
         """Loss over the next samples of each split, shown when all are done; why to stop, if not."""
-        with self.phases.phase("evaluating", tells_end=False):
+        with self.phases.watch("evaluating"):
             return self._evaluate_splits(splits, stop)
 
     def _evaluate_splits(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
@@ -260,7 +268,7 @@ class Trainer:
     def _save(self) -> None:
         assert self.save_folder is not None
         began = time.perf_counter()
-        with self.phases.phase("saving a checkpoint", tells_end=False):
+        with self.phases.watch("saving a checkpoint"):
             path = save_checkpoint(
                 self.save_folder,
                 iteration=self.iteration,

@@ -180,6 +180,6 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
         [*words, f"--user-data-dir={tmp_path / 'chromium'}", f"file://{output}"],
         check=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert ended.stdout.count('class="chart') == 7
+    assert ended.stdout.count('<section class="chart') == 7
     assert ended.stdout.count("<path") >= 7
     assert "nothing to draw" not in ended.stdout

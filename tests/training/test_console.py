@@ -65,6 +65,16 @@ def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureF
     assert lines == ["> loading the checkpoint, 0 s so far"] * 2
 
 
+def test_a_slow_run_is_given_time(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases(Console(), seconds_of_silence=0.1)
+    with phases.watch("iteration 5", patience_seconds=0.4):
+        time.sleep(0.3)
+    with phases.watch("iteration 6"):
+        time.sleep(0.15)
+    assert capsys.readouterr().out == "> iteration 6, 0 s so far\n"
+    assert phases.seconds == {}
+
+
 def test_a_phase_that_says_something_itself_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
     phases = Phases(Console(), seconds_of_silence=1.0)
     with phases.phase("building indices"):
