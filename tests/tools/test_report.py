@@ -182,4 +182,4 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.stdout.count('<section class="chart') == 7
     assert ended.stdout.count("<path") >= 7
-    assert "nothing to draw" not in ended.stdout
+    assert ">nothing to draw<" not in ended.stdout
