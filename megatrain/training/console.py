@@ -15,6 +15,7 @@ import time
 
 _SECONDS_BETWEEN_BARS = 0.1
 _CLEAR_LINE = "\r\x1b[2K"
+_IN_ASCII = str.maketrans("━─", "=-")
 
 
 class Console:
@@ -46,9 +47,10 @@ class Console:
         if self.is_quiet or not sys.stdout.isatty() or (now - self._bar_at < _SECONDS_BETWEEN_BARS):
             return
         with self._lock:
-            self._bar = bar_text(
-                done=done, total=total, facts=facts, width=shutil.get_terminal_size().columns - 1
-            )
+            width = shutil.get_terminal_size().columns - 1
+            text = bar_text(done=done, total=total, facts=facts, width=width)
+            is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+            self._bar = text if is_unicode else text.translate(_IN_ASCII)
             self._bar_at = now
             sys.stdout.write(_CLEAR_LINE + self._bar)
             sys.stdout.flush()

@@ -68,7 +68,8 @@ class RunLog:
         self._interval: list[dict[str, Any]] = []
         self._clock = time.perf_counter()
         self.seconds_of_last_iteration = 0.0
-        self._started_at = (time.perf_counter(), iteration)
+        self._first_iteration = iteration
+        self._seconds_of_iterations = 0.0
         self.is_on_gpu = ranks.device.type == "cuda"
         self.peak = peak_tflops(ranks.facts.device_name) if self.is_on_gpu else None
         if ranks.is_main:
@@ -125,6 +126,7 @@ class RunLog:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self.seconds_of_last_iteration = seconds
+        self._seconds_of_iterations += seconds
         values = self._values_of(
             report, seconds=seconds, iteration=iteration, consumed_samples=consumed_samples, lr=lr
         )
@@ -216,9 +218,8 @@ class RunLog:
         self._interval = []
 
     def _show_bar(self, values: dict[str, Any]) -> None:
-        began, first = self._started_at
         done, total = values["iteration"], self._derived.train_iters
-        seconds_left = (time.perf_counter() - began) / max(done - first, 1) * (total - done)
+        seconds_left = self._seconds_of_iterations / (done - self._first_iteration) * (total - done)
         speed = values["tokens_per_second_per_gpu"] * self._derived.world_size
         self._ranks.console.show_bar(
             done=done,
