@@ -2,12 +2,14 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_broken_command_lines import command_line
+from test_broken_command_lines import ROOT, command_line
 
 import pretrain
 from megatrain.training.metrics import log_line
@@ -104,6 +106,24 @@ def test_a_run_on_a_cpu_shows_all_that_was_asked_for(
     }  # fmt: skip
     assert steps[0]["tflops_per_gpu"] is None
     assert steps[-1]["consumed_tokens"] == 5 * 16
+
+
+def test_ranks_tell_their_times_together(tmp_path: Path) -> None:
+    flags: dict[str, str | None] = {
+        "--timing-log-level": "1", "--timing-log-option": "all", "--train-iters": "3", "--save": str(tmp_path),
+        "--log-num-zeros-in-grad": "",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]
+    ended = subprocess.run(
+        [*words, *command_line(flags)], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("times across ranks (ms):\n  forward-backward:\n     rank  0: ") == 2
+    assert ended.stdout.count("     rank  1: ") == 4
+    assert ended.stdout.count("started in") == 1
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = re.findall(r"tokens/s: (\d+) \|", ended.stdout)
+    assert int(told[0]) == pytest.approx(2 * rows[0]["tokens_per_second_per_gpu"], abs=1)
 
 
 def test_every_field_of_the_metrics_is_documented(tmp_path: Path) -> None:
