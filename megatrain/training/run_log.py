@@ -43,6 +43,9 @@ class Curves(Protocol):
     def write(self, scalars: dict[str, float], *, iteration: int, consumed_samples: int) -> None:
         """A point of each curve."""
 
+    def flush(self) -> None:
+        """Have on the disk what was written."""
+
     def close(self) -> None:
         """Write or send what waits."""
 
@@ -160,6 +163,11 @@ class RunLog:
         self._write_curves(evaluation_scalars(values, self._config.logging), iteration, consumed_samples)
         line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
         self._ranks.console.say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
+
+    def flush(self) -> None:
+        """Before a checkpoint: a run that resumes from it does not write the points up to it again."""
+        for curves in self._curves:
+            curves.flush()
 
     def close(self) -> None:
         """Finish all files."""

@@ -45,6 +45,10 @@ class TensorBoardCurves:
             if has_twin(name):
                 self._writer.add_scalar(f"{name}{VS_SAMPLES}", value, consumed_samples)
 
+    def flush(self) -> None:
+        """Have on the disk what was written."""
+        self._writer.flush()
+
     def close(self) -> None:
         """Write what waits."""
         self._writer.close()

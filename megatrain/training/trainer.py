@@ -110,13 +110,14 @@ class Trainer:
         try:
             with self.phases.phase("preparing the data"):
                 self.batches = build_batches(self.ranks, self.plan, self._say)
-            self.log = RunLog(
-                self.ranks,
-                self.plan,
-                self.engine.timers,
-                iteration=self.iteration,
-                consumed_samples=self.consumed_train_samples,
-            )
+            with self.phases.phase("opening logs"):
+                self.log = RunLog(
+                    self.ranks,
+                    self.plan,
+                    self.engine.timers,
+                    iteration=self.iteration,
+                    consumed_samples=self.consumed_train_samples,
+                )
             self._say(self.log.speed_note())
             exit_code, reason = self._train()
         except BaseException as error:
@@ -267,6 +268,8 @@ class Trainer:
 
     def _save(self) -> None:
         assert self.save_folder is not None
+        assert self.log is not None
+        self.log.flush()
         began = time.perf_counter()
         with self.phases.watch("saving a checkpoint"):
             path = save_checkpoint(
@@ -289,8 +292,7 @@ class Trainer:
                 },
                 config=self.config.to_dict(),
             )
-        if self.log is not None:
-            self.log.start_clock()
+        self.log.start_clock()
         self._say(f"> committed {path} in {time.perf_counter() - began:.1f} s")
 
     def _open_outputs(self) -> None:

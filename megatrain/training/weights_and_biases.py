@@ -62,6 +62,9 @@ class WandbCurves:
             # W&B draws any curve over any other: one of the samples stands for Megatron-LM's `... vs samples`.
             self._run.log({**scalars, "consumed samples": consumed_samples}, step=iteration)
 
+    def flush(self) -> None:
+        """W&B writes in a process of its own."""
+
     def close(self) -> None:
         """Send what waits."""
         if self._run is not None:

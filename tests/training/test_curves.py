@@ -1,12 +1,14 @@
 """TensorBoard and W&B: names, resuming, and trouble that does not stop a run."""
 
+import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_broken_command_lines import command_line
+from test_broken_command_lines import ROOT, command_line
+from test_launch import wait_for
 from test_run_log import VALUES
 
 import pretrain
@@ -87,6 +89,24 @@ def test_tensorboard_has_each_point_once_after_a_resume(tmp_path: Path) -> None:
     assert sorted(step for step, _ in found["lm loss validation"]) == [3, 3, 6, 6]
     assert set(of_both) <= set(found["lm loss"])
     assert dict(found["batch-size"])[1] == 2.0
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_a_killed_run_has_its_points_up_to_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    save = tmp_path / "run"
+    flags: dict[str, str | None] = {
+        "--save": str(save), "--load": str(save), "--save-interval": "20", "--train-iters": "100000",
+        "--tensorboard-dir": str(tmp_path / "curves"),
+    }  # fmt: skip
+    with subprocess.Popen([sys.executable, "pretrain.py", *command_line(flags)], cwd=ROOT) as process:
+        wait_for(save / "latest_checkpointed_iteration.txt", lines=1)
+        process.kill()
+    saved = int((save / "latest_checkpointed_iteration.txt").read_text())
+    assert pretrain.main(command_line({**flags, "--exit-interval": "50"})) == 75
+    steps = [step for step, _ in points(tmp_path / "curves")["lm loss"]]
+    assert len(steps) > saved
+    assert steps == list(range(1, len(steps) + 1))
 
 
 class FakeRun:
