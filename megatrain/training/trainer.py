@@ -268,8 +268,8 @@ class Trainer:
 
     def _save(self) -> None:
         assert self.save_folder is not None
-        assert self.log is not None
-        self.log.flush()
+        if self.log is not None:
+            self.log.flush()
         began = time.perf_counter()
         with self.phases.watch("saving a checkpoint"):
             path = save_checkpoint(
@@ -292,7 +292,8 @@ class Trainer:
                 },
                 config=self.config.to_dict(),
             )
-        self.log.start_clock()
+        if self.log is not None:
+            self.log.start_clock()
         self._say(f"> committed {path} in {time.perf_counter() - began:.1f} s")
 
     def _open_outputs(self) -> None:
