@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.log_rules import LOG_NOTES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
 from megatrain.config.tree import flag_of
@@ -99,5 +100,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     end_of_document_was_guessed,
     positions_are_relative,
     stop_without_saving,
+    *LOG_NOTES,
     changed_since_the_checkpoint,
 )

@@ -226,6 +226,12 @@ CASES = {
          "--load-or-start and --exit-on-missing-checkpoint contradict each other"),
         ("--load-or-start", "", None, "--load-or-start is given without --load\n  fix: add --load FOLDER"),
     ],
+    "optional_packages_are_there": [
+        ("--tensorboard-dir tb", "", None,
+         "--tensorboard-dir tb needs the package tensorboard, which is not installed\n  fix: pip install tensorboard, or"),
+        ("--wandb-project p", "", Facts(libraries={"tensorboard": "2"}),
+         "--wandb-project p needs the package wandb, which is not installed\n  fix: pip install wandb, or"),
+    ],
     "features_are_there": [
         ("", "--normalization", None,
          "--normalization LayerNorm (the default, as in Megatron-LM) is not there yet\n  fix: use --normalization RMSNorm"),
