@@ -43,6 +43,23 @@ class StoredRun:
     data_plans: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     """Samples that the order of each split was made for, plan by plan."""
     datasets: tuple[DatasetFacts, ...] = ()
+    schedule: Mapping[str, Any] | None = None
+    """What its schedules followed, as `ScheduleValues.to_dict` gives it; None: they are not taken up."""
+    has_optimizer: bool = True
+    """Whether it holds more than weights."""
+
+    @property
+    def weights_alone(self) -> StoredRun:
+        """What it means to a run that takes its weights and begins anew."""
+        stored = {
+            "model": self.config.get("model", {}),
+            "tokenizer": {
+                name: value
+                for name, value in self.config.get("tokenizer", {}).items()
+                if name == "vocab_size"
+            },
+        }
+        return StoredRun(path=self.path, iteration=0, consumed_train_samples=0, config=stored)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:
@@ -52,6 +69,8 @@ class StoredRun:
             consumed_valid_samples=state.get("consumed_valid_samples", 0),
             data_plans=state.get("data_plans", {}),
             datasets=tuple(DatasetFacts(**dataset) for dataset in state.get("datasets", ())),
+            schedule=state.get("schedule"),
+            has_optimizer=state.get("has_optimizer", True),
             **values,
         )
 

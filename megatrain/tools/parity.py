@@ -25,7 +25,7 @@ from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import FAULTS, planted
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import Engine
+from megatrain.training.engine import Engine, schedules_of
 
 TOLERANCE = 1e-10
 NUM_STEPS = 3
@@ -202,7 +202,8 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
         engine.accumulate_gradients(batches[0])
         gradients = _gradients(engine)
         engine.buffers.gradients.zero_()
-        reports = [engine.step(batches[step], lr=plan.config.optimizer.lr) for step in range(NUM_STEPS)]
+        rates = schedules_of(plan).at(0)
+        reports = [engine.step(batches[step], rates) for step in range(NUM_STEPS)]
     return Measured([r.lm_loss for r in reports], [r.grad_norm for r in reports], gradients, _weights(engine))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from megatrain.optim.sharded import ShardedAdamw
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -59,11 +59,11 @@ def _stale_gather() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _double_counted_norm() -> Iterator[None]:
-    def all_of_them(self: ShardedAdamw) -> list[Any]:
+    def all_of_them(self: ShardedOptimizer) -> list[Any]:
         buffers = self.buffers
         return [buffers.gradients[shard.start : shard.stop] for shard in buffers.shards]
 
-    with mock.patch.object(ShardedAdamw, "_gradients_counted_here", all_of_them):
+    with mock.patch.object(ShardedOptimizer, "_gradients_counted_here", all_of_them):
         yield
 
 

@@ -92,13 +92,14 @@ def stored_run(request: Request) -> StoredRun | None:
     newest = newest_valid(Path(load))
     if newest is not None:
         manifest = read_manifest(newest.path)
-        return StoredRun.from_state(
+        stored = StoredRun.from_state(
             manifest.state,
             path=str(newest.path),
             iteration=manifest.iteration,
             consumed_train_samples=manifest.consumed_train_samples,
             config=manifest.config,
         )
+        return stored.weights_alone if request.known("checkpoint.finetune") else stored
     candidates = find_checkpoints(Path(load))
     is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
     may_start = request.known("checkpoint.load_or_start") or is_first_run
@@ -163,7 +164,8 @@ def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[
     if newest is not None and not is_continued:
         yield Problem(
             f"--save {save} holds checkpoints up to iteration {newest.iteration}, which this run does not continue",
-            f"add --load {save} to continue them, or name another --save for a run of its own",
+            f"add --load {save} to continue them{', without --finetune' if request.known('checkpoint.finetune') else ''},"
+            " or name another --save for a run of its own",
         )
 
 

@@ -101,7 +101,7 @@ def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration:
     temporary.replace(folder / "status.json")
 
 
-def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int) -> str:
+def log_line(values: dict[str, Any], *, train_iters: int) -> str:
     """The line of one iteration. `values` is what `metrics.jsonl` gets for it."""
     now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, as people read it)
     parts = [
@@ -110,12 +110,12 @@ def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int
         f"elapsed time per iteration (ms): {values['iteration_ms']:.1f}",
         f"throughput per GPU (TFLOP/s/GPU): {values['tflops_per_gpu']:.1f}",
         f"learning rate: {values['learning_rate']:.6E}",
-        f"global batch size: {global_batch_size:5d}",
+        f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
-        "loss scale: 1.0",
+        f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
-        f"number of skipped iterations: {0:3d}",  # an update that cannot be made ends the run
-        f"number of nan iterations: {0:3d}",
+        f"number of skipped iterations: {values['skipped']:3d}",
+        f"number of nan iterations: {values['nan']:3d}",
         f"tokens/s/GPU: {values['tokens_per_second_per_gpu']:.0f}",
     ]
     if values["mfu"] is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ import torch
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
-from megatrain.config import StoredRun, render_plan, resolve, to_yaml
+from megatrain.config import Plan, StoredRun, render_plan, resolve, to_yaml
+from megatrain.config.batch_sizes import batch_sizes
 from megatrain.config.errors import MegatrainError
+from megatrain.config.plan import loads_optimizer
+from megatrain.config.training_rules import signal_number
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
-from megatrain.training.engine import Engine, StepReport, learning_rate_of, mean_loss
+from megatrain.training.engine import Engine, StepReport, mean_loss, schedules_of
+from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import (
     MetricsFile,
@@ -50,6 +55,8 @@ class Trainer:
         self.config, self.derived = ranks.plan.config, ranks.plan.derived
         self.iteration = 0
         self.consumed_train_samples = 0
+        self.scheduled_samples = 0
+        """Samples of the steps that were made: where the schedules are."""
         self.consumed_valid_samples = 0
         self.is_evaluation_left = False
         """Whether a stop came before the evaluation at this iteration was done."""
@@ -57,11 +64,22 @@ class Trainer:
         self._say(render_plan(self.plan))
         self.engine = Engine(self.plan, ranks.grid, ranks.device)
         self._say(describe(self.engine))
-        self.learning_rate = learning_rate_of(self.plan)
+        self._follow(self.plan)
+        self.garbage = GarbageCollection(
+            is_manual=self.config.training.manual_gc,
+            interval=self.config.training.manual_gc_interval,
+            around_evaluation=self.config.training.manual_gc_eval,
+        )
         self.batches = RunBatches(None, ())
         self.metrics: MetricsFile | None = None
         self.shown: list[dict[str, Any]] = []
         self.clock = time.perf_counter()
+
+    def _follow(self, plan: Plan) -> None:
+        """Take over what a plan says about the steps to come."""
+        self.plan, self.config, self.derived = plan, plan.config, plan.derived
+        self.schedules = schedules_of(plan)
+        self.batch_sizes = batch_sizes(self.config, data_parallel_size=self.derived.data_parallel_size)
 
     def resume(self) -> None:
         """Take the state from `--load`, or draw the initial weights."""
@@ -77,16 +95,24 @@ class Trainer:
             self.engine.optimizer,
             self.ranks.grid,
             self.ranks.device,
-            with_optimizer=not self.config.checkpoint.no_load_optim,
+            with_optimizer=loads_optimizer(self.config),
         )
         for line in loaded.skipped:
             self._say(f"> {line}")
         if str(loaded.path) != self.ranks.facts.checkpoint.path:
             self._check_against(loaded)
+        if self.config.checkpoint.finetune:
+            self._say(
+                f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}: a run begins with them"
+            )
+            return
         self.iteration = loaded.iteration
         self.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
         self.is_evaluation_left = loaded.state["is_evaluation_left"]
+        if loads_optimizer(self.config):
+            self.scheduled_samples = loaded.state.get("scheduled_samples", self.consumed_train_samples)
+            self.engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
         self._say(
             f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
         )
@@ -100,8 +126,8 @@ class Trainer:
             consumed_train_samples=loaded.consumed_train_samples,
             config=loaded.config,
         )
-        self.plan = resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
-        self.config, self.derived = self.plan.config, self.plan.derived
+        used = used.weights_alone if self.config.checkpoint.finetune else used
+        self._follow(resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used)))
 
     def train(self) -> int:
         """Run to the target or until something asks for the end; returns the exit code.
@@ -139,9 +165,10 @@ class Trainer:
         stop = StopRequest(
             exit_interval=self.config.resilience.exit_interval,
             exit_duration_in_mins=self.config.resilience.exit_duration_in_mins,
+            exit_signal=signal_number(self.config.resilience.exit_signal) or signal.SIGTERM,
         )
         reason = None
-        with stop.listening():
+        with stop.listening(), self.garbage.taken_over():
             if self.config.training.skip_train:
                 reason = self._evaluate(("valid", "test"), stop)
                 return (
@@ -155,6 +182,7 @@ class Trainer:
             self.clock = time.perf_counter()
             while self.iteration < self.derived.train_iters and reason is None:
                 self._iterate(is_first=self.iteration == start)
+                self.garbage.after_iteration(self.iteration)
                 reason = self._evaluate_if_due(stop)
                 reason = reason or stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
                 self._save_if_due(is_stopping=reason is not None)
@@ -170,25 +198,30 @@ class Trainer:
     def _iterate(self, *, is_first: bool) -> None:
         """One step and what it shows."""
         assert self.batches.train is not None
-        batches = self.batches.train.microbatches(self.consumed_train_samples, self.derived.num_microbatches)
-        lr = self.learning_rate.at(self.consumed_train_samples)
-        report = self.engine.step(batches, lr=lr)
+        batch = self.batch_sizes.at(self.consumed_train_samples)
+        num_microbatches = self.batch_sizes.num_microbatches(self.consumed_train_samples)
+        rates = self.schedules.at(self.scheduled_samples)
+        report = self.engine.step(
+            self.batches.train.microbatches(self.consumed_train_samples, num_microbatches), rates
+        )
         self.iteration += 1
-        self.consumed_train_samples += self.config.training.global_batch_size
-        if not report.is_finite or not math.isfinite(report.lm_loss):
-            first = self.consumed_train_samples - self.config.training.global_batch_size
+        self.consumed_train_samples += batch
+        if report.is_finite:
+            self.scheduled_samples += batch
+        elif not self.engine.loss_scaler.skips:
             raise NotFiniteError(
                 f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}",
                 fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "
-                f"samples {first} to {self.consumed_train_samples - 1}",
+                f"samples {self.consumed_train_samples - batch} to {self.consumed_train_samples - 1}",
             )
-        self._show(report, lr, is_first=is_first)
+        self._show(report, rates.lr, batch, is_first=is_first)
 
-    def _show(self, report: StepReport, lr: float, *, is_first: bool) -> None:
+    def _show(self, report: StepReport, lr: float, batch: int, *, is_first: bool) -> None:
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
-        tokens_per_second = self.derived.tokens_per_iteration / seconds / self.derived.world_size
-        tflops = self.derived.flops_per_iteration / seconds / self.derived.world_size / 1e12
+        share = batch / self.config.training.global_batch_size  # of a full batch, while it grows
+        tokens_per_second = share * self.derived.tokens_per_iteration / seconds / self.derived.world_size
+        tflops = share * self.derived.flops_per_iteration / seconds / self.derived.world_size / 1e12
         peak = peak_tflops(self.ranks.facts.device_name) if self.ranks.device.type == "cuda" else None
         values: dict[str, Any] = {
             "iteration": self.iteration,
@@ -196,23 +229,21 @@ class Trainer:
             "lm_loss": report.lm_loss,
             "grad_norm": report.grad_norm,
             "learning_rate": lr,
+            "global_batch_size": batch,
+            "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "tokens_per_second_per_gpu": tokens_per_second,
             "tflops_per_gpu": tflops,
             "mfu": tflops / peak if peak else None,
             "max_memory_bytes": max_memory_bytes(self.ranks.device),
             "skipped": int(not report.is_finite),
+            "nan": int(math.isnan(report.lm_loss)),
         }
         if self.metrics is not None:
             self.metrics.write(values)
         self.shown.append(values)
         if is_first or self._is_last or self.iteration % self.config.logging.log_interval == 0:
-            line = log_line(
-                averaged(self.shown),
-                train_iters=self.derived.train_iters,
-                global_batch_size=self.config.training.global_batch_size,
-            )
-            self._say(line)
+            self._say(log_line(averaged(self.shown), train_iters=self.derived.train_iters))
             self.shown = []
 
     def _evaluate_if_due(self, stop: StopRequest) -> str | None:
@@ -222,7 +253,8 @@ class Trainer:
         is_due = is_interval and self.iteration >= (training.start_eval_at_iter or 0)
         if not (is_due or self._is_last):
             return None
-        reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
+        with self.garbage.evaluation():
+            reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
         self.is_evaluation_left = reason is not None
         if reason is None and self.derived.requested_valid_samples is not None:
             self.consumed_valid_samples += training.eval_iters * training.eval_global_batch_size
@@ -278,6 +310,10 @@ class Trainer:
             device=self.ranks.device,
             state={
                 "consumed_valid_samples": self.consumed_valid_samples,
+                "scheduled_samples": self.scheduled_samples,
+                "schedule": self.derived.schedule.to_dict(),
+                "loss_scale": self.engine.loss_scaler.state(),
+                "has_optimizer": not self.config.checkpoint.no_save_optim,
                 "is_evaluation_left": self.is_evaluation_left,
                 "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
                 "data_plans": {
@@ -288,6 +324,7 @@ class Trainer:
                 "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
             },
             config=self.config.to_dict(),
+            with_optimizer=not self.config.checkpoint.no_save_optim,
         )
         self.clock = time.perf_counter()
         self._say(f"> committed {path} in {self.clock - began:.1f} s")
@@ -318,9 +355,14 @@ class Trainer:
 
 
 def averaged(shown: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last iteration's values, with loss, time and speed averaged over all of them."""
+    """The last iteration's values, with time and speed averaged over all of them, and the loss over those that were not
+    skipped.
+    """
     last = dict(shown[-1])
-    last["lm_loss"] = sum(values["lm_loss"] for values in shown) / len(shown)
+    losses = [values["lm_loss"] for values in shown if not values["skipped"]]
+    last["lm_loss"] = sum(losses) / len(losses) if losses else last["lm_loss"]
+    last["skipped"] = sum(values["skipped"] for values in shown)
+    last["nan"] = sum(values["nan"] for values in shown)
     last["iteration_ms"] = sum(values["iteration_ms"] for values in shown) / len(shown)
     scale = shown[-1]["iteration_ms"] / last["iteration_ms"]
     for name in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu"):

@@ -6,6 +6,7 @@ import torch
 from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.normal import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
+from megatrain.optim.schedule import Rates
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools.parity import Layout, own_batches, tiny_plan
@@ -56,7 +57,9 @@ def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [[on_device(batch, device) for batch in own_batches(step, Layout(), 0)] for step in range(3)]
-        reports[device] = [engine.step(batches, lr=1e-2) for batches in moved]
+        reports[device] = [
+            engine.step(batches, Rates(lr=1e-2, embedding_lr=1e-2, weight_decay=0.01)) for batches in moved
+        ]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
         assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
         assert cuda.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-10)
@@ -70,6 +73,9 @@ def test_bfloat16_training_stays_near_fp32() -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
         batches = [on_device(b, "cuda") for b in own_batches(0, Layout(), 0)]
-        losses[flags[-1]] = [engine.step(batches, lr=1e-3).lm_loss for _ in range(10)]
+        losses[flags[-1]] = [
+            engine.step(batches, Rates(lr=1e-3, embedding_lr=1e-3, weight_decay=0.01)).lm_loss
+            for _ in range(10)
+        ]
     assert losses["--bf16"] == pytest.approx(losses["float32"], rel=0.01)
     assert losses["--bf16"][-1] < losses["--bf16"][0]
