@@ -87,6 +87,12 @@ def _shifted_vocabulary() -> AbstractContextManager[Any]:
     return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
 
 
+def _own_token_count() -> AbstractContextManager[Any]:
+    return mock.patch.object(
+        engine, "all_reduce", lambda x, group: x if not x.dim() else all_reduce(x, group)
+    )
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
     "wrong scale": Fault(_wrong_scale, {"dp": 2}),
@@ -94,6 +100,7 @@ FAULTS = {
     "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
+    "tokens counted on one replica alone": Fault(_own_token_count, {"dp": 2, "is_per_token": True}),
     "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
 }
