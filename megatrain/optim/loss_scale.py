@@ -9,6 +9,7 @@ Source: Micikevicius et al., arXiv:1710.03740. The rule is Megatron-LM's: a halv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,9 +22,8 @@ class LossScaler(Protocol):
 
     scale: float
 
-    @property
-    def skips(self) -> bool:
-        """Whether a step whose gradients are not finite is skipped rather than an error."""
+    def skips(self, lm_loss: float) -> bool:
+        """Whether a step with this loss, or gradients, that are not finite is skipped rather than an error."""
 
     def update(self, *, is_finite: bool) -> None:
         """Learn how a step's gradients were."""
@@ -40,7 +40,14 @@ class ConstantLossScale:
     """The same factor for the whole run: --loss-scale, or 1 where the number format needs none."""
 
     scale: float = 1.0
-    skips: bool = False
+    skips_gradients: bool = False
+    """Whether gradients that overflow are no error, as the factor may be too large for some steps."""
+    skips_all: bool = False
+    """Whether nothing is."""
+
+    def skips(self, lm_loss: float) -> bool:
+        """See `LossScaler`."""
+        return self.skips_all or (self.skips_gradients and math.isfinite(lm_loss))
 
     def update(self, *, is_finite: bool) -> None:
         """See `LossScaler`."""
@@ -63,7 +70,10 @@ class DynamicLossScale:
     """Finite steps in a row until the scale grows."""
     hysteresis: int
     """Steps that are not finite until the scale shrinks."""
-    skips: bool = True
+
+    def skips(self, lm_loss: float) -> bool:  # noqa: ARG002 (a loss may overflow too)
+        """See `LossScaler`."""
+        return True
 
     def __post_init__(self) -> None:
         self.finite_steps = 0

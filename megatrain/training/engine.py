@@ -175,17 +175,19 @@ def update_rule_of(plan: Plan) -> UpdateRule:
 
 def loss_scaler_of(plan: Plan) -> LossScaler:
     """Constant where it was given, dynamic for fp16, else none."""
-    precision = plan.config.precision
-    if precision.loss_scale is not None:
-        return ConstantLossScale(precision.loss_scale, skips=True)
-    if precision.fp16:
+    precision, is_checked = plan.config.precision, plan.config.training.check_for_nan_in_loss_and_grad
+    if precision.fp16 and precision.loss_scale is None:
         return DynamicLossScale(
             scale=precision.initial_loss_scale,
             minimum=precision.min_loss_scale,
             window=precision.loss_scale_window,
             hysteresis=precision.hysteresis,
         )
-    return ConstantLossScale(skips=not plan.config.training.check_for_nan_in_loss_and_grad)
+    return ConstantLossScale(
+        precision.loss_scale or 1.0,
+        skips_gradients=precision.loss_scale is not None,
+        skips_all=not is_checked,
+    )
 
 
 def schedules_of(plan: Plan) -> Schedules:

@@ -208,7 +208,7 @@ class Trainer:
         self.consumed_train_samples += batch
         if report.is_finite:
             self.scheduled_samples += batch
-        elif not self.engine.loss_scaler.skips:
+        elif not self.engine.loss_scaler.skips(report.lm_loss):
             raise NotFiniteError(
                 f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}",
                 fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale
+from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 
 
 def scaler(**changed: float) -> DynamicLossScale:
@@ -61,3 +61,18 @@ def test_a_constant_scale_stays() -> None:
     constant.restore({"scale": 4.0})
     assert constant.scale == 8.0
     assert constant.state() == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "with_finite_loss", "without"),
+    [
+        (ConstantLossScale(), False, False),
+        (ConstantLossScale(8.0, skips_gradients=True), True, False),
+        (ConstantLossScale(skips_all=True), True, True),
+        (scaler(), True, True),
+    ],
+    ids=["none", "constant", "unchecked", "dynamic"],
+)
+def test_what_is_skipped_and_what_is_an_error(one: LossScaler, with_finite_loss: bool, without: bool) -> None:
+    assert one.skips(1.0) == with_finite_loss
+    assert one.skips(float("nan")) == without
