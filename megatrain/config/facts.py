@@ -47,10 +47,12 @@ class StoredRun:
     """What its schedules followed, as `ScheduleValues.to_dict` gives it; None: they are not taken up."""
     has_optimizer: bool = True
     """Whether it holds more than weights."""
+    is_start: bool = False
+    """Whether a run begins with its weights, and does not continue it."""
 
     @property
     def weights_alone(self) -> StoredRun:
-        """What it means to a run that takes its weights and begins anew."""
+        """What it means to a run that begins with its weights."""
         stored = {
             "model": self.config.get("model", {}),
             "tokenizer": {
@@ -59,7 +61,7 @@ class StoredRun:
                 if name == "vocab_size"
             },
         }
-        return StoredRun(path=self.path, iteration=0, consumed_train_samples=0, config=stored)
+        return StoredRun(path=self.path, iteration=0, consumed_train_samples=0, config=stored, is_start=True)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:

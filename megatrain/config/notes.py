@@ -39,7 +39,7 @@ def batch_is_decreased(draft: Draft) -> Iterator[str]:
 
 def schedules_start_anew(draft: Draft) -> Iterator[str]:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
-    if stored is not None and checkpoint.no_load_optim and not checkpoint.finetune:
+    if stored is not None and checkpoint.no_load_optim and not stored.is_start:
         yield "--no-load-optim: learning rate and weight decay start anew, as in Megatron-LM"
 
 

@@ -72,10 +72,10 @@ class Derived:
     start_consumed_samples: int = INVALID
 
 
-def loads_optimizer(config: Config) -> bool:
-    """Whether a run takes more than the weights from a checkpoint."""
-    checkpoint = config.checkpoint
-    return not (checkpoint.no_load_optim or checkpoint.finetune or config.training.skip_train)
+def continues_optimizer(config: Config, facts: Facts) -> bool:
+    """Whether the optimizer, its schedules and the loss scale go on where the checkpoint has them."""
+    is_continued = facts.checkpoint is not None and not facts.checkpoint.is_start
+    return is_continued and not (config.checkpoint.no_load_optim or config.training.skip_train)
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Draft:
 
     @property
     def continues_optimizer(self) -> bool:
-        """Whether the optimizer, its schedules and the loss scale go on where the checkpoint has them."""
-        return self.facts.checkpoint is not None and loads_optimizer(self.config)
+        """See the function of this name."""
+        return continues_optimizer(self.config, self.facts)
 
     def is_default(self, path: str) -> bool:
         return self.origins[path].kind == "default"

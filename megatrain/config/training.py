@@ -74,6 +74,8 @@ class CheckpointConfig:
     """Save the weights alone: smaller, and good for --finetune and --no-load-optim, not to go on from."""
     finetune: bool = False
     """Load the weights alone and begin at iteration 0, with data and schedules of this command line."""
+    pretrained_checkpoint: str | None = None
+    """Folder of a run whose weights this one begins with, as with --finetune, while --load holds no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import Plan, StoredRun, render_plan, resolve, to_yaml
 from megatrain.config.batch_sizes import batch_sizes
 from megatrain.config.errors import MegatrainError
-from megatrain.config.plan import loads_optimizer
+from megatrain.config.plan import continues_optimizer
 from megatrain.config.training_rules import signal_number
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
 from megatrain.training.engine import Engine, StepReport, mean_loss, schedules_of
@@ -83,25 +83,25 @@ class Trainer:
 
     def resume(self) -> None:
         """Take the state from `--load`, or draw the initial weights."""
-        load = self.config.checkpoint.load
-        if self.ranks.facts.checkpoint is None:
+        stored, load = self.ranks.facts.checkpoint, self.config.checkpoint.load
+        if stored is None:
             if load is not None:
                 self._say(f"> {load} holds no checkpoint yet: starting fresh")
             self.engine.initialize()
             return
-        assert load is not None
+        with_optimizer = continues_optimizer(self.config, self.ranks.facts)
         loaded = load_checkpoint(
-            Path(load),
+            Path(stored.path).parent,
             self.engine.optimizer,
             self.ranks.grid,
             self.ranks.device,
-            with_optimizer=loads_optimizer(self.config),
+            with_optimizer=with_optimizer,
         )
         for line in loaded.skipped:
             self._say(f"> {line}")
-        if str(loaded.path) != self.ranks.facts.checkpoint.path:
-            self._check_against(loaded)
-        if self.config.checkpoint.finetune:
+        if str(loaded.path) != stored.path:
+            self._check_against(loaded, is_start=stored.is_start)
+        if stored.is_start:
             self._say(
                 f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}: a run begins with them"
             )
@@ -110,14 +110,14 @@ class Trainer:
         self.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
         self.is_evaluation_left = loaded.state["is_evaluation_left"]
-        if loads_optimizer(self.config):
+        if with_optimizer:
             self.scheduled_samples = loaded.state.get("scheduled_samples", self.consumed_train_samples)
             self.engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
         self._say(
             f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
         )
 
-    def _check_against(self, loaded: Loaded) -> None:
+    def _check_against(self, loaded: Loaded, *, is_start: bool) -> None:
         """The plan was made for a newer checkpoint, which is damaged: hold it to the one that is used."""
         used = StoredRun.from_state(
             loaded.state,
@@ -126,7 +126,7 @@ class Trainer:
             consumed_train_samples=loaded.consumed_train_samples,
             config=loaded.config,
         )
-        used = used.weights_alone if self.config.checkpoint.finetune else used
+        used = used.weights_alone if is_start else used
         self._follow(resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used)))
 
     def train(self) -> int:

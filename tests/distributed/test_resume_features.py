@@ -150,6 +150,18 @@ def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: dict[str, Path]
     assert json.loads(json.dumps(manifest.state))["has_optimizer"] is False
 
 
+def test_a_pretrained_start_is_for_the_first_job_alone(
+    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    flags = [*folder_flags(tmp_path), "--pretrained-checkpoint", str(whole["ramp"]), "--seed", "5"]
+    assert pool.run(1, train_here, [*flags, "--exit-interval", "6"]) == [75]
+    assert pool.run(1, train_here, flags) == [0]
+    lines = [line for line in metrics(tmp_path) if "lm_loss" in line]
+    assert [line["iteration"] for line in lines] == list(range(1, 21))
+    fresh = next(line["lm_loss"] for line in metrics(whole["ramp"]) if "lm_loss" in line)
+    assert lines[0]["lm_loss"] < 0.9 * fresh
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_all_ranks_skip_what_one_finds_not_finite(pool: WorkerPool, value: float) -> None:
     layout = parity.Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True)
