@@ -66,8 +66,8 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
 def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str], None]) -> Facts:
     """What samples depend on, as `gather_facts` finds it in a run of so many ranks.
 
-    Nothing is written by whoever asks for samples alone, so folders are not looked at. Without a valid checkpoint, the
-    samples are those of a fresh run, which `say` is told.
+    Whoever asks for samples alone writes and trains nothing: folders are not looked at, nor are the checkpoint's schedules.
+    Without a valid checkpoint, the samples are those of a fresh run, which `say` is told.
     """
     found, problems = _input_facts(request)
     stored = None
@@ -77,7 +77,7 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
         say(f"{error.problems[0].text}: what follows is of a fresh run")
     return Facts(
         world_size=world_size,
-        checkpoint=stored,
+        checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
         data_problems=tuple(problems),
         libraries=_libraries(),
         **found,
