@@ -90,6 +90,20 @@ def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
             )
 
 
+def cycles_keep_their_passes(draft: Draft) -> Iterator[Problem]:
+    stored = draft.facts.checkpoint
+    if draft.config.data.dataloader_type != "cyclic" or stored is None or stored.pass_size is None:
+        return
+    now = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
+    if now != stored.pass_size:
+        yield Problem(
+            f"--dataloader-type cyclic orders samples by micro-batch size * data-parallel size, which is {now} and was"
+            f" {stored.pass_size} in the checkpoint",
+            f"keep --micro-batch-size * data-parallel size at {stored.pass_size}, or use --dataloader-type single in a"
+            " fresh run, whose order depends on neither",
+        )
+
+
 def _trained_on(datasets: Sequence[DatasetFacts]) -> list[DatasetFacts]:
     return [dataset for dataset in datasets if dataset.split in ("all", "train")]
 
@@ -186,8 +200,6 @@ def _reason_to_stay(path: str, draft: Draft) -> str | None:
         return "the shape of the model depends on it"
     if path in _ORDER_OF_SAMPLES:
         return "the order of samples depends on it"
-    if path == "training.global_batch_size" and draft.config.data.dataloader_type == "cyclic":
-        return "the cyclic order of samples depends on it"
     if path in _STATE_OF_OPTIMIZER and draft.continues_optimizer:
         return "the optimizer's state depends on it"
     return "the meaning of token numbers depends on it" if path == "tokenizer.vocab_size" else None
@@ -212,6 +224,7 @@ def _spelled(path: str, value: Any) -> str:
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     run_is_the_stored_one,
     data_is_the_stored_one,
+    cycles_keep_their_passes,
     tokenizer_is_the_stored_one,
     schedules_are_the_stored_ones,
     checkpoint_holds_the_optimizer,

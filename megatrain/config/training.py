@@ -96,7 +96,5 @@ class ResilienceConfig:
     """Save and stop at the first iteration that this divides."""
     exit_duration_in_mins: float | None = field(default=None, metadata=in_range(above=0))
     """Save and stop after this many minutes."""
-    exit_signal_handler: bool = False
-    """Save and stop when a signal asks for it. This is what happens anyway, on SIGTERM, SIGINT and SIGUSR1."""
     exit_signal: str = "SIGTERM"
-    """A further signal that asks for the end, by name or number."""
+    """A signal that asks for the end, by name or number, beside SIGTERM, SIGINT and SIGUSR1."""
