@@ -102,6 +102,7 @@ class ShardedOptimizer:
         scale = torch.full_like(norm, 1.0 / gradient_scale)
         if self.clip_grad > 0:
             scale *= (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        scale = scale.to(self.main[0].dtype)
         for number, shard in enumerate(self.buffers.shards):
             gradients = self.buffers.gradients[shard.start : shard.stop]
             weights = self.buffers.weights[shard.start : shard.stop]
@@ -115,7 +116,7 @@ class ShardedOptimizer:
                         step=self.step_count,
                         lr=rates.embedding_lr if group.is_embedding else rates.lr,
                         weight_decay=rates.weight_decay if group.decays else 0.0,
-                        grad_scale=scale.to(self.main[number].dtype),
+                        grad_scale=scale,
                     ),
                 )
         self.parallel.gather_weights()
