@@ -20,7 +20,7 @@ from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import NoCheckpointError
-from megatrain.optim.sharded import STATE_KINDS, ShardedAdamw, fill_shards
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, fill_shards
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamRegistry
@@ -41,7 +41,7 @@ class Loaded:
 
 def load_checkpoint(
     folder: Path,
-    optimizer: ShardedAdamw,
+    optimizer: ShardedOptimizer,
     grid: RankGrid,
     device: torch.device,
     *,
@@ -94,7 +94,7 @@ def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
     views = [buffers.weights[shard.start : shard.stop] for shard in buffers.shards]
     assert all(shard.numel == shard.bucket.stop - shard.bucket.start for shard in buffers.shards)
     with CheckpointReader(path) as reader:
-        check_names(reader, buffers.registry, ("weight",))
+        check_names(reader, buffers.registry, (WEIGHT,))
         fill_shards(views, buffers, reader.source("weight"))
         return reader.manifest
 
@@ -131,9 +131,9 @@ def check_all_used(reader: CheckpointReader, used: Sequence[str]) -> None:
         )
 
 
-def fill_from(reader: CheckpointReader, optimizer: ShardedAdamw, *, with_optimizer: bool) -> None:
+def fill_from(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_optimizer: bool) -> None:
     """Fill this rank's shards. Afterwards call `publish_weights`."""
-    for kind in _kinds(with_optimizer=with_optimizer):
+    for kind in _kinds(optimizer, with_optimizer=with_optimizer):
         optimizer.fill(kind, reader.source(kind))
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
@@ -159,7 +159,7 @@ def _agreed_candidates(
 
 def _load_candidate(
     candidate: Candidate,
-    optimizer: ShardedAdamw,
+    optimizer: ShardedOptimizer,
     grid: RankGrid,
     device: torch.device,
     *,
@@ -173,7 +173,9 @@ def _load_candidate(
     def start() -> tuple[int, str]:
         manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
         opened.append(CheckpointReader(candidate.path, manifest))
-        used = check_names(opened[0], optimizer.buffers.registry, _kinds(with_optimizer=with_optimizer))
+        used = check_names(
+            opened[0], optimizer.buffers.registry, _kinds(optimizer, with_optimizer=with_optimizer)
+        )
         return opened[0].manifest.checksum, used
 
     try:
@@ -189,5 +191,5 @@ def _load_candidate(
     return reader.manifest
 
 
-def _kinds(*, with_optimizer: bool) -> tuple[str, ...]:
-    return STATE_KINDS if with_optimizer else STATE_KINDS[:1]
+def _kinds(optimizer: ShardedOptimizer, *, with_optimizer: bool) -> tuple[str, ...]:
+    return optimizer.kinds if with_optimizer else (WEIGHT,)

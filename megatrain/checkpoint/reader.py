@@ -49,7 +49,7 @@ class CheckpointReader:
             self._file = None
 
     def source(self, kind: str) -> KindSource:
-        """Where values of a kind of state (one of STATE_KINDS) come from, for `fill_shards`."""
+        """Where values of a kind of state (one of the optimizer's) come from, for `fill_shards`."""
         return KindSource(self, kind)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:

@@ -34,7 +34,7 @@ from megatrain.checkpoint.manifest import (
     tiling_problem,
 )
 from megatrain.checkpoint.tensor_file import check_size, dtype_name, write_tensor_file
-from megatrain.optim.sharded import STATE_KINDS, ShardedAdamw
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.buffers import Placed
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Box, box_shape
@@ -70,13 +70,14 @@ def save_checkpoint(
     *,
     iteration: int,
     consumed_train_samples: int,
-    optimizer: ShardedAdamw,
+    optimizer: ShardedOptimizer,
     grid: RankGrid,
     device: torch.device,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None = None,
     disk: Disk | None = None,
+    with_optimizer: bool = True,
 ) -> Path:
     """Write the checkpoint of this iteration; called by all ranks, which return when it is committed.
 
@@ -86,6 +87,8 @@ def save_checkpoint(
         state, config: anything JSON; rank 0's are kept.
         keep: number of checkpoints up to this one that stay (None: all).
         disk: how to write.
+        with_optimizer: whether what the optimizer keeps beside the weights is written too.
+
     Returns:
         The committed folder.
 
@@ -93,7 +96,8 @@ def save_checkpoint(
         CheckpointError: on all ranks. Older checkpoints are intact.
     """
     disk = disk or Disk()
-    plan = plan_chunks(optimizer, grid)
+    kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
+    plan = plan_chunks(optimizer, grid, kinds)
     offer = {"mark": secrets.token_hex(4), "bytes": sum(chunk.num_bytes for chunk in plan)}
     answers = agree(lambda: offer, grid.world, device)
     final = folder / folder_name(iteration)
@@ -131,14 +135,18 @@ def save_checkpoint(
 
 
 def plan_chunks(
-    optimizer: ShardedAdamw, grid: RankGrid, *, chunk_bytes: int = _CHUNK_BYTES
+    optimizer: ShardedOptimizer,
+    grid: RankGrid,
+    kinds: Sequence[str] | None = None,
+    *,
+    chunk_bytes: int = _CHUNK_BYTES,
 ) -> list[PlannedChunk]:
     """What this rank writes: the boxes of its shards, but for those of which another rank writes its copy."""
     is_sharded = optimizer.parallel.shard_group.size > 1
     if not is_sharded and not grid.dp.is_first:
         return []
     plan: list[PlannedChunk] = []
-    for kind in STATE_KINDS:
+    for kind in kinds or optimizer.kinds:
         for shard, flat in zip(optimizer.buffers.shards, optimizer.state(kind), strict=True):
             for placed, box, place in shard.owned():
                 if _is_written_here(placed, grid):
@@ -202,8 +210,9 @@ def join_reports(
             chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), crc32)
             shapes[name] = tuple(shape)
             chunks.setdefault(name, {}).setdefault((kind, dtype), []).append(chunk)
+    all_kinds = {kind for kinds in chunks.values() for kind, _ in kinds}
     for name, kinds in chunks.items():
-        assert len(kinds) == len(STATE_KINDS), f"{name} has {list(kinds)}"
+        assert sorted(kind for kind, _ in kinds) == sorted(all_kinds), f"{name} has {list(kinds)}"
         for kind, found in kinds.items():
             problem = tiling_problem(shapes[name], [chunk.box for chunk in found])
             assert problem is None, f"{name}: {kind}: {problem}"

@@ -76,10 +76,14 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
 
 
 def requested_train_samples(draft: Draft) -> Answer:
-    training = draft.config.training
-    if training.train_samples is not None:
+    training, read = draft.config.training, draft.derived.train_samples
+    if training.train_samples is not None and training.train_samples >= read:
         return Answer(_settled(training.train_samples), "--train-samples")
-    return Answer(_settled(draft.derived.train_samples), draft.origins["derived.train_samples"].detail)
+    if training.decrease_batch_size_if_needed and training.train_iters is not None:
+        iterations, batch = draft.derived.train_iters, training.global_batch_size
+        if iterations * batch > read:  # as in Megatron-LM, which plans for what was asked for
+            return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
+    return Answer(_settled(read), draft.origins["derived.train_samples"].detail)
 
 
 def requested_valid_samples(draft: Draft) -> Answer:

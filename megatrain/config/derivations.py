@@ -4,10 +4,12 @@ DERIVATIONS  fill what the user left open, and all of `Derived`; later ones may 
 OVERRIDES    replace what the user gave where it cannot be had, as Megatron-LM's users expect, and say so in a note
 """
 
+import dataclasses
 import os.path
 from collections.abc import Callable
 from typing import Any, Final
 
+from megatrain.config.batch_sizes import BatchSizes, batch_sizes, parse_steps
 from megatrain.config.data_plans import (
     requested_test_samples,
     requested_train_samples,
@@ -16,8 +18,10 @@ from megatrain.config.data_plans import (
     train_plan,
     valid_plan,
 )
+from megatrain.config.errors import ConfigError
 from megatrain.config.flops import padded_vocabulary, training_flops
 from megatrain.config.plan import Answer, Draft
+from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.values import INVALID, UnsettledError
 
 
@@ -68,7 +72,9 @@ def data_cache_path(draft: Draft) -> Answer:
 def params_dtype(draft: Draft) -> Answer:
     if draft.config.precision.bf16:
         return Answer("bfloat16", "--bf16")
-    return Answer("float32", "without --bf16")
+    if draft.config.precision.fp16:
+        return Answer("float16", "--fp16")
+    return Answer("float32", "without --bf16 and --fp16")
 
 
 def resolved_device(draft: Draft) -> Answer:
@@ -100,63 +106,90 @@ def data_parallel_size(draft: Draft) -> Answer:
 
 
 def global_batch_size(draft: Draft) -> Answer:
-    micro, dp = draft.config.training.micro_batch_size, draft.derived.data_parallel_size
-    return Answer(micro * dp, f"micro-batch {micro} * dp {dp}")
+    training, dp = draft.config.training, draft.derived.data_parallel_size
+    if training.step_batch_size_schedule is not None:
+        try:
+            steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
+        except ConfigError:
+            raise UnsettledError from None  # The rule `batch_sizes_make_sense` reports it.
+        return Answer(steps.sizes[-1], "the last of --step-batch-size-schedule")
+    return Answer(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
 
 
 def num_microbatches(draft: Draft) -> Answer:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    count = _whole(training.global_batch_size, training.micro_batch_size * dp)
-    return Answer(
-        count,
-        f"global batch {training.global_batch_size} / (micro-batch {training.micro_batch_size} * dp {dp})",
-    )
+    return _passes(draft, training.global_batch_size, dp)
 
 
 def eval_global_batch_size(draft: Draft) -> Answer:
     batch = _settled(draft.config.training.global_batch_size)
+    if draft.config.training.decrease_batch_size_if_needed:
+        per_pass = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
+        return Answer(batch // per_pass * per_pass, f"global batch {batch} down to a multiple of {per_pass}")
     return Answer(batch, "equals --global-batch-size")
 
 
 def num_eval_microbatches(draft: Draft) -> Answer:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    count = _whole(training.eval_global_batch_size, training.micro_batch_size * dp)
-    return Answer(
-        count,
-        f"global batch {training.eval_global_batch_size} / (micro-batch {training.micro_batch_size} * dp {dp})",
-    )
+    return _passes(draft, training.eval_global_batch_size, dp)
+
+
+def _passes(draft: Draft, batch: int, dp: int) -> Answer:
+    micro = draft.config.training.micro_batch_size
+    is_decreased = draft.config.training.decrease_batch_size_if_needed
+    count = batch // (micro * dp) if is_decreased else _whole(batch, micro * dp)
+    rounded = ", rounded down" if batch % (micro * dp) else ""
+    return Answer(count, f"global batch {batch} / (micro-batch {micro} * dp {dp}){rounded}")
 
 
 def train_iters(draft: Draft) -> Answer:
-    training = draft.config.training
+    training, derived = draft.config.training, draft.derived
     if training.train_iters is not None:
         return Answer(_settled(training.train_iters), "--train-iters")
     if training.train_samples is None:
         raise UnsettledError  # The rule `training_has_one_length` reports it.
-    iterations = training.train_samples // training.global_batch_size
+    sizes = _batch_sizes(draft)
+    to_come = sizes.iterations_to(
+        training.train_samples,
+        consumed=derived.start_consumed_samples,
+        fills_up=training.step_batch_size_schedule is not None,
+    )
+    done = f"{derived.start_iteration} done, and " if derived.start_iteration else ""
+    samples = f"{training.train_samples - derived.start_consumed_samples if done else training.train_samples} samples"
+    is_constant = len(sizes.rule.sizes) == 1
     return Answer(
-        iterations, f"{training.train_samples} samples // global batch {training.global_batch_size}"
+        derived.start_iteration + to_come,
+        f"{done}{samples} // global batch {sizes.at(0)}"
+        if is_constant
+        else f"{done}{samples} in batches of {sizes.rule.sizes[0]} to {sizes.rule.sizes[-1]}",
     )
 
 
 def train_samples(draft: Draft) -> Answer:
-    iterations, batch = draft.derived.train_iters, draft.config.training.global_batch_size
-    return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
+    derived, sizes = draft.derived, _batch_sizes(draft)
+    to_come = max(derived.train_iters - derived.start_iteration, 0)
+    samples = sizes.samples_after(to_come, consumed=derived.start_consumed_samples)
+    if len(sizes.rule.sizes) > 1:
+        return Answer(samples, f"what {derived.train_iters} iterations read, as the batch grows")
+    if samples != derived.train_iters * sizes.at(0):
+        return Answer(
+            samples,
+            f"{derived.start_consumed_samples} so far + {to_come} iterations * global batch {sizes.at(0)}",
+        )
+    return Answer(samples, f"{derived.train_iters} iterations * global batch {sizes.at(0)}")
 
 
 def lr_decay_samples(draft: Draft) -> Answer:
-    schedule, batch = draft.config.schedule, draft.config.training.global_batch_size
+    schedule = draft.config.schedule
     if schedule.lr_decay_samples is not None:
         return Answer(_settled(schedule.lr_decay_samples), "--lr-decay-samples")
     if schedule.lr_decay_iters is not None:
-        return Answer(
-            schedule.lr_decay_iters * batch, f"{schedule.lr_decay_iters} iterations * global batch {batch}"
-        )
-    return Answer(_settled(draft.derived.requested_train_samples), "to the end of training")
+        return _samples_of(draft, schedule.lr_decay_iters)
+    return Answer(_samples_of_training(draft).value, "to the end of training")
 
 
 def lr_warmup_samples(draft: Draft) -> Answer:
-    schedule, batch = draft.config.schedule, draft.config.training.global_batch_size
+    schedule = draft.config.schedule
     if schedule.lr_warmup_fraction is not None:
         decay = draft.derived.lr_decay_samples
         return Answer(
@@ -164,9 +197,67 @@ def lr_warmup_samples(draft: Draft) -> Answer:
         )
     if schedule.lr_warmup_samples:
         return Answer(schedule.lr_warmup_samples, "--lr-warmup-samples")
-    return Answer(
-        schedule.lr_warmup_iters * batch, f"{schedule.lr_warmup_iters} iterations * global batch {batch}"
+    return _samples_of(draft, schedule.lr_warmup_iters)
+
+
+def lr_wsd_decay_samples(draft: Draft) -> Answer:
+    schedule = draft.config.schedule
+    if schedule.lr_decay_style != "WSD":
+        return Answer(None, "the decay is not WSD")
+    if schedule.lr_wsd_decay_samples is not None:
+        return Answer(_settled(schedule.lr_wsd_decay_samples), "--lr-wsd-decay-samples")
+    if schedule.lr_wsd_decay_iters is None:
+        raise UnsettledError  # The rule `wsd_decay_has_one_length` reports it.
+    return _samples_of(draft, schedule.lr_wsd_decay_iters)
+
+
+def schedule(draft: Draft) -> Answer:
+    config, derived, optimizer = draft.config.schedule, draft.derived, draft.config.optimizer
+    is_constant = config.weight_decay_incr_style == "constant"
+    start, end = config.start_weight_decay, config.end_weight_decay
+    if not is_constant and (start is None or end is None):
+        raise UnsettledError  # The rule `weight_decay_says_how_it_moves` reports it.
+    own = ScheduleValues(
+        lr=_settled(optimizer.lr),
+        min_lr=_settled(config.min_lr),
+        lr_decay_style=_settled(config.lr_decay_style),
+        lr_warmup_samples=_settled(derived.lr_warmup_samples),
+        lr_decay_samples=_settled(derived.lr_decay_samples),
+        lr_wsd_decay_style=_settled(config.lr_wsd_decay_style),
+        lr_wsd_decay_samples=_settled(derived.lr_wsd_decay_samples),
+        start_weight_decay=_settled(optimizer.weight_decay if is_constant else start),
+        end_weight_decay=_settled(optimizer.weight_decay if is_constant else end),
+        weight_decay_incr_style=_settled(config.weight_decay_incr_style),
+        weight_decay_incr_samples=_samples_of_training(draft).value,
     )
+    stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
+    if stored and draft.continues_optimizer and config.use_checkpoint_opt_param_scheduler:
+        return Answer(dataclasses.replace(own, **stored), "the checkpoint's")
+    return Answer(own, "of this run")
+
+
+def _samples_of(draft: Draft, iterations: int) -> Answer:
+    batch = draft.config.training.global_batch_size
+    return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
+
+
+def _samples_of_training(draft: Draft) -> Answer:
+    """As schedules count it: whether or not samples are left over, or the batch was another one before."""
+    training = draft.config.training
+    if training.train_samples is not None:
+        return Answer(_settled(training.train_samples), "--train-samples")
+    return _samples_of(draft, draft.derived.train_iters)
+
+
+def _batch_sizes(draft: Draft) -> BatchSizes:
+    """The sizes of iterations, if they can be had; rules report it if not."""
+    try:
+        sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
+    except ConfigError:
+        raise UnsettledError from None
+    if sizes.misfits(is_decreased=draft.config.training.decrease_batch_size_if_needed):
+        raise UnsettledError
+    return sizes
 
 
 def vocab_size(draft: Draft) -> Answer:
@@ -271,6 +362,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.num_microbatches", num_microbatches),
     ("training.eval_global_batch_size", eval_global_batch_size),
     ("derived.num_eval_microbatches", num_eval_microbatches),
+    ("derived.start_iteration", start_iteration),
+    ("derived.start_consumed_samples", start_consumed_samples),
     ("derived.train_iters", train_iters),
     ("derived.train_samples", train_samples),
     ("derived.requested_train_samples", requested_train_samples),
@@ -281,14 +374,14 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.test_plan", test_plan),
     ("derived.lr_decay_samples", lr_decay_samples),
     ("derived.lr_warmup_samples", lr_warmup_samples),
+    ("derived.lr_wsd_decay_samples", lr_wsd_decay_samples),
+    ("derived.schedule", schedule),
     ("derived.vocab_size", vocab_size),
     ("derived.eod_id", eod_id),
     ("model.padded_vocab_size", padded_vocab_size),
     ("derived.padded_vocab_size", resolved_padded_vocab_size),
     ("derived.tokens_per_iteration", tokens_per_iteration),
     ("derived.flops_per_iteration", flops_per_iteration),
-    ("derived.start_iteration", start_iteration),
-    ("derived.start_consumed_samples", start_consumed_samples),
 )
 
 OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], Answer | None]], ...]] = (

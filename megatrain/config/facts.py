@@ -47,6 +47,25 @@ class StoredRun:
     data_plans: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     """Samples that the order of each split was made for, plan by plan."""
     datasets: tuple[DatasetFacts, ...] = ()
+    schedule: Mapping[str, Any] | None = None
+    """What its schedules followed, as `ScheduleValues.to_dict` gives it; None: they are not taken up."""
+    has_optimizer: bool = True
+    """Whether it holds more than weights."""
+    is_start: bool = False
+    """Whether a run begins with its weights, and does not continue it."""
+
+    @property
+    def weights_alone(self) -> StoredRun:
+        """What it means to a run that begins with its weights."""
+        stored = {
+            "model": self.config.get("model", {}),
+            "tokenizer": {
+                name: value
+                for name, value in self.config.get("tokenizer", {}).items()
+                if name == "vocab_size"
+            },
+        }
+        return StoredRun(path=self.path, iteration=0, consumed_train_samples=0, config=stored, is_start=True)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:
@@ -58,6 +77,8 @@ class StoredRun:
             pass_size=state.get("pass_size"),
             data_plans=state.get("data_plans", {}),
             datasets=tuple(DatasetFacts(**dataset) for dataset in state.get("datasets", ())),
+            schedule=state.get("schedule"),
+            has_optimizer=state.get("has_optimizer", True),
             **values,
         )
 

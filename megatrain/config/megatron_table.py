@@ -48,6 +48,7 @@ def _never(text: str, flags: str, *, instead: str = "leave this out") -> Answer:
 
 
 ALIASES: Final[Mapping[str, Alias]] = {
+    "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),
     "--encoder-num-layers": Alias("model.num_layers"),
     "--encoder-seq-length": Alias("data.seq_length"),
     "--persistent-save-interval": Alias("checkpoint.save_interval"),
@@ -137,12 +138,8 @@ _ACCEPTED: Final = (
     ),
     # The run
     _here(
-        "here flags always win over what a checkpoint holds, and the plan lists what changed",
-        "--override-opt-param-scheduler",
-    ),
-    _here(
         "here SIGTERM, SIGINT and SIGUSR1 always save and stop",
-        "--exit-signal-handler --exit-signal-handler-for-training --exit-signal=SIGTERM|SIGINT|SIGUSR1|15|2|10",
+        "--exit-signal-handler --exit-signal-handler-for-training",
     ),
     _here("here threads read ahead, and end with their rank", "--exit-signal-handler-for-dataloader"),
     _here("here nothing waits at a barrier to be timed", "--no-barrier-with-level-1-timing"),
@@ -290,11 +287,6 @@ _NOT_YET: Final = (
         instead="leave this out, and use --init-method-std",
     ),
     _later(
-        "a loss that weighs all tokens of an iteration alike",
-        "--calculate-per-token-loss",
-        instead="leave this out: micro-batches weigh alike, as in Megatron-LM without it",
-    ),
-    _later(
         "fill-in-the-middle data",
         "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate="
         " --fim-middle-token= --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample="
@@ -325,11 +317,6 @@ _NOT_YET: Final = (
         " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
     # Precision, memory, speed
-    _later(
-        "fp16",
-        "--fp16 --loss-scale= --initial-loss-scale= --min-loss-scale= --loss-scale-window= --hysteresis=",
-        instead="use --bf16, which needs no loss scale",
-    ),
     _later(
         "fp8 or fp4",
         "--fp8-format= --fp8-recipe= --fp8-param-gather --fp8-amax-compute-algo= --fp8-amax-history-len= --fp8-interval="
@@ -370,42 +357,17 @@ _NOT_YET: Final = (
         " --disable-bf16-reduced-precision-matmul --batch-invariant-backend= --batch-invariant-mode"
         " --mlp-chunks-for-training=1",
     ),
-    _later(
-        "collecting garbage at chosen moments",
-        "--manual-gc --manual-gc-interval=0 --no-manual-gc-eval --disable-manual-gc-eval",
-    ),
     _later("freeing memory between steps", "--empty-unused-memory-level=0"),
     # Optimizer and schedule
     _later(
         "this optimizer",
         "--muon-coefficient-type= --muon-extra-scale-factor= --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov"
         " --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-no-split-qkv --muon-tp-mode="
-        " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2= --sgd-momentum=",
-        instead="leave this out, and use --optimizer adam",
+        " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2=",
+        instead="leave this out, and use --optimizer adam or sgd",
     ),
-    _later(
-        "the WSD schedule",
-        "--lr-wsd-decay-iters= --lr-wsd-decay-samples= --lr-wsd-decay-style=",
-        instead="leave this out; --lr-decay-style constant, linear and cosine are there",
-    ),
-    _later("a learning rate of its own for some weights", "--decoupled-lr= --decoupled-min-lr="),
     _later("another choice of the weights that decay", "--apply-wd-to-qk-layernorm"),
     _later("training no weight, or not all", "--freeze-all-layers"),
-    _later(
-        "weight decay that changes over the run",
-        "--start-weight-decay= --end-weight-decay= --weight-decay-incr-style=constant",
-        instead="use --weight-decay",
-    ),
-    _later(
-        "a batch size that changes over the run",
-        "--rampup-batch-size=+ --step-batch-size-schedule= --decrease-batch-size-if-needed",
-        instead="leave this out, and use one --global-batch-size",
-    ),
-    _later(
-        "taking the schedule from a checkpoint",
-        "--use-checkpoint-opt-param-scheduler",
-        instead="leave this out and give the flags of the first run: the plan lists what changed",
-    ),
     # Checkpoints
     _later(
         "saving in the background",
@@ -414,9 +376,9 @@ _NOT_YET: Final = (
         instead="leave this out: the run waits while it saves",
     ),
     _later(
-        "starting from the weights of another run",
-        "--finetune --pretrained-checkpoint= --load-main-params-from-ckpt",
-        instead="use --load, with --no-load-optim to leave out the optimizer's state",
+        "this way of starting from the weights of another run",
+        "--load-main-params-from-ckpt",
+        instead="use --load with --finetune",
     ),
     _later(
         "choosing an iteration to load, or to call it",
@@ -428,7 +390,6 @@ _NOT_YET: Final = (
         "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
         instead="give --config FOLDER/config.yaml: every run writes that file into its --save folder",
     ),
-    _later("saving without the optimizer's state", "--no-save-optim"),
     _later("removing older checkpoints", "--save-retain-interval="),
     _later(
         "checkpoints beside those of --save",
@@ -518,10 +479,6 @@ _NEVER: Final = (
         "replicas always start from the same weights",
         "--data-parallel-random-init",
         instead="leave this out, and use --seed for other weights",
-    ),
-    _never(
-        "a loss or a gradient norm that is no number always ends the run",
-        "--no-check-for-nan-in-loss-and-grad",
     ),
     _never("each rank always writes what it alone holds", "--no-ckpt-fully-parallel-save"),
     _never(
@@ -698,8 +655,7 @@ FORMER_FLAGS: Final = frozenset(word.partition("=")[0] for answer in _FORMER for
 
 CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
     "--dataloader-type": ("external",),
-    "--lr-decay-style": ("inverse-square-root", "WSD"),
-    "--optimizer": ("sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+    "--optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap"),
     "--position-embedding-type": ("mrope", "relative", "yarn"),
     "--transformer-impl": ("inference_optimized",),
 }

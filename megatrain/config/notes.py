@@ -40,10 +40,44 @@ def distributed_optimizer_by_default(draft: Draft) -> Iterator[str]:
 
 
 def samples_left_over(draft: Draft) -> Iterator[str]:
-    training = draft.config.training
-    if training.train_samples is not None and training.train_samples % training.global_batch_size:
-        rest = training.train_samples % training.global_batch_size
-        yield f"the last {rest} of --train-samples {training.train_samples} do not fill a global batch and are left out"
+    samples, read = draft.config.training.train_samples, draft.derived.train_samples
+    if samples is not None and samples > read:
+        yield f"the last {samples - read} of --train-samples {samples} do not fill a global batch and are left out"
+    if samples is not None and samples < read:
+        yield f"training ends at {read} samples, not {samples}: the last global batch is filled up"
+
+
+def batch_is_decreased(draft: Draft) -> Iterator[str]:
+    training, passes = draft.config.training, draft.derived.num_microbatches
+    size = passes * training.micro_batch_size * draft.derived.data_parallel_size
+    if training.decrease_batch_size_if_needed and size != training.global_batch_size:
+        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}: {passes} micro-batches on all replicas"
+
+
+def schedules_start_anew(draft: Draft) -> Iterator[str]:
+    stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
+    if stored is not None and checkpoint.no_load_optim and not stored.is_start:
+        yield "--no-load-optim: learning rate and weight decay start anew, as in Megatron-LM"
+
+
+def schedules_are_the_checkpoints(draft: Draft) -> Iterator[str]:
+    stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
+    if stored and draft.continues_optimizer and draft.config.schedule.use_checkpoint_opt_param_scheduler:
+        own = {"--lr": draft.config.optimizer.lr, "--min-lr": draft.config.schedule.min_lr}
+        kept = {"--lr": draft.derived.schedule.lr, "--min-lr": draft.derived.schedule.min_lr}
+        said = [f"{flag} {kept[flag]}, not {own[flag]}" for flag in own if kept[flag] != own[flag]]
+        yield "schedules are the checkpoint's" + (f" ({'; '.join(said)})" if said else "")
+
+
+def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
+    stored = draft.facts.checkpoint
+    before = stored.config.get("training", {}).get("global_batch_size") if stored else None
+    now = draft.config.training.global_batch_size
+    if stored is not None and stored.iteration and before not in (None, now):
+        yield (
+            f"--global-batch-size {before} -> {now}: the order of samples stays, and training goes on behind sample"
+            f" {stored.consumed_train_samples}; what counts in iterations now means other numbers of samples"
+        )
 
 
 def split_has_no_effect(draft: Draft) -> Iterator[str]:
@@ -95,6 +129,10 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     sequence_parallel_alone,
     distributed_optimizer_by_default,
     samples_left_over,
+    batch_is_decreased,
+    schedules_start_anew,
+    schedules_are_the_checkpoints,
+    batch_changed_on_resume,
     split_has_no_effect,
     datasets_come_twice,
     end_of_document_was_guessed,

@@ -8,32 +8,44 @@ from megatrain.config.values import AUTO, REQUIRED, in_range
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer: AdamW and gradient clipping."""
+    """Optimizer: AdamW or SGD, and gradient clipping."""
 
-    optimizer: Literal["adam"] = "adam"
-    """The optimizer; adam decouples weight decay from the gradient (AdamW)."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """The optimizer; adam decouples weight decay from the gradient (AdamW), sgd has momentum."""
     lr: float = field(default=REQUIRED, metadata=in_range(above=0))
     """Learning rate once warm-up ends."""
     weight_decay: float = field(default=0.01, metadata=in_range(at_least=0))
     """Share of a weight that a step at learning rate 1 takes away; biases and norms do not decay."""
+    decoupled_lr: float | None = field(default=None, metadata=in_range(above=0))
+    """Learning rate of the embedding and the output layer. Left out: --lr, as of all else."""
+    decoupled_min_lr: float | None = field(default=None, metadata=in_range(at_least=0))
+    """Their learning rate once the decay has ended. Left out: --min-lr."""
     adam_beta1: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
     """Decay of Adam's mean of gradients."""
     adam_beta2: float = field(default=0.999, metadata=in_range(at_least=0, below=1))
     """Decay of Adam's mean of squared gradients."""
     adam_eps: float = field(default=1e-8, metadata=in_range(above=0))
     """Added to the root of Adam's mean of squared gradients."""
+    sgd_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
+    """Decay of SGD's sum of gradients."""
     clip_grad: float = field(default=1.0, metadata=in_range(at_least=0))
     """Largest norm of all gradients together; larger ones are scaled down to it. 0: no clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Learning-rate schedule: a linear warm-up to --lr, then a decay to --min-lr. The first step runs at --lr-warmup-init."""
+    """Schedules: a linear warm-up to --lr, then a decay to --min-lr; weight decay that may increase. The first step runs at --lr-warmup-init."""
 
     min_lr: float = field(default=0.0, metadata=in_range(at_least=0))
     """Learning rate once the decay has ended."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay. WSD: constant until a decay at the end, whose shape --lr-wsd-decay-style gives."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the decay at the end of WSD."""
+    lr_wsd_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Iterations of the decay at the end of WSD."""
+    lr_wsd_decay_samples: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Samples of the decay at the end of WSD."""
     lr_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
     """Iteration at which the decay ends. Left out: the end of training."""
     lr_decay_samples: int | None = field(default=None, metadata=in_range(at_least=1))
@@ -46,6 +58,16 @@ class ScheduleConfig:
     """Share of the time until the decay ends that warm-up takes."""
     lr_warmup_init: float = field(default=0.0, metadata=in_range(at_least=0))
     """Learning rate at which warm-up starts."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay moves from --start-weight-decay to --end-weight-decay over the run. constant: it is --weight-decay."""
+    start_weight_decay: float | None = field(default=None, metadata=in_range(at_least=0))
+    """Weight decay of the first step, where it increases."""
+    end_weight_decay: float | None = field(default=None, metadata=in_range(at_least=0))
+    """Weight decay at the end of training, where it increases."""
+    override_opt_param_scheduler: bool = False
+    """On resume, schedules are those of this command line, not of the checkpoint."""
+    use_checkpoint_opt_param_scheduler: bool = False
+    """On resume, schedules are those of the checkpoint, whatever this command line says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,5 +76,17 @@ class PrecisionConfig:
 
     bf16: bool = False
     """Keep and multiply weights in bfloat16; the optimizer keeps float32 copies."""
-    params_dtype: Literal["float32", "bfloat16", "float64"] = AUTO
-    """Number format of weights. Left open: bfloat16 with --bf16, else float32."""
+    fp16: bool = False
+    """Keep and multiply weights in float16, with a loss scale; the optimizer keeps float32 copies."""
+    params_dtype: Literal["float32", "bfloat16", "float16", "float64"] = AUTO
+    """Number format of weights. Left open: bfloat16 with --bf16, float16 with --fp16, else float32."""
+    loss_scale: float | None = field(default=None, metadata=in_range(above=0))
+    """What the loss is multiplied with, so that small gradients survive. Left out: a dynamic scale with --fp16, else 1."""
+    initial_loss_scale: float = field(default=2.0**32, metadata=in_range(above=0))
+    """Dynamic loss scale of the first step."""
+    min_loss_scale: float = field(default=1.0, metadata=in_range(above=0))
+    """Smallest dynamic loss scale."""
+    loss_scale_window: float = field(default=1000, metadata=in_range(above=0))
+    """Steps with finite gradients in a row after which the dynamic loss scale doubles."""
+    hysteresis: int = field(default=2, metadata=in_range(at_least=1))
+    """Steps with gradients that are not finite before the dynamic loss scale halves."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain.config.facts import Facts
+from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.tree import Config, Origin
 from megatrain.config.values import INVALID
 
-DType = Literal["float32", "bfloat16", "float64"]
+DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Derived:
     """Ranks that hold one model replica: tp * pp."""
     data_parallel_size: int = INVALID
     num_microbatches: int = INVALID
-    """Micro-batches that each rank runs in an iteration."""
+    """Micro-batches that each rank runs in an iteration, once the batch has its full size."""
     num_eval_microbatches: int = INVALID
     """The same in an evaluation."""
     train_iters: int = INVALID
     train_samples: int = INVALID
-    """Samples that training reads: whole global batches."""
+    """Samples that training has read at its end: whole global batches."""
     requested_train_samples: int = INVALID
     """Samples that training asks for."""
     requested_valid_samples: int | None = INVALID
@@ -50,6 +51,10 @@ class Derived:
     lr_decay_samples: int = INVALID
     lr_warmup_samples: float = INVALID
     """A fraction of the decay is not rounded, as in Megatron-LM."""
+    lr_wsd_decay_samples: int | None = INVALID
+    """None: the decay is not WSD."""
+    schedule: ScheduleValues = INVALID
+    """The schedules that are followed: of the command line, or of the checkpoint where that is asked for."""
     vocab_size: int = INVALID
     """Tokens of the tokenizer, before padding."""
     padded_vocab_size: int = INVALID
@@ -59,11 +64,18 @@ class Derived:
     main_dtype: DType = INVALID
     """Number format of the optimizer's copies of weights, of its state and of gradient sums."""
     tokens_per_iteration: int = INVALID
+    """Of a full batch."""
     flops_per_iteration: int = INVALID
-    """By Megatron-LM's formula; recomputation is not counted."""
+    """By Megatron-LM's formula, of a full batch; recomputation is not counted."""
     start_iteration: int = INVALID
     """Iterations done by the checkpoint that is loaded."""
     start_consumed_samples: int = INVALID
+
+
+def continues_optimizer(config: Config, facts: Facts) -> bool:
+    """Whether the optimizer, its schedules and the loss scale go on where the checkpoint has them."""
+    is_continued = facts.checkpoint is not None and not facts.checkpoint.is_start
+    return is_continued and not (config.checkpoint.no_load_optim or config.training.skip_train)
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,11 @@ class Draft:
     derived: Derived
     facts: Facts
     origins: Mapping[str, Origin]
+
+    @property
+    def continues_optimizer(self) -> bool:
+        """See the function of this name."""
+        return continues_optimizer(self.config, self.facts)
 
     def is_default(self, path: str) -> bool:
         return self.origins[path].kind == "default"

@@ -32,12 +32,15 @@ _ORDER_OF_SAMPLES: Final = (
     "data.no_data_sharding",
     "data.mid_level_dataset_surplus",
     "training.seed",
-    "training.global_batch_size",
 )
+# Optimizers keep different things for each weight.
+_STATE_OF_OPTIMIZER: Final = ("optimizer.optimizer",)
 # Say where to start from and where files lie, not what is trained.
 _NOT_WORTH_A_NOTE: Final = (
     "checkpoint.load",
     "checkpoint.load_or_start",
+    "schedule.override_opt_param_scheduler",
+    "schedule.use_checkpoint_opt_param_scheduler",
     "data.data_cache_path",
     "data.num_workers",
     "model.padded_vocab_size",
@@ -46,7 +49,7 @@ _NOT_WORTH_A_NOTE: Final = (
 
 def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
-        reason = _reason_to_stay(path)
+        reason = _reason_to_stay(path, draft)
         if reason:
             yield Problem(
                 f"{flag_of(path)} cannot change on resume (yet), {reason}:"
@@ -120,13 +123,54 @@ def tokenizer_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def schedules_are_the_stored_ones(draft: Draft) -> Iterator[Problem]:
+    """As Megatron-LM asks: whoever changes a schedule half-way says so."""
+    stored = draft.facts.checkpoint
+    if stored is None or stored.schedule is None or not draft.continues_optimizer:
+        return
+    if draft.config.schedule.override_opt_param_scheduler:
+        return
+    changes = draft.derived.schedule.changes(stored.schedule)
+    if changes:
+        said = "; ".join(
+            f"{name}: the checkpoint has {before}, this run {now}" for name, before, now in changes
+        )
+        yield Problem(
+            f"the schedules are not those of the checkpoint: {said}",
+            "add --override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to go"
+            " on with the checkpoint's",
+        )
+
+
+def checkpoint_holds_the_optimizer(draft: Draft) -> Iterator[Problem]:
+    stored = draft.facts.checkpoint
+    if stored is not None and not stored.has_optimizer and draft.continues_optimizer:
+        yield Problem(
+            f"{stored.path} was saved with --no-save-optim: it holds the weights alone",
+            "add --finetune to begin a run with them, or --no-load-optim to go on without the optimizer's state",
+        )
+
+
 def optimizer_state_is_left_out_once(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
-    if checkpoint.no_load_optim and checkpoint.save is not None and checkpoint.save == checkpoint.load:
+    if checkpoint.save is None or checkpoint.save != checkpoint.load:
+        return
+    if checkpoint.finetune:
+        yield Problem(
+            "--finetune with --save and --load in one folder would begin at iteration 0 at every restart",
+            "load from another folder, or leave out --finetune",
+        )
+    elif checkpoint.no_load_optim:
         yield Problem(
             "--no-load-optim with --save and --load in one folder would drop the optimizer's state at every restart",
             "load from another folder, or leave out --no-load-optim",
         )
+
+
+def finetuning_needs_weights(draft: Draft) -> Iterator[Problem]:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.finetune and checkpoint.load is None:
+        yield Problem("--finetune is given without --load", "add --load FOLDER, or leave --finetune out")
 
 
 def changed_settings(draft: Draft) -> list[str]:
@@ -134,7 +178,7 @@ def changed_settings(draft: Draft) -> list[str]:
     return [
         f"{flag_of(path)} {_shown(stored)} -> {_shown(now)}"
         for path, stored, now in _changes(draft)
-        if not _reason_to_stay(path) and path not in _NOT_WORTH_A_NOTE
+        if not _reason_to_stay(path, draft) and path not in _NOT_WORTH_A_NOTE
     ]
 
 
@@ -151,11 +195,13 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             yield setting.path, before, now
 
 
-def _reason_to_stay(path: str) -> str | None:
+def _reason_to_stay(path: str, draft: Draft) -> str | None:
     if path.startswith("model.") and path not in _FREE_OF_MODEL:
         return "the shape of the model depends on it"
     if path in _ORDER_OF_SAMPLES:
         return "the order of samples depends on it"
+    if path in _STATE_OF_OPTIMIZER and draft.continues_optimizer:
+        return "the optimizer's state depends on it"
     return "the meaning of token numbers depends on it" if path == "tokenizer.vocab_size" else None
 
 
@@ -180,5 +226,8 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     data_is_the_stored_one,
     cycles_keep_their_passes,
     tokenizer_is_the_stored_one,
+    schedules_are_the_stored_ones,
+    checkpoint_holds_the_optimizer,
     optimizer_state_is_left_out_once,
+    finetuning_needs_weights,
 )

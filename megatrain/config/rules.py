@@ -2,7 +2,7 @@
 
 A rule yields problems, each with the flag, its value and a value that works. It may compute freely: where something
 that it needs is wrong already, `resolve` skips it. Rules about sizes are in `size_rules.py`, about features that are
-not there in `unsupported.py`, about a checkpoint in `resume.py`.
+not there in `unsupported.py`, about batches and schedules in `training_rules.py`, about a checkpoint in `resume.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from megatrain.config.plan import Draft
 from megatrain.config.resume import RESUME_RULES
 from megatrain.config.size_rules import SIZE_RULES
 from megatrain.config.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
+from megatrain.config.training_rules import TRAINING_RULES
 from megatrain.config.unsupported import UNSUPPORTED_RULES
 
 Problems = Iterator[Problem]
@@ -35,10 +36,12 @@ def training_has_one_length(draft: Draft) -> Problems:
 
 
 def samples_fill_a_batch(draft: Draft) -> Problems:
-    samples, batch = draft.config.training.train_samples, draft.config.training.global_batch_size
-    if samples is not None and samples < batch:
+    training = draft.config.training
+    samples, batch = training.train_samples, training.global_batch_size
+    is_growing = bool(training.rampup_batch_size) or training.step_batch_size_schedule is not None
+    if samples is not None and draft.derived.train_iters == 0:
         yield Problem(
-            f"--train-samples {samples} do not fill one --global-batch-size {batch}",
+            f"--train-samples {samples} do not fill one {'batch' if is_growing else f'--global-batch-size {batch}'}",
             f"use --train-samples {batch} or more",
         )
 
@@ -142,17 +145,6 @@ def gpus_are_for_nccl(draft: Draft) -> Problems:
         )
 
 
-def number_formats_agree(draft: Draft) -> Problems:
-    precision = draft.config.precision
-    if precision.bf16 and precision.params_dtype != "bfloat16":
-        yield Problem(
-            f"--bf16 and --params-dtype {precision.params_dtype} contradict each other",
-            "leave one of them out",
-        )
-    if not precision.bf16 and precision.params_dtype == "bfloat16":
-        yield Problem("--params-dtype bfloat16 is given without --bf16", "add --bf16")
-
-
 def save_interval_has_a_folder(draft: Draft) -> Problems:
     checkpoint = draft.config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
@@ -182,6 +174,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     decay_has_one_length,
     warmup_ends_before_decay,
     learning_rates_are_in_order,
+    *TRAINING_RULES,
     *DATA_RULES,
     vocabulary_is_known,
     end_of_document_is_known,
@@ -189,7 +182,6 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     device_is_there,
     each_rank_has_a_gpu,
     gpus_are_for_nccl,
-    number_formats_agree,
     save_interval_has_a_folder,
     missing_checkpoint_has_one_answer,
     *LOG_RULES,

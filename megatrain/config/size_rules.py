@@ -139,7 +139,15 @@ def ranks_hold_whole_replicas(draft: Draft) -> Problems:
 def global_batch_divides_into_passes(draft: Draft) -> Problems:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     batch, per_pass = training.global_batch_size, training.micro_batch_size * dp
-    if batch % per_pass:
+    if training.step_batch_size_schedule is not None:
+        return  # The rule `batch_sizes_make_sense` looks at all of its batches.
+    if training.decrease_batch_size_if_needed and batch < per_pass:
+        yield Problem(
+            f"--global-batch-size {batch} is less than --micro-batch-size {training.micro_batch_size} *"
+            f" data-parallel size {dp} = {per_pass}: --decrease-batch-size-if-needed leaves nothing of it",
+            f"use --global-batch-size {per_pass}",
+        )
+    if batch % per_pass and not training.decrease_batch_size_if_needed:
         yield Problem(
             f"--global-batch-size {batch} is no multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
@@ -150,7 +158,8 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
 def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     batch, per_pass = training.eval_global_batch_size, training.micro_batch_size * dp
-    if batch % per_pass and batch != training.global_batch_size:
+    is_rounded = training.decrease_batch_size_if_needed and batch >= per_pass
+    if batch % per_pass and batch != training.global_batch_size and not is_rounded:
         yield Problem(
             f"--eval-global-batch-size {batch} is no multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",

@@ -13,11 +13,21 @@ class TrainingConfig:
     micro_batch_size: int = field(default=REQUIRED, metadata=in_range(at_least=1))
     """Samples that a model replica takes through the model at once."""
     global_batch_size: int = field(default=AUTO, metadata=in_range(at_least=1))
-    """Samples of an iteration, over all replicas. Left open: one micro-batch for each."""
+    """Samples of an iteration, over all replicas. Left open: one micro-batch for each, or the last of --step-batch-size-schedule."""
+    rampup_batch_size: tuple[str, ...] = ()
+    """Three numbers: the global batch begins at the first, grows by steps of the second, and reaches --global-batch-size after as many samples as the third says."""
+    step_batch_size_schedule: str | None = None
+    """Global batches from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
+    decrease_batch_size_if_needed: bool = False
+    """Round the global batch down to what micro-batches on all replicas fill, instead of refusing it."""
     train_iters: int | None = field(default=None, metadata=in_range(at_least=1))
     """Iterations to train for. This or --train-samples."""
     train_samples: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Samples to train on; a last incomplete global batch is left out. This or --train-iters."""
+    """Samples to train on; a last incomplete global batch is left out (with --step-batch-size-schedule it is filled up). This or --train-iters."""
+    calculate_per_token_loss: bool = False
+    """Each token that counts has the same weight in an iteration. Otherwise each micro-batch has, whatever number of its tokens count."""
+    check_for_nan_in_loss_and_grad: bool = True
+    """End the run at a loss or gradient that is not finite. Off: such an iteration is skipped and counted."""
     seed: int = field(default=1234, metadata=in_range(at_least=0))
     """Seed of initial weights and of the order of samples."""
     eval_interval: int | None = field(default=None, metadata=in_range(at_least=1))
@@ -34,6 +44,12 @@ class TrainingConfig:
     """Evaluate once before the first iteration, on the samples that the first evaluation reads. Not in Megatron-LM."""
     deterministic_mode: bool = False
     """Use only operations that give the same bits each time. On a CPU that is always so; not there yet on a GPU."""
+    manual_gc: bool = False
+    """Collect Python's garbage on all ranks in the same iterations, not when each sees fit."""
+    manual_gc_interval: int = field(default=0, metadata=in_range(at_least=0))
+    """Iterations between collections with --manual-gc. 0: never."""
+    manual_gc_eval: bool = True
+    """With --manual-gc, collect before and after an evaluation too."""
     device: Literal["cpu", "cuda"] = AUTO
     """Where to compute. Left open: on the GPU if there is one."""
 
@@ -53,7 +69,13 @@ class CheckpointConfig:
     load_or_start: bool = False
     """Start from initial weights if --load holds no checkpoint, as Megatron-LM does."""
     no_load_optim: bool = False
-    """Load the weights alone: optimizer state starts from zero."""
+    """Load the weights alone: optimizer state, the schedules' progress and the loss scale start anew."""
+    no_save_optim: bool = False
+    """Save the weights alone: smaller, and good for --finetune and --no-load-optim, not to go on from."""
+    finetune: bool = False
+    """Load the weights alone and begin at iteration 0, with data and schedules of this command line."""
+    pretrained_checkpoint: str | None = None
+    """Folder of a run whose weights this one begins with, as with --finetune, while --load holds no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,3 +86,5 @@ class ResilienceConfig:
     """Save and stop at the first iteration that this divides."""
     exit_duration_in_mins: float | None = field(default=None, metadata=in_range(above=0))
     """Save and stop after this many minutes."""
+    exit_signal: str = "SIGTERM"
+    """A signal that asks for the end, by name or number, beside SIGTERM, SIGINT and SIGUSR1."""

@@ -71,4 +71,5 @@ def vocab_layout(
         init=init,
         copies=("embedding",) if is_shared else (),
         grad_sum_group="embedding" if is_shared else None,
+        is_embedding=True,
     )

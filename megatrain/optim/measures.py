@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatrain.optim.sharded import ShardedAdamw
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.collectives import all_reduce
 
 
-def parameter_norm(optimizer: ShardedAdamw) -> float:
+def parameter_norm(optimizer: ShardedOptimizer) -> float:
     """L2 norm of all main weights; called by all ranks."""
     parts = [main[place] for main, place in _own_places(optimizer, optimizer.main)]
     squares = torch.zeros((), dtype=torch.float64, device=optimizer.buffers.weights.device)
@@ -24,7 +24,7 @@ def parameter_norm(optimizer: ShardedAdamw) -> float:
     return _over_ranks(squares, optimizer).sqrt().item()
 
 
-def num_zero_gradients(optimizer: ShardedAdamw) -> int:
+def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
     """Elements of the summed gradient that are zero; called by all ranks before the gradients are cleared."""
     buffers = optimizer.buffers
     gradients = [buffers.gradients[shard.start : shard.stop] for shard in buffers.shards]
@@ -34,7 +34,7 @@ def num_zero_gradients(optimizer: ShardedAdamw) -> int:
     return int(_over_ranks(count, optimizer).item())
 
 
-def _own_places(optimizer: ShardedAdamw, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
+def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
     """The boxes that this rank counts, as places in one flat tensor a shard."""
     grid = optimizer.parallel.grid
     for shard, flat in zip(optimizer.buffers.shards, flats, strict=True):
@@ -43,7 +43,7 @@ def _own_places(optimizer: ShardedAdamw, flats: list[Tensor]) -> Iterator[tuple[
                 yield flat, place
 
 
-def _over_ranks(number: Tensor, optimizer: ShardedAdamw) -> Tensor:
+def _over_ranks(number: Tensor, optimizer: ShardedOptimizer) -> Tensor:
     """The sum over ranks that count different elements. Replicas without shards of their own count all alike."""
     grid = optimizer.parallel.grid
     return all_reduce(number, grid.tp_pp if optimizer.parallel.shard_group.size == 1 else grid.world)

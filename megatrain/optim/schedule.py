@@ -1,7 +1,10 @@
-"""The learning rate as a function of the samples consumed before the step.
+"""What moves over a run, as functions of the samples consumed before the step: learning rates and weight decay.
 
-Warm-up from `init` to `peak`, then a decay to `floor`. The rules are Megatron-LM's, so that its runs continue alike:
-the first iteration runs at `init`, and a constant rate stays at `peak` after the decay's end.
+    init ── warm-up ──> peak ── decay ──> floor           start ── increase ──> end
+          learning rate (of each group)                         weight decay
+
+The rules are Megatron-LM's, so that its runs continue alike: the first iteration runs at `init`, and a constant rate
+stays at `peak` after the decay's end. A step that was skipped does not count.
 """
 
 from __future__ import annotations
@@ -10,17 +13,25 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+IncreaseStyle = Literal["constant", "linear", "cosine"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
     """Counted in samples."""
 
-    style: Literal["constant", "linear", "cosine"]
+    style: DecayStyle
     peak: float
     floor: float
     init: float
     warmup_samples: float
     decay_samples: float
+    """Where the decay ends."""
+    wsd_style: WsdStyle = "exponential"
+    wsd_samples: float | None = None
+    """With WSD (warm-up, stable, decay): how long the decay takes."""
 
     def at(self, samples: int) -> float:
         """Rate of the step that starts after `samples` samples."""
@@ -30,6 +41,81 @@ class LearningRate:
             return self.peak
         if samples > self.decay_samples:
             return self.floor
+        if self.style == "inverse-square-root":
+            rate = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
+            return max(self.floor, rate)
+        return self.floor + self._share(samples) * (self.peak - self.floor)
+
+    def _share(self, samples: int) -> float:
+        """How much of the way from floor to peak is left."""
+        if self.style == "WSD":
+            assert self.wsd_samples is not None
+            start = self.decay_samples - self.wsd_samples
+            return (
+                1.0 if samples <= start else _wsd_share((samples - start) / self.wsd_samples, self.wsd_style)
+            )
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        share = 1.0 - ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        return self.floor + share * (self.peak - self.floor)
+        return 1.0 - ratio if self.style == "linear" else _half_cosine(ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDecay:
+    """Counted in samples. It may increase over a run."""
+
+    style: IncreaseStyle
+    start: float
+    end: float
+    increase_samples: float
+
+    def at(self, samples: int) -> float:
+        """Weight decay of the step that starts after `samples` samples."""
+        if self.style == "constant" or samples > self.increase_samples:
+            return self.end
+        ratio = samples / self.increase_samples
+        share = ratio if self.style == "linear" else _half_cosine(1.0 - ratio)
+        return self.start + share * (self.end - self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """The numbers of one step that schedules give."""
+
+    lr: float
+    embedding_lr: float
+    """Of the embedding and the output layer."""
+    weight_decay: float
+    """Of the parameters that decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """All that moves over a run."""
+
+    lr: LearningRate
+    embedding_lr: LearningRate
+    weight_decay: WeightDecay
+
+    def at(self, samples: int) -> Rates:
+        """The rates of the step that starts after `samples` samples of steps that were made."""
+        return Rates(
+            lr=self.lr.at(samples),
+            embedding_lr=self.embedding_lr.at(samples),
+            weight_decay=self.weight_decay.at(samples),
+        )
+
+
+def _half_cosine(ratio: float) -> float:
+    """From 1 at 0 to 0 at 1."""
+    return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+
+def _wsd_share(ratio: float, style: WsdStyle) -> float:
+    match style:
+        case "linear":
+            return 1.0 - ratio
+        case "cosine":
+            return _half_cosine(ratio)
+        case "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(ratio)

@@ -1,6 +1,6 @@
-"""AdamW over flat shards: this rank owns the wide main weights and moments of its shard of every bucket.
+"""The optimizer over flat shards: this rank owns the wide main weights and the state of its shard of every bucket.
 
-    gradients (summed) -> exact norm -> clip -> AdamW on the main weights -> weights in the model's dtype -> gather
+    gradients (summed) -> exact norm -> clip -> rule (AdamW, SGD) on main weights -> weights in the model's dtype -> gather
 
 With the distributed optimizer (ZeRO-1, arXiv:1910.02054) the shards of the data-parallel ranks are disjoint; without
 it every rank owns everything. Where the model's dtype is as wide as the main weights, they are the same memory.
@@ -8,20 +8,22 @@ it every rank owns everything. Where the model's dtype is as wide as the main we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatrain.kernels.adamw import AdamwStep, adamw
+from megatrain.optim.rules import UpdateRule, UpdateStep
+from megatrain.optim.schedule import Rates
 from megatrain.parallel.buffers import FlatBuffers, Shard
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.data import DataParallel
-from megatrain.parallel.layout import BoxRange, ParamLayout
+from megatrain.parallel.layout import BoxRange, ParamGroup, ParamLayout
 
-STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
-"""What is kept for each element, by the names that checkpoints use. `weight` is the main weight."""
+WEIGHT = "weight"
+"""The kind of state that is the main weight, by the name that checkpoints use."""
 
 
 class WeightSource(Protocol):
@@ -32,31 +34,23 @@ class WeightSource(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdamwConfig:
-    """The numbers of AdamW that stay the same over a run."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_grad: float
-    """Largest norm of all gradients together; 0: no clipping."""
-
-
-class ShardedAdamw:
+class ShardedOptimizer:
     """The optimizer of one rank.
 
     Args:
         parallel: moves gradients and weights between the replicas.
-        config: see there.
-        main_dtype: of main weights and moments.
+        rule: how weights move.
+        clip_grad: largest norm of all gradients together; 0: no clipping.
+        main_dtype: of main weights and of what the rule keeps.
     """
 
-    def __init__(self, parallel: DataParallel, config: AdamwConfig, *, main_dtype: torch.dtype) -> None:
+    def __init__(
+        self, parallel: DataParallel, rule: UpdateRule, *, clip_grad: float, main_dtype: torch.dtype
+    ) -> None:
         self.parallel = parallel
         self.buffers = parallel.buffers
-        self.config = config
+        self.rule = rule
+        self.clip_grad = clip_grad
         self.step_count = 0
         shards = self.buffers.shards
         weights = [self.buffers.weights[shard.start : shard.stop] for shard in shards]
@@ -64,13 +58,18 @@ class ShardedAdamw:
             self.main = weights
         else:
             self.main = [torch.zeros_like(weight, dtype=main_dtype) for weight in weights]
-        self.exp_avg = [torch.zeros_like(main) for main in self.main]
-        self.exp_avg_sq = [torch.zeros_like(main) for main in self.main]
+        self.kept = {kind: [torch.zeros_like(main) for main in self.main] for kind in rule.kinds}
+        self._ranges = [list(_group_ranges(shard)) for shard in shards]
         self._counted = self._gradients_counted_here()
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is kept for each element, by the names that checkpoints use: the main weight comes first."""
+        return (WEIGHT, *self.rule.kinds)
+
     def state(self, kind: str) -> list[Tensor]:
-        """One flat tensor for each of the buffers' shards; `kind` is one of STATE_KINDS."""
-        return {"weight": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[kind]
+        """One flat tensor for each of the buffers' shards; `kind` is one of `kinds`."""
+        return self.main if kind == WEIGHT else self.kept[kind]
 
     def fill(self, kind: str, source: WeightSource) -> None:
         """Take this rank's shards of a kind of state from `source`. After `weight`, call `publish_weights`."""
@@ -91,40 +90,36 @@ class ShardedAdamw:
         group = grid.tp_pp if self.parallel.shard_group.size == 1 else grid.world
         return all_reduce(squares, group).sqrt()
 
-    def step(self, *, lr: float, norm: Tensor) -> None:
-        """One update with the gradients in the buffers, clipped by their `norm`; then weights are gathered."""
-        self.step_count += 1
-        config = self.config
-        scale = torch.ones_like(norm)
-        if config.clip_grad > 0:
-            scale = (config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        numbers = AdamwStep(
-            lr=lr,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
-            step=self.step_count,
-            grad_scale=scale.to(self.main[0].dtype),
-        )
-        for number, shard in enumerate(self.buffers.shards):
-            cut = min(max(shard.bucket.decay_stop - shard.start, 0), shard.numel)
-            self._update(number, shard, slice(0, cut), numbers, config.weight_decay)
-            self._update(number, shard, slice(cut, shard.numel), numbers, 0.0)
-        self.parallel.gather_weights()
+    def step(self, rates: Rates, *, norm: Tensor, gradient_scale: float = 1.0) -> None:
+        """One update with the gradients in the buffers, clipped by their `norm`; then weights are gathered.
 
-    def _update(
-        self, number: int, shard: Shard, part: slice, numbers: AdamwStep, weight_decay: float
-    ) -> None:
-        buffers = self.buffers
-        adamw(
-            self.main[number][part],
-            self.exp_avg[number][part],
-            self.exp_avg_sq[number][part],
-            buffers.gradients[shard.start : shard.stop][part],
-            buffers.weights[shard.start : shard.stop][part],
-            numbers,
-            weight_decay,
-        )
+        Args:
+            rates: of this step.
+            norm: of the gradients, without their scale.
+            gradient_scale: how many times too large the gradients in the buffers are.
+        """
+        self.step_count += 1
+        scale = torch.full_like(norm, 1.0 / gradient_scale)
+        if self.clip_grad > 0:
+            scale *= (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        scale = scale.to(self.main[0].dtype)
+        for number, shard in enumerate(self.buffers.shards):
+            gradients = self.buffers.gradients[shard.start : shard.stop]
+            weights = self.buffers.weights[shard.start : shard.stop]
+            for group, part in self._ranges[number]:
+                self.rule.update(
+                    self.main[number][part],
+                    {kind: flats[number][part] for kind, flats in self.kept.items()},
+                    gradients[part],
+                    weights[part],
+                    UpdateStep(
+                        step=self.step_count,
+                        lr=rates.embedding_lr if group.is_embedding else rates.lr,
+                        weight_decay=rates.weight_decay if group.decays else 0.0,
+                        grad_scale=scale,
+                    ),
+                )
+        self.parallel.gather_weights()
 
     def _gradients_counted_here(self) -> list[Tensor]:
         """Views of the gradients whose squares this rank adds: of copies, the first rank's."""
@@ -143,3 +138,16 @@ def fill_shards(state: list[Tensor], buffers: FlatBuffers, source: WeightSource)
     for shard, flat in zip(buffers.shards, state, strict=True):
         for placed, box, place in shard.owned():
             source.fill(flat[place].view(box.shape), placed.entry.layout, box)
+
+
+def _group_ranges(shard: Shard) -> Iterator[tuple[ParamGroup, slice]]:
+    """The parts of a shard whose parameters move alike, counted from its start. Alignment goes with what it follows."""
+    runs = [
+        (group, next(run).start)
+        for group, run in itertools.groupby(shard.bucket.placed, key=lambda placed: placed.entry.layout.group)
+    ]
+    ends = [*(start for _, start in runs[1:]), shard.bucket.stop]
+    for (group, start), end in zip(runs, ends, strict=True):
+        low, high = max(start, shard.start), min(end, shard.stop)
+        if low < high:
+            yield group, slice(low - shard.start, high - shard.start)

@@ -61,8 +61,8 @@ class PassInfo:
     """What attention stays inside of, as in the batch."""
     is_training: bool = True
     """False in evaluation: no gradients are formed."""
-    loss_scale: float = 1.0
-    """What the sum of the masked token losses is multiplied with to give this pass's share of the step's loss."""
+    loss_scale: float | Tensor = 1.0
+    """What the mean of the token losses that count is multiplied with to give this pass's share of the step's loss."""
     deferred: list[Callable[[], None]] | None = None
     """Where leaves leave their weight gradients when a schedule runs them later; None: formed at once."""
     splits_backward: bool = False

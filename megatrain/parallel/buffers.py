@@ -5,7 +5,7 @@
     shard 0 | 1 | shard 0    | shard 1   | ...                 a rank's optimizer owns its shard of every bucket
 
 A parameter is a view of the weights buffer. Gradients of linear layers are accumulated straight into the gradient
-buffer. Within a bucket, parameters with weight decay come first, so that a shard has at most two ranges of one kind.
+buffer. Within a bucket, parameters that the optimizer treats alike stand together, so that it works on few ranges.
 A tied embedding has a bucket of its own: its shards then lie alike on the first and the last pipeline stage.
 """
 
@@ -44,11 +44,6 @@ class Bucket:
     start: int
     stop: int
     placed: tuple[Placed, ...]
-
-    @property
-    def decay_stop(self) -> int:
-        """Where the parameters with weight decay end."""
-        return max((p.stop for p in self.placed if p.entry.layout.decays), default=self.start)
 
 
 @dataclass(frozen=True)
@@ -136,7 +131,9 @@ def _grouped(registry: ParamRegistry) -> dict[tuple[int, bool], list[ParamEntry]
     for entry in registry.entries.values():
         is_tied = entry.layout.grad_sum_group == "embedding"
         groups.setdefault((entry.segment, is_tied), []).append(entry)
-    return {key: sorted(groups[key], key=lambda entry: not entry.layout.decays) for key in sorted(groups)}
+    return {
+        key: sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)
+    }
 
 
 def _cut_shards(buckets: list[Bucket], shard_group: RankGroup) -> list[Shard]:

@@ -44,6 +44,16 @@ class Piece:
         return box_shape(self.box)
 
 
+@dataclass(frozen=True, order=True)
+class ParamGroup:
+    """What the optimizer treats alike."""
+
+    decays: bool
+    """Whether weight decay applies."""
+    is_embedding: bool
+    """Whether the rate is that of the embedding and the output layer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParamLayout:
     """What a parameter is. Its pieces are stacked along dimension 0."""
@@ -58,6 +68,13 @@ class ParamLayout:
     """Name of the group over which this parameter's gradients are partial sums."""
     decays: bool = True
     """Whether weight decay applies (Megatron-LM's rule: not to biases and to parameters of one dimension)."""
+    is_embedding: bool = False
+    """Whether this is the embedding of tokens or the output layer, which may have a learning rate of their own."""
+
+    @property
+    def group(self) -> ParamGroup:
+        """What the optimizer treats alike."""
+        return ParamGroup(self.decays, self.is_embedding)
 
     @property
     def numel(self) -> int:

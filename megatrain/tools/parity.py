@@ -8,6 +8,7 @@ tensor's largest value must stay within 1e-10. A layout that passes computes the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import FAULTS, planted
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import Engine
+from megatrain.training.engine import Engine, schedules_of
 
 TOLERANCE = 1e-10
 NUM_STEPS = 3
@@ -46,6 +47,10 @@ class Layout:
     """Samples a step, in micro-batches of two."""
     has_documents: bool = False
     """Whether attention stays inside of documents, as with --reset-attention-mask."""
+    is_per_token: bool = False
+    """Whether every token counts alike, as with --calculate-per-token-loss."""
+    optimizer: str = "adam"
+    loss_scale: float | None = None
 
     @property
     def world_size(self) -> int:
@@ -60,15 +65,21 @@ class Layout:
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
         parts += ["documents"] if self.has_documents else []
+        parts += ["tokens"] if self.is_per_token else []
+        parts += [self.optimizer] if self.optimizer != "adam" else []
+        parts += [f"scale{self.loss_scale:g}"] if self.loss_scale is not None else []
         parts += [f"batch{self.global_batch}"] if self.global_batch != 16 else []
         return " ".join(parts)
 
     def flags(self) -> list[str]:
         flags = [
+            *("--optimizer", self.optimizer),
             *("--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)),
             *(["--sequence-parallel"] if self.sp else []),
             *([] if self.is_tied else ["--untie-embeddings-and-output-weights"]),
             *(["--reset-attention-mask"] if self.has_documents else []),
+            *(["--calculate-per-token-loss"] if self.is_per_token else []),
+            *(["--loss-scale", str(self.loss_scale)] if self.loss_scale is not None else []),
             "--use-distributed-optimizer" if self.is_zero1 else "--no-use-distributed-optimizer",
         ]
         return flags
@@ -104,6 +115,12 @@ LAYOUTS = (
     Layout(tp=2, sp=True, has_documents=True),
     Layout(dp=2, pp=4, is_tied=True, has_documents=True),
     Layout(tp=2, dp=2, pp=2, sp=True, has_documents=True),
+    Layout(dp=2, is_per_token=True),
+    Layout(pp=4, is_tied=True, is_per_token=True),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_per_token=True),
+    Layout(tp=2, dp=2, sp=True, optimizer="sgd"),
+    Layout(dp=2, pp=2, is_zero1=False, is_tied=True, optimizer="sgd"),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True, loss_scale=3e4),
 )
 """What the command checks by default."""
 
@@ -168,9 +185,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(pool: WorkerPool, layout: Layout, *, fault: str | None = None) -> Verdict:
     """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
-    alone = Layout(
-        is_tied=layout.is_tied, global_batch=layout.global_batch, has_documents=layout.has_documents
-    )
+    alone = dataclasses.replace(layout, tp=1, dp=1, pp=1, sp=False, is_zero1=True)
     (reference,) = pool.run(1, measure, alone, None)
     answers = pool.run(layout.world_size, measure, layout, fault)
     return judge(reference, answers)
@@ -202,7 +217,8 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
         engine.accumulate_gradients(batches[0])
         gradients = _gradients(engine)
         engine.buffers.gradients.zero_()
-        reports = [engine.step(batches[step], lr=plan.config.optimizer.lr) for step in range(NUM_STEPS)]
+        rates = schedules_of(plan).at(0)
+        reports = [engine.step(batches[step], rates) for step in range(NUM_STEPS)]
     return Measured([r.lm_loss for r in reports], [r.grad_norm for r in reports], gradients, _weights(engine))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from megatrain.optim.sharded import ShardedAdamw
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
@@ -59,11 +59,11 @@ def _stale_gather() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _double_counted_norm() -> Iterator[None]:
-    def all_of_them(self: ShardedAdamw) -> list[Any]:
+    def all_of_them(self: ShardedOptimizer) -> list[Any]:
         buffers = self.buffers
         return [buffers.gradients[shard.start : shard.stop] for shard in buffers.shards]
 
-    with mock.patch.object(ShardedAdamw, "_gradients_counted_here", all_of_them):
+    with mock.patch.object(ShardedOptimizer, "_gradients_counted_here", all_of_them):
         yield
 
 
@@ -87,6 +87,12 @@ def _shifted_vocabulary() -> AbstractContextManager[Any]:
     return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
 
 
+def _own_token_count() -> AbstractContextManager[Any]:
+    return mock.patch.object(
+        engine, "all_reduce", lambda x, group: x if not x.dim() else all_reduce(x, group)
+    )
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
     "wrong scale": Fault(_wrong_scale, {"dp": 2}),
@@ -94,6 +100,7 @@ FAULTS = {
     "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
+    "tokens counted on one replica alone": Fault(_own_token_count, {"dp": 2, "is_per_token": True}),
     "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
 }

@@ -1,12 +1,13 @@
 """The engine: model, memory, optimizer and executor of one rank, put together. Its `step` is what training is.
 
-    batches ─> executor (forward, backward, buckets reduced) ─> norm ─> AdamW ─> weights gathered ─> StepReport
+    batches ─> executor (forward, backward, buckets reduced) ─> norm ─> optimizer ─> weights gathered ─> StepReport
 
 Every layout runs this same step; parity checks it, the loop repeats it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from torch import Tensor
 from megatrain.config import Plan
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import gpt_spec
+from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 from megatrain.optim.measures import num_zero_gradients, parameter_norm
-from megatrain.optim.schedule import LearningRate
-from megatrain.optim.sharded import AdamwConfig, ShardedAdamw
+from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.optim.schedule import LearningRate, Rates, Schedules, WeightDecay
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.collectives import all_reduce
@@ -38,7 +41,9 @@ class StepReport:
     lm_loss: float
     """Sum of the token losses that the mask counts over their number, of the whole global batch."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping, without the loss scale."""
+    loss_scale: float
+    """What the loss was multiplied with."""
     is_finite: bool
     """False: nothing was updated."""
     params_norm: float | None = None
@@ -74,17 +79,13 @@ class Engine:
             device=device,
         )
         self.data_parallel = DataParallel(self.buffers, grid, self.shard_group)
-        self.optimizer = ShardedAdamw(
+        self.optimizer = ShardedOptimizer(
             self.data_parallel,
-            AdamwConfig(
-                beta1=config.optimizer.adam_beta1,
-                beta2=config.optimizer.adam_beta2,
-                eps=config.optimizer.adam_eps,
-                weight_decay=config.optimizer.weight_decay,
-                clip_grad=config.optimizer.clip_grad,
-            ),
+            update_rule_of(plan),
+            clip_grad=config.optimizer.clip_grad,
             main_dtype=main_dtype,
         )
+        self.loss_scaler = loss_scaler_of(plan)
         rows = self.model.tp.sequence_rows(config.data.seq_length)
         self.executor = Executor(
             self.model.segments,
@@ -100,23 +101,26 @@ class Engine:
         self.optimizer.fill("weight", InitialWeights(self.plan.config.training.seed))
         self.optimizer.publish_weights()
 
-    def step(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
+    def step(self, batches: Sequence[Batch], rates: Rates) -> StepReport:
         """One optimizer step over this rank's micro-batches of the global batch."""
         logging = self.plan.config.logging
+        scale = self.loss_scaler.scale
         with self.timers.time("forward-backward"):
             lm_loss = self.accumulate_gradients(batches)
         with self.timers.time("optimizer-clip-main-grad"):
-            norm = self.optimizer.gradient_norm()
+            norm = self.optimizer.gradient_norm() / scale
             grad_norm = norm.item()
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
         is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
         if is_finite:
             with self.timers.time("optimizer"):
-                self.optimizer.step(lr=lr, norm=norm)
+                self.optimizer.step(rates, norm=norm, gradient_scale=scale)
+        self.loss_scaler.update(is_finite=is_finite)
         self.buffers.gradients.zero_()
         return StepReport(
             lm_loss=lm_loss,
             grad_norm=grad_norm,
+            loss_scale=scale,
             is_finite=is_finite,
             params_norm=parameter_norm(self.optimizer) if logging.log_params_norm else None,
             num_zeros=num_zeros,
@@ -125,15 +129,28 @@ class Engine:
     def accumulate_gradients(self, batches: Sequence[Batch]) -> float:
         """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch."""
         pp = self.grid.pp
-        # Losses are scaled such that plain sums over micro-batches and replicas give the mean.
-        scale = 1.0 / (len(batches) * self.grid.dp.size)
         infos = [
-            PassInfo(microbatch=number, documents=batch.documents, loss_scale=scale)
-            for number, batch in enumerate(batches)
+            PassInfo(microbatch=number, documents=batch.documents, loss_scale=share)
+            for number, (batch, share) in enumerate(zip(batches, self._loss_shares(batches), strict=True))
         ]
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
         self.data_parallel.sum_partial_gradients()
         return mean_loss(self._summed(infos))
+
+    def _loss_shares(self, batches: Sequence[Batch]) -> list[float | Tensor]:
+        """What each micro-batch's mean loss counts in the step's, times the loss scale.
+
+        Plain sums over micro-batches and replicas then give the mean of the micro-batches' means, or, with
+        --calculate-per-token-loss, the mean over all tokens that count.
+        """
+        scale = self.loss_scaler.scale
+        if not self.plan.config.training.calculate_per_token_loss:
+            return [scale / (len(batches) * self.grid.dp.size)] * len(batches)
+        if not self.grid.pp.is_last:
+            return [scale] * len(batches)  # only the head, on the last stage, reads it
+        tokens = [batch.loss_mask.sum(dtype=torch.float64) for batch in batches]
+        total = all_reduce(torch.stack(tokens).sum(), self.grid.dp)
+        return [scale * count / total.clamp(min=1) for count in tokens]
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Sum of the token losses and number of tokens over the batch of all replicas, wide [2]."""
@@ -167,16 +184,55 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     )
 
 
-def learning_rate_of(plan: Plan) -> LearningRate:
-    """The schedule that a plan describes."""
-    schedule, derived = plan.config.schedule, plan.derived
-    return LearningRate(
-        style=schedule.lr_decay_style,
-        peak=plan.config.optimizer.lr,
-        floor=schedule.min_lr,
-        init=schedule.lr_warmup_init,
-        warmup_samples=derived.lr_warmup_samples,
-        decay_samples=derived.lr_decay_samples,
+def update_rule_of(plan: Plan) -> UpdateRule:
+    """The optimizer's mathematics that a plan asks for."""
+    optimizer = plan.config.optimizer
+    if optimizer.optimizer == "sgd":
+        return SgdRule(momentum=optimizer.sgd_momentum)
+    return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
+
+
+def loss_scaler_of(plan: Plan) -> LossScaler:
+    """Constant where it was given, dynamic for fp16, else none."""
+    precision, is_checked = plan.config.precision, plan.config.training.check_for_nan_in_loss_and_grad
+    if precision.fp16 and precision.loss_scale is None:
+        return DynamicLossScale(
+            scale=precision.initial_loss_scale,
+            minimum=precision.min_loss_scale,
+            window=precision.loss_scale_window,
+            hysteresis=precision.hysteresis,
+        )
+    return ConstantLossScale(
+        precision.loss_scale or 1.0,
+        skips_gradients=precision.loss_scale is not None,
+        skips_all=not is_checked,
+    )
+
+
+def schedules_of(plan: Plan) -> Schedules:
+    """The schedules that a plan describes."""
+    values, optimizer = plan.derived.schedule, plan.config.optimizer
+    rate = LearningRate(
+        style=values.lr_decay_style,
+        peak=values.lr,
+        floor=values.min_lr,
+        init=plan.config.schedule.lr_warmup_init,
+        warmup_samples=values.lr_warmup_samples,
+        decay_samples=values.lr_decay_samples,
+        wsd_style=values.lr_wsd_decay_style,
+        wsd_samples=values.lr_wsd_decay_samples,
+    )
+    peak = values.lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr
+    floor = values.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+    return Schedules(
+        lr=rate,
+        embedding_lr=dataclasses.replace(rate, peak=peak, floor=floor),
+        weight_decay=WeightDecay(
+            style=values.weight_decay_incr_style,
+            start=values.start_weight_decay,
+            end=values.end_weight_decay,
+            increase_samples=values.weight_decay_incr_samples,
+        ),
     )
 
 

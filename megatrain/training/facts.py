@@ -69,8 +69,8 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
 def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str], None]) -> Facts:
     """What samples depend on, as `gather_facts` finds it in a run of so many ranks.
 
-    Nothing is written by whoever asks for samples alone, so folders are not looked at. Without a valid checkpoint, the
-    samples are those of a fresh run, which `say` is told.
+    Whoever asks for samples alone writes and trains nothing: folders are not looked at, nor are the checkpoint's schedules.
+    Without a valid checkpoint, the samples are those of a fresh run, which `say` is told.
     """
     found, problems = _input_facts(request)
     stored = None
@@ -80,7 +80,7 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
         say(f"{error.problems[0].text}: what follows is of a fresh run")
     return Facts(
         world_size=world_size,
-        checkpoint=stored,
+        checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
         data_problems=tuple(problems),
         libraries=_libraries(),
         **found,
@@ -88,30 +88,48 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
 
 
 def stored_run(request: Request) -> StoredRun | None:
-    """The newest valid checkpoint that `--load` names, or None where the run starts fresh."""
-    load, save = request.known("checkpoint.load"), request.known("checkpoint.save")
+    """The newest valid checkpoint that a run goes on from or begins with, or None where it starts fresh."""
+    load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
+    if load is not None:
+        found = _newest_run(Path(load))
+        if found is not None:
+            return found.weights_alone if request.known("checkpoint.finetune") else found
+    if start is not None and not (load is not None and find_checkpoints(Path(load))):
+        found = _newest_run(Path(start))
+        if found is None:
+            raise _no_checkpoint("--pretrained-checkpoint", start)
+        return found.weights_alone
     if load is None:
         return None
-    newest = newest_valid(Path(load))
-    if newest is not None:
-        manifest = read_manifest(newest.path)
-        return StoredRun.from_state(
-            manifest.state,
-            path=str(newest.path),
-            iteration=manifest.iteration,
-            consumed_train_samples=manifest.consumed_train_samples,
-            config=manifest.config,
-        )
-    candidates = find_checkpoints(Path(load))
+    candidates, save = find_checkpoints(Path(load)), request.known("checkpoint.save")
     is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
     may_start = request.known("checkpoint.load_or_start") or is_first_run
     if may_start and not candidates and not request.known("checkpoint.exit_on_missing_checkpoint"):
         return None
-    reasons = "".join(f"\n  {c.path}: {c.problem}" for c in candidates)
-    raise NoCheckpointError(
-        f"--load {load} holds no valid checkpoint{reasons}",
-        fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without --load, "
-        "or with --load-or-start",
+    raise _no_checkpoint("--load", load)
+
+
+def _newest_run(folder: Path) -> StoredRun | None:
+    newest = newest_valid(folder)
+    if newest is None:
+        return None
+    manifest = read_manifest(newest.path)
+    return StoredRun.from_state(
+        manifest.state,
+        path=str(newest.path),
+        iteration=manifest.iteration,
+        consumed_train_samples=manifest.consumed_train_samples,
+        config=manifest.config,
+    )
+
+
+def _no_checkpoint(flag: str, folder: str) -> NoCheckpointError:
+    reasons = "".join(f"\n  {c.path}: {c.problem}" for c in find_checkpoints(Path(folder)))
+    start = ", or with --load-or-start" if flag == "--load" else ""
+    return NoCheckpointError(
+        f"{flag} {folder} holds no valid checkpoint{reasons}",
+        fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without"
+        f" {flag}{start}",
     )
 
 
@@ -163,11 +181,16 @@ def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[
     if save is None or not Path(save).is_dir():
         return
     newest = newest_valid(Path(save))
-    is_continued = stored is not None and Path(stored.path).parent.resolve() == Path(save).resolve()
+    is_continued = (
+        stored is not None
+        and not stored.is_start
+        and Path(stored.path).parent.resolve() == Path(save).resolve()
+    )
     if newest is not None and not is_continued:
         yield Problem(
             f"--save {save} holds checkpoints up to iteration {newest.iteration}, which this run does not continue",
-            f"add --load {save} to continue them, or name another --save for a run of its own",
+            f"add --load {save} to continue them{', without --finetune' if request.known('checkpoint.finetune') else ''},"
+            " or name another --save for a run of its own",
         )
 
 

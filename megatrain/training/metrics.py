@@ -126,7 +126,7 @@ def log_line(
         f"num zeros: {values['num_zeros']}" if values["num_zeros"] is not None else None,
         f"params norm: {values['params_norm']:.3f}" if values["params_norm"] is not None else None,
         f"number of skipped iterations: {values['skipped']:3d}",
-        f"number of nan iterations: {0:3d}",  # such an iteration ends the run
+        f"number of nan iterations: {values['nan']:3d}",
         f"{speed_unit}: {values['tokens_per_second_per_gpu'] * world_size:.0f}",
         f"MFU: {100 * values['mfu']:.1f} %" if values["mfu"] is not None else None,
     ]

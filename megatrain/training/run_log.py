@@ -122,16 +122,22 @@ class RunLog:
         *,
         iteration: int,
         consumed_samples: int,
+        batch: int,
         lr: float,
         is_line_due: bool,
     ) -> None:
-        """One iteration has ended. `is_line_due`: also between the intervals, as for the first and the last."""
+        """One iteration, over a `batch` of so many samples, has ended. `is_line_due`: also between the intervals, as for the first and the last."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self.seconds_of_last_iteration = seconds
         self._seconds_of_iterations += seconds
         values = self._values_of(
-            report, seconds=seconds, iteration=iteration, consumed_samples=consumed_samples, lr=lr
+            report,
+            seconds=seconds,
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            batch=batch,
+            lr=lr,
         )
         self._interval.append(values)
         logging = self._config.logging
@@ -178,31 +184,41 @@ class RunLog:
             curves.close()
 
     def _values_of(
-        self, report: StepReport, *, seconds: float, iteration: int, consumed_samples: int, lr: float
+        self,
+        report: StepReport,
+        *,
+        seconds: float,
+        iteration: int,
+        consumed_samples: int,
+        batch: int,
+        lr: float,
     ) -> dict[str, Any]:
         """What `metrics.jsonl` gets: docs/metrics.md describes each field."""
         derived, device = self._derived, self._ranks.device
-        tflops = derived.flops_per_iteration / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
+        share = batch / self._config.training.global_batch_size  # of a full batch, while it grows
+        flops = share * derived.flops_per_iteration
+        tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
         return {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
             "consumed_tokens": consumed_samples * self._config.data.seq_length,
-            "global_batch_size": self._config.training.global_batch_size,
+            "global_batch_size": batch,
             "lm_loss": report.lm_loss,
             "grad_norm": report.grad_norm,
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
             "learning_rate": lr,
-            "loss_scale": 1.0,
+            "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "timers": self._timers.take(),
-            "tokens_per_second_per_gpu": derived.tokens_per_iteration / seconds / derived.world_size,
+            "tokens_per_second_per_gpu": share * derived.tokens_per_iteration / seconds / derived.world_size,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak if tflops is not None and self.peak else None,
             "memory_bytes": torch.cuda.memory_allocated(device) if self.is_on_gpu else None,
             "reserved_memory_bytes": torch.cuda.memory_reserved(device) if self.is_on_gpu else None,
             "max_memory_bytes": max_memory_bytes(device),
             "skipped": int(not report.is_finite),
+            "nan": int(math.isnan(report.lm_loss)),
         }
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
@@ -239,12 +255,13 @@ class RunLog:
 def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The last iteration's values, with means over all of them: losses where nothing was skipped, times, speeds.
 
-    `skipped` is how many were.
+    `skipped` and `nan` are how many were.
     """
     last = dict(interval[-1])
     trained = [values for values in interval if not values["skipped"]] or interval
     last["lm_loss"] = sum(values["lm_loss"] for values in trained) / len(trained)
-    last["skipped"] = sum(values["skipped"] for values in interval)
+    for name in ("skipped", "nan"):
+        last[name] = sum(values[name] for values in interval)
     milliseconds = sum(values["iteration_ms"] for values in interval)
     last["iteration_ms"] = milliseconds / len(interval)
     for name in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu"):

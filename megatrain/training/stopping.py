@@ -25,18 +25,21 @@ class StopRequest:
     Another one, later, ends the process at once.
     """
 
-    def __init__(self, *, exit_interval: int | None, exit_duration_in_mins: float | None) -> None:
+    def __init__(
+        self, *, exit_interval: int | None, exit_duration_in_mins: float | None, exit_signal: int
+    ) -> None:
         self.exit_interval = exit_interval
         self.deadline = (
             None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
         )
+        self.signals = {*_SIGNALS, exit_signal}
         self.signal_number = 0
         self.signal_time = 0.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Catch the signals that schedulers and users send."""
-        former = {number: signal.signal(number, self._remember) for number in _SIGNALS}
+        former = {number: signal.signal(number, self._remember) for number in self.signals}
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ def describe(engine: Engine) -> str:
     buffers, optimizer = engine.buffers, engine.optimizer
     is_own_memory = optimizer.main[0].dtype != buffers.weights.dtype
     main = sum(t.nbytes for t in optimizer.main) if is_own_memory else 0
-    moments = sum(t.nbytes for t in [*optimizer.exp_avg, *optimizer.exp_avg_sq])
+    moments = sum(t.nbytes for t in (flat for kind in optimizer.rule.kinds for flat in optimizer.state(kind)))
     total = buffers.weights.nbytes + buffers.gradients.nbytes + main + moments
     parts = [
         f"weights {_size(buffers.weights.nbytes)}",

@@ -8,21 +8,26 @@ Exit codes: 0 the target is reached, 75 stopped early, after saving where --save
 from __future__ import annotations
 
 import dataclasses
-import math
+import signal
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
-from megatrain.config import StoredRun, render_plan, resolve, to_yaml
+from megatrain.config import Plan, StoredRun, render_plan, resolve, to_yaml
+from megatrain.config.batch_sizes import batch_sizes
 from megatrain.config.data_plans import evaluations
 from megatrain.config.errors import MegatrainError
+from megatrain.config.plan import continues_optimizer
+from megatrain.config.training_rules import signal_number
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
-from megatrain.training.engine import Engine, learning_rate_of, mean_loss
+from megatrain.training.engine import Engine, mean_loss, schedules_of
+from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import write_status
 from megatrain.training.run_log import RunLog
@@ -45,6 +50,8 @@ class Trainer:
         self.config, self.derived = ranks.plan.config, ranks.plan.derived
         self.iteration = 0
         self.consumed_train_samples = 0
+        self.scheduled_samples = 0
+        """Samples of the steps that were made: where the schedules are."""
         self.consumed_valid_samples = 0
         self.is_evaluation_left = False
         """Whether a stop came before the evaluation at this iteration was done."""
@@ -54,41 +61,60 @@ class Trainer:
         with self.phases.phase("building the model"):
             self.engine = Engine(self.plan, ranks.grid, ranks.device)
         self._say(describe(self.engine))
-        self.learning_rate = learning_rate_of(self.plan)
+        self._follow(self.plan)
+        self.garbage = GarbageCollection(
+            is_manual=self.config.training.manual_gc,
+            interval=self.config.training.manual_gc_interval,
+            around_evaluation=self.config.training.manual_gc_eval,
+        )
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
 
+    def _follow(self, plan: Plan) -> None:
+        """Take over what a plan says about the steps to come."""
+        self.plan, self.config, self.derived = plan, plan.config, plan.derived
+        self.schedules = schedules_of(plan)
+        self.batch_sizes = batch_sizes(self.config, data_parallel_size=self.derived.data_parallel_size)
+
     def resume(self) -> None:
         """Take the state from `--load`, or draw the initial weights."""
-        load = self.config.checkpoint.load
-        if self.ranks.facts.checkpoint is None:
+        stored, load = self.ranks.facts.checkpoint, self.config.checkpoint.load
+        if stored is None:
             if load is not None:
                 self._say(f"> {load} holds no checkpoint yet: starting fresh")
             with self.phases.phase("drawing initial weights"):
                 self.engine.initialize()
             return
-        assert load is not None
+        with_optimizer = continues_optimizer(self.config, self.ranks.facts)
         with self.phases.phase("loading the checkpoint"):
             loaded = load_checkpoint(
-                Path(load),
+                Path(stored.path).parent,
                 self.engine.optimizer,
                 self.ranks.grid,
                 self.ranks.device,
-                with_optimizer=not self.config.checkpoint.no_load_optim,
+                with_optimizer=with_optimizer,
             )
         for line in loaded.skipped:
             self._say(f"> {line}")
-        if str(loaded.path) != self.ranks.facts.checkpoint.path:
-            self._check_against(loaded)
+        if str(loaded.path) != stored.path:
+            self._check_against(loaded, is_start=stored.is_start)
+        if stored.is_start:
+            self._say(
+                f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}: a run begins with them"
+            )
+            return
         self.iteration = loaded.iteration
         self.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
         self.is_evaluation_left = loaded.state["is_evaluation_left"]
+        if with_optimizer:
+            self.scheduled_samples = loaded.state.get("scheduled_samples", self.consumed_train_samples)
+            self.engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
         self._say(
             f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
         )
 
-    def _check_against(self, loaded: Loaded) -> None:
+    def _check_against(self, loaded: Loaded, *, is_start: bool) -> None:
         """The plan was made for a newer checkpoint, which is damaged: hold it to the one that is used."""
         used = StoredRun.from_state(
             loaded.state,
@@ -97,12 +123,13 @@ class Trainer:
             consumed_train_samples=loaded.consumed_train_samples,
             config=loaded.config,
         )
-        self.plan = resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
+        used = used.weights_alone if is_start else used
+        plan = resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
         for name in ("train_plan", "valid_plan", "test_plan"):
-            planned, now = getattr(self.derived, name), getattr(self.plan.derived, name)
+            planned, now = getattr(self.derived, name), getattr(plan.derived, name)
             if planned != now:
                 self._say(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
-        self.config, self.derived = self.plan.config, self.plan.derived
+        self._follow(plan)
 
     def train(self) -> int:
         """Run to the target or until something asks for the end; returns the exit code.
@@ -150,9 +177,10 @@ class Trainer:
         stop = StopRequest(
             exit_interval=self.config.resilience.exit_interval,
             exit_duration_in_mins=self.config.resilience.exit_duration_in_mins,
+            exit_signal=signal_number(self.config.resilience.exit_signal) or signal.SIGTERM,
         )
         reason = None
-        with stop.listening():
+        with stop.listening(), self.garbage.taken_over():
             if self.config.training.skip_train:
                 reason = self._evaluate(("valid", "test"), stop)
                 return (
@@ -166,6 +194,7 @@ class Trainer:
             self.log.start_clock()
             while self.iteration < self.derived.train_iters and reason is None:
                 self._iterate(is_first=self.iteration == start)
+                self.garbage.after_iteration(self.iteration)
                 reason = self._evaluate_if_due(stop)
                 reason = reason or stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
                 self._save_if_due(is_stopping=reason is not None)
@@ -182,29 +211,33 @@ class Trainer:
         """One step and what it shows."""
         assert self.batches.train is not None
         assert self.log is not None
-        lr = self.learning_rate.at(self.consumed_train_samples)
+        consumed = self.consumed_train_samples
+        batch = self.batch_sizes.at(consumed)
+        rates = self.schedules.at(self.scheduled_samples)
         with self._watched(is_first=is_first):
             with self.engine.timers.time("batch-generator"):
                 batches = self.batches.train.microbatches(
-                    self.consumed_train_samples, self.derived.num_microbatches
+                    consumed, self.batch_sizes.num_microbatches(consumed)
                 )
-            report = self.engine.step(batches, lr=lr)
+            report = self.engine.step(batches, rates)
         if is_first:
             self._say(self.phases.start_summary())
         self.iteration += 1
-        self.consumed_train_samples += self.config.training.global_batch_size
-        if not report.is_finite or not math.isfinite(report.lm_loss):
-            first = self.consumed_train_samples - self.config.training.global_batch_size
+        self.consumed_train_samples += batch
+        if report.is_finite:
+            self.scheduled_samples += batch
+        elif not self.engine.loss_scaler.skips(report.lm_loss):
             raise NotFiniteError(
                 f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}",
                 fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "
-                f"samples {first} to {self.consumed_train_samples - 1}",
+                f"samples {self.consumed_train_samples - batch} to {self.consumed_train_samples - 1}",
             )
         self.log.show_iteration(
             report,
             iteration=self.iteration,
             consumed_samples=self.consumed_train_samples,
-            lr=lr,
+            batch=batch,
+            lr=rates.lr,
             is_line_due=is_first or self._is_last,
         )
 
@@ -222,7 +255,8 @@ class Trainer:
         if not of_run.is_due(self.iteration):
             return None
         assert self.log is not None
-        reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
+        with self.garbage.evaluation():
+            reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
         self.log.start_clock()
         self.is_evaluation_left = reason is not None
         if reason is None and self.derived.requested_valid_samples is not None:
@@ -281,23 +315,32 @@ class Trainer:
                 optimizer=self.engine.optimizer,
                 grid=self.ranks.grid,
                 device=self.ranks.device,
-                state={
-                    "consumed_valid_samples": self.consumed_valid_samples,
-                    "is_evaluation_left": self.is_evaluation_left,
-                    "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
-                    "data_plans": {
-                        "train": self.derived.train_plan,
-                        "valid": self.derived.valid_plan,
-                        "test": self.derived.test_plan,
-                    },
-                    "pass_size": self.config.training.micro_batch_size * self.ranks.grid.dp.size,
-                    "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
-                },
+                state=self._state(),
                 config=self.config.to_dict(),
+                with_optimizer=not self.config.checkpoint.no_save_optim,
             )
         if self.log is not None:
             self.log.start_clock()
         self._say(f"> committed {path} in {time.perf_counter() - began:.1f} s")
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors and configuration."""
+        return {
+            "consumed_valid_samples": self.consumed_valid_samples,
+            "scheduled_samples": self.scheduled_samples,
+            "schedule": self.derived.schedule.to_dict(),
+            "loss_scale": self.engine.loss_scaler.state(),
+            "has_optimizer": not self.config.checkpoint.no_save_optim,
+            "is_evaluation_left": self.is_evaluation_left,
+            "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
+            "data_plans": {
+                "train": self.derived.train_plan,
+                "valid": self.derived.valid_plan,
+                "test": self.derived.test_plan,
+            },
+            "pass_size": self.config.training.micro_batch_size * self.ranks.grid.dp.size,
+            "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
+        }
 
     def _open_data(self) -> None:
         try:

@@ -29,7 +29,8 @@ from megatrain.checkpoint.save import (
 )
 from megatrain.model.gpt import build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
-from megatrain.optim.sharded import STATE_KINDS, AdamwConfig, ShardedAdamw
+from megatrain.optim.rules import AdamwRule
+from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
@@ -43,20 +44,20 @@ class Rank:
     """One rank of a layout."""
 
     grid: RankGrid
-    optimizer: ShardedAdamw
+    optimizer: ShardedOptimizer
 
     def set_values(self, seed: int) -> None:
         """Values that depend on the canonical tensor alone, other ones for each kind and seed."""
-        for number, kind in enumerate(STATE_KINDS):
+        for number, kind in enumerate(self.optimizer.kinds):
             self.optimizer.fill(kind, InitialWeights(10 * seed + number))
         self.optimizer.step_count = seed
 
     def clear(self) -> None:
-        for flat in (flat for kind in STATE_KINDS for flat in self.optimizer.state(kind)):
+        for flat in (flat for kind in self.optimizer.kinds for flat in self.optimizer.state(kind)):
             flat.zero_()
 
     def values(self) -> list[torch.Tensor]:
-        return [flat.clone() for kind in STATE_KINDS for flat in self.optimizer.state(kind)]
+        return [flat.clone() for kind in self.optimizer.kinds for flat in self.optimizer.state(kind)]
 
 
 def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2) -> GptSpec:
@@ -91,8 +92,9 @@ def build_rank(
     buffers = FlatBuffers(
         model.registry, shard_group=shard_group, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU
     )
-    config = AdamwConfig(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, clip_grad=1.0)
-    return Rank(grid, ShardedAdamw(DataParallel(buffers, grid, shard_group), config, main_dtype=main_dtype))
+    rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
+    parallel = DataParallel(buffers, grid, shard_group)
+    return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, main_dtype=main_dtype))
 
 
 def build_ranks(shape: GridShape, spec: GptSpec, **options: Any) -> list[Rank]:

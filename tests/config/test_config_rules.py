@@ -80,6 +80,9 @@ CASES = {
         ("--global-batch-size 9", "", Facts(world_size=2),
          ("--global-batch-size 9 is no multiple of --micro-batch-size 2 * data-parallel size 2 = 4\n"
          "  fix: use --global-batch-size 12")),
+        ("--global-batch-size 3 --decrease-batch-size-if-needed", "", Facts(world_size=2),
+         ("--global-batch-size 3 is less than --micro-batch-size 2 * data-parallel size 2 = 4:"
+         " --decrease-batch-size-if-needed leaves nothing of it\n  fix: use --global-batch-size 4")),
     ],
     "sequence_divides_over_tp_ranks": [
         ("--seq-length 127 --tensor-model-parallel-size 2 --sequence-parallel", "", Facts(world_size=2),
@@ -117,6 +120,69 @@ CASES = {
     "learning_rates_are_in_order": [
         ("--min-lr 1", "", None, "--min-lr 1.0 is above --lr 0.001\n  fix: use --min-lr 0.001 or less"),
         ("--lr-warmup-init 1", "", None, "--lr-warmup-init 1.0 is above --lr 0.001"),
+    ],
+    "batch_sizes_make_sense": [
+        ("--global-batch-size 16 --rampup-batch-size 4 4 --train-samples 99", "--train-iters", None,
+         "--rampup-batch-size 4 4: these are not three whole numbers\n  fix: give start, increment and samples"),
+        ("--global-batch-size 16 --rampup-batch-size 4 0 9 --train-samples 99", "--train-iters", None, "a number is 0"),
+        ("--global-batch-size 16 --rampup-batch-size 16 4 9 --train-samples 99", "--train-iters", None,
+         "starts at --global-batch-size 16 or above\n  fix: start lower"),
+        ("--global-batch-size 16 --rampup-batch-size 4 5 9 --train-samples 99", "--train-iters", None,
+         "steps of 5 do not lead from 4 to --global-batch-size 16\n  fix: use an increment that divides 12"),
+        ("--global-batch-size 16 --rampup-batch-size 4 3 9 --train-samples 99", "--train-iters", None,
+         ("--rampup-batch-size comes to a batch of 7, which is no multiple of --micro-batch-size 2 * data-parallel size 1"
+         " = 2\n  fix: use batches that are multiples of 2, or add --decrease-batch-size-if-needed")),
+        ("--step-batch-size-schedule 0:4,1k:5 --train-samples 99 --eval-global-batch-size 4", "--train-iters", None,
+         ("--step-batch-size-schedule comes to a batch of 5, which is no multiple of --micro-batch-size 2 * data-parallel"
+         " size 1 = 2\n  fix: use batches that are multiples of 2")),
+        ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --global-batch-size 8", "--train-iters", None,
+         "--step-batch-size-schedule and --global-batch-size both say how large a batch is\n  fix: give one of them"),
+        ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
+         "--step-batch-size-schedule '1k:8': no threshold is 0\n  fix: say which batch comes first"),
+    ],
+    "growing_batches_count_samples": [
+        ("--global-batch-size 16 --rampup-batch-size 4 4 9", "", None,
+         ("--train-iters 10 counts iterations, which differ in size with --rampup-batch-size\n"
+         "  fix: use --train-samples, as Megatron-LM asks for too")),
+        ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --lr-warmup-iters 1", "--train-iters", None,
+         "--lr-warmup-iters 1 counts iterations, which differ in size with --step-batch-size-schedule\n  fix: use --lr-w"),
+    ],
+    "wsd_decay_has_one_length": [
+        ("--lr-decay-style WSD", "", None,
+         "--lr-decay-style WSD does not say how long the decay at its end takes\n  fix: give --lr-wsd-decay-iters"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-samples 4", "", None,
+         "--lr-wsd-decay-iters 2 and --lr-wsd-decay-samples 4 both say how long the decay takes\n  fix: give one"),
+    ],
+    "wsd_decay_fits_the_schedule": [
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 20", "", None,
+         "the decay of WSD takes 40 samples, and ends at sample 20\n  fix: shorten it"),
+    ],
+    "weight_decay_says_how_it_moves": [
+        ("--start-weight-decay 0.1", "", None,
+         ("--start-weight-decay 0.1 is given, and --weight-decay-incr-style is constant\n"
+         "  fix: use --weight-decay-incr-style linear or cosine")),
+        ("--weight-decay-incr-style linear", "", None,
+         "--weight-decay-incr-style linear does not say from where to where\n  fix: give --start-weight-decay"),
+        ("--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1", "", None,
+         "--end-weight-decay 0.1 is below --start-weight-decay 0.2"),
+    ],
+    "embedding_rates_are_in_order": [
+        ("--decoupled-min-lr 0.1", "", None, "--decoupled-min-lr 0.1 has no effect without --decoupled-lr"),
+        ("--decoupled-lr 1e-4 --min-lr 5e-4", "", None,
+         "--min-lr 0.0005 is above --decoupled-lr 0.0001\n  fix: use --decoupled-min-lr 0.0001 or less"),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "", None, "--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001"),
+    ],
+    "schedules_have_one_source": [
+        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "", None,
+         "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"),
+    ],
+    "loss_scale_is_in_range": [
+        ("--fp16 --initial-loss-scale 4 --min-loss-scale 8", "", None,
+         "--min-loss-scale 8 is above --initial-loss-scale 4\n  fix: use --min-loss-scale 4 or less"),
+    ],
+    "exit_signal_is_one": [
+        ("--exit-signal SIGKILL", "", None, "--exit-signal SIGKILL is no signal that can be caught\n  fix: use a name"),
+        ("--exit-signal 99", "", None, "--exit-signal 99 is no signal that can be caught"),
     ],
     "data_has_one_source": [
         (NULL, "--mock-data", None,
@@ -217,6 +283,9 @@ CASES = {
     "number_formats_agree": [
         ("--bf16 --params-dtype float32", "", None, "--bf16 and --params-dtype float32 contradict each other"),
         ("--params-dtype bfloat16", "", None, "--params-dtype bfloat16 is given without --bf16\n  fix: add --bf16"),
+        ("--params-dtype float16", "", None, "--params-dtype float16 is given without --fp16\n  fix: add --fp16"),
+        ("--fp16 --params-dtype float32", "", None, "--fp16 and --params-dtype float32 contradict each other"),
+        ("--fp16 --bf16", "", None, "--bf16 and --fp16 contradict each other\n  fix: leave one of them out"),
     ],
     "save_interval_has_a_folder": [
         ("--save-interval 5", "", None, "--save-interval 5 is given without --save\n  fix: add --save FOLDER"),
@@ -257,6 +326,11 @@ CASES = {
     "optimizer_state_is_left_out_once": [
         ("--save r --load r --no-load-optim", "", None,
          "would drop the optimizer's state at every restart\n  fix: load from another folder"),
+        ("--save r --load r --finetune", "", None,
+         "would begin at iteration 0 at every restart\n  fix: load from another folder, or leave out --finetune"),
+    ],
+    "finetuning_needs_weights": [
+        ("--finetune", "", None, "--finetune is given without --load\n  fix: add --load FOLDER"),
     ],
 }  # fmt: skip
 ELSEWHERE = {
@@ -264,6 +338,8 @@ ELSEWHERE = {
     "data_is_the_stored_one",
     "run_is_the_stored_one",
     "tokenizer_is_the_stored_one",
+    "schedules_are_the_stored_ones",
+    "checkpoint_holds_the_optimizer",
 }
 
 

@@ -54,7 +54,7 @@ def test_every_answer_says_why_and_what_to_do():
     assert all(answer.text and (answer.instead or answer.kind == "accepted") for answer in ANSWERS)
     paths = {setting.path: setting for setting in settings()}
     for alias in ALIASES.values():
-        assert alias.value is None or load_value(paths[alias.path], alias.value)
+        assert alias.value is None or load_value(paths[alias.path], alias.value) is not None
 
 
 def test_remedies_name_flags_that_exist():

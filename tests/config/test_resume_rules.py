@@ -16,14 +16,20 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 REQUESTED = json.loads((GOLDEN / "expected.json").read_text())["requested_sizes"]
 
 BASE = "--global-batch-size 8 --train-iters 10"
+OWN = "--override-opt-param-scheduler"
 
 
 @pytest.fixture
 def stored(plan_of):
     """Facts with the checkpoint of the working run, through JSON as a manifest has it."""
-    config = json.loads(json.dumps(plan_of(BASE).config.to_dict()))
+    plan = plan_of(BASE)
     run = StoredRun(
-        path="c", iteration=1, consumed_train_samples=8, config=config, tokenizer_fingerprint="abc"
+        path="c",
+        iteration=1,
+        consumed_train_samples=8,
+        config=json.loads(json.dumps(plan.config.to_dict())),
+        tokenizer_fingerprint="abc",
+        schedule=json.loads(json.dumps(plan.derived.schedule.to_dict())),
     )
     return Facts(checkpoint=run, tokenizer_fingerprint="abc")
 
@@ -42,7 +48,7 @@ def test_an_unchanged_run_resumes_without_a_word(plan_of, stored):
          "  fix: keep the stored value (without --untie-embeddings-and-output-weights)")),
         ("--seq-length 64", "--seq-length cannot change on resume (yet), the order of samples depends on it"),
         ("--seed 1", "the checkpoint has 1234, this run 1\n  fix: keep the stored value (--seed 1234)"),
-        ("--global-batch-size 16", "--global-batch-size cannot change on resume"),
+        ("--optimizer sgd", "--optimizer cannot change on resume (yet), the optimizer's state depends on it"),
         ("--vocab-size 101", "--vocab-size cannot change on resume (yet), the meaning of token numbers depends on it"),
     ],
 )  # fmt: skip
@@ -92,11 +98,11 @@ def with_plans(stored, **plans):
 
 def test_a_longer_run_appends_a_plan(plan_of, stored):
     facts = with_plans(stored, train=[80], valid=[800], test=[800])
-    derived = plan_of(f"{BASE} --train-iters 25", facts=facts).derived
+    derived = plan_of(f"{BASE} {OWN} --train-iters 25", facts=facts).derived
     assert derived.train_plan == (80, 120)
     assert (derived.valid_plan, derived.test_plan) == ((800,), (800,))
     again = with_plans(stored, train=[80, 120])
-    assert plan_of(f"{BASE} --train-iters 26", facts=again).derived.train_plan == (80, 120, 8)
+    assert plan_of(f"{BASE} {OWN} --train-iters 26", facts=again).derived.train_plan == (80, 120, 8)
     assert plan_of(BASE, facts=again).derived.train_plan == (80, 120)
     assert plan_of(BASE, facts=facts).derived.train_plan == (80,)
 
@@ -106,7 +112,7 @@ def test_a_cyclic_run_goes_on_in_its_plan(plan_of, stored):
     config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
     facts = with_plans(stored, train=[80])
     facts = dataclasses.replace(facts, checkpoint=dataclasses.replace(facts.checkpoint, config=config))
-    assert plan_of(f"{cyclic} --train-iters 25", facts=facts).derived.train_plan == (80,)
+    assert plan_of(f"{cyclic} {OWN} --train-iters 25", facts=facts).derived.train_plan == (80,)
 
 
 def test_evaluations_that_came_more_often_before_are_planned_for(plan_of, stored):
@@ -114,7 +120,7 @@ def test_evaluations_that_came_more_often_before_are_planned_for(plan_of, stored
         stored.checkpoint, iteration=9, consumed_valid_samples=9 * 16, data_plans={"valid": [160]}
     )
     facts = dataclasses.replace(stored, checkpoint=run)
-    flags = f"{BASE} --train-iters 30 --eval-interval 5 --eval-iters 2"
+    flags = f"{BASE} {OWN} --train-iters 30 --eval-interval 5 --eval-iters 2"
     derived = plan_of(flags, facts=facts).derived
     assert derived.requested_valid_samples == 9 * 16 + 5 * 16, "behind 10, 15, 20, 25 and 30"
     assert derived.valid_plan == (160, 9 * 16 + 5 * 16 - 160)
@@ -180,11 +186,93 @@ def test_another_tokenizer_is_refused(problems_of, stored):
 
 def test_layout_learning_rate_and_intervals_may_change(plan_of, stored):
     facts = dataclasses.replace(stored, world_size=4)
-    plan = plan_of(f"{BASE} --tensor-model-parallel-size 2 --lr 2e-3 --log-interval 5 --load c", facts=facts)
+    plan = plan_of(
+        f"{BASE} {OWN} --tensor-model-parallel-size 2 --lr 2e-3 --log-interval 5 --load c", facts=facts
+    )
     (note,) = (note for note in plan.notes if note.startswith("changed since"))
     assert note == (
         "changed since the checkpoint: --tensor-model-parallel-size 1 -> 2, --lr 0.001 -> 0.002, --log-interval 100 -> 5"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lr 2e-3", "--lr: the checkpoint has 0.001, this run 0.002"),
+        ("--lr-decay-style cosine", "--lr-decay-style: the checkpoint has linear, this run cosine"),
+        ("--train-iters 20", "(--lr-decay-iters, --lr-decay-samples, the end of training): the checkpoint has 80, this run 160"),
+        ("--lr-warmup-iters 2", "the checkpoint has 0, this run 16"),
+        ("--weight-decay 0.1", "--end-weight-decay: the checkpoint has 0.01, this run 0.1"),
+    ],
+)  # fmt: skip
+def test_another_schedule_needs_consent(plan_of, problems_of, stored, flags, words):
+    (problem,) = problems_of(f"{BASE} {flags}", facts=stored)
+    assert words in problem
+    assert "add --override-opt-param-scheduler" in problem
+    assert "or --use-checkpoint-opt-param-scheduler" in problem
+    own = plan_of(f"{BASE} {flags}").derived.schedule
+    assert plan_of(f"{BASE} {OWN} {flags}", facts=stored).derived.schedule == own
+    kept = plan_of(f"{BASE} --use-checkpoint-opt-param-scheduler {flags}", facts=stored).derived.schedule
+    assert kept == plan_of(BASE).derived.schedule
+    anew = plan_of(f"{BASE} --load c --no-load-optim {flags}", facts=stored)
+    assert anew.derived.schedule == own
+    assert any("start anew" in note for note in anew.notes)
+
+
+def test_the_checkpoints_schedule_is_told(plan_of, stored):
+    plan = plan_of(f"{BASE} --use-checkpoint-opt-param-scheduler --lr 2e-3", facts=stored)
+    assert any("schedules are the checkpoint's (--lr 0.001, not 0.002)" in note for note in plan.notes)
+
+
+def test_the_batch_may_change_where_the_order_does_not_depend_on_it(plan_of, problems_of, stored):
+    facts = with_plans(stored, train=[80])
+    plan = plan_of(f"{BASE} {OWN} --global-batch-size 16", facts=facts)
+    assert plan.derived.train_samples == 8 + 9 * 16
+    assert plan.derived.train_plan == (80, 8 + 9 * 16 - 80)
+    assert any("--global-batch-size 8 -> 16: the order of samples stays" in note for note in plan.notes)
+    (problem,) = problems_of(f"{BASE} --global-batch-size 16", facts=facts)
+    assert "the checkpoint has 80, this run 160" in problem
+    smaller = plan_of(f"{BASE} {OWN} --global-batch-size 4", facts=facts).derived
+    assert (smaller.train_samples, smaller.train_plan) == (8 + 9 * 4, (80,))
+    plan = plan_of(f"--global-batch-size 16 {OWN} --train-samples 88", without="--train-iters", facts=facts)
+    assert (plan.derived.train_iters, plan.derived.train_samples) == (1 + 80 // 16, 88)
+
+
+RAMP = "--global-batch-size 16 --rampup-batch-size 4 4 60 --train-samples 200 --eval-iters 0"
+
+
+def test_a_ramp_goes_on_where_it_was(plan_of):
+    whole = plan_of(RAMP, without="--train-iters")
+    assert whole.derived.train_iters == 5 + 3 + 2 + 8  # in batches of 4, 8 and 12, and of 16 behind sample 60
+    assert whole.derived.train_samples == 20 + 24 + 24 + 128
+    stored = StoredRun(
+        path="c",
+        iteration=6,
+        consumed_train_samples=28,
+        config=json.loads(json.dumps(whole.config.to_dict())),
+        schedule=whole.derived.schedule.to_dict(),
+    )
+    again = plan_of(RAMP, without="--train-iters", facts=Facts(checkpoint=stored))
+    assert again.derived.train_iters == whole.derived.train_iters
+    assert again.derived.train_samples == whole.derived.train_samples
+
+
+def test_weights_that_were_saved_alone_are_a_start(plan_of, problems_of, stored):
+    run = dataclasses.replace(stored.checkpoint, has_optimizer=False)
+    facts = dataclasses.replace(stored, checkpoint=run)
+    (problem,) = problems_of(BASE, facts=facts)
+    assert "c was saved with --no-save-optim: it holds the weights alone\n  fix: add --finetune" in problem
+    assert plan_of(f"{BASE} --load c --no-load-optim", facts=facts)
+
+
+def test_finetuning_begins_anew(plan_of, problems_of, stored):
+    facts = dataclasses.replace(stored, checkpoint=stored.checkpoint.weights_alone)
+    flags = f"{BASE} --load c --finetune --lr 5e-3 --seed 3 --global-batch-size 4 --seq-length 64"
+    plan = plan_of(flags, facts=facts)
+    assert (plan.derived.start_iteration, plan.derived.start_consumed_samples) == (0, 0)
+    assert plan.derived.schedule.lr == 5e-3
+    (problem,) = problems_of(f"{flags} --num-layers 2", facts=facts)
+    assert "--num-layers cannot change" in problem
 
 
 def test_settings_that_the_checkpoint_does_not_know_are_passed_over(plan_of):

@@ -10,9 +10,9 @@ from run_here import LAYOUTS, folder_flags, make_trainer, train_here
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors, verify
-from megatrain.optim.sharded import STATE_KINDS
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 
+STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 CHANGING = ("iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "max_memory_bytes")
 Unbroken = dict[str, Path]
 

@@ -10,6 +10,7 @@ import pretrain
 from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.normal import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
+from megatrain.optim.schedule import Rates
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools.parity import Layout, own_batches, tiny_plan
@@ -60,23 +61,30 @@ def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [[on_device(batch, device) for batch in own_batches(step, Layout(), 0)] for step in range(3)]
-        reports[device] = [engine.step(batches, lr=1e-2) for batches in moved]
+        reports[device] = [
+            engine.step(batches, Rates(lr=1e-2, embedding_lr=1e-2, weight_decay=0.01)) for batches in moved
+        ]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
         assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
         assert cuda.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-10)
 
 
-def test_bfloat16_training_stays_near_fp32() -> None:
-    losses = {}
-    for flags in (["--params-dtype", "float32"], ["--bf16"]):
+@pytest.mark.parametrize(
+    "narrow", [["--bf16"], ["--fp16", "--initial-loss-scale", "65536"]], ids=["bf16", "fp16"]
+)
+def test_training_in_16_bits_stays_near_fp32(narrow: list[str]) -> None:
+    losses = []
+    for flags in (["--params-dtype", "float32"], narrow):
         request = parse([*SMALL.split(), *flags])
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
         batches = [on_device(b, "cuda") for b in own_batches(0, Layout(), 0)]
-        losses[flags[-1]] = [engine.step(batches, lr=1e-3).lm_loss for _ in range(10)]
-    assert losses["--bf16"] == pytest.approx(losses["float32"], rel=0.01)
-    assert losses["--bf16"][-1] < losses["--bf16"][0]
+        rates = Rates(lr=1e-3, embedding_lr=1e-3, weight_decay=0.01)
+        reports = [engine.step(batches, rates) for _ in range(10)]
+        assert all(report.is_finite for report in reports)
+        losses.append([report.lm_loss for report in reports])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,29 +1,157 @@
-"""Learning rates against Megatron-LM's, by the golden file."""
+"""Learning rates and weight decay against Megatron-LM's, by the golden file."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain.optim.schedule import LearningRate
+from megatrain.config import Facts, StoredRun, parse, resolve
+from megatrain.config.plan import Plan
+from megatrain.optim.schedule import LearningRate, WeightDecay
+from megatrain.training.engine import schedules_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
-STYLES = ("constant", "linear", "cosine")
-CASES = [case for case in GOLDEN["cases"] if case["arguments"]["lr_decay_style"] in STYLES]
-CASES = [case for case in CASES if case["name"] != "parameter group overrides"]
+WORKING = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 1"
+    " --mock-data --vocab-size 100 --swiglu --normalization RMSNorm --position-embedding-type rope"
+    " --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --eval-iters 0"
+).split()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_rates_are_megatrons(case: dict[str, Any]) -> None:
-    arguments = case["arguments"]
-    rate = LearningRate(
+def learning_rate(arguments: dict[str, Any]) -> LearningRate:
+    return LearningRate(
         style=arguments["lr_decay_style"],
         peak=arguments["max_lr"],
         floor=arguments["min_lr"],
         init=arguments["init_lr"],
         warmup_samples=arguments["lr_warmup_steps"],
         decay_samples=arguments["lr_decay_steps"],
+        wsd_style=arguments.get("lr_wsd_decay_style", "exponential"),
+        wsd_samples=arguments.get("wsd_decay_steps"),
     )
-    for samples, expected, *_ in case["values"]:
-        assert rate.at(samples) == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+def weight_decay(arguments: dict[str, Any]) -> WeightDecay:
+    return WeightDecay(
+        style=arguments["wd_incr_style"],
+        start=arguments["start_wd"],
+        end=arguments["end_wd"],
+        increase_samples=arguments["wd_incr_steps"],
+    )
+
+
+def exactly(expected: float) -> Any:
+    return pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
+def test_rates_are_megatrons(case: dict[str, Any]) -> None:
+    rate, decay = learning_rate(case["arguments"]), weight_decay(case["arguments"])
+    overrides = case.get("param_group_overrides", [{}])
+    for samples, *rows in case["values"]:
+        pairs = rows if "param_group_overrides" in case else [rows]
+        for group, (lr, wd) in zip(overrides, pairs, strict=True):
+            own = dataclasses.replace(
+                rate, peak=group.get("max_lr", rate.peak), floor=group.get("min_lr", rate.floor)
+            )
+            own_decay = dataclasses.replace(
+                decay, start=group.get("start_wd", decay.start), end=group.get("end_wd", decay.end)
+            )
+            assert own.at(samples) == exactly(lr)
+            assert own_decay.at(samples) * group.get("wd_mult", 1.0) == exactly(wd)
+
+
+def plan_of(arguments: dict[str, Any], stored: StoredRun | None = None) -> Plan:
+    words = [
+        word
+        for name, value in arguments.items()
+        for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])
+        if value is not False
+    ]
+    return resolve(parse([*WORKING, *words]), Facts(checkpoint=stored))
+
+
+@pytest.mark.parametrize("case", GOLDEN["from_command_line"], ids=lambda case: str(case["arguments"]))
+def test_a_command_line_gives_megatrons_schedule(case: dict[str, Any]) -> None:
+    plan = plan_of(case["arguments"])
+    values = plan.derived.schedule
+    assert plan.derived.train_iters == case["train_iters"]
+    assert values.lr_warmup_samples == exactly(case["lr_warmup_steps"])
+    assert values.lr_decay_samples == case["lr_decay_steps"]
+    assert values.lr_wsd_decay_samples == case["wsd_decay_steps"]
+    assert values.weight_decay_incr_samples == case["wd_incr_steps"]
+    schedules = schedules_of(plan)
+    for iterations, lr, wd in case["values"]:
+        rates = schedules.at(iterations * case["arguments"]["global_batch_size"])
+        assert rates.lr == exactly(lr)
+        assert rates.embedding_lr == exactly(lr)
+        assert rates.weight_decay == exactly(wd)
+
+
+RESTORE = GOLDEN["restore"]
+NAMES = {
+    "max_lr": "lr",
+    "min_lr": "min_lr",
+    "lr_warmup_steps": "lr_warmup_samples",
+    "lr_decay_steps": "lr_decay_samples",
+    "lr_decay_style": "lr_decay_style",
+    "start_wd": "start_weight_decay",
+    "end_wd": "end_weight_decay",
+    "wd_incr_style": "weight_decay_incr_style",
+    "override_opt_param_scheduler": "override_opt_param_scheduler",
+}
+
+
+def restored(row: dict[str, Any]) -> Plan:
+    """The plan of a run of 1000 samples that continues the golden checkpoint, at batches of one sample."""
+    use_checkpoint = "checkpoint values used" in row["what"]
+    arguments = {**RESTORE["arguments"], **row.get("changed", {"max_lr": 1.0})}
+    flags = {flag: arguments[name] for name, flag in NAMES.items() if name in arguments}
+    flags |= {"train_samples": 1000, "global_batch_size": 1, "load": "c"}
+    flags |= {"use_checkpoint_opt_param_scheduler": True} if use_checkpoint else {}
+    first = plan_of(
+        {flag: RESTORE["arguments"][name] for name, flag in NAMES.items() if name in RESTORE["arguments"]}
+        | {"train_samples": 1000, "global_batch_size": 1}
+    )
+    stored = StoredRun(
+        path="c",
+        iteration=333,
+        consumed_train_samples=333,
+        config=first.config.to_dict(),
+        schedule=first.derived.schedule.to_dict(),
+    )
+    return plan_of(flags, stored)
+
+
+@pytest.mark.parametrize("row", RESTORE["rows"], ids=lambda row: row["what"])
+def test_a_restored_schedule_is_megatrons(row: dict[str, Any]) -> None:
+    if "raises" in row:
+        with pytest.raises(Exception, match=r"--lr: the checkpoint has 0\.0003, this run 1\.0"):
+            restored(row)
+        return
+    schedules = schedules_of(restored(row))
+    assert schedules.lr.peak == row["max_lr"]
+    assert schedules.lr.decay_samples == row["lr_decay_steps"]
+    now, later = schedules.at(row["num_steps"]), schedules.at(row["num_steps"] + 100)
+    assert [now.lr, now.weight_decay] == [exactly(row["lr"]), exactly(row["wd"])]
+    assert [later.lr, later.weight_decay] == [
+        exactly(row["after_100_more"]["lr"]),
+        exactly(row["after_100_more"]["wd"]),
+    ]
+
+
+def test_embedding_and_output_layer_may_have_a_rate_of_their_own() -> None:
+    plan = plan_of(
+        {
+            "lr": 1e-3,
+            "decoupled_lr": 4e-3,
+            "decoupled_min_lr": 2e-3,
+            "train_samples": 100,
+            "global_batch_size": 1,
+        }
+    )
+    schedules = schedules_of(plan)
+    assert [schedules.at(n).lr for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]
+    assert [schedules.at(n).embedding_lr for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]

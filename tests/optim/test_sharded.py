@@ -1,23 +1,30 @@
-"""The optimizer on one rank: norm, clipping, and what is derived from what."""
+"""The optimizer on one rank: norm, clipping, groups, and what is derived from what."""
 
 import pytest
 import torch
 
-from megatrain.optim.sharded import AdamwConfig, ShardedAdamw
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.optim.schedule import Rates
+from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
+from megatrain.parallel.buffers import FlatBuffers, _cut_buckets, _cut_shards
 from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
 
+ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
+RATES = Rates(lr=0.01, embedding_lr=0.03, weight_decay=0.1)
 
-def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0) -> ShardedAdamw:
+
+def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
+    """A matrix, a vector that does not decay, and an embedding."""
     module = LaidOutModule()
-    for name, shape, decays in (("a", (5, 3), True), ("b", (7,), False)):
+    for name, shape in (("a", (5, 3)), ("b", (7,)), ("e", (11, 3))):
         pieces = (Piece(name, shape, tuple((0, size) for size in shape)),)
-        module.add_weight(
-            name, ParamLayout(shape=shape, pieces=pieces, init=Init(std=1.0), decays=decays), dtype
+        layout = ParamLayout(
+            shape=shape, pieces=pieces, init=Init(std=1.0), decays=len(shape) > 1, is_embedding=name == "e"
         )
+        module.add_weight(name, layout, dtype)
     grid = RankGrid.build(GridShape(), 0)
     buffers = FlatBuffers(
         ParamRegistry.of([module]),
@@ -26,14 +33,14 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0) -> ShardedAdamw:
         grad_dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    config = AdamwConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip_grad=clip_grad)
-    optimizer = ShardedAdamw(DataParallel(buffers, grid, grid.dp), config, main_dtype=torch.float32)
+    parallel = DataParallel(buffers, grid, grid.dp)
+    optimizer = ShardedOptimizer(parallel, rule, clip_grad=clip_grad, main_dtype=torch.float32)
     optimizer.fill("weight", InitialWeights(1))
     optimizer.publish_weights()
     return optimizer
 
 
-def _views(optimizer: ShardedAdamw) -> dict[str, torch.Tensor]:
+def _views(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.placed}
 
 
@@ -43,23 +50,53 @@ def test_main_weights_keep_what_bfloat16_cannot() -> None:
     assert torch.equal(_views(narrow)["a"], _views(wide)["a"].bfloat16())
 
 
+@pytest.mark.parametrize("rule", [ADAMW, SgdRule(momentum=0.9)], ids=["adam", "sgd"])
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5, 1e9])
-def test_a_step_is_torchs_clip_and_adamw_with_decay_for_matrices_only(clip_grad: float) -> None:
-    optimizer = _optimizer(torch.float32, clip_grad=clip_grad)
+@pytest.mark.parametrize("gradient_scale", [1.0, 2.0**16])
+def test_a_step_is_torchs_clip_and_update_group_by_group(
+    clip_grad: float, rule: UpdateRule, gradient_scale: float
+) -> None:
+    optimizer = _optimizer(torch.float32, clip_grad=clip_grad, rule=rule)
     theirs = {name: torch.nn.Parameter(view.clone()) for name, view in _views(optimizer).items()}
-    groups = [{"params": [theirs["a"]], "weight_decay": 0.1}, {"params": [theirs["b"]], "weight_decay": 0.0}]
-    expected = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    groups = [
+        {"params": [theirs["a"]], "weight_decay": 0.1, "lr": 0.01},
+        {"params": [theirs["b"]], "weight_decay": 0.0, "lr": 0.01},
+        {"params": [theirs["e"]], "weight_decay": 0.1, "lr": 0.03},
+    ]
+    expected: torch.optim.Optimizer = (
+        torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        if rule is ADAMW
+        else torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    )
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         for placed in optimizer.buffers.buckets[0].placed:
             entry = placed.entry
             gradient = torch.randn(entry.layout.shape, generator=generator)
-            entry.module.weight_grads[entry.attribute].copy_(gradient)
+            entry.module.weight_grads[entry.attribute].copy_(gradient * gradient_scale)
             theirs[entry.attribute].grad = gradient.clone()
-        norm = optimizer.gradient_norm()
+        norm = optimizer.gradient_norm() / gradient_scale
         total = torch.nn.utils.clip_grad_norm_(list(theirs.values()), clip_grad or float("inf"))
         assert norm.item() == pytest.approx(total.item(), rel=1e-6)
         expected.step()
-        optimizer.step(lr=0.01, norm=norm)
+        optimizer.step(RATES, norm=norm, gradient_scale=gradient_scale)
     for name, view in _views(optimizer).items():
         torch.testing.assert_close(view, theirs[name].data, rtol=1e-5, atol=1e-6)
+
+
+def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
+    """With any number of shards, the ranges of the groups tile each shard."""
+    whole = _optimizer(torch.float32).buffers
+    for num_shards in (2, 3, 7):
+        buckets = _cut_buckets(whole.registry, num_shards)
+        for rank in range(num_shards):
+            for shard in _cut_shards(buckets, RankGroup("dp", tuple(range(num_shards)), rank)):
+                ranges = list(_group_ranges(shard))
+                assert [part.start for _, part in ranges] == [
+                    0,
+                    *(part.stop for _, part in ranges[:-1]),
+                ]
+                assert ranges[-1][1].stop == shard.numel
+                for placed, _, place in shard.owned():
+                    (group,) = {g for g, part in ranges if part.start <= place.start < part.stop}
+                    assert group == placed.entry.layout.group

@@ -1,0 +1,198 @@
+"""Runs whose steps depend on more than weights and moments: a growing batch, a loss scale, momentum, a finetuned start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_here import folder_flags, train_here
+from test_resume import metrics
+
+from megatrain.checkpoint.find import newest_valid
+from megatrain.checkpoint.manifest import read_manifest
+from megatrain.checkpoint.reader import hash_tensors
+from megatrain.optim.loss_scale import DynamicLossScale
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.tools import parity
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.engine import Engine, schedules_of
+
+RAMP = (
+    "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "
+    "--global-batch-size 12 --rampup-batch-size 4 4 40"
+)
+STEPS = (
+    "--train-iters none --lr-warmup-iters 0 --train-samples 120 --global-batch-size auto "
+    "--step-batch-size-schedule 0:4,320:8,0.8K:16"
+)
+RUNS = {
+    "ramp": (1, RAMP),
+    "ramp dp2 pp2": (4, f"{RAMP} --pipeline-model-parallel-size 2"),
+    "steps dp2": (2, STEPS),
+    "fp16": (1, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6"),
+    "fp16 tp2 dp2": (4, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6 --tensor-model-parallel-size 2"),
+    "sgd dp2": (2, "--optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 5"),
+    "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
+                          " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
+}  # fmt: skip
+
+
+def train(pool: WorkerPool, name: str, folder: Path, *flags: str) -> set[int]:
+    world_size, run = RUNS[name]
+    return set(pool.run(world_size, train_here, [*run.split(), *folder_flags(folder), *flags]))
+
+
+def hashes(folder: Path) -> list[dict[str, str]]:
+    newest = newest_valid(folder)
+    assert newest is not None
+    kinds = next(iter(read_manifest(newest.path).tensors.values())).kinds
+    return [hash_tensors(newest.path, kind) for kind in sorted(kinds)]
+
+
+def state(folder: Path) -> dict[str, Any]:
+    newest = newest_valid(folder)
+    assert newest is not None
+    return dict(read_manifest(newest.path).state)
+
+
+@pytest.fixture(scope="session")
+def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Each run without a stop."""
+    folders = {}
+    for name in RUNS:
+        folders[name] = tmp_path_factory.mktemp("whole")
+        assert train(pool, name, folders[name]) == {0}
+    return folders
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_stopped_twice_and_resumed_equals_never_stopped(
+    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    assert train(pool, name, tmp_path, "--exit-interval", "5") == {75}
+    assert train(pool, name, tmp_path, "--exit-interval", "7") == {75}
+    assert train(pool, name, tmp_path) == {0}
+    assert metrics(tmp_path) == metrics(whole[name])
+    assert hashes(tmp_path) == hashes(whole[name])
+    assert state(tmp_path) == state(whole[name])
+
+
+def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> None:
+    steps = [line for line in metrics(whole["ramp"]) if "lm_loss" in line]
+    assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 3 + [12] * 6
+    assert [line["consumed_samples"] for line in steps][-1] == 116
+    assert steps[4]["learning_rate"] == pytest.approx(1e-2)  # behind 16 samples of warm-up
+    steps = [line for line in metrics(whole["steps dp2"]) if "lm_loss" in line]
+    assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 4 + [16] * 5
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp16 tp2 dp2"])
+def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: dict[str, Path], name: str) -> None:
+    steps = [line for line in metrics(whole[name]) if "lm_loss" in line]
+    assert steps[0]["loss_scale"] == 8e6
+    assert steps[0]["skipped"] == 1
+    assert steps[0]["learning_rate"] == steps[1]["learning_rate"] == 0.0
+    skipped = sum(line["skipped"] for line in steps)
+    assert 0 < skipped < 15
+    assert state(whole[name])["scheduled_samples"] == 8 * (20 - skipped)
+    newest = newest_valid(whole[name])
+    assert newest is not None
+    assert read_manifest(newest.path).optimizer_step_count == 20 - skipped
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+    assert len({line["loss_scale"] for line in steps}) > 2
+
+
+def test_a_ramp_goes_on_at_another_layout(pool: WorkerPool, whole: dict[str, Path], tmp_path: Path) -> None:
+    assert train(pool, "ramp", tmp_path, "--exit-interval", "6") == {75}
+    assert train(pool, "ramp dp2 pp2", tmp_path) == {0}
+    losses, batches = (
+        [[line[key] for line in metrics(folder) if key in line] for folder in (tmp_path, whole["ramp"])]
+        for key in ("lm_loss", "global_batch_size")
+    )
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+    assert batches[0] == batches[1]
+
+
+def test_the_batch_may_change_half_way(pool: WorkerPool, tmp_path: Path) -> None:
+    common = folder_flags(tmp_path)
+    assert pool.run(1, train_here, [*common, "--exit-interval", "5"]) == [75]
+    consent = "--override-opt-param-scheduler"
+    flags = [*common, "--global-batch-size", "4", consent, "--eval-global-batch-size", "8"]
+    assert pool.run(1, train_here, flags) == [0]
+    found = [line["consumed_samples"] for line in metrics(tmp_path) if "lm_loss" in line]
+    assert found == [8, 16, 24, 32, 40, *range(44, 101, 4)]
+
+
+def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: dict[str, Path], tmp_path: Path) -> None:
+    flags = [
+        "--load",
+        str(whole["ramp"]),
+        "--save",
+        str(tmp_path),
+        "--finetune",
+        "--no-save-optim",
+        "--lr",
+        "1e-4",
+    ]
+    assert pool.run(
+        1, train_here, [*flags, "--train-iters", "2", "--eval-interval", "1", "--lr-warmup-iters", "0"]
+    ) == [0]
+    lines = metrics(tmp_path)
+    assert [line["iteration"] for line in lines if "lm_loss" in line] == [1, 2]
+    before = next(line["loss"] for line in lines if line["iteration"] == 0)
+    fresh = next(line["loss"] for line in metrics(whole["ramp"]) if line["iteration"] == 0)
+    assert before < 0.9 * fresh
+    newest = newest_valid(tmp_path)
+    assert newest is not None
+    manifest = read_manifest(newest.path)
+    assert {kind for tensor in manifest.tensors.values() for kind in tensor.kinds} == {"weight"}
+    assert json.loads(json.dumps(manifest.state))["has_optimizer"] is False
+
+
+def test_a_pretrained_start_is_for_the_first_job_alone(
+    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    flags = [*folder_flags(tmp_path), "--pretrained-checkpoint", str(whole["ramp"]), "--seed", "5"]
+    assert pool.run(1, train_here, [*flags, "--exit-interval", "6"]) == [75]
+    assert pool.run(1, train_here, flags) == [0]
+    lines = [line for line in metrics(tmp_path) if "lm_loss" in line]
+    assert [line["iteration"] for line in lines] == list(range(1, 21))
+    fresh = next(line["lm_loss"] for line in metrics(whole["ramp"]) if "lm_loss" in line)
+    assert lines[0]["lm_loss"] < 0.9 * fresh
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_all_ranks_skip_what_one_finds_not_finite(pool: WorkerPool, value: float) -> None:
+    layout = parity.Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True)
+    answers = pool.run(8, step_with_a_fault, layout, value)
+    assert answers == [answers[0]] * 8
+    assert answers[0] == [(False, True), (True, False)]
+
+
+def step_with_a_fault(
+    rank: int, world_size: int, layout: parity.Layout, value: float
+) -> list[tuple[bool, bool]]:
+    """Whether each of two steps was finite, and left the weights alone; rank 5 spoils a gradient of the first."""
+    plan = parity.tiny_plan(layout, world_size)
+    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    grid = RankGrid.build(shape, rank, lambda ranks: torch.distributed.new_group(list(ranks)))
+    engine = Engine(plan, grid, torch.device("cpu"))
+    engine.initialize()
+    engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)
+    accumulate, found = engine.accumulate_gradients, []
+    for step in range(2):
+        before = engine.buffers.weights.clone()
+
+        def spoiled(batches: Any, *, is_spoiled: bool = step == 0 and rank == 5) -> float:
+            loss = accumulate(batches)
+            if is_spoiled:
+                shard = engine.buffers.shards[1]
+                engine.buffers.gradients[shard.start] = value
+            return loss
+
+        engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
+        report = engine.step(list(parity.own_batches(step, layout, grid.dp.rank)), schedules_of(plan).at(0))
+        assert engine.loss_scaler.scale == 512.0
+        found.append((report.is_finite, torch.equal(before, engine.buffers.weights)))
+    return found

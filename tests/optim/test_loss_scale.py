@@ -1,0 +1,78 @@
+"""The loss scale moves as Megatron-LM's does."""
+
+import json
+
+import pytest
+
+from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
+
+
+def scaler(**changed: float) -> DynamicLossScale:
+    values = {"scale": 64.0, "minimum": 4.0, "window": 3, "hysteresis": 2} | changed
+    return DynamicLossScale(
+        scale=values["scale"],
+        minimum=values["minimum"],
+        window=values["window"],
+        hysteresis=int(values["hysteresis"]),
+    )
+
+
+def scales(one: DynamicLossScale, steps: str) -> list[float]:
+    """The scale after each step: `+` for a finite one."""
+    found = []
+    for step in steps:
+        one.update(is_finite=step == "+")
+        found.append(one.scale)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ("-", [64]),  # patience
+        ("--", [64, 32]),
+        ("----", [64, 32, 16, 8]),  # a halving does not restore patience
+        ("------", [64, 32, 16, 8, 4, 4]),  # never below the minimum
+        ("--++-", [64, 32, 32, 32, 16]),  # nor do a few finite steps
+        ("--+++-", [64, 32, 32, 32, 64, 64]),  # a whole window does
+        ("--+++--", [64, 32, 32, 32, 64, 64, 32]),
+        ("++-+++", [64, 64, 64, 64, 64, 128]),  # a window is finite steps in a row
+        ("++++++", [64, 64, 128, 128, 128, 256]),
+        ("-+++-", [64, 64, 64, 128, 128]),
+    ],
+)
+def test_the_scale_follows_megatrons_rule(steps: str, expected: list[float]) -> None:
+    assert scales(scaler(), steps) == expected
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_restored_scale_goes_on_as_if_nothing_had_happened(at: int) -> None:
+    steps = "--+-+++--+++-+"
+    whole, first, second = scaler(), scaler(), scaler(scale=1.0)
+    expected = scales(whole, steps)
+    scales(first, steps[:at])
+    second.restore(json.loads(json.dumps(first.state())))
+    assert scales(second, steps[at:]) == expected[at:]
+
+
+def test_a_constant_scale_stays() -> None:
+    constant = ConstantLossScale(8.0)
+    constant.update(is_finite=False)
+    constant.restore({"scale": 4.0})
+    assert constant.scale == 8.0
+    assert constant.state() == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "with_finite_loss", "without"),
+    [
+        (ConstantLossScale(), False, False),
+        (ConstantLossScale(8.0, skips_gradients=True), True, False),
+        (ConstantLossScale(skips_all=True), True, True),
+        (scaler(), True, True),
+    ],
+    ids=["none", "constant", "unchecked", "dynamic"],
+)
+def test_what_is_skipped_and_what_is_an_error(one: LossScaler, with_finite_loss: bool, without: bool) -> None:
+    assert one.skips(1.0) == with_finite_loss
+    assert one.skips(float("nan")) == without

@@ -1,0 +1,89 @@
+"""Losses that are not finite, and what asks a run to end: what a run of the loop does about them."""
+
+import gc
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_broken_command_lines import command_line
+
+import pretrain
+from megatrain.training.engine import Engine
+from megatrain.training.garbage import GarbageCollection
+from megatrain.training.stopping import StopRequest
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second step's loss is no number, and so are its gradients."""
+    accumulate, calls = Engine.accumulate_gradients, []
+
+    def spoiled(self: Engine, batches: Any) -> float:
+        loss = accumulate(self, batches)
+        calls.append(None)
+        if len(calls) == 2:
+            self.buffers.gradients.fill_(float("nan"))
+            return float("nan")
+        return loss
+
+    monkeypatch.setattr(Engine, "accumulate_gradients", spoiled)
+
+
+def run(folder: Path, **changed: str) -> tuple[int, list[dict[str, Any]]]:
+    flags: dict[str, str | None] = {"--train-iters": "4", "--save": str(folder), "--log-interval": "4"}
+    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    code = pretrain.main(command_line(flags))
+    return code, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(tmp_path)
+    assert code == 1
+    assert len(lines) == 1
+    assert "iteration 2: lm loss is nan" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_without_the_check_the_iteration_is_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = run(tmp_path, no_check_for_nan_in_loss_and_grad="")
+    assert code == 0
+    assert [line["skipped"] for line in lines] == [0, 1, 0, 0]
+    assert lines[1]["learning_rate"] == lines[2]["learning_rate"]  # the schedule waits
+    shown = capsys.readouterr().out
+    assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in shown
+    assert "lm loss: NAN" not in shown
+
+
+def test_garbage_is_collected_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    garbage = GarbageCollection(is_manual=True, interval=3, around_evaluation=True)
+    with garbage.taken_over():
+        assert not gc.isenabled()
+        for iteration in range(1, 8):
+            garbage.after_iteration(iteration)
+        assert len(collected) == 1 + 2
+        with garbage.evaluation():
+            assert len(collected) == 4
+    assert gc.isenabled()
+    assert len(collected) == 5
+    left_alone = GarbageCollection(is_manual=False, interval=1, around_evaluation=True)
+    with left_alone.taken_over(), left_alone.evaluation():
+        left_alone.after_iteration(1)
+        assert gc.isenabled()
+    assert len(collected) == 5
+
+
+def test_a_further_signal_asks_for_the_end() -> None:
+    former = signal.getsignal(signal.SIGUSR2)
+    stop = StopRequest(exit_interval=None, exit_duration_in_mins=None, exit_signal=signal.SIGUSR2)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert stop.signal_number == signal.SIGUSR2
+    assert signal.getsignal(signal.SIGUSR2) == former
