@@ -27,17 +27,21 @@ class BadLines:
     """Counts bad lines and does with them as the policy says."""
 
     def __init__(self, policy: Policy, prefix: str, say: Callable[[str], None]) -> None:
-        self.path = Path(f"{prefix}.bad_lines.jsonl")
+        self.path, self._partial = bad_lines_files(prefix)
         self.num_lines = 0
         self._policy = policy
         self._say = say
         self._num_shown = 0
-        self._partial = Path(f"{self.path}.partial")
         self._file: IO[bytes] | None = None
+
+    @property
+    def are_put_aside(self) -> bool:
+        """Whether there are any, and they are in the file."""
+        return self._policy == "quarantine" and self.num_lines > 0
 
     def open(self, *, num_bytes: int) -> None:
         """Begin, or go on behind this many bytes that a former run put aside."""
-        if self._policy == "quarantine" or num_bytes:
+        if self._policy == "quarantine":
             with writing(self._partial):
                 self._file = self._partial.open("r+b" if num_bytes else "wb")
                 self._file.truncate(num_bytes)
@@ -70,12 +74,17 @@ class BadLines:
         """Whether the partial file holds this much."""
         return not num_bytes or (self._partial.is_file() and self._partial.stat().st_size >= num_bytes)
 
+    def can_publish(self, num_bytes: int) -> bool:
+        """Whether a file that was complete with this much is there, under either name."""
+        sizes = [path.stat().st_size for path in (self._partial, self.path) if path.is_file()]
+        return not num_bytes or num_bytes in sizes[:1]
+
     def publish(self) -> None:
-        """Give the file its name, instead of that of a former run; no bad lines, no file. May be done again."""
+        """Give the file its name; that of a former run goes in any case. May be done again."""
         self.close()
         if self._partial.is_file() and self._partial.stat().st_size:
             self._partial.replace(self.path)
-        elif not self.num_lines:
+        elif not self.are_put_aside:
             self.path.unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
 
@@ -96,6 +105,11 @@ class BadLines:
         elif self._num_shown == SHOWN:
             self._say("left out: further bad lines are only counted")
         self._num_shown += 1
+
+
+def bad_lines_files(prefix: str) -> tuple[Path, Path]:
+    """The file of a prefix, and the one that is being written."""
+    return Path(f"{prefix}.bad_lines.jsonl"), Path(f"{prefix}.bad_lines.jsonl.partial")
 
 
 def _entry(bad: BadLine) -> dict[str, Any]:

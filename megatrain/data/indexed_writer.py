@@ -5,6 +5,8 @@
     publish       -> .bin, .json, and last .idx get their names; leaving the `with` block seals and publishes
 
 An old `.idx` is removed before and the new one is renamed last: whenever a run dies, what can be opened is whole.
+From before the first byte until after the last name, <prefix>.lock keeps other writers out; and <prefix>.owner.partial
+says whose the partial files are, so that nobody goes on with those that another writer has begun anew.
 Nothing is held in memory, and the partial files with a `WriterState` are all that it takes to go on after a crash.
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +24,10 @@ from typing import IO, Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.config.errors import InputError
+from megatrain.config.errors import InputError, MegatrainError
 from megatrain.data.files import flush, flush_folder, write_json, writing
 from megatrain.data.indexed import CHECK_ROWS, ELEMENT_TYPES, HEADER, MAGIC, VERSION, Elements
+from megatrain.data.locks import FileLock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,8 @@ class WriterState:
     tokens: int = 0
     modes: int = 0
     """As many as sequences, or 0 in data without modes."""
+    owner: str = ""
+    """Written into the partial files: another writer's have another one."""
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -46,7 +52,7 @@ def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
 class IndexedWriter:
     """Takes documents in order; the files appear when its `with` block ends without an error.
 
-    Who wants to go on after a crash calls `open`, `state`, `seal`, `publish` (or `discard`) and `close` instead.
+    Who wants to go on after a crash calls `lock`, `open`, `state`, `seal`, `publish` (or `discard`) and `close` instead.
     """
 
     def __init__(
@@ -64,7 +70,9 @@ class IndexedWriter:
         """What is published with the data as `<prefix>.json`."""
         self._num_modes = start.modes
         self._is_new = resume_from is None
+        self._owner = resume_from.owner if resume_from else uuid.uuid4().hex
         self._files: dict[str, IO[bytes]] = {}
+        self._lock = FileLock(_lock_path(self.prefix), written=self.prefix)
 
     def __enter__(self) -> Self:
         """Open the partial files."""
@@ -82,24 +90,33 @@ class IndexedWriter:
         finally:
             self.discard()
 
+    def lock(self) -> None:
+        """Keep other writers out. Raises InputError if one is at work, or the folder cannot be written to."""
+        if not self._lock.is_held:
+            self._lock.take()
+
     def open(self) -> None:
-        """Make the partial files, or cut them to the state to go on from."""
-        path = Path(self.prefix)
+        """Make the partial files, or cut them to the state to go on from. They are locked from here on."""
+        self.lock()
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if self._is_new:
+                self._remove_partials()  # a dead run's description would be published as this one's
             for kind, num_bytes in self._partial_bytes().items():
                 file = self._partial(kind).open("wb" if self._is_new else "r+b")
                 self._files[kind] = file
                 file.truncate(num_bytes)
                 file.seek(num_bytes)
-        except OSError as error:
-            self.close()
+            if self._is_new:
+                self._write("owner", np.frombuffer(self._owner.encode(), "u1"))
+                self._write("borders", np.zeros(1, "<i8"))
+        except BaseException as error:
+            (self.discard if self._is_new else self.close)()
+            if not isinstance(error, OSError):
+                raise
             raise InputError(
-                f"{error.filename or path}: cannot be written: {error.strerror}",
+                f"{error.filename or self.prefix}: cannot be written: {error.strerror}",
                 fix="give a prefix in a folder that can be written",
             ) from error
-        if self._is_new:
-            self._write("borders", np.zeros(1, "<i8"))
 
     def add_document(self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None) -> None:
         """One document; no sequences are a document too. `modes`: one a sequence, for all documents or for none."""
@@ -158,14 +175,24 @@ class IndexedWriter:
             sequences=self.num_sequences,
             tokens=self.num_tokens,
             modes=self._num_modes,
+            owner=self._owner,
         )
 
     def can_resume(self) -> bool:
-        """Whether the partial files hold all that the state to go on from counts."""
-        return all(
-            self._partial(kind).is_file() and self._partial(kind).stat().st_size >= num_bytes
-            for kind, num_bytes in self._partial_bytes().items()
+        """Whether the partial files are this writer's, and hold all that the state to go on from counts."""
+        return self._is_owner() and all(
+            _size(self._partial(kind)) >= num_bytes for kind, num_bytes in self._partial_bytes().items()
         )
+
+    def can_publish(self) -> bool:
+        """Whether all that was sealed, with a description, is there: up to some file it may have its name already."""
+        order = ("bin", "json", "idx")
+        partial = tuple(kind for kind in order if self._partial(kind).is_file())
+        if partial != order[len(order) - len(partial) :] or (partial and not self._is_owner()):
+            return False
+        sizes = self._sealed_bytes()
+        paths = {kind: self._partial(kind) if kind in partial else self._named(kind) for kind in order}
+        return paths["json"].is_file() and all(_size(paths[kind]) == sizes[kind] for kind in sizes)
 
     def seal(self) -> None:
         """Complete the partial files: put the index together, write the description."""
@@ -185,30 +212,65 @@ class IndexedWriter:
             write_json(self._partial("json"), self.description)
 
     def publish(self) -> None:
-        """Give the sealed files their names. May be done again if it was interrupted."""
+        """Give the sealed files their names. May be done again if it was interrupted.
+
+        Raises:
+            MegatrainError: something else has removed or changed the files.
+        """
         if self._partial("idx").is_file():
-            Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+            self._named("idx").unlink(missing_ok=True)
             for kind in ("bin", "json", "idx"):
                 if self._partial(kind).is_file():
-                    self._partial(kind).replace(f"{self.prefix}.{kind}")
+                    self._partial(kind).replace(self._named(kind))
             flush_folder(Path(self.prefix).parent)
+        for kind, num_bytes in self._sealed_bytes().items():
+            path = self._named(kind)
+            if _size(path) != num_bytes:
+                there = f"has {_size(path)} bytes" if path.is_file() else "is not there"
+                raise MegatrainError(
+                    f"{path}: {there}, and {num_bytes} bytes were written",
+                    fix="see that nothing else removes or writes files here, run again",
+                )
         self.discard()
 
     def discard(self) -> None:
-        """Remove all partial files."""
-        self.close()
+        """Remove all partial files, if they are not another writer's, and let go of the lock."""
+        self._close_files()
+        if self._lock.is_held:
+            self._remove_partials()
+        self._lock.release()
+
+    def close(self) -> None:
+        """Close the partial files, leave them where they are, and let go of the lock."""
+        self._close_files()
+        self._lock.release()
+
+    def _remove_partials(self) -> None:
         for kind in _KINDS:
             self._partial(kind).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Close the partial files, and leave them where they are."""
+    def _close_files(self) -> None:
         for file in self._files.values():
             with contextlib.suppress(OSError):  # on a full disk, the error that matters was raised before
                 file.close()
         self._files.clear()
 
+    def _named(self, kind: str) -> Path:
+        return Path(f"{self.prefix}.{kind}")
+
     def _partial(self, kind: str) -> Path:
         return Path(f"{self.prefix}.{kind}.partial")
+
+    def _is_owner(self) -> bool:
+        path = self._partial("owner")
+        return path.is_file() and path.read_bytes() == self._owner.encode()
+
+    def _sealed_bytes(self) -> dict[str, int]:
+        """What the files of a whole dataset hold, beside its description."""
+        index_bytes = (
+            HEADER.size + self.num_sequences * (4 + 8) + (self.num_documents + 1) * 8 + self._num_modes
+        )
+        return {"bin": self.num_tokens * self.dtype.itemsize, "idx": index_bytes}
 
     def _partial_bytes(self) -> dict[str, int]:
         """What the partial files that documents go to hold so far."""
@@ -216,6 +278,7 @@ class IndexedWriter:
             "bin": self.num_tokens * self.dtype.itemsize,
             "lengths": self.num_sequences * 4,
             "borders": 0 if self._is_new else (self.num_documents + 1) * 8,
+            "owner": 0 if self._is_new else len(self._owner),
         }
         return counts | ({"modes": self._num_modes} if self._num_modes else {})
 
@@ -250,5 +313,20 @@ class IndexedWriter:
         assert position == self.num_tokens * self.dtype.itemsize, "all elements are in a sequence"
 
 
-_KINDS: Final = ("bin", "lengths", "borders", "modes", "idx", "json")
+def dataset_files(prefix: str) -> list[Path]:
+    """All files that a writer of this prefix makes or removes."""
+    names = [f"{prefix}.{kind}" for kind in ("bin", "idx", "json")]
+    return [*map(Path, names), *(Path(f"{prefix}.{kind}.partial") for kind in _KINDS), _lock_path(prefix)]
+
+
+def _lock_path(prefix: str) -> Path:
+    return Path(f"{prefix}.lock")
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 if there is none."""
+    return path.stat().st_size if path.is_file() else -1
+
+
+_KINDS: Final = ("bin", "lengths", "borders", "modes", "idx", "json", "owner")
 _COPY_BYTES: Final = 1 << 20

@@ -1,59 +1,45 @@
 """How far an unfinished run has come, on disk; and a lock, so that only one run at a time works on a prefix.
 
 <prefix>.preprocess.json   replaced as a whole: before or after a power cut, one of its versions is there
-<prefix>.preprocess.lock   locked by the run; the kernel lets go of it when the run dies, however it dies
+<prefix>.preprocess.lock   locked by the run
+
+The journal holds a digest of itself: one that anything else has written to is not believed.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
-from megatrain.config.errors import InputError
 from megatrain.data.files import flush_folder, write_json, writing
+from megatrain.data.locks import FileLock
+
+
+class DamagedError(Exception):
+    """The journal is not as a run has written it. Says which file it is."""
 
 
 class Journal:
     """Locked while its `with` block runs."""
 
     def __init__(self, prefix: str, say: Callable[[str], None]) -> None:
-        self._prefix = prefix
-        self._say = say
-        self._path = Path(f"{prefix}.preprocess.json")
-        self._partial = Path(f"{self._path}.partial")
-        self._lock_path = Path(f"{prefix}.preprocess.lock")
+        self._path, self._partial, lock = journal_files(prefix)
+        self._lock = FileLock(lock, written=f"--output-prefix {prefix}", say=say)
 
     def __enter__(self) -> Self:
         """Take the lock. Raises InputError if another run has it, or the folder cannot be written to."""
-        try:
-            self._lock_path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
-        except BlockingIOError as error:
-            raise InputError(
-                f"{self._lock_path}: another run is writing to --output-prefix {self._prefix}",
-                fix="wait for it, end it, or give another --output-prefix",
-            ) from error
-        except OSError as error:
-            raise InputError(
-                f"{self._lock_path}: cannot be written: {error.strerror}",
-                fix="give a prefix in a folder that can be written",
-            ) from error
+        self._lock.take()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let go of the lock."""
-        self._lock_path.unlink(
-            missing_ok=True
-        )  # while it is held: nobody loses a lock that they have just taken
-        self._lock.close()
+        self._lock.release()
 
     @property
     def exists(self) -> bool:
@@ -61,16 +47,20 @@ class Journal:
         return self._path.is_file()
 
     def read(self) -> dict[str, Any]:
-        """What was written last; nothing if there is nothing, or nothing that can be understood."""
+        """What was written last; nothing if there is nothing. Raises DamagedError."""
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
             return {}
-        return content if isinstance(content, dict) else {}
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(f"{self._path} is damaged") from error
+        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+            raise DamagedError(f"{self._path} is damaged")
+        return content
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Replace the content."""
-        write_json(self._partial, content)
+        """Replace the content, which is not empty."""
+        write_json(self._partial, {**content, "digest": _digest(content)})
         with writing(self._path):
             self._partial.replace(self._path)
             flush_folder(self._path.parent)
@@ -80,21 +70,15 @@ class Journal:
         self._path.unlink(missing_ok=True)
         self._partial.unlink(missing_ok=True)
 
-    def _locked(self) -> IO[bytes]:
-        while True:
-            file = self._lock_path.open("ab")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_ino == self._lock_path.stat().st_ino:
-                    return file
-            except FileNotFoundError:
-                pass  # the run that had it has just ended, and removed the file: take a new one
-            except OSError as error:
-                if error.errno not in {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}:
-                    file.close()
-                    raise
-                self._say(
-                    f"{self._lock_path}: this file system has no locks; see that no other run has this prefix"
-                )
-                return file
-            file.close()
+
+def journal_files(prefix: str) -> tuple[Path, Path, Path]:
+    """The journal of a prefix, the one that is being written, and the lock."""
+    return (
+        Path(f"{prefix}.preprocess.json"),
+        Path(f"{prefix}.preprocess.json.partial"),
+        Path(f"{prefix}.preprocess.lock"),
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -17,6 +17,7 @@ import numpy as np
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.data.indexed import Elements, IndexedDataset
 from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.sources import read_description
 
 _SHARED: Final = ("tokenizer_type", "tokenizer_fingerprint", "vocab_size", "eod", "append_eod", "json_key")
 """What a description says once: null where the datasets differ, such as in the key that the text came from."""
@@ -62,7 +63,7 @@ def _require_other_output(prefixes: Sequence[str | Path], output_prefix: Path) -
             f"{inside[0]}: is to be read and to be written", fix="give the output another prefix"
         )
     path = Path(f"{output_prefix}.json")
-    if path.exists() and _description(str(output_prefix)) is None:
+    if path.exists() and not _is_description(str(output_prefix)):
         raise ConfigError(
             f"{path}: would be overwritten, and describes no dataset", fix="give the output another prefix"
         )
@@ -112,13 +113,16 @@ def _add_cuts(writer: IndexedWriter, dataset: IndexedDataset, first: int) -> Non
 
 
 def _description(prefix: str) -> dict[str, Any] | None:
-    """What a dataset's `.json` says; None if there is none, or if it is about something else."""
+    """What a dataset's `.json` says; None if there is none, or if it is about something else. Raises InputError."""
+    content = read_description(prefix)
+    return content if content and "tokenizer_fingerprint" in content else None
+
+
+def _is_description(prefix: str) -> bool:
     try:
-        content = json.loads(Path(f"{prefix}.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    is_description = isinstance(content, dict) and "tokenizer_fingerprint" in content
-    return content if is_description else None
+        return _description(prefix) is not None
+    except InputError:
+        return False
 
 
 def _merged_description(
@@ -145,7 +149,7 @@ def _merged_description(
     return {
         name: json.loads(values.pop()) if len(values) == 1 else None for name, values in shared.items()
     } | {
-        "sources": [source for part in parts for source in part.get("sources", [])],
+        "sources": [source for part in parts for source in _list(part.get("sources"))],
         "documents": sum(dataset.num_documents for dataset in datasets),
         "sequences": sum(map(len, datasets)),
         "tokens": sum(dataset.num_tokens for dataset in datasets),
@@ -159,5 +163,9 @@ def _merged_description(
 
 def _sum(parts: Sequence[dict[str, Any]], name: str) -> int | None:
     """None if a description does not say."""
-    numbers = [part.get(name) for part in parts]
-    return None if None in numbers else sum(number for number in numbers if number is not None)
+    numbers = [number for part in parts if type(number := part.get(name)) is int]
+    return sum(numbers) if len(numbers) == len(parts) else None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -8,9 +8,9 @@ Whatever ends the run, the next one with the same settings cuts the partial file
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +18,10 @@ from typing import Any, Final, Self
 
 import numpy.typing as npt
 
-from megatrain.data.bad_lines import BadLines
+from megatrain.data.bad_lines import BadLines, bad_lines_files
 from megatrain.data.encoder import EncodedChunk
-from megatrain.data.indexed_writer import IndexedWriter, WriterState
-from megatrain.data.journal import Journal
+from megatrain.data.indexed_writer import IndexedWriter, WriterState, dataset_files
+from megatrain.data.journal import DamagedError, Journal, journal_files
 from megatrain.data.lines import Position
 
 JOURNAL_SECONDS: Final = 5.0
@@ -82,41 +82,30 @@ class Outputs:
         self.keys: dict[str, KeyOutput] = {}
 
     def __enter__(self) -> Self:
-        """Open the partial files, new or those of an interrupted run."""
-        left = self._journal.read()
-        self.keys = self._made(left)
-        if left and not self._can_resume(left):
-            self._journal.remove()
-            left = {}
-            self.keys = self._made(left)
-        self.is_complete = bool(left) and left["is_complete"]
-        self.position = Position(**left["position"]) if left else Position()
-        self._journaled_documents = self.num_documents
-        self.bad_lines.num_lines = left["bad_lines"]["num_lines"] if left else 0
-        with contextlib.ExitStack() as opened:
-            opened.callback(self._close)
+        """Lock all datasets, and open the partial files, new or those of an interrupted run."""
+        try:
+            left = self._found()
+            self.is_complete = bool(left) and left["is_complete"]
+            self.position = Position(**left["position"]) if left else Position()
+            self._journaled_documents = self.num_documents
+            self.bad_lines.num_lines = left["bad_lines"]["num_lines"] if left else 0
             if not self.is_complete:
                 for output in self.keys.values():
                     output.writer.open()
                 self.bad_lines.open(num_bytes=left["bad_lines"]["num_bytes"] if left else 0)
-            opened.pop_all()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """After an error, keep what the journal counts; without a journal, nothing. The error says which."""
-        self._close()
-        if error is None:
-            return
-        if self._journal.exists:
-            documents = self._journaled_documents
-            error.add_note(f"{documents:,} documents are done and kept: the same command goes on from there")
-            return
-        error.add_note("nothing was kept")
-        for output in self.keys.values():
-            output.writer.discard()
-        self.bad_lines.discard()
+        if error is not None:
+            kept = f"{self._journaled_documents:,} documents are done and kept: the same command goes on from there"
+            error.add_note(kept if self._journal.exists else "nothing was kept")
+        self._end()
 
     @property
     def num_documents(self) -> int:
@@ -148,26 +137,54 @@ class Outputs:
             output.writer.publish()
         self._journal.remove()
 
-    def _made(self, left: Mapping[str, Any]) -> dict[str, KeyOutput]:
-        states = left.get("keys", {})
-        return {
+    def _found(self) -> Mapping[str, Any]:
+        """Make and lock the writers; the journal that they go on from, or nothing, and then it says why."""
+        left, reason = self._usable_journal()
+        self._make_writers(left)
+        if left and not self._is_all_there(left):
+            reason = "an interrupted run are dropped: its partial files are not all there"
+            self._let_go()
+            left = {}
+            self._make_writers(left)
+        if reason:
+            self._say(f"the remains of {reason}")
+            self._journal.remove()  # not before all is locked: until then, nothing here may be ours to remove
+        return left
+
+    def _usable_journal(self) -> tuple[Mapping[str, Any], str]:
+        """The journal of a run with these settings, or nothing and the reason why it is of no use."""
+        try:
+            left = self._journal.read()
+        except DamagedError as error:
+            return {}, f"an interrupted run are dropped: {error}"
+        changed = self._changed(left) if left else []
+        if changed:
+            return {}, f"another run with this prefix are dropped: it had other {', '.join(changed)}"
+        return left, ""
+
+    def _changed(self, left: Mapping[str, Any]) -> list[str]:
+        """The settings that are not those of the run that left this."""
+        before = left["settings"]
+        if before["format"] != self._settings["format"]:
+            return ["format"]
+        changed = [name for name in self._settings if before.get(name) != self._settings[name]]
+        # Where no line was bad yet, all policies have done the same.
+        return [name for name in changed if name != "--on-bad-line" or left["bad_lines"]["num_lines"]]
+
+    def _make_writers(self, left: Mapping[str, Any]) -> None:
+        states = left["keys"] if left else {}
+        self.keys = {
             key: KeyOutput(prefix, self._dtype, states.get(key)) for key, prefix in self._prefixes.items()
         }
+        for output in self.keys.values():
+            output.writer.lock()
 
-    def _can_resume(self, left: Mapping[str, Any]) -> bool:
-        """Whether what is left belongs to this run and is all there; says so if not."""
-        before = left.get("settings", {})
-        changed = [name for name in self._settings if before.get(name) != self._settings[name]]
-        if changed:
-            names = ", ".join(changed)
-            self._say(f"the remains of another run with this prefix are dropped: it had other {names}")
-        is_there = left.get("is_complete", False) or (
-            all(output.writer.can_resume() for output in self.keys.values())
-            and self.bad_lines.can_resume(left["bad_lines"]["num_bytes"])
-        )
-        if not changed and not is_there:
-            self._say("the remains of an interrupted run are dropped: its partial files are not all there")
-        return not changed and is_there
+    def _is_all_there(self, left: Mapping[str, Any]) -> bool:
+        writers = [output.writer for output in self.keys.values()]
+        bad_bytes = left["bad_lines"]["num_bytes"]
+        if left["is_complete"]:
+            return all(writer.can_publish() for writer in writers) and self.bad_lines.can_publish(bad_bytes)
+        return all(writer.can_resume() for writer in writers) and self.bad_lines.can_resume(bad_bytes)
 
     def _write_journal(self) -> None:
         self._journal.write(
@@ -185,7 +202,15 @@ class Outputs:
         self._journaled_documents = self.num_documents
         self._written_at = time.monotonic()
 
-    def _close(self) -> None:
+    def _end(self) -> None:
+        """Let go of all files. What no journal counts is removed: nobody can go on from it."""
+        if not self._journal.exists:
+            for output in self.keys.values():
+                output.writer.discard()
+            self.bad_lines.discard()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for output in self.keys.values():
             output.writer.close()
         self.bad_lines.close()
@@ -196,6 +221,7 @@ def output_prefixes(prefix: str, keys: Sequence[str], *, is_split: bool) -> dict
     return {key: f"{prefix}_{key}_{'sentence' if is_split else 'document'}" for key in keys}
 
 
-def files_of(prefix: str) -> list[Path]:
-    """What a dataset is made of."""
-    return [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json")]
+def files_of_run(prefix: str, dataset_prefixes: Iterable[str]) -> list[Path]:
+    """All files that a run with this output prefix makes, replaces or removes."""
+    datasets = itertools.chain.from_iterable(map(dataset_files, dataset_prefixes))
+    return [*datasets, *bad_lines_files(prefix), *journal_files(prefix)]

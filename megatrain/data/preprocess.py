@@ -11,16 +11,19 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
+from megatrain.config.tokenizer import missing_end_of_document
 from megatrain.data.bad_lines import BadLines
 from megatrain.data.encoder import EncoderSettings, make_encoder
 from megatrain.data.indexed_writer import token_dtype
 from megatrain.data.inputs import InputFile, find_inputs
 from megatrain.data.journal import Journal
 from megatrain.data.lines import CHUNK_BYTES, Chunk, Position
-from megatrain.data.outputs import JOURNAL_SECONDS, Outputs, files_of, output_prefixes
+from megatrain.data.outputs import JOURNAL_SECONDS, Outputs, files_of_run, output_prefixes
 from megatrain.data.preprocess_flags import PreprocessSettings, parse_settings
 from megatrain.data.progress import Progress, say
 from megatrain.data.readers import ChunkReader
@@ -28,7 +31,7 @@ from megatrain.data.sentences import SplitSettings, load_splitter
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 from megatrain.data.workers import Workers
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of the journal and of what is written; a run of another format is not gone on with."""
 
 
@@ -76,6 +79,8 @@ def preprocess(
     encoder = _encoder_settings(settings)
     tokenizer = load_tokenizer(settings.tokenizer)
     _require_all_that_is_needed(settings, reader, encoder, tokenizer)
+    if settings.append_eod and tokenizer.note:
+        say(tokenizer.note)
     with (
         Journal(settings.output_prefix, say) as journal,
         Outputs(
@@ -132,7 +137,9 @@ def _require_all_that_is_needed(
 ) -> None:
     """Raises ConfigError for what would go wrong later, before any work."""
     reader.require_readable()
-    _require_no_input_among_outputs(reader.files, _prefixes(settings).values())
+    _require_no_input_among_outputs(
+        reader.files, files_of_run(settings.output_prefix, _prefixes(settings).values())
+    )
     _require_eod(settings, tokenizer)
     if encoder.split:
         load_splitter(encoder.split)
@@ -150,8 +157,8 @@ def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
     )
 
 
-def _require_no_input_among_outputs(files: Sequence[InputFile], prefixes: Iterable[str]) -> None:
-    outputs = {path.resolve() for prefix in prefixes for path in files_of(prefix)}
+def _require_no_input_among_outputs(files: Sequence[InputFile], paths: Iterable[Path]) -> None:
+    outputs = {path.resolve() for path in paths}
     problems = [
         Problem(f"{file.path}: would be overwritten by the output", "give another --output-prefix")
         for file in files
@@ -162,13 +169,8 @@ def _require_no_input_among_outputs(files: Sequence[InputFile], prefixes: Iterab
 
 
 def _require_eod(settings: PreprocessSettings, tokenizer: Tokenizer) -> None:
-    eod: int | None = tokenizer.eod
-    if settings.append_eod and eod is None:
-        named = settings.tokenizer.tokenizer_model or settings.tokenizer.tokenizer_type
-        raise ConfigError(
-            f"--append-eod: the tokenizer {named} has no end-of-document token",
-            fix='name one: {"eos_token": "..."} in the tokenizer_config.json beside it, or leave --append-eod out',
-        )
+    if settings.append_eod and tokenizer.eod is None:
+        raise ConfigError.of([missing_end_of_document(settings.tokenizer, needed_by="--append-eod")])
 
 
 def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -181,7 +183,22 @@ def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: T
         "--append-eod": settings.append_eod,
         "sentences": [settings.split_sentences, settings.keep_newlines, settings.lang],
         "--max-line-mb": settings.max_line_mb,
+        "--on-bad-line": settings.on_bad_line,
+        "library versions": _library_versions(settings),
     }
+
+
+def _library_versions(settings: PreprocessSettings) -> dict[str, str | None]:
+    """Of what turns text into ids. An upgrade may change them, so nobody goes on with what another version began."""
+    names = ["tokenizers", "sentencepiece", "tiktoken"] + ["nltk"] * settings.split_sentences
+    return {name: _version(name) for name in names}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _description(
@@ -207,8 +224,7 @@ def _say_summary(progress: Progress, outputs: Outputs) -> None:
             f"{writer.num_tokens:,} tokens of {writer.dtype.name}"
         )
     if outputs.bad_lines.num_lines:
-        path = outputs.bad_lines.path
-        place = f"; see {path}" if path.is_file() else ""
+        place = f"; see {outputs.bad_lines.path}" if outputs.bad_lines.are_put_aside else ""
         say(f"  {outputs.bad_lines.num_lines:,} bad lines were left out{place}")
 
 

@@ -81,7 +81,7 @@ def _batches(table: Any, columns: Sequence[str], start: int, batch_bytes: int) -
     end = 0
     for group in range(table.num_row_groups):
         facts = table.metadata.row_group(group)
-        if end + facts.num_rows <= start:
+        if not facts.num_rows or end + facts.num_rows <= start:
             end += facts.num_rows
             continue
         bytes_per_row = facts.total_byte_size / facts.num_rows

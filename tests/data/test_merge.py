@@ -105,6 +105,40 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
+def test_a_second_writer_of_a_dataset_is_told_at_once(tmp_path):
+    write_dataset(tmp_path / "a", [[[1, 2]]])
+    with IndexedWriter(tmp_path / "out", "uint16") as writer:
+        writer.add_document([[7]])
+        with pytest.raises(
+            InputError, match=r"out\.lock: another run is writing to .*out\n  fix: wait for it"
+        ):
+            merge([tmp_path / "a"], tmp_path / "out")
+        writer.add_document([[8]])
+    assert IndexedDataset(tmp_path / "out").num_tokens == 2
+    merge([tmp_path / "a"], tmp_path / "out", say=str)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
+
+
+def test_remains_of_a_dead_writer_do_not_get_into_a_merge(tmp_path):
+    """Its lock is nobody's, and its description would speak of other data."""
+    write_dataset(tmp_path / "a", [[[1, 2]]])
+    for name in ("lock", "json.partial", "idx.partial", "modes.partial", "owner.partial"):
+        (tmp_path / f"out.{name}").write_text("{}")
+    merge([tmp_path / "a"], tmp_path / "out", say=str)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
+
+
+def test_a_description_that_cannot_be_read_is_an_error(tmp_path):
+    write_dataset(tmp_path / "a", [[[1]]])
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(InputError, match=r"a\.json: cannot be read: "):
+        merge([tmp_path / "a"], tmp_path / "out")
+    (tmp_path / "a.json").write_text('{"tokenizer_fingerprint": "x", "sources": null, "eod_count": "many"}')
+    merge([tmp_path / "a"], tmp_path / "out", say=str)
+    merged = json.loads((tmp_path / "out.json").read_text())
+    assert (merged["sources"], merged["eod_count"]) == ([], None)
+
+
 def test_a_merge_that_fails_keeps_what_was_there(tmp_path, monkeypatch):
     for name in ("a", "out"):
         write_dataset(tmp_path / name, [[[1, 2]]])

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from preprocessing import NULL, InlineWorkers, numbers, run
+from preprocessing import NULL, InlineWorkers, content_of, numbers, run
 from recorded import EXPECTED
 
 from megatrain.config.errors import ConfigError
@@ -221,15 +221,53 @@ def test_all_problems_of_a_command_line_are_told_at_once(capsys):
     assert main(["--inptu", "x", "--workers", "0", "--json-keys", "a", "a"]) == 2
     message = capsys.readouterr().err
     for part in (
-        "--inptu is unknown\n  fix: did you mean --input?",
+        "error: 5 problems\n1. --inptu is unknown\n     fix: did you mean --input?\n2. ",
         "--input is missing",
         "--output-prefix is missing",
-        "--workers is 0",
+        "--workers 0 must be at least 1\n     fix: --workers takes a whole number at least 1",
         "--json-keys names 'a' twice",
     ):
         assert part in message
-    assert main(["--workers", "many"]) == 2
-    assert "invalid int value: 'many'" in capsys.readouterr().err
+
+
+def test_values_that_a_flag_does_not_take_are_told_like_other_problems(capsys):
+    words = ["--worker", "4", "--workers", "two", "--on-bad-line", "skp", "--log-interval", "2", "3"]
+    assert main([*words, "--append-eod", "stray", "--max-line-mb", "--input=x"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: 7 problems",
+        "1. --worker is unknown",
+        "     fix: did you mean --workers?",
+        "2. stray is unknown",
+        "     fix: see --help for what there is",
+        "3. --on-bad-line skp is not a choice",
+        "     fix: did you mean skip? --on-bad-line takes stop or skip or quarantine",
+        "4. --max-line-mb has no value",
+        "     fix: --max-line-mb takes a whole number at least 1",
+        "5. --workers two is not a whole number",
+        "     fix: --workers takes a whole number at least 1",
+        "6. --log-interval 2 3 is not one value",
+        "     fix: --log-interval takes a whole number at least 1",
+        "7. --output-prefix is missing",
+        "     fix: give --output-prefix PREFIX",
+    ]
+
+
+def test_a_language_without_sentences_is_refused(capsys):
+    assert main(["--input", "x", "--output-prefix", "p", "--lang", "english"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "error: --lang says how sentences are split, and they are not\n  fix: add --split-"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "shown", "better"), [("", "''", "corpus"), ("data/", "data/", "data/corpus")]
+)
+def test_an_output_prefix_that_names_no_file_is_refused(capsys, prefix, shown, better):
+    assert main(["--input", "x", "--output-prefix", prefix]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: --output-prefix {shown} names no file\n  fix: ")
+    assert message.endswith(f"such as {better}\n")
 
 
 def test_every_field_of_the_tokenizer_is_a_flag(capsys):
@@ -270,10 +308,25 @@ def test_keys_and_newlines_that_make_no_sense_are_refused(capsys):
     assert "--keep-newlines says how sentences are split, and they are not" in message
 
 
-def test_an_input_that_is_an_output_is_refused(tmp_path, capsys):
-    source = numbers(tmp_path / "out_text_document.json", ["1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "out_text_document.json",
+        "out_text_document.bin.partial",
+        "out_text_document.lock",
+        "out.bad_lines.jsonl",
+        "out.bad_lines.jsonl.partial",
+        "out.preprocess.json",
+        "out.preprocess.json.partial",
+        "out.preprocess.lock",
+    ],
+)
+def test_an_input_that_is_an_output_is_refused(tmp_path, capsys, name):
+    source = numbers(tmp_path / name, ["1"])
+    content = source.read_bytes()
     assert run("--input", source, *NULL, prefix=tmp_path / "out") == 2
     assert f"{source}: would be overwritten by the output" in capsys.readouterr().err
+    assert content_of(tmp_path) == {name: content}
 
 
 def test_a_tokenizer_without_an_end_token_cannot_append_it(tmp_path, capsys, monkeypatch):
@@ -286,7 +339,7 @@ def test_a_tokenizer_without_an_end_token_cannot_append_it(tmp_path, capsys, mon
     assert run(*words, "--append-eod", prefix=tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert message.startswith(
-        "error: --append-eod: the tokenizer some.json has no end-of-document token\n  fix: "
+        "error: --append-eod needs an end-of-document token, and some.json names none\n  fix: "
     )
     assert run(*words, prefix=tmp_path / "out") == 0
     description = json.loads((tmp_path / "out_text_document.json").read_text())
@@ -313,6 +366,17 @@ def test_bad_lines_can_be_put_aside_without_loss(tmp_path, capsys):
     source.write_text('{"text": "1"}\n')
     assert run(*words, prefix=tmp_path / "out") == 0
     assert not path.exists(), "those of a former run are gone"
+
+
+def test_only_a_file_of_bad_lines_that_this_run_wrote_is_named(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text("bad\n")
+    words = ["--input", source, *NULL, "--on-bad-line"]
+    assert run(*words, "quarantine", prefix=tmp_path / "out") == 0
+    assert "1 bad lines were left out; see " in capsys.readouterr().err
+    assert run(*words, "skip", prefix=tmp_path / "out") == 0
+    assert "1 bad lines were left out\n" in capsys.readouterr().err
+    assert not (tmp_path / "out.bad_lines.jsonl").exists(), "it told of data that is gone"
 
 
 def test_only_the_first_bad_lines_are_shown(tmp_path, capsys):

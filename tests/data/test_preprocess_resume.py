@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,8 @@ import pytest
 from preprocessing import NULL, InlineWorkers, content_of, numbers, run
 
 from megatrain.config.errors import InputError
+from megatrain.data import encoder
+from megatrain.data import preprocess as preprocess_module
 from megatrain.data.indexed import IndexedDataset
 from megatrain.data.indexed_writer import IndexedWriter
 from megatrain.data.journal import Journal
@@ -212,12 +215,13 @@ def test_what_does_not_change_the_bytes_may_change_on_the_way(words, tmp_path, c
         (["--vocab-size", 99], "tokenizer"),
         (["--max-line-mb", 2], "--max-line-mb"),
         (["--json-keys", "text", "other"], "--json-keys"),
+        (["--on-bad-line", "quarantine"], "--on-bad-line"),
     ],
 )
 def test_other_settings_start_anew_and_say_so(tmp_path, capsys, flags, name):
     source = tmp_path / "in.jsonl"
-    source.write_text('{"text": "1 2 3", "other": "4"}\n' * 1000)
-    words = ["--input", source, *NULL]
+    source.write_text("bad\n" + '{"text": "1 2 3", "other": "4"}\n' * 1000)
+    words = ["--input", source, *NULL, "--on-bad-line", "skip"]
     stopped(words, tmp_path / "out", after=3)
     capsys.readouterr()
     assert run(*words, *flags, prefix=tmp_path / "out") == 0
@@ -238,7 +242,11 @@ def test_other_settings_start_anew_and_say_so(tmp_path, capsys, flags, name):
             "partial files are not all there",
         ),
         (lambda folder: os.truncate(folder / "out_text_document.lengths.partial", 5), "are not all there"),
-        (lambda folder: (folder / "out.preprocess.json").write_text("{"), ""),
+        (
+            lambda folder: (folder / "out_text_document.owner.partial").write_text("x" * 32),
+            "are not all there",
+        ),
+        (lambda folder: (folder / "out.preprocess.json").write_text("{"), "out.preprocess.json is damaged"),
         (lambda folder: os.utime(folder / "in.jsonl"), "it had other --input"),
     ],
 )
@@ -251,6 +259,163 @@ def test_remains_that_cannot_be_used_are_dropped(words, tmp_path, capsys, damage
     assert message in printed
     assert "going on" not in printed
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def wrong_versions(content):
+    """A JSON value, with every part of it missing, or of each wrong type, or another number."""
+    yield from (None, [], {}, "x", 1.5, True, -1, 10**30, [[]])
+    parts = (
+        content.items()
+        if isinstance(content, dict)
+        else enumerate(content if isinstance(content, list) else [])
+    )
+    for key, value in parts:
+        for wrong in wrong_versions(value):
+            yield (
+                content | {key: wrong}
+                if isinstance(content, dict)
+                else [*content[:key], wrong, *content[key + 1 :]]
+            )
+        if isinstance(content, dict):
+            yield {name: other for name, other in content.items() if name != key}
+
+
+def test_a_journal_that_no_run_has_written_is_dropped(tmp_path, capsys):
+    words = ["--input", numbers(tmp_path / "in.jsonl", ["1 2 3"] * 9), *NULL]
+    stopped(words, tmp_path / "out", after=3, chunk_bytes=30)
+    remains = content_of(tmp_path)
+    good = json.loads(remains["out.preprocess.json"])
+    texts = [json.dumps(wrong).encode() for wrong in wrong_versions(good) if wrong != good]
+    assert len(texts) > 200
+    for text in [*texts, b"", b"\xff", b"[" * 100_000, b"9" * 5000]:
+        for name, content in remains.items():
+            (tmp_path / name).write_bytes(content)
+        (tmp_path / "out.preprocess.json").write_bytes(text)
+        capsys.readouterr()
+        assert run(*words, prefix=tmp_path / "out") == 0
+        printed = capsys.readouterr().err
+        assert printed.startswith("the remains of an interrupted run are dropped: ")
+        assert "out.preprocess.json is damaged\n" in printed
+        assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 27
+        assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_run_of_another_format_is_dropped(words, tmp_path, capsys, monkeypatch):
+    stopped(words, tmp_path / "out", after=3)
+    capsys.readouterr()
+    monkeypatch.setattr(preprocess_module, "FORMAT", 3)
+    assert run(*words, prefix=tmp_path / "out") == 0
+    assert "it had other format\n" in capsys.readouterr().err
+
+
+def stopped_before_publishing(words, prefix, capsys, monkeypatch, *, published=()):
+    """A run whose files are complete, some of them with their names, and whose journal says so."""
+    real = Path.replace
+
+    def replace(self, target):
+        if self.name.startswith("out_") and Path(target).suffix not in published:
+            raise OSError(5, "Input/output error")
+        return real(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", replace)
+        assert run(*words, prefix=prefix) == 1
+    assert "documents are done and kept" in capsys.readouterr().err
+    assert json.loads(Path(f"{prefix}.preprocess.json").read_text())["is_complete"]
+
+
+@pytest.mark.parametrize("published", [(), (".bin",), (".bin", ".json")])
+@pytest.mark.parametrize("lost", ["*.partial", "*.bin*", "*.json*", "*.idx*", "*.owner.partial", None])
+def test_a_complete_run_is_done_only_if_its_files_are_there(
+    words, tmp_path, capsys, monkeypatch, lost, published
+):
+    assert run(*words, "--append-eod", prefix=tmp_path / "out") == 0
+    stopped_before_publishing(words, tmp_path / "out", capsys, monkeypatch, published=published)
+    for path in tmp_path.glob(f"out_{lost}"):
+        path.unlink()
+    assert run(*words, prefix=tmp_path / "out") == 0
+    printed = capsys.readouterr().err
+    dropped = "the remains of an interrupted run are dropped: its partial files are not all there"
+    assert (dropped in printed) == (lost is not None)
+    assert "done: 1,000 documents" in printed
+    assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
+    assert json.loads((tmp_path / "out_text_document.json").read_text())["append_eod"] is False
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_files_removed_while_a_run_completes_are_an_error(words, tmp_path, capsys, monkeypatch):
+    real = IndexedWriter.publish
+
+    def publish(self):
+        for path in tmp_path.glob("*.bin.partial"):
+            path.unlink()
+        real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexedWriter, "publish", publish)
+        assert run(*words, prefix=tmp_path / "out") == 1
+    assert "out_text_document.bin: is not there, and 6000 bytes were written" in capsys.readouterr().err
+    assert run(*words, prefix=tmp_path / "out") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
+
+
+def test_quarantined_lines_that_are_lost_are_found_again(tmp_path, capsys, monkeypatch):
+    source = tmp_path / "in.jsonl"
+    source.write_text('bad\n{"text": "1"}\n')
+    words = ["--input", source, *NULL, "--on-bad-line", "quarantine"]
+    stopped_before_publishing(words, tmp_path / "out", capsys, monkeypatch)
+    (tmp_path / "out.bad_lines.jsonl").unlink()
+    assert run(*words, prefix=tmp_path / "out") == 0
+    assert "its partial files are not all there" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out.bad_lines.jsonl").read_text())["text"] == "bad"
+
+
+@pytest.mark.parametrize(
+    ("package", "flags"), [("tokenizers", ()), ("sentencepiece", ()), ("nltk", ("--split-sentences",))]
+)
+def test_an_upgraded_library_starts_anew(words, tmp_path, capsys, monkeypatch, package, flags):
+    if flags:
+        monkeypatch.setattr(preprocess_module, "load_splitter", lambda _: str.split)
+        monkeypatch.setattr(encoder, "load_splitter", lambda _: lambda text: [text])
+    stopped([*words, *flags], tmp_path / "out", after=3)
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "99.0" if name == package else real(name))
+    capsys.readouterr()
+    assert run(*words, *flags, prefix=tmp_path / "out") == 0
+    assert "are dropped: it had other library versions\n" in capsys.readouterr().err
+
+
+def test_keys_that_name_the_same_dataset_exclude_each_other(tmp_path, capsys):
+    """z and b_c, or z_b and c: both write z_b_c_document."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"b_c": "1", "c": "2"}\n' * 1000)
+    first = ["--input", source, *NULL, "--json-keys", "c", "b_c"]
+    second = ["--input", source, *NULL, "--json-keys", "c"]
+    with IndexedWriter(tmp_path / "z_b_c_document", "u2"):
+        before = content_of(tmp_path, "z")
+        assert run(*first, prefix=tmp_path / "z") == 2
+        message = capsys.readouterr().err
+        assert message.startswith(f"error: {tmp_path / 'z_b_c_document.lock'}: another run is writing to ")
+        assert content_of(tmp_path, "z") == before
+    stopped(first, tmp_path / "z", after=3)
+    stopped(second, tmp_path / "z_b", after=9)
+    capsys.readouterr()
+    assert run(*first, prefix=tmp_path / "z") == 0
+    assert "its partial files are not all there" in capsys.readouterr().err, "they are the other run's"
+    dataset = IndexedDataset(tmp_path / "z_b_c_document")
+    assert {dataset.read(number)[0] for number in range(len(dataset))} == {1}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_the_lock_of_a_killed_writer_is_free(words, tmp_path):
+    child = os.fork()
+    if not child:
+        IndexedWriter(tmp_path / "out_text_document", "u2").open()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "out_text_document.lock").exists()
+    assert run(*words, prefix=tmp_path / "out") == 0
     assert len(list(tmp_path.iterdir())) == 4
 
 

@@ -61,6 +61,22 @@ def documents_of(chunks):
     ]
 
 
+def test_groups_without_rows_are_passed_over(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    tables = [
+        pyarrow.table({"text": pyarrow.array(texts, "string")}) for texts in ([], ["a"], [], [], ["b"], [])
+    ]
+    with parquet.ParquetWriter(tmp_path / "a.parquet", tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    assert parquet.ParquetFile(tmp_path / "a.parquet").num_row_groups == len(tables)
+    reader = reader_of(tmp_path / "a.parquet")
+    for start, expected in enumerate([["a", "b"], ["b"], []]):
+        rest = documents_of(reader.chunks(Position(document=start)))
+        assert [text for *_, text in rest] == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_file_is_read_from_any_border_on(tmp_path, kind):
     first, second = packed(tmp_path / "a", kind), packed(tmp_path / "b", kind, LINES[:50])
