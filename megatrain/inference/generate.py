@@ -113,7 +113,8 @@ def last_logits(model: Model, tokens: Tensor) -> Tensor:
     """Logits of what follows `tokens` [1, s]: [v]."""
     info = PassInfo(is_training=False)
     unused = torch.zeros_like(tokens)
-    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=unused)
+    places = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=places)
     hidden = None
     for segment in model.segments[:-1]:
         hidden = segment(hidden, batch, info)

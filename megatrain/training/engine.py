@@ -83,7 +83,7 @@ class Engine:
             self.model.segments,
             grid,
             hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
-            dtype=dtype,
+            dtype=self.model.hidden_dtype,
             device=device,
             on_segment_done=self.data_parallel.reduce_segment,
         )
@@ -93,9 +93,9 @@ class Engine:
         self.optimizer.fill("weight", InitialWeights(self.plan.config.training.seed))
         self.optimizer.publish_weights()
 
-    def step(self, batches: Sequence[Batch], *, lr: float) -> StepReport:
-        """One optimizer step over this rank's micro-batches of the global batch."""
-        lm_loss = self.accumulate_gradients(batches)
+    def step(self, batches: Sequence[Batch], *, lr: float, first_sample: int = 0) -> StepReport:
+        """One optimizer step over this rank's micro-batches of the global batch, which starts at `first_sample`."""
+        lm_loss = self.accumulate_gradients(batches, first_sample=first_sample)
         norm = self.optimizer.gradient_norm()
         grad_norm = norm.item()
         is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
@@ -104,13 +104,19 @@ class Engine:
         self.buffers.gradients.zero_()
         return StepReport(lm_loss=lm_loss, grad_norm=grad_norm, is_finite=is_finite)
 
-    def accumulate_gradients(self, batches: Sequence[Batch]) -> float:
+    def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> float:
         """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch."""
         pp = self.grid.pp
         # Losses are scaled such that plain sums over micro-batches and replicas give the mean.
         scale = 1.0 / (len(batches) * self.grid.dp.size)
+        micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
         infos = [
-            PassInfo(microbatch=number, documents=batch.documents, loss_scale=scale)
+            PassInfo(
+                microbatch=number,
+                first_sample=first_sample + (number * dp.size + dp.rank) * micro,
+                documents=batch.documents,
+                loss_scale=scale,
+            )
             for number, batch in enumerate(batches)
         ]
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
@@ -146,6 +152,7 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         sequence_parallel=config.parallel.sequence_parallel,
         dtype=getattr(torch, plan.derived.params_dtype),
         device=device,
+        seed=config.training.seed,
     )
 
 

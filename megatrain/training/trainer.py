@@ -172,7 +172,7 @@ class Trainer:
         assert self.batches.train is not None
         batches = self.batches.train.microbatches(self.consumed_train_samples, self.derived.num_microbatches)
         lr = self.learning_rate.at(self.consumed_train_samples)
-        report = self.engine.step(batches, lr=lr)
+        report = self.engine.step(batches, lr=lr, first_sample=self.consumed_train_samples)
         self.iteration += 1
         self.consumed_train_samples += self.config.training.global_batch_size
         if not report.is_finite or not math.isfinite(report.lm_loss):

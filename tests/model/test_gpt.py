@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.optim.sharded import fill_shards
@@ -24,12 +25,13 @@ CPU = torch.device("cpu")
 
 def _spec(*, is_tied: bool, padded: int = 128) -> GptSpec:
     layer = LayerSpec(
-        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=8, rotary_base=10000.0),
+        mixer=AttentionSpec(
+            num_heads=4, num_query_groups=2, head_channels=8, rotary=RotarySpec(base=10000.0)
+        ),
         mlp=MlpSpec(ffn_hidden_size=24),
     )
     return GptSpec(
-        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, norm_epsilon=1e-5,
-        is_tied=is_tied, init_std=0.2, output_init_std=0.1,
+        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, is_tied=is_tied, init_std=0.2, output_init_std=0.1,
     )  # fmt: skip
 
 
@@ -93,7 +95,7 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> T
     for number, layer in enumerate(spec.layers):
         w = {k.split(f"layers.{number}.")[1]: v for k, v in weights.items() if f"layers.{number}." in k}
         d = layer.mixer.head_channels
-        y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm_epsilon)
+        y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm.epsilon)
         q, k, v = (F.linear(y, w[f"attention.{p}.weight"]).view(b, s, -1, d).transpose(1, 2) for p in "qkv")
         angles = torch.outer(torch.arange(s).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d))
         turn = torch.polar(torch.ones_like(angles), angles)
@@ -106,10 +108,10 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> T
         )
         heads = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
         x = x + F.linear(heads, w["attention.proj.weight"])
-        y = F.rms_norm(x, x.shape[-1:], w["mlp.norm.weight"], spec.norm_epsilon)
+        y = F.rms_norm(x, x.shape[-1:], w["mlp.norm.weight"], spec.norm.epsilon)
         gated = F.silu(F.linear(y, w["mlp.gate.weight"])) * F.linear(y, w["mlp.up.weight"])
         x = x + F.linear(gated, w["mlp.down.weight"])
-    x = F.rms_norm(x, x.shape[-1:], weights["decoder.final_norm.weight"], spec.norm_epsilon)
+    x = F.rms_norm(x, x.shape[-1:], weights["decoder.final_norm.weight"], spec.norm.epsilon)
     output = "embedding.word_embeddings.weight" if spec.is_tied else "output_layer.weight"
     return F.linear(x, weights[output])
 
