@@ -87,6 +87,14 @@ def _shifted_vocabulary() -> AbstractContextManager[Any]:
     return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
 
 
+def _first_rows_everywhere() -> AbstractContextManager[Any]:
+    return mock.patch.object(tensor.TensorParallel, "first_row", return_value=0)
+
+
+def _samples_of_the_step() -> AbstractContextManager[Any]:
+    return mock.patch.object(engine, "PassInfo", lambda **values: PassInfo(**{**values, "first_sample": 0}))
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
     "wrong scale": Fault(_wrong_scale, {"dp": 2}),
@@ -95,5 +103,9 @@ FAULTS = {
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
     "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),
+    "places of another rank's rows under sp": Fault(
+        _first_rows_everywhere, {"tp": 2, "sp": True, "model": "gpt2"}
+    ),
+    "dropout that draws alike for all samples": Fault(_samples_of_the_step, {"dp": 2, "model": "gpt2"}),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
 }
