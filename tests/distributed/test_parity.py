@@ -51,7 +51,7 @@ LAYOUTS_OF_WEIGHTS = [
 ]
 
 
-NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (16 + 3, 1), "qwen": (14, 0)}
+NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (17, 0), "qwen": (14, 0)}
 """Of a layer, and besides the layers, the embedding and the final norm's weight."""
 
 

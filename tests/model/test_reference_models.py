@@ -1,7 +1,8 @@
-"""Known models, with weights copied by canonical name: the logits are those of the `transformers` library, in fp32."""
+"""Known models, with weights copied by canonical name: logits and gradients are those of the `transformers` library, in fp32."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from weights_elsewhere import (
     GEMMA2_NORMS,
     OLMO2_NORMS,
@@ -26,9 +28,12 @@ from megatrain.inference.generate import all_logits
 from megatrain.model.gpt import build_model
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import fill_shards
+from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import BoxRange, ParamLayout
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -68,22 +73,44 @@ class Copied:
         self.used.add(box.piece.name)
 
 
-def our_logits(flags: str, weights: Weights, tokens: Tensor) -> Tensor:
-    plan = resolve(parse([*TINY.split(), *flags.split()]), Facts(vocab_size=VOCAB, eod_id=VOCAB - 1))
-    grid = RankGrid.build(GridShape(), 0)
-    model = build_model(
-        gpt_spec(plan.config.model, vocab_size=VOCAB), grid, seq_length=SEQ, sequence_parallel=False,
-        dtype=torch.float32, device=torch.device("cpu"),
-    )  # fmt: skip
-    buffers = FlatBuffers(
-        model.registry, shard_group=grid.dp, weight_dtype=torch.float32, grad_dtype=torch.float32,
-        device=torch.device("cpu"), has_gradients=False,
-    )  # fmt: skip
-    source = Copied(weights)
-    fill_shards([buffers.weights[s.start : s.stop] for s in buffers.shards], buffers, source)
-    left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
-    assert not left, f"not used: {left}"
-    return all_logits(model, tokens).transpose(0, 1)
+class Ours:
+    """Our model with the weights of theirs."""
+
+    def __init__(self, flags: str, weights: Weights) -> None:
+        plan = resolve(parse([*TINY.split(), *flags.split()]), Facts(vocab_size=VOCAB, eod_id=VOCAB - 1))
+        self.grid = RankGrid.build(GridShape(), 0)
+        spec = gpt_spec(plan.config.model, vocab_size=VOCAB)
+        kind = {"dtype": torch.float32, "device": torch.device("cpu")}
+        self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
+        self.buffers = FlatBuffers(
+            self.model.registry, shard_group=self.grid.dp, weight_dtype=torch.float32, grad_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        source = Copied(weights)
+        fill_shards(
+            [self.buffers.weights[s.start : s.stop] for s in self.buffers.shards], self.buffers, source
+        )
+        left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
+        assert not left, f"not used: {left}"
+
+    def gradients(self, tokens: Tensor, labels: Tensor) -> Weights:
+        """Of the mean loss, by canonical name."""
+        places = torch.arange(SEQ).expand_as(tokens)
+        batch = Batch(tokens=tokens, labels=labels, loss_mask=torch.ones(tokens.shape), position_ids=places)
+        executor = Executor(
+            self.model.segments, self.grid, hidden_shape=(SEQ, len(tokens), 32), dtype=torch.float32,
+            device=torch.device("cpu"), on_segment_done=lambda _: None,
+        )  # fmt: skip
+        executor.run(one_forward_one_backward(0, 1, 1), [batch], [PassInfo()])
+        found: Weights = {}
+        for bucket in self.buffers.buckets:
+            for placed in bucket.placed:
+                flat = self.buffers.gradients[placed.start : placed.stop]
+                for box in placed.entry.layout.ranges(0, flat.numel()):
+                    whole = found.setdefault(box.piece.name, torch.full(box.piece.shape, math.nan))
+                    part = flat[box.offset : box.offset + box.numel].view(box.shape)
+                    whole[tuple(slice(*edge) for edge in box.box)] = part
+        return found
 
 
 def with_norms(norms: dict[str, str]) -> Callable[[Weights], Weights]:
@@ -172,18 +199,25 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]]
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")
-def test_logits_are_those_of_the_reference(name: str) -> None:
+def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
     kind, settings, flags, renamed = MODELS[name]
     torch.manual_seed(0)
-    implementation = settings.get("attn_implementation")
     config = getattr(transformers, kind).config_class(**settings)
-    config._attn_implementation = implementation
+    config._attn_implementation = settings["attn_implementation"]
     theirs = getattr(transformers, kind)(config).eval().float()
-    tokens = torch.randint(0, VOCAB, (2, SEQ))
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
     with torch.no_grad():
-        parameters = dict(theirs.named_parameters())
-        shaken(parameters)
-        expected = theirs(tokens).logits
-    found = our_logits(flags, renamed({k: v.detach() for k, v in theirs.state_dict().items()}), tokens)
-    assert expected.std() > 0.1
-    assert (found - expected).abs().max() < 1e-5 * max(1.0, expected.abs().max().item())
+        shaken(dict(theirs.named_parameters()))
+    logits = theirs(tokens).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    ours = Ours(flags, renamed({k: v.detach() for k, v in theirs.state_dict().items()}))
+    found = all_logits(ours.model, tokens).transpose(0, 1)
+    assert logits.std() > 0.1
+    assert (found - logits).abs().max() < 1e-5 * max(1.0, logits.abs().max().item())
+    expected = renamed(
+        {k: v.grad for k, v in theirs.state_dict(keep_vars=True).items() if v.grad is not None}
+    )
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for tensor, gradient in ours.gradients(tokens, labels).items():
+        difference = (gradient - expected[tensor]).abs().max()
+        assert difference <= 1e-4 * expected[tensor].abs().max() + 1e-6 * largest, tensor
