@@ -132,6 +132,49 @@ def norm_over_all_heads_is_rms(draft: Draft) -> Problems:
         )
 
 
+def recomputation_says_what(draft: Draft) -> Problems:
+    training = draft.config.training
+    kind, method, layers = (
+        training.recompute_granularity,
+        training.recompute_method,
+        training.recompute_num_layers,
+    )
+    if kind == "full" and training.recompute_activations:
+        yield Problem(
+            "--recompute-granularity full and --recompute-activations (which is selective) contradict each other",
+            "leave one of them out",
+        )
+    if kind == "full" and (method is None or layers is None):
+        missing = " and ".join(
+            flag
+            for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers))
+            if value is None
+        )
+        yield Problem(
+            f"--recompute-granularity full is given without {missing}",
+            "add --recompute-method uniform --recompute-num-layers 1, which computes every layer twice",
+        )
+    for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers)):
+        if kind != "full" and value is not None:
+            yield Problem(
+                f"{flag} {value} has no effect without --recompute-granularity full",
+                "add --recompute-granularity full, or leave it out",
+            )
+    is_selective = kind == "selective" or training.recompute_activations
+    if training.recompute_modules and not is_selective:
+        yield Problem(
+            f"--recompute-modules {' '.join(training.recompute_modules)} has no effect without --recompute-granularity"
+            " selective",
+            "add --recompute-granularity selective, or leave it out",
+        )
+    unknown = [name for name in training.recompute_modules if name not in ("core_attn", "mlp")]
+    if unknown:
+        yield Problem(
+            f"--recompute-modules {' '.join(unknown)}: not there yet",
+            "use --recompute-modules core_attn, mlp or both",
+        )
+
+
 MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     mlp_has_one_activation,
     gates_have_something_to_gate,
@@ -142,4 +185,5 @@ MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     layers_fit_their_patterns,
     window_looks_back,
     norm_over_all_heads_is_rms,
+    recomputation_says_what,
 )

@@ -18,6 +18,7 @@ from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalLeaves
 from megatrain.model.layer import Chain, Rotation, TransformerLayer, norm_weights
 from megatrain.model.layouts import positions_layout, vocab_layout
+from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGrid
@@ -156,6 +157,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> Model:
     """This rank's part of the model that `spec` describes.
 
@@ -164,6 +166,7 @@ def build_model(
         dtype: of the weights and of the computation.
         device: of the position tables (weights have no memory yet).
         seed: of dropout.
+        recompute: what runs twice, to keep less.
     """
     tp = TensorParallel(grid.tp, sequence_parallel)
     leaves = LocalLeaves(tp, dtype, spec.norm, seed)
@@ -172,10 +175,12 @@ def build_model(
     segments: list[nn.Module] = []
     if grid.pp.is_first:
         segments.append(_embedding(spec, grid, tp, leaves, dtype, hidden_dtype))
+    layers: list[nn.Module] = []
     for number in stage_layers(len(spec.layers), grid.pp.rank, grid.pp.size):
         layer = spec.layers[number]
         rotation = rotations.of(layer.mixer.rotary, layer.mixer.head_channels)
-        segments.append(TransformerLayer(layer, spec, number, leaves, tp, rotation))
+        layers.append(TransformerLayer(layer, spec, number, leaves, tp, rotation, recompute))
+    segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
         segments.append(_head(spec, grid, tp, leaves, dtype, segments[0]))
     return Model(spec, segments, ParamRegistry.of(segments), tp, hidden_dtype)

@@ -25,6 +25,7 @@ from megatrain.model.layouts import (
     rows_layout,
     stream_layout,
 )
+from megatrain.model.recompute import Recompute, Recomputed
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
@@ -78,6 +79,7 @@ class Attention(nn.Module):
         leaves: Leaves,
         tp: TensorParallel,
         rotation: Rotation | None,
+        recompute: Recompute,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -107,7 +109,9 @@ class Attention(nn.Module):
             [*_head_norms(spec, spec.num_query_groups, f"{prefix}.k_norm", gpt.norm, leaves, tp), *turn]
         )
         sink = columns_bias_layout([(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
-        self.core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
+        core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
+        assert isinstance(core, nn.Module)
+        self.core = Recomputed(core) if recompute.has_part("core_attn") else core
         self.proj = leaves.row_linear(
             Weights(
                 rows_layout(
@@ -166,11 +170,13 @@ class TransformerLayer(nn.Module):
         leaves: Leaves,
         tp: TensorParallel,
         rotation: Rotation | None,
+        recompute: Recompute,
     ) -> None:
         super().__init__()
         prefix = f"decoder.layers.{number}"
-        self.attention = Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotation)
-        self.mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
+        self.attention = Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotation, recompute)
+        mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
+        self.mlp: nn.Module = Recomputed(mlp) if recompute.has_part("mlp") else mlp
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets the batch)
         residual, delta = self.attention(hidden, info)

@@ -25,7 +25,7 @@ from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import FAULTS, planted
-from megatrain.tools.parity_models import MODELS
+from megatrain.tools.parity_models import MODELS, RECOMPUTE
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
 
@@ -51,6 +51,8 @@ class Layout:
     --reset-position-ids."""
     model: str = "llama"
     """One of `parity_models.MODELS`."""
+    recompute: str = ""
+    """One of `parity_models.RECOMPUTE`; the one process that it is compared with computes nothing twice."""
 
     @property
     def world_size(self) -> int:
@@ -65,6 +67,7 @@ class Layout:
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
         parts += [self.model] if self.model != "llama" else []
+        parts += [self.recompute] if self.recompute else []
         parts += ["documents"] if self.has_documents else []
         parts += [f"batch{self.global_batch}"] if self.global_batch != 16 else []
         return " ".join(parts)
@@ -75,6 +78,7 @@ class Layout:
             *(["--sequence-parallel"] if self.sp else []),
             *([] if self.is_tied else ["--untie-embeddings-and-output-weights"]),
             *(["--reset-attention-mask", "--reset-position-ids"] if self.has_documents else []),
+            *RECOMPUTE[self.recompute].split(),
             "--use-distributed-optimizer" if self.is_zero1 else "--no-use-distributed-optimizer",
         ]
         return flags
@@ -135,6 +139,9 @@ LAYOUTS = (
     Layout(tp=2, pp=2, dp=2, is_zero1=False, model="nemotron"),
     Layout(tp=2, sp=True, model="neox"),
     Layout(tp=2, dp=2, pp=2, is_tied=True, model="neox"),
+    Layout(tp=2, sp=True, recompute="uniform"),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True, model="gpt2", recompute="block"),
+    Layout(tp=2, pp=2, model="gpt-oss", recompute="selective"),
 )
 """What the command checks by default."""
 
@@ -199,7 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare(pool: WorkerPool, layout: Layout, *, fault: str | None = None) -> Verdict:
     """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
-    alone = dataclasses.replace(layout, tp=1, dp=1, pp=1, sp=False, is_zero1=True)
+    alone = dataclasses.replace(layout, tp=1, dp=1, pp=1, sp=False, is_zero1=True, recompute="")
     (reference,) = pool.run(1, measure, alone, None)
     answers = pool.run(layout.world_size, measure, layout, fault)
     return judge(reference, answers)

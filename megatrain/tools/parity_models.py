@@ -35,3 +35,11 @@ MODELS = {
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by name; sizes are the same for all."""
+
+RECOMPUTE = {
+    "": "",
+    "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
+}
+"""What is computed twice, by name."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.model.gpt import Model, build_model
+from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.schedule import LearningRate
 from megatrain.optim.sharded import AdamwConfig, ShardedAdamw
@@ -153,7 +154,19 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         dtype=getattr(torch, plan.derived.params_dtype),
         device=device,
         seed=config.training.seed,
+        recompute=recompute_of(plan),
     )
+
+
+def recompute_of(plan: Plan) -> Recompute:
+    """What a plan computes twice."""
+    training = plan.config.training
+    if training.recompute_granularity == "full":
+        assert training.recompute_method is not None, "a rule asks for it"
+        return Recompute(kind=training.recompute_method, num_layers=training.recompute_num_layers or 1)
+    if training.recompute_granularity == "selective" or training.recompute_activations:
+        return Recompute(kind="parts", parts=training.recompute_modules or ("core_attn",))
+    return Recompute()
 
 
 def learning_rate_of(plan: Plan) -> LearningRate:

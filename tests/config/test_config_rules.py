@@ -281,6 +281,21 @@ CASES = {
          ("--qk-layernorm-width all_heads is not there for --normalization LayerNorm\n"
          "  fix: use --normalization RMSNorm")),
     ],
+    "recomputation_says_what": [
+        ("--recompute-granularity full", "", None,
+         ("--recompute-granularity full is given without --recompute-method and --recompute-num-layers\n"
+         "  fix: add --recompute-method uniform --recompute-num-layers 1")),
+        ("--recompute-granularity full --recompute-method block", "", None,
+         "--recompute-granularity full is given without --recompute-num-layers"),
+        ("--recompute-method block --recompute-granularity selective", "", None,
+         "--recompute-method block has no effect without --recompute-granularity full\n  fix: add --recompute-granularity full"),
+        ("--recompute-num-layers 1", "", None, "--recompute-num-layers 1 has no effect without --recompute-granularity full"),
+        ("--recompute-modules mlp", "", None, "--recompute-modules mlp has no effect without --recompute-granularity selective"),
+        ("--recompute-activations --recompute-modules mlp layernorm", "", None,
+         "--recompute-modules layernorm: not there yet\n  fix: use --recompute-modules core_attn, mlp or both"),
+        ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
+         "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
+    ],
     "deterministic_mode_is_for_cpus": [
         ("--deterministic-mode", "", Facts(device="cuda"),
          "--deterministic-mode is not there yet on a GPU\n  fix: leave it out"),
