@@ -95,14 +95,14 @@ class LearnedPositions(LaidOutModule):
 
 
 class Scaled(nn.Module):
-    """x times a number that is rounded to its dtype."""
+    """x times a number that is rounded to the dtype of x first, as Gemma does."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.factor = factor
+        self.factor = torch.tensor(factor, dtype=dtype).item()
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
-        return x * torch.tensor(self.factor, dtype=x.dtype, device=x.device)
+        return x * self.factor
 
 
 class Widened(nn.Module):
@@ -201,7 +201,7 @@ def _embedding(
         positions = LearnedPositions(layout, tp, dtype)
     end: list[Pointwise] = []
     if spec.embedding_multiplier != 1.0:
-        end.append(Scaled(spec.embedding_multiplier))
+        end.append(Scaled(spec.embedding_multiplier, dtype))
     if hidden_dtype != dtype:
         end.append(Widened(hidden_dtype))
     if spec.hidden_dropout:

@@ -246,7 +246,7 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
     return Measured([r.lm_loss for r in reports], [r.grad_norm for r in reports], gradients, _weights(engine))
 
 
-def tiny_plan(layout: Layout, world_size: int) -> Plan:
+def tiny_plan(layout: Layout, world_size: int, *more_flags: str) -> Plan:
     """Four layers, a vocabulary that no tensor-parallel size divides, and clipping at work.
 
     The vocabulary is padded no more than it must be, so that its real ids are spread over all tensor ranks.
@@ -258,7 +258,7 @@ def tiny_plan(layout: Layout, world_size: int) -> Plan:
         f"--micro-batch-size {_MICRO_BATCH} --global-batch-size {layout.global_batch} --train-iters {NUM_STEPS} "
         "--lr 1e-2 --weight-decay 0.1 --clip-grad 0.5 --params-dtype float64 --device cpu"
     )
-    request = parse([*flags.split(), *layout.flags()])
+    request = parse([*flags.split(), *layout.flags(), *more_flags])
     return resolve(request, Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1))
 
 

@@ -109,6 +109,28 @@ def _hashes(parts: list[parity.Part]) -> dict[str, str]:
     return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in whole.items()}
 
 
+@pytest.mark.parametrize(
+    "layout", [parity.Layout(pp=2), parity.Layout(tp=2, sp=True, pp=2)], ids=lambda x: x.name
+)
+def test_a_wide_residual_stream_passes_between_stages(pool: WorkerPool, layout: parity.Layout) -> None:
+    layout = dataclasses.replace(layout, model="qwen", is_tied=True)
+    ((alone, alone_dtype),) = pool.run(1, narrow_loss, dataclasses.replace(layout, tp=1, pp=1, sp=False))
+    for loss, dtype in pool.run(layout.world_size, narrow_loss, layout):
+        assert dtype == alone_dtype == "torch.float32"
+        assert loss == pytest.approx(alone, rel=2e-3)
+
+
+def narrow_loss(rank: int, world_size: int, layout: parity.Layout) -> tuple[float, str]:
+    """Loss with bf16 weights, and the dtype of the residual stream."""
+    plan = parity.tiny_plan(layout, world_size, "--bf16", "--params-dtype", "bfloat16")
+    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    grid = RankGrid.build(shape, rank, lambda ranks: torch.distributed.new_group(list(ranks)))
+    engine = Engine(plan, grid, torch.device("cpu"))
+    engine.initialize()
+    loss = engine.step(list(parity.own_batches(0, layout, grid.dp.rank)), lr=0.0).lm_loss
+    return loss, str(engine.executor.dtype)
+
+
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 failed(.|\n)*the reason"):
         pool.run(2, _fail_on_one)

@@ -1,5 +1,6 @@
 """The model against the same mathematics written plainly: loss, logits and every gradient, in fp64."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -183,9 +184,12 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
     assert not built.buffers.gradients.any()
 
 
-def test_bfloat16_stays_near_fp64() -> None:
+@pytest.mark.parametrize("is_residual_wide", [False, True])
+def test_bfloat16_stays_near_fp64(is_residual_wide: bool) -> None:
     batches = list(_batches(1))
-    wide, narrow = Built(_spec(is_tied=False)), Built(_spec(is_tied=False), torch.bfloat16)
+    spec = dataclasses.replace(_spec(is_tied=False), is_residual_wide=is_residual_wide)
+    wide, narrow = Built(spec), Built(spec, torch.bfloat16)
+    assert narrow.model.hidden_dtype == (torch.float32 if is_residual_wide else torch.bfloat16)
     (expected,) = wide.run(batches, one_forward_one_backward(0, 1, 1))
     (found,) = narrow.run(batches, one_forward_one_backward(0, 1, 1))
     assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)
