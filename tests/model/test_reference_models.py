@@ -186,6 +186,28 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]]
         " --rotary-base 500000"),
         with_norms(OLMO2_NORMS),
     ),
+    "Nemotron": (
+        "NemotronForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "hidden_act": "relu2", "norm_eps": 1e-5, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        (f"{GQA} {UNTIED} --squared-relu --apply-layernorm-1p --disable-bias-linear --position-embedding-type rope"
+        " --rotary-percent 0.5"),
+        with_norms(PRE_NORMS),
+    ),
+    "SmolLM3": (
+        "SmolLM3ForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "no_rope_layer_interval": 2, "pad_token_id": None,
+         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        f"{LLAMA} {GQA} --norm-epsilon 1e-6 --no-rope-freq 2",
+        with_norms(PRE_NORMS),
+    ),
+    "Mistral": (
+        "MistralForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "sliding_window": 5, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        f"{LLAMA} {GQA} {UNTIED} --norm-epsilon 1e-6 --window-size 4,0",
+        with_norms(PRE_NORMS),
+    ),
     "GPT-NeoX": (
         "GPTNeoXForCausalLM",
         {**SHAPE, "hidden_act": "gelu", "use_parallel_residual": False, "tie_word_embeddings": False,

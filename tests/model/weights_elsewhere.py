@@ -64,8 +64,10 @@ def llama_like(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weigh
     ours = {
         "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
         "decoder.final_norm.weight": theirs["model.norm.weight"],
-        "output_layer.weight": theirs["lm_head.weight"],
+        "output_layer.weight": theirs.get("lm_head.weight", theirs["model.embed_tokens.weight"]),
     }
+    if "model.norm.bias" in theirs:
+        ours["decoder.final_norm.bias"] = theirs["model.norm.bias"]
     for number in range(num_layers):
         there, here = f"model.layers.{number}", LAYER.format(number)
         for name, source in {**_LLAMA, **norms}.items():
