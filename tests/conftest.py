@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def golden(pytestconfig: pytest.Config) -> Path:
     """The folder of golden files; only numbers and index files are sure to be there."""
     given: Path | None = pytestconfig.getoption("golden")
-    return given or GOLDEN
+    return (given or GOLDEN).resolve()
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def golden_text(pytestconfig: pytest.Config) -> Path:
     given: Path | None = pytestconfig.getoption("golden")
     if given is None:
         pytest.skip("needs text: run with --golden DIR")
-    return given
+    return given.resolve()
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,15 @@
 
     defaults  <  --config first.yaml  <  --config second.yaml  <  flags
 
-Flags are Megatron-LM's; `_` and `-` mean the same in them. Nothing is raised here for what a user typed: problems
-travel in the `Request`, so that `resolve` can report them together with all others.
+Flags are Megatron-LM's; `_` and `-` mean the same in them. Those of its flags that are no settings are answered by
+`megatron_flags.py`. Nothing is raised here for what a user typed: problems travel in the `Request`, so that `resolve`
+can report them together with all others.
 """
 
 import argparse
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,8 +18,9 @@ from megatrain import __version__
 from megatrain.config.errors import Problem
 from megatrain.config.help_text import field_help, section_help
 from megatrain.config.loading import BadValueError, accepted_values, load_value
+from megatrain.config.megatron_flags import AskedFlag, aliases, answers, asked_flag, megatron_flags
 from megatrain.config.request import Given, Request
-from megatrain.config.tree import Config, Origin, Setting, near_name, settings
+from megatrain.config.tree import Config, Origin, Setting, flag_of, near_name, settings
 from megatrain.config.values import INVALID
 from megatrain.config.yaml_file import read_yaml
 
@@ -34,27 +36,35 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
     if "--version" in argv:
         print(f"megatrain {__version__}")
         raise SystemExit(0)
-    flags, strays = _typed_flags(_parser(program, {}), argv)
-    given: list[Given] = []
-    problems: list[Problem] = list(_stray_problems(strays))
+    flags, strays = _typed_flags(_parser(program, {}, foreign=_spellings(argv)), argv)
+    found: list[Given | AskedFlag | Problem] = list(_stray_problems(strays))
     for flag in flags:
         if flag.dest == "config":
-            _collect(_yaml_values(flag), given, problems)
-    by_path = {setting.path: setting for setting in settings()}
+            found += _yaml_values(flag)
     last = {flag.dest: flag for flag in flags if flag.dest != "config"}
-    for path, flag in last.items():
-        _collect(_flag_value(by_path[path], flag), given, problems)
+    for flag in last.values():
+        found += _flag_value(flag)
+    given = [item for item in found if isinstance(item, Given)]
+    asked = {item.flag.flag: item for item in found if isinstance(item, AskedFlag)}
+    notes, refusals = answers(asked.values())
+    notes += [_alias_note(flag.spelling) for flag in last.values() if flag.spelling in aliases()]
+    problems = [*(item for item in found if isinstance(item, Problem)), *refusals]
     return Request(
         Config().with_values({item.path: item.value for item in given}),
-        {path: Origin("default") for path in by_path} | {item.path: item.origin for item in given},
+        {setting.path: Origin("default") for setting in settings()}
+        | {item.path: item.origin for item in given},
         tuple(problems),
+        notes=tuple(notes),
         is_complete=not any(problem.text.startswith("--config ") for problem in problems),
     )
 
 
 @dataclass(frozen=True)
 class _TypedFlag:
-    """A flag on the command line: the path that it sets, how it was spelled, and its text or texts."""
+    """A flag on the command line: the path that it sets, how it was spelled, and its text or texts.
+
+    A flag of Megatron-LM's that sets nothing here is its own `dest`.
+    """
 
     dest: str
     spelling: str
@@ -83,12 +93,20 @@ class _HelpFormatter(argparse.HelpFormatter):
         return ", ".join(action.option_strings) + metavar
 
 
-def _parser(program: str, texts: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The flags by section. `texts`: help by path, only needed where help is printed."""
+def _parser(
+    program: str, texts: Mapping[str, str], *, foreign: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """The flags by section.
+
+    Args:
+        texts: help by path, only needed where help is printed.
+        foreign: other flags to understand, as far as Megatron-LM has them: all of them would take long to add.
+    """
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config FILE] [--flag VALUE ...]",
         description="Pretrain a language model. Flags win over --config files, later files over earlier ones.",
+        epilog="What is said about Megatron-LM's other flags: docs/differences.md.",
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -112,7 +130,21 @@ def _parser(program: str, texts: Mapping[str, str]) -> argparse.ArgumentParser:
                 setting.section, section_help(setting.section)
             )
         _add_flag(groups[setting.section], setting, texts.get(setting.path, ""))
+    for spelling in foreign:
+        _add_foreign_flag(parser, spelling)
     return parser
+
+
+def _add_foreign_flag(parser: argparse.ArgumentParser, spelling: str) -> None:
+    flag, alias = megatron_flags().get(spelling), aliases().get(spelling)
+    if flag or alias:
+        parser.add_argument(
+            spelling,
+            dest=alias.path if alias else spelling,
+            action=_Collect,
+            nargs="*" if flag and flag.takes == "several" else "?",
+            const=_NO_VALUE,
+        )
 
 
 def _add_flag(group: Any, setting: Setting, text: str) -> None:
@@ -163,6 +195,11 @@ def _typed_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[
     return namespace.typed, strays
 
 
+def _spellings(argv: Sequence[str]) -> set[str]:
+    """The flags in these arguments, as far as words look like flags."""
+    return {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+
+
 def _tidied(argv: Sequence[str], known: set[str]) -> list[str]:
     """`_` to `-` in flags that exist, and negative numbers joined to their flag: argparse takes `-1e-4` for a flag."""
     tidy: list[str] = []
@@ -178,29 +215,25 @@ def _tidied(argv: Sequence[str], known: set[str]) -> list[str]:
     return tidy
 
 
-def _collect(items: Iterator[Given | Problem], given: list[Given], problems: list[Problem]) -> None:
-    for item in items:
-        if isinstance(item, Given):
-            given.append(item)
-        else:
-            problems.append(item)
-
-
-def _yaml_values(flag: _TypedFlag) -> Iterator[Given | Problem]:
+def _yaml_values(flag: _TypedFlag) -> list[Given | AskedFlag | Problem]:
     if flag.value is _NO_VALUE:
-        yield Problem("--config has no value", "name a YAML file after it")
+        return [Problem("--config has no value", "name a YAML file after it")]
+    return read_yaml(flag.value)
+
+
+def _flag_value(flag: _TypedFlag) -> Iterator[Given | AskedFlag | Problem]:
+    if flag.dest in megatron_flags():
+        yield asked_flag(megatron_flags()[flag.dest], None if flag.value is _NO_VALUE else flag.value)
         return
-    given, problems = read_yaml(flag.value)
-    yield from given
-    yield from problems
-
-
-def _flag_value(setting: Setting, flag: _TypedFlag) -> Iterator[Given | Problem]:
+    (setting,) = (setting for setting in settings() if setting.path == flag.dest)
     value = INVALID
     is_missing = flag.value is _NO_VALUE or flag.value == []
     typed = flag.spelling if is_missing else f"{flag.spelling} {_text(flag.value)}"
+    alias = aliases().get(flag.spelling)
     try:
-        if setting.kind is bool:
+        if alias and alias.value is not None:
+            value = _aliased(setting, alias.value, is_missing=is_missing)
+        elif setting.kind is bool:
             value = _switched(setting, flag, is_missing=is_missing)
         elif is_missing:
             raise BadValueError("has no value", fix=f"{setting.flag} takes {accepted_values(setting)}")  # noqa: TRY301
@@ -209,6 +242,18 @@ def _flag_value(setting: Setting, flag: _TypedFlag) -> Iterator[Given | Problem]
     except BadValueError as error:
         yield Problem(f"{typed} {error.text}", error.fix)
     yield Given(setting.path, value, Origin("flag", flag.spelling))
+
+
+def _alias_note(spelling: str) -> str:
+    alias = aliases()[spelling]
+    return " ".join(filter(None, (f"{spelling} is", flag_of(alias.path), alias.value)))
+
+
+def _aliased(setting: Setting, meaning: str, *, is_missing: bool) -> Any:
+    """The value of a flag that is short for a setting with a value."""
+    if is_missing:
+        return load_value(setting, meaning)
+    raise BadValueError("has a value, and takes none", fix=f"use {setting.flag} {meaning}")
 
 
 def _switched(setting: Setting, flag: _TypedFlag, *, is_missing: bool) -> Any:
@@ -229,14 +274,15 @@ def _text(value: str | list[str]) -> str:
 
 def _stray_problems(strays: Sequence[str]) -> Iterator[Problem]:
     """Unknown flags; what follows one is taken for its value and not reported again."""
-    flags = {setting.flag for setting in settings()} | {"--config", "--help", "--version"}
-    switches = {setting.opposite_flag for setting in settings() if setting.kind is bool}
+    known = {setting.flag for setting in settings()} | {"--config", "--help", "--version"}
+    known |= {setting.opposite_flag for setting in settings() if setting.kind is bool}
+    known |= {*aliases(), *megatron_flags()}
     flag = None
     for word in strays:
         if word.startswith("-") and not _NEGATIVE_NUMBER.match(word):
             flag = word.partition("=")[0]
             spelling = flag.lower().replace("_", "-")
-            near = near_name(spelling, flags) or near_name(spelling, switches)
+            near = near_name(spelling, known)
             fix = f"did you mean {near}?" if near else "leave it out; --help lists the flags that exist"
             yield Problem(f"{flag} is not a flag", fix)
         elif flag is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.config.plan import Answer, Draft
+from megatrain.config.plan import Answer, Draft, Plan
 from megatrain.config.splits import SPLIT_NAMES
 from megatrain.config.values import INVALID, UnsettledError
 
@@ -28,26 +28,41 @@ class Evaluations:
     skip_train: bool = False
 
     @property
-    def rounds(self) -> int:
-        """How often it evaluates on validation data."""
-        if self.skip_train or self.eval_interval is None:
-            return 1
-        return (
-            self.train_iters // self.eval_interval + 1 - (self.start_eval_at_iter or 0) // self.eval_interval
-        )
-
-    @property
-    def valid_samples(self) -> int:
-        """Validation samples of the whole run."""
-        return self.rounds * self.eval_iters * self.batch_size
-
-    @property
-    def test_samples(self) -> int:
-        """Test samples, read once, at the end."""
+    def samples(self) -> int:
+        """Samples of one evaluation."""
         return self.eval_iters * self.batch_size
 
+    @property
+    def planned(self) -> int:
+        """Evaluations on validation data that Megatron-LM plans for: at times one more than there are."""
+        if self.skip_train or self.eval_interval is None:
+            return 1
+        before = (self.start_eval_at_iter or 0) // self.eval_interval
+        return max(0, self.train_iters // self.eval_interval + 1 - before)
 
-def evaluations(draft: Draft) -> Evaluations:
+    def is_due(self, iteration: int) -> bool:
+        """Whether there is one behind this iteration: at the interval, and at the end of training."""
+        if iteration >= self.train_iters:
+            return True
+        interval = self.eval_interval
+        return (
+            interval is not None and iteration % interval == 0 and iteration >= (self.start_eval_at_iter or 0)
+        )
+
+    def to_come(self, iteration: int) -> int:
+        """How many there are behind later iterations than this one."""
+        if self.skip_train:
+            return 1
+        if iteration >= self.train_iters:
+            return 0
+        at_interval = 0
+        if self.eval_interval is not None:
+            passed = max(iteration, (self.start_eval_at_iter or 0) - 1) // self.eval_interval
+            at_interval = max(0, (self.train_iters - 1) // self.eval_interval - passed)
+        return at_interval + 1
+
+
+def evaluations(draft: Draft | Plan) -> Evaluations:
     """The evaluations of a run."""
     training = draft.config.training
     return Evaluations(
@@ -70,27 +85,20 @@ def requested_train_samples(draft: Draft) -> Answer:
 def requested_valid_samples(draft: Draft) -> Answer:
     if draft.config.data.full_validation:
         return Answer(None, "all, with --full-validation")
-    planned = evaluations(draft)
-    stored, interval = draft.facts.checkpoint, planned.eval_interval
-    if stored is not None and interval is not None:
-        # Evaluations may have come more often before than they will.
-        to_come = planned.rounds - stored.iteration // interval
-        needed = stored.consumed_valid_samples + to_come * planned.test_samples
-        if needed > planned.valid_samples:
-            return Answer(
-                needed, f"{stored.consumed_valid_samples} so far, and {to_come} evaluations to come"
-            )
-    return Answer(
-        planned.valid_samples,
-        f"{planned.rounds} evaluation{'s' * (planned.rounds != 1)} * {planned.eval_iters} iterations * global batch {planned.batch_size}",
-    )
+    of_run, stored = evaluations(draft), draft.facts.checkpoint
+    each = f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}"
+    consumed = stored.consumed_valid_samples if stored else 0
+    to_come = of_run.to_come(stored.iteration if stored else 0)
+    to_come += bool(stored and stored.is_evaluation_left)
+    needed = consumed + to_come * of_run.samples
+    if of_run.samples and needed > of_run.planned * of_run.samples:  # they came more often before, say
+        return Answer(needed, f"{consumed} so far, and {to_come} to come * {each}")
+    return Answer(of_run.planned * of_run.samples, f"{of_run.planned} * {each}")
 
 
 def requested_test_samples(draft: Draft) -> Answer:
-    planned = evaluations(draft)
-    return Answer(
-        planned.test_samples, f"{planned.eval_iters} iterations * global batch {planned.batch_size}"
-    )
+    of_run = evaluations(draft)
+    return Answer(of_run.samples, f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}")
 
 
 def train_plan(draft: Draft) -> Answer:

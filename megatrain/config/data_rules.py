@@ -32,7 +32,7 @@ def data_has_one_source(draft: Draft) -> Iterator[Problem]:
         )
     elif len(given) > 1 and not set(given) <= set(_APART):
         yield Problem(
-            f"{' and '.join(map(flag_of, given))} all name what to train on",
+            f"{' and '.join(map(flag_of, given))} {'both' if len(given) == 2 else 'all'} name what to train on",
             "keep one of them (only --train-data-path, --valid-data-path and --test-data-path go together)",
         )
     elif (

@@ -59,3 +59,13 @@ class NoCheckpointError(MegatrainError):
     """`--load` names a place that holds no valid checkpoint."""
 
     exit_code = 3
+
+
+def describe(error: MegatrainError) -> str:
+    """What a user reads: all problems, numbered where they are several."""
+    problems = error.problems
+    if len(problems) == 1:
+        return f"error: {problems[0]}"
+    lines = [f"error: {len(problems)} problems"]
+    lines += [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
+    return "\n".join(lines)

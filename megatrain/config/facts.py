@@ -37,6 +37,10 @@ class StoredRun:
     iteration: int
     consumed_train_samples: int
     consumed_valid_samples: int = 0
+    is_evaluation_left: bool = False
+    """Whether a stop came before the evaluation at this iteration was done."""
+    pass_size: int | None = None
+    """Samples that all its ranks together read in a micro-batch."""
     config: Mapping[str, Mapping[str, Any]]
     """The resolved configuration that it was saved with, as `Config.to_dict` gives it."""
     tokenizer_fingerprint: str | None = None
@@ -50,6 +54,8 @@ class StoredRun:
         return cls(
             tokenizer_fingerprint=state.get("tokenizer_fingerprint"),
             consumed_valid_samples=state.get("consumed_valid_samples", 0),
+            is_evaluation_left=state.get("is_evaluation_left", False),
+            pass_size=state.get("pass_size"),
             data_plans=state.get("data_plans", {}),
             datasets=tuple(DatasetFacts(**dataset) for dataset in state.get("datasets", ())),
             **values,

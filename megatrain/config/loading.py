@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+from megatrain.config.megatron_table import CHOICES_TO_COME
 from megatrain.config.tree import Setting, near_name
 from megatrain.config.values import AUTO
 
@@ -77,6 +78,8 @@ def _choice(setting: Setting, text: str) -> str:
     if text in setting.choices:
         return text
     by_lower = {choice.lower(): choice for choice in setting.choices}
+    if text in CHOICES_TO_COME.get(setting.flag, ()):
+        raise BadValueError("is not there yet", fix=f"{setting.flag} takes {accepted_values(setting)}")
     near = near_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""
     raise BadValueError("is not a choice", fix=f"{hint}{setting.flag} takes {accepted_values(setting)}")

@@ -1,16 +1,32 @@
 """What a user should hear although nothing is wrong: settings without effect, and departures from Megatron-LM."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
+from megatrain.config.tree import flag_of
 
 
 def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+
+
+def dropout_by_default(draft: Draft) -> Iterator[str]:
+    paths = ("model.hidden_dropout", "model.attention_dropout")
+    on = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
+    if on:
+        said = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in on)
+        yield f"{said} by default, as in Megatron-LM; most models are trained with 0 today"
+
+
+def float32_by_default(draft: Draft) -> Iterator[str]:
+    is_float32 = draft.derived.params_dtype == "float32"
+    if is_float32 and draft.derived.device == "cuda" and not draft.is_given("precision.params_dtype"):
+        yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
 
 
 def distributed_optimizer_by_default(draft: Draft) -> Iterator[str]:
@@ -33,6 +49,13 @@ def split_has_no_effect(draft: Draft) -> Iterator[str]:
     is_apart = any(dataset.split != "all" for dataset in draft.facts.datasets)
     if is_apart and draft.is_given("data.split"):
         yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
+
+
+def datasets_come_twice(draft: Draft) -> Iterator[str]:
+    counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
+    twice = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
+    if twice:
+        yield f"{', '.join(sorted(twice))}: named twice, or of equal content: their samples come twice"
 
 
 def positions_are_relative(draft: Draft) -> Iterator[str]:
@@ -74,10 +97,13 @@ def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
 
 
 NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
+    dropout_by_default,
+    float32_by_default,
     sequence_parallel_alone,
     distributed_optimizer_by_default,
     samples_left_over,
     split_has_no_effect,
+    datasets_come_twice,
     positions_are_relative,
     attention_is_written_out,
     stop_without_saving,

@@ -9,6 +9,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any, Final
 
+from megatrain.config.differences import default_differences
 from megatrain.config.plan import Plan
 
 _WIDTH: Final = 100
@@ -40,7 +41,7 @@ def render_plan(plan: Plan) -> str:
         lines.append(section)
         for row in group:
             lines += _row_lines(row, name_width, value_width)
-    for note in plan.notes:
+    for note in (*default_differences(plan), *plan.notes):
         lines += _wrapped(note, "note: ", "      ")
     return "\n".join(lines) + "\n"
 

@@ -28,6 +28,8 @@ class Request:
     origins: Mapping[str, Origin]
     """By path, such as `model.num_layers`: of every setting."""
     problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What there is to say about flags of Megatron-LM's that are accepted without setting anything."""
     is_complete: bool = True
     """False where a file of settings could not be read: nothing else can be judged then."""
 

@@ -46,7 +46,7 @@ def resolve(request: Request, facts: Facts) -> Plan:
     left_open = [path for path in draft.origins if not is_settled(_value_at(draft, path))]
     assert not left_open, f"nothing was found wrong, and yet these are open: {left_open}"
     notes = [note for tell in NOTES for note in _told(tell, draft)]
-    return Plan(draft.config, draft.derived, draft.origins, (*overridden, *notes))
+    return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
 
 
 def _checked_values(config: Config) -> tuple[Config, list[Problem]]:

@@ -89,6 +89,20 @@ def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
             )
 
 
+def cycles_keep_their_passes(draft: Draft) -> Iterator[Problem]:
+    stored = draft.facts.checkpoint
+    if draft.config.data.dataloader_type != "cyclic" or stored is None or stored.pass_size is None:
+        return
+    now = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
+    if now != stored.pass_size:
+        yield Problem(
+            f"--dataloader-type cyclic orders samples by micro-batch size * data-parallel size, which is {now} and was"
+            f" {stored.pass_size} in the checkpoint",
+            f"keep --micro-batch-size * data-parallel size at {stored.pass_size}, or use --dataloader-type single in a"
+            " fresh run, whose order depends on neither",
+        )
+
+
 def _trained_on(datasets: Sequence[DatasetFacts]) -> list[DatasetFacts]:
     return [dataset for dataset in datasets if dataset.split in ("all", "train")]
 
@@ -169,6 +183,7 @@ def _spelled(path: str, value: Any) -> str:
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     run_is_the_stored_one,
     data_is_the_stored_one,
+    cycles_keep_their_passes,
     tokenizer_is_the_stored_one,
     optimizer_state_is_left_out_once,
 )

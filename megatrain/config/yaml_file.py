@@ -16,23 +16,21 @@ import yaml
 
 from megatrain.config.errors import Problem
 from megatrain.config.loading import BadValueError, RawValue, accepted_values, load_value
+from megatrain.config.megatron_flags import AskedFlag, aliases, asked_flag, megatron_flags
 from megatrain.config.request import Given
-from megatrain.config.tree import Config, Origin, Setting, near_name, settings
+from megatrain.config.tree import Config, Origin, Setting, flag_of, near_name, settings
 from megatrain.config.values import AUTO, INVALID, is_settled
 
 
-def read_yaml(file: str) -> tuple[list[Given], list[Problem]]:
-    """The values that a file gives, and what is wrong with it."""
+def read_yaml(file: str) -> list[Given | AskedFlag | Problem]:
+    """The values that a file gives, Megatron-LM's names in it that set nothing here, and what is wrong with it."""
     try:
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
-        return [], [Problem(f"--config {file}: {error.strerror}", "name a YAML file that can be read")]
+        return [Problem(f"--config {file}: {error.strerror}", "name a YAML file that can be read")]
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        return [], [_syntax_problem(file, error)]
-    found = list(_Reader(file).values(root)) if root is not None else []
-    return [item for item in found if isinstance(item, Given)], [
-        item for item in found if isinstance(item, Problem)
-    ]
+        return [_syntax_problem(file, error)]
+    return list(_Reader(file).values(root)) if root is not None else []
 
 
 def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
@@ -59,7 +57,7 @@ class _Reader:
     def __init__(self, file: str) -> None:
         self.file = file
 
-    def values(self, root: yaml.Node) -> Iterator[Given | Problem]:
+    def values(self, root: yaml.Node) -> Iterator[Given | AskedFlag | Problem]:
         sections = {setting.section for setting in settings()}
         if not isinstance(root, yaml.MappingNode):
             yield Problem(
@@ -70,7 +68,7 @@ class _Reader:
             if problem:
                 yield problem
             elif key.value not in sections:
-                yield self.unknown_section(key, sections)
+                yield self.foreign_field(key, node) or self.unknown_section(key, sections)
             elif isinstance(node, yaml.MappingNode):
                 yield from self.section_values(key.value, node)
             elif not _is_null(node):
@@ -79,15 +77,33 @@ class _Reader:
                     "indent its fields below it, such as `  name: value`",
                 )
 
-    def section_values(self, section: str, root: yaml.MappingNode) -> Iterator[Given | Problem]:
+    def section_values(self, section: str, root: yaml.MappingNode) -> Iterator[Given | AskedFlag | Problem]:
         fields = {setting.name: setting for setting in settings() if setting.section == section}
         for key, node, problem in self.entries(root):
             if problem:
                 yield problem
             elif key.value not in fields:
-                yield self.unknown_field(section, key, fields)
+                yield self.foreign_field(key, node) or self.unknown_field(section, key, fields)
             else:
                 yield from self.value(fields[key.value], key, node)
+
+    def foreign_field(self, key: yaml.Node, node: yaml.Node) -> AskedFlag | Problem | None:
+        """A name of Megatron-LM's that is no setting, in whatever section; None where it is not one either."""
+        spelling = flag_of(key.value)
+        if spelling in aliases():
+            alias = aliases()[spelling]
+            meaning = f"{flag_of(alias.path)[2:].replace('-', '_')}: {alias.value or _shown(node)}"
+            return Problem(
+                f"{self.place(key)}: {key.value} is an old name",
+                f"write `{meaning}` below `{alias.path.split('.')[0]}:`",
+            )
+        if spelling not in megatron_flags():
+            return None
+        if isinstance(node, yaml.SequenceNode):
+            words = [_shown(item) for item in node.value]
+        else:
+            words = ["null" if _is_null(node) else _shown(node)]
+        return asked_flag(megatron_flags()[spelling], words, f"{self.place(key)}: ")
 
     def value(self, setting: Setting, key: yaml.Node, node: yaml.Node) -> Iterator[Given | Problem]:
         value = INVALID
@@ -131,7 +147,8 @@ class _Reader:
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
         near = near_name(key.value, names)
-        elsewhere = near_name(key.value, [setting.name for setting in settings()])
+        foreign = [flag[2:].replace("-", "_") for flag in (*aliases(), *megatron_flags())]
+        elsewhere = near_name(key.value, [*(setting.name for setting in settings()), *foreign])
         if owners:
             fix = f"{key.value} belongs below `{owners[0]}:`"
         elif near or elsewhere:

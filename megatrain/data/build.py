@@ -194,6 +194,9 @@ class SplitBuilder:
         name: str,
     ) -> Samples:
         """The plans of one split, one by another."""
+        if weights is None and len(sources) > 1 and None not in wanted:
+            # Each dataset is read once, in an order that does not depend on how many samples are planned.
+            wanted = [sum(number or 0 for number in wanted)]
         plans = [
             self._one_plan(sources, parts, weights, number, seed + k, name) for k, number in enumerate(wanted)
         ]

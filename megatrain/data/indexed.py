@@ -133,7 +133,13 @@ class IndexedDataset:
         view = memoryview(answer.data)
         done = 0
         while done < num_bytes:  # a read may stop early, at 2 GiB for one
-            got = os.preadv(self._descriptor, [view[done:]], position + done)
+            try:
+                got = os.preadv(self._descriptor, [view[done:]], position + done)
+            except OSError as error:
+                raise InputError(
+                    f"{self._bin_path}: byte {position + done} cannot be read: {error.strerror}",
+                    fix="mend the disk or copy the file from another place",
+                ) from error
             if not got:
                 raise InputError(
                     f"{self._bin_path}: ends at byte {position + done}; it has become shorter since it was opened",
@@ -153,6 +159,8 @@ def _require_files(prefix: str) -> None:
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
         fix = f"give the path without its ending: {path.with_suffix('')}"
+    elif "," in prefix:
+        fix = "separate datasets by blanks, not by commas"
     elif len(missing) == 1:
         fix = "a dataset is two files; copy both, or make it anew with preprocess_data.py"
     elif not path.parent.is_dir():
@@ -162,8 +170,16 @@ def _require_files(prefix: str) -> None:
         near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4) or names[:3]
         fix = f"{path.parent} holds {', '.join(near)}" if near else f"{path.parent} holds no .idx file"
     raise InputError(
-        f"{prefix}{missing[0]}: there is no such file" + (" (nor .idx)" if missing[1:] else ""), fix=fix
+        f"{prefix}{missing[0]}: {_absence(prefix + missing[0])}" + (" (nor .idx)" if missing[1:] else ""),
+        fix=fix,
     )
+
+
+def _absence(path: str) -> str:
+    """Why a path names no file."""
+    if os.path.lexists(path) and not Path(path).exists():
+        return "is a link to nowhere"
+    return "is no regular file" if Path(path).exists() else "there is no such file"
 
 
 def _file_bytes(path: Path) -> int:

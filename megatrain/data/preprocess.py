@@ -13,7 +13,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NoReturn
 
-from megatrain.config.errors import ConfigError, MegatrainError, Problem
+from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
 from megatrain.data.bad_lines import BadLines
 from megatrain.data.encoder import EncoderSettings, make_encoder
 from megatrain.data.indexed_writer import token_dtype
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         preprocess(parse_settings(argv))
     except MegatrainError as error:
-        return _tell(error, f"error: {error}", error.exit_code)
+        return _tell(error, describe(error), error.exit_code)
     except OSError as error:
         return _tell(error, f"error: {error}\n  fix: make room or mend the disk, run again", 1)
     except _StoppedError as stop:

@@ -13,7 +13,6 @@ Source: Megatron-LM, training/datasets/data_samplers.py; rules in tests/golden.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,6 +101,7 @@ class CyclicOrder:
                 f"the dataset has {total_samples} samples, and a micro-batch on all ranks takes {share.pass_size}",
                 fix="use more data, a smaller --micro-batch-size or fewer data-parallel ranks",
             )
+        self._orders: dict[int, torch.Tensor] = {}
         longest = -(-self._shared_samples // share.dp_size) // share.micro_batch_size
         if not data_sharding and longest * share.pass_size != self.epoch_samples:
             raise ConfigError(
@@ -124,20 +124,24 @@ class CyclicOrder:
         share = self.share
         epoch, done = divmod(consumed_samples + microbatch * share.pass_size, self.epoch_samples)
         if self.data_sharding:
-            bucket = self.epoch_samples // share.dp_size
-            first = done // share.dp_size
+            first, start = done // share.dp_size, share.dp_rank * (self.epoch_samples // share.dp_size)
             places = slice(first, first + share.micro_batch_size)
-            start = share.dp_rank * bucket
-            return [start + number for number in _permutation(epoch, bucket)[places]]
-        places = slice(done + share.dp_rank, done + share.pass_size, share.dp_size)
-        return _permutation(epoch, self._shared_samples)[places]
+        else:
+            start = 0
+            places = slice(done + share.dp_rank, done + share.pass_size, share.dp_size)
+        found: list[int] = (self._permutation(epoch)[places] + start).tolist()
+        assert len(found) == share.micro_batch_size, "a pass begins at a multiple of its size"
+        return found
 
-
-@functools.lru_cache(maxsize=4)  # a step at the border of two epochs, for training and validation
-def _permutation(epoch: int, size: int) -> list[int]:
-    generator = torch.Generator().manual_seed(epoch)
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order
+    def _permutation(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            size = self.epoch_samples // self.share.dp_size if self.data_sharding else self._shared_samples
+            order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
+            # A step reads at the border of two epochs at most; readers in other threads keep what they hold.
+            self._orders = {number: kept for number, kept in self._orders.items() if number == epoch - 1} | {
+                epoch: order
+            }
+        return self._orders[epoch]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ blends -> each dataset opened, held against its description and the tokenizer ->
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import json
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 SAMPLED_BYTES: Final = 1 << 16
-"""How much of the beginning, the middle and the end of a .bin goes into its digest."""
+"""How much of the beginning, the middle and the end of a large .bin goes into its digest."""
+WHOLE_BYTES: Final = 1 << 22
+"""Up to this size, all of a .bin does."""
 
 
 def named_blends(data: DataConfig) -> dict[str, Blend]:
@@ -145,7 +148,10 @@ def content_digest(dataset: IndexedDataset) -> str:
     made.update(dataset.dtype.str.encode())
     size = dataset.num_tokens * dataset.dtype.itemsize
     with _naming(dataset.prefix), Path(dataset.name).open("rb") as file:
-        for position in (0, size // 2, max(0, size - SAMPLED_BYTES)):
+        if size <= WHOLE_BYTES:
+            made.update(file.read())
+            return made.hexdigest()
+        for position in (0, size // 2, size - SAMPLED_BYTES):
             file.seek(position)
             made.update(file.read(SAMPLED_BYTES))
     return made.hexdigest()
@@ -157,9 +163,13 @@ def _naming(prefix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        fix = "see that both files can be read from this host"
+        if error.errno == errno.EMFILE:
+            fix = (
+                "raise the limit of open files (ulimit -n): each dataset needs two, and each cached index one"
+            )
         raise InputError(
-            f"{prefix}.bin and .idx: cannot be read: {error.strerror or error}",
-            fix="see that both files can be read from this host",
+            f"{prefix}.bin and .idx: cannot be read: {error.strerror or error}", fix=fix
         ) from error
 
 

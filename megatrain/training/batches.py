@@ -113,8 +113,8 @@ def build_samples(
     )
     plans = Plans(
         train=(0,) if plan.config.training.skip_train else derived.train_plan,
-        valid=derived.valid_plan,
-        test=derived.test_plan,
+        valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
+        test=derived.test_plan if derived.requested_test_samples else (0,),
         seed=plan.config.training.seed,
     )
     splits = builder.build(
@@ -173,11 +173,11 @@ def _built_in_turns(ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> tup
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)
     for turn in range(3 if takes_turns else 1):
-        failure: MegatrainError | None = None
+        failure: Exception | None = None
         if turn == own_turn and reads:
             try:
                 splits = build_samples(plan, ranks.facts, say, are_facts_from_afar=not ranks.is_main)
-            except MegatrainError as error:
+            except Exception as error:  # noqa: BLE001 (whatever happened here, the others wait for an answer)
                 failure = error
         answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
         answers = gather_json(answer, ranks.grid.world, ranks.device)
@@ -186,13 +186,14 @@ def _built_in_turns(ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> tup
     return splits, lengths
 
 
-def _raise_together(ranks: Ranks, failure: MegatrainError | None, failed: Sequence[bool]) -> None:
+def _raise_together(ranks: Ranks, failure: Exception | None, failed: Sequence[bool]) -> None:
     """Where any rank failed, all do; the first of them tells why."""
     if not any(failed):
         return
     if failure is None:
         failure = MegatrainError("another rank could not read the data", fix="see its message")
-    failure.is_told = ranks.grid.rank != failed.index(True)
+    if isinstance(failure, MegatrainError):
+        failure.is_told = ranks.grid.rank != failed.index(True)
     raise failure
 
 

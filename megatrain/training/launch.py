@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import sys
 import time
 import traceback
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from megatrain.config import Facts, Plan, Request, resolve
 from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.errors import ConfigError, MegatrainError, describe
 from megatrain.config.tree import flag_of, settings
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import GridShape, RankGrid
@@ -57,6 +58,7 @@ class Ranks:
 
 def report_errors(run: Callable[[], int]) -> int:
     """Run, and turn errors into a message and an exit code. A rank that fails among others ends its process at once."""
+    _allow_many_files()
     try:
         return run()
     except MegatrainError as error:
@@ -76,21 +78,18 @@ def report_errors(run: Callable[[], int]) -> int:
     return exit_code
 
 
+def _allow_many_files() -> None:
+    """Raise the limit of open files as far as this user may: a blend of a thousand datasets maps thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def tell(error: MegatrainError) -> None:
     """Print an error, under this rank's number where it is not rank 0."""
     rank = read_environment().rank
     sys.stdout.flush()
-    print(f"{f'rank {rank}: ' if rank else ''}{describe_error(error)}", file=sys.stderr, flush=True)
-
-
-def describe_error(error: MegatrainError) -> str:
-    """All problems, numbered where they are several."""
-    problems = error.problems
-    if len(problems) == 1:
-        return f"error: {problems[0]}"
-    lines = [f"error: {len(problems)} problems"]
-    lines += [f"{number}. {problem}".replace("\n", "\n   ") for number, problem in enumerate(problems, 1)]
-    return "\n".join(lines)
+    print(f"{f'rank {rank}: ' if rank else ''}{describe(error)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

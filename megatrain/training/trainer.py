@@ -19,6 +19,7 @@ from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import StoredRun, render_plan, resolve, to_yaml
+from megatrain.config.data_plans import evaluations
 from megatrain.config.errors import MegatrainError
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
 from megatrain.training.engine import Engine, StepReport, learning_rate_of, mean_loss
@@ -101,6 +102,10 @@ class Trainer:
             config=loaded.config,
         )
         self.plan = resolve(self.ranks.request, dataclasses.replace(self.ranks.facts, checkpoint=used))
+        for name in ("train_plan", "valid_plan", "test_plan"):
+            planned, now = getattr(self.derived, name), getattr(self.plan.derived, name)
+            if planned != now:
+                self._say(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
         self.config, self.derived = self.plan.config, self.plan.derived
 
     def train(self) -> int:
@@ -110,9 +115,9 @@ class Trainer:
             MegatrainError: the run cannot go on. `status.json` has its exit code then, which is never that of a run
                 that was not started.
         """
+        self._open_data()
         self._open_outputs()
         try:
-            self.batches = build_batches(self.ranks, self.plan, self._say)
             exit_code, reason = self._train()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
@@ -217,15 +222,13 @@ class Trainer:
 
     def _evaluate_if_due(self, stop: StopRequest) -> str | None:
         """Evaluate where the interval or the end of training asks for it; why it was left unfinished, if it was."""
-        training = self.config.training
-        is_interval = training.eval_interval is not None and self.iteration % training.eval_interval == 0
-        is_due = is_interval and self.iteration >= (training.start_eval_at_iter or 0)
-        if not (is_due or self._is_last):
+        of_run = evaluations(self.plan)
+        if not of_run.is_due(self.iteration):
             return None
         reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
         self.is_evaluation_left = reason is not None
         if reason is None and self.derived.requested_valid_samples is not None:
-            self.consumed_valid_samples += training.eval_iters * training.eval_global_batch_size
+            self.consumed_valid_samples += of_run.samples
         self.clock = time.perf_counter()
         return reason
 
@@ -285,12 +288,20 @@ class Trainer:
                     "valid": self.derived.valid_plan,
                     "test": self.derived.test_plan,
                 },
+                "pass_size": self.config.training.micro_batch_size * self.ranks.grid.dp.size,
                 "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
             },
             config=self.config.to_dict(),
         )
         self.clock = time.perf_counter()
         self._say(f"> committed {path} in {self.clock - began:.1f} s")
+
+    def _open_data(self) -> None:
+        try:
+            self.batches = build_batches(self.ranks, self.plan, self._say)
+        except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
+            self._write_status(error.exit_code, error.problems[0].text)
+            raise
 
     def _open_outputs(self) -> None:
         if not self.ranks.is_main:
@@ -304,7 +315,7 @@ class Trainer:
         self.metrics = MetricsFile(path, resumed_iteration=self.iteration) if path is not None else None
 
     def _write_status(self, exit_code: int | None, reason: str) -> None:
-        if self.ranks.is_main and self.save_folder is not None:
+        if self.ranks.is_main and self.save_folder is not None and self.save_folder.is_dir():
             write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
 
     def _close(self) -> None:

@@ -124,9 +124,9 @@ CASES = {
         (NULL, "--mock-data", None,
          "there is nothing to train on: neither --data-path nor --mock-data is given\n  fix: give --data-path PREFIX"),
         ("--data-path a", "", None,
-         "--data-path and --mock-data all name what to train on\n  fix: keep one of them (only --train-data-path"),
+         "--data-path and --mock-data both name what to train on\n  fix: keep one of them (only --train-data-path"),
         (f"{NULL} --data-path a --train-data-path b", "--mock-data", None,
-         "--data-path and --train-data-path all name what to train on"),
+         "--data-path and --train-data-path both name what to train on"),
         (f"{NULL} --valid-data-path a", "--mock-data", None,
          "there is nothing to train on: --train-data-path is not given\n  fix: give --train-data-path"),
     ],
@@ -305,7 +305,12 @@ CASES = {
          "would drop the optimizer's state at every restart\n  fix: load from another folder"),
     ],
 }  # fmt: skip
-ELSEWHERE = {"data_is_the_stored_one", "run_is_the_stored_one", "tokenizer_is_the_stored_one"}
+ELSEWHERE = {
+    "cycles_keep_their_passes",
+    "data_is_the_stored_one",
+    "run_is_the_stored_one",
+    "tokenizer_is_the_stored_one",
+}
 
 
 @pytest.mark.parametrize(

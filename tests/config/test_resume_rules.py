@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatrain.config import Facts, StoredRun
+from megatrain.config.data_plans import Evaluations
 from megatrain.config.facts import DatasetFacts
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -113,8 +116,41 @@ def test_evaluations_that_came_more_often_before_are_planned_for(plan_of, stored
     facts = dataclasses.replace(stored, checkpoint=run)
     flags = f"{BASE} --train-iters 30 --eval-interval 5 --eval-iters 2"
     derived = plan_of(flags, facts=facts).derived
-    assert derived.requested_valid_samples == 9 * 16 + (30 // 5 + 1 - 9 // 5) * 16
-    assert derived.valid_plan == (160, 9 * 16 + 6 * 16 - 160)
+    assert derived.requested_valid_samples == 9 * 16 + 5 * 16, "behind 10, 15, 20, 25 and 30"
+    assert derived.valid_plan == (160, 9 * 16 + 5 * 16 - 160)
+    left = dataclasses.replace(facts, checkpoint=dataclasses.replace(run, is_evaluation_left=True))
+    assert plan_of(flags, facts=left).derived.requested_valid_samples == 15 * 16
+    skip = dataclasses.replace(facts, checkpoint=dataclasses.replace(run, iteration=30))
+    assert plan_of(f"{flags} --skip-train", facts=skip).derived.requested_valid_samples == 10 * 16
+    none = plan_of(f"{flags} --eval-iters 0", facts=facts).derived
+    assert (none.requested_valid_samples, none.valid_plan) == (0, (160,))
+
+
+@given(
+    train_iters=st.integers(1, 60),
+    interval=st.none() | st.integers(1, 70),
+    start=st.none() | st.integers(0, 80),
+    iteration=st.integers(0, 60),
+)
+def test_evaluations_to_come_are_counted_as_they_come(train_iters, interval, start, iteration):
+    of_run = Evaluations(
+        train_iters=train_iters, eval_interval=interval, eval_iters=1, batch_size=1, start_eval_at_iter=start
+    )
+    found = sum(of_run.is_due(later) for later in range(iteration + 1, train_iters + 1))
+    assert of_run.to_come(iteration) == found
+
+
+def test_a_cyclic_run_keeps_its_passes(plan_of, problems_of, stored):
+    cyclic = f"{BASE} --dataloader-type cyclic"
+    config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
+    run = dataclasses.replace(stored.checkpoint, config=config, pass_size=2)
+    facts = dataclasses.replace(stored, checkpoint=run)
+    assert problems_of(cyclic, facts=facts) == []
+    (problem,) = problems_of(f"{cyclic} --micro-batch-size 4", facts=facts)
+    assert (
+        "micro-batch size * data-parallel size, which is 4 and was 2 in the checkpoint\n  fix: keep"
+        in problem
+    )
 
 
 @pytest.mark.parametrize("case", REQUESTED, ids=lambda case: str(case["train_valid_test"]))

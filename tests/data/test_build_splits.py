@@ -85,6 +85,14 @@ def test_a_further_plan_leaves_the_first_as_it_was(prefix, weights):
     assert tokens(both, range(300, 370)) != tokens(first, range(70))
 
 
+def test_a_longer_run_reads_on_in_a_blend_by_size(prefix):
+    per_split = {"train": Blend((prefix, prefix))}
+    long = build(per_split=per_split, plans=((200,), (0,), (0,))).train
+    both = build(per_split=per_split, plans=((90, 110), (0,), (0,))).train
+    assert len(both) == len(long) == 200
+    assert tokens(both, range(200)) == tokens(long, range(200))
+
+
 def test_each_plan_of_splits_of_their_own_has_its_seed(prefix):
     per_split = {"train": Blend((prefix,)), "valid": Blend((prefix,))}
     splits = build(per_split=per_split, plans=((20, 20), (20,), (20,)))

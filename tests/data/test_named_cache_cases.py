@@ -89,7 +89,7 @@ def test_the_cached_index_is_the_uncached_one(cached, changed):
         {"lengths": LENGTHS[::-1].copy()},
         {"lengths": np.concatenate((LENGTHS[:-1], LENGTHS[-1:] + 1))},
         {"num_samples": 800},
-        {"num_samples": 190},
+        {"num_samples": 520},
         {"num_samples": None},
         {"add_extra_token": False},
         {"drop_last_partial": False},
@@ -215,14 +215,12 @@ def test_two_jobs_at_once(tmp_path):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".index"] * 60
 
 
-BLEND_PLANS = Plans(train=(60,), valid=(0,), test=(0,), seed=1)
-
-
-def blended(prefixes, folder, **options):
+def blended(prefixes, folder, weights=(0.3, 0.7), num_samples=60, **options):
     rules = SampleRules(seq_length=8, eod=0, vocab_size=VOCAB)
     builder = SplitBuilder(rules, cache_folder=folder, **options)
-    blend = Blend(tuple(map(str, prefixes)), (0.3, 0.7))
-    return builder.build({"all": blend}, "1,0,0", BLEND_PLANS).train
+    blend = Blend(tuple(map(str, prefixes)), weights)
+    plans = Plans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
+    return builder.build({"all": blend}, "1,0,0", plans).train
 
 
 def tokens(samples):
@@ -240,6 +238,23 @@ def test_a_cached_blend_is_the_uncached_one(cached, prefixes, tmp_path):
         assert tokens(blended(prefixes, tmp_path / "cache")) == expected
     kinds = sorted(path.name.partition("-")[0] for path in (tmp_path / "cache").iterdir())
     assert kinds == ["blend", "gpt", "gpt"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"weights": (0.7, 0.3)}, {"weights": (0.3, 0.69)}, {"weights": None}, {"num_samples": 50}],
+    ids=["weights swapped", "a weight", "by size", "samples"],
+)
+def test_what_a_blend_depends_on_is_in_its_key(cached, prefixes, tmp_path, changed):
+    def blends():
+        return sorted((tmp_path / "cache").glob("blend-*"))
+
+    blended(prefixes, tmp_path / "cache")
+    before = blends()
+    assert tokens(blended(prefixes, tmp_path / "cache", **changed)) == tokens(
+        blended(prefixes, None, **changed)
+    )
+    assert len(blends()) == len(before) + 1
 
 
 def test_a_node_without_shared_disk_makes_its_own(cached, prefixes, tmp_path):

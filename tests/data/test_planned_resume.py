@@ -9,6 +9,7 @@ The blend goes round more than twice in each of its datasets.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from named_pairs import VOCAB, write_pair
@@ -148,11 +149,12 @@ def test_any_layout_reads_the_same_set_of_a_shared_permutation(build, layout):
 def test_a_sharded_epoch_reads_all_of_it(build, layout):
     samples = build(NUM_SAMPLES)
     every = sorted(of_sample(samples[k]) for k in range(NUM_SAMPLES))
-    found = global_batches(samples, cyclic(samples, data_sharding=True), layout, 2 * NUM_SAMPLES)
+    found = global_batches(samples, cyclic(samples, data_sharding=True), layout, 4 * NUM_SAMPLES)
     per_epoch = NUM_SAMPLES // GLOBAL_BATCH
-    for epoch in (found[:per_epoch], found[per_epoch:]):
+    epochs = [found[start : start + per_epoch] for start in range(0, len(found), per_epoch)]
+    for epoch in epochs:
         assert sorted(row for batch in epoch for row in batch) == every
-    assert found[:per_epoch] != found[per_epoch:]
+    assert all(one != other for one, other in itertools.pairwise(epochs)), "each in another order"
 
 
 FIRST, FURTHER = 20, 28

@@ -158,3 +158,24 @@ def test_documents_are_kept_apart(folder: Path) -> None:
     assert losses["reset_attention_mask"] == losses["dataloader_inter_document_masking"], (
         "one document a sequence"
     )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"train_iters": "30", "eval_interval": "5", "start_eval_at_iter": "15"},
+        {"train_iters": "30", "start_eval_at_iter": "90"},
+        {"train_iters": "12", "eval_interval": None},
+        {"skip_train": ""},
+        {"train_iters": "9", "eval_iters": "0"},
+    ],
+    ids=" ".join,
+)
+def test_a_run_may_go_on_with_other_evaluations(folder: Path, changed: dict[str, str | None]) -> None:
+    often = {"train_iters": "10", "eval_interval": "1"}
+    assert pretrain.main(flags_of(folder, **often)) == 0
+    before = len(metrics(folder / "run"))
+    assert pretrain.main(flags_of(folder, **often | changed)) == 0
+    found = [line for line in metrics(folder / "run")[before:] if line.get("validation") == "valid"]
+    assert bool(found) == (changed.get("eval_iters") != "0")
+    assert all(line["loss"] > 1 for line in found)

@@ -63,7 +63,7 @@ class LocalCoreAttention(nn.Module):
 
 
 class LocalMathAttention(LaidOutModule):
-    """softmax(cap(q k^T * scale), sink) v, step by step; the softmax is wide."""
+    """softmax(cap(q k^T * scale), sink) v, step by step; scores and softmax are wide."""
 
     sink: Tensor
 
@@ -87,7 +87,8 @@ class LocalMathAttention(LaidOutModule):
         s = q.shape[0]
         k, v = (self._for_each_head(x) for x in (k, v))
         q = q.permute(1, 2, 0, 3)  # [b, n/tp, s, d]
-        scores = (q @ k.transpose(-1, -2)).to(wide(q.dtype)) * self.scale
+        kind = wide(q.dtype)
+        scores = (q.to(kind) * self.scale) @ k.to(kind).transpose(-1, -2)
         if self.spec.softcap is not None:
             scores = torch.tanh(scores / self.spec.softcap) * self.spec.softcap
         mask = visible(s, info.documents, self.spec.window, q.device)

@@ -1,0 +1,710 @@
+"""What is said about each flag of Megatron-LM's that is no setting here (core 0.20.0), by answer.
+
+    --name            a switch: accepted where the answer is `accepted`
+    --name=           one value; all are refused
+    --name=a|b        one value; a and b are accepted, as what is here anyway, and others are refused
+    --name=*          one value; all are accepted
+    --name=+...       the same of several values; `a,b` stands for `a b`
+
+A line leaves this file when its feature arrives as a setting. The words must be true of what is here today.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer to several flags."""
+
+    kind: Literal["accepted", "refused"]
+    text: str
+    """Follows the flag and a colon."""
+    instead: str = ""
+    """What to do where a flag or its value is refused."""
+    flags: str
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of a setting; with a value, the flag stands for it and takes none."""
+
+    path: str
+    value: str | None = None
+
+
+def _here(text: str, flags: str, *, instead: str = "") -> Answer:
+    """What is on here anyway, or is without meaning here."""
+    return Answer(kind="accepted", text=text, flags=flags, instead=instead)
+
+
+def _later(feature: str, flags: str, *, instead: str = "leave this out") -> Answer:
+    return Answer(kind="refused", text=f"{feature} is not there yet", flags=flags, instead=instead)
+
+
+def _never(text: str, flags: str, *, instead: str = "leave this out") -> Answer:
+    return Answer(kind="refused", text=text, flags=flags, instead=instead)
+
+
+ALIASES: Final[Mapping[str, Alias]] = {
+    "--encoder-num-layers": Alias("model.num_layers"),
+    "--encoder-seq-length": Alias("data.seq_length"),
+    "--persistent-save-interval": Alias("checkpoint.save_interval"),
+    "--use-rotary-position-embeddings": Alias("model.position_embedding_type", "rope"),
+}
+
+_ACCEPTED: Final = (
+    # The model
+    _here("there is one model definition here", "--use-mcore-models"),
+    _here(
+        "here the implementation picks the kernel of attention, by device and settings",
+        "--use-flash-attn --attention-backend=auto|flash|fused|unfused|local",
+    ),
+    _here(
+        "a GPT layer is built from --normalization, --swiglu and their like, of the parts that --transformer-impl names",
+        "--spec=+local|megatron.core.models.gpt.gpt_layer_specs,get_gpt_layer_local_spec"
+        "|megatron.core.models.gpt.gpt_layer_specs,get_gpt_layer_with_transformer_engine_spec",
+        instead="leave --spec out: layers from a file of your own are not there yet",
+    ),
+    _here("here the softmax of attention always computes in fp32", "--attention-softmax-in-fp32"),
+    _here(
+        "meant for fp16, it changes no result but by rounding; here attention scores are always kept in fp32",
+        "--apply-query-key-layer-scaling",
+    ),
+    _here(
+        "here the head and its loss are always computed together, in chunks", "--cross-entropy-loss-fusion"
+    ),
+    _here("here there is one way to compute the loss", "--cross-entropy-fusion-impl=native"),
+    _here("here the loss is always computed in fp32", "--output-logit-dtype=fp32"),
+    _here(
+        "here the implementation decides which operations are fused; results are the same but for rounding",
+        "--no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
+        " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-gradient-reduce-div-fusion"
+        " --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --disable-jit-fuser",
+    ),
+    _here(
+        "here initial weights depend on --seed alone, neither on the device nor on the layout",
+        "--use-cpu-initialization --init-model-with-meta-device",
+    ),
+    _here(
+        "here random numbers have no state that would be tracked", "--te-rng-tracker --inference-rng-tracker"
+    ),
+    _here("here every feature has a flag of its own, without a gate before it", "--enable-experimental"),
+    # Parallelism
+    _here("here gradients are always summed in fp32, or in fp64", "--accumulate-allreduce-grads-in-fp32"),
+    _here("here pipeline stages do not overlap sending with computing yet", "--no-overlap-p2p-communication"),
+    _here(
+        "here process groups have the backend of --distributed-backend alone", "--disable-gloo-process-groups"
+    ),
+    _here("here the launcher says it (LOCAL_RANK)", "--local-rank=*"),
+    # Data and tokenizers
+    _here("here the data loader never builds an attention mask", "--no-create-attention-mask-in-dataloader"),
+    _here("here one thread of a rank builds its datasets", "--num-dataset-builder-threads=1"),
+    _here(
+        "here the code that comes with a tokenizer is never run, only its files are read",
+        "--trust-remote-code",
+    ),
+    _here("here there is no Multi-Storage Client", "--disable-msc"),
+    _here("here NullTokenizer has no padding token either", "--null-tokenizer-pad-id=-1"),
+    # Checkpoints
+    _here(
+        "checkpoints are written in megatrain's own format (safetensors and a JSON manifest), which every layout loads",
+        "--ckpt-format=torch_dist|torch|torch_dcp --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr --use-dist-ckpt"
+        " --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable"
+        " --distrib-optim-fully-reshardable-mem-efficient",
+        instead="leave this out, or use torch_dist",
+    ),
+    _here(
+        "here each rank writes what it alone holds, and reads what it needs",
+        "--ckpt-fully-parallel-save --ckpt-fully-parallel-load",
+    ),
+    _here(
+        "here layouts say what each rank saves: there is no plan to keep", "--ckpt-assume-constant-structure"
+    ),
+    _here(
+        "here a checkpoint always has to hold exactly the tensors of the model, as with raise_all",
+        "--dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all",
+    ),
+    _here("here checksums are always written, and checked when they are read", "--verify-integrity"),
+    _here(
+        "here a checkpoint holds no state of random numbers: --seed and the iteration decide",
+        "--no-load-rng --no-save-rng",
+    ),
+    _here(
+        "here a checkpoint holds the fingerprint of its tokenizer, and flags name the tokenizer",
+        "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args"
+        " --no-save-tokenizer-assets --disable-save-tokenizer-assets",
+    ),
+    # The run
+    _here(
+        "here flags always win over what a checkpoint holds, and the plan lists what changed",
+        "--override-opt-param-scheduler",
+    ),
+    _here(
+        "here SIGTERM, SIGINT and SIGUSR1 always save and stop",
+        "--exit-signal-handler --exit-signal-handler-for-training --exit-signal=SIGTERM|SIGINT|SIGUSR1|15|2|10",
+    ),
+    _here("here threads read ahead, and end with their rank", "--exit-signal-handler-for-dataloader"),
+    _here("here log lines always show it", "--log-throughput"),
+    _here("here nothing waits at a barrier to be timed", "--no-barrier-with-level-1-timing"),
+    _here("here nothing is reported to NVIDIA's one-logger", "--no-one-logger"),
+    _here("Megatron-LM does not read it either", "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014"),
+)
+
+_NOT_YET: Final = (
+    # Parallelism
+    _later(
+        "context parallelism",
+        "--context-parallel-size=1 --cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --hybrid-context-parallel"
+        " --max-seqlen-per-dp-cp-rank=",
+        instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
+    ),
+    _later(
+        "a model of experts (MoE)",
+        "--num-experts= --expert-model-parallel-size=1 --expert-tensor-parallel-size=1 --moe-layer-freq="
+        " --moe-ffn-hidden-size= --moe-grouped-gemm --moe-token-dispatcher-type= --moe-router-topk="
+        " --moe-router-load-balancing-type=+ --moe-aux-loss-coeff=+0|0.0 --moe-z-loss-coeff=0 --moe-router-dtype="
+        " --moe-shared-expert-intermediate-size= --moe-shared-expert-gate --moe-shared-expert-overlap"
+        " --moe-shared-expert-glu-interleave-size= --moe-router-score-function= --moe-router-topk-scaling-factor="
+        " --moe-router-enable-expert-bias --moe-router-bias-update-rate= --moe-permute-fusion"
+        " --moe-permute-fusion-into-hybridep --moe-router-pre-softmax --moe-router-group-topk= --moe-router-num-groups="
+        " --moe-router-fusion --moe-router-force-load-balancing --moe-router-force-biased="
+        " --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-quantile-balancing-ema="
+        " --moe-expert-capacity-factor= --moe-expert-rank-capacity-factor= --moe-pad-expert-input-to-capacity"
+        " --moe-token-drop-policy= --moe-input-jitter-eps= --moe-latent-size= --moe-per-layer-logging"
+        " --moe-layer-recompute --moe-apply-probs-on-input --moe-combine-bwd-dtype= --moe-dispatch-fwd-dtype="
+        " --moe-enable-deepep --moe-deepep-num-sms= --moe-enable-routing-replay --moe-flex-dispatcher-backend="
+        " --moe-flex-dispatcher-num-sms= --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute="
+        " --moe-hybridep-num-sms= --moe-hybridep-num-sms-preprocessing= --moe-hybridep-pad-uneven-dispatch-inputs"
+        " --moe-mlp-glu-interleave-size= --moe-ncclep-zero-copy --moe-pad-experts-for-cuda-graph-inference"
+        " --moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu= --moe-paged-stash-buffer-size-factor-cuda="
+        " --moe-paged-stash-page-size= --moe-single-grouped-bias --moe-single-grouped-weight --moe-use-grouped-tensor"
+        " --moe-use-upcycling --moe-upcycling-granularity= --moe-routing-trace-capture-hidden-states"
+        " --moe-routing-trace-capture-logits --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters="
+        " --moe-routing-trace-path= --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad"
+        " --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert"
+        " --use-fused-weighted-squared-relu --save-tokens-per-expert-interval=",
+        instead="leave this out and train a dense model",
+    ),
+    _later(
+        "overlap of communication with computation",
+        "--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step --tp-comm-overlap"
+        " --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend= --no-tp-comm-bulk-dgrad"
+        " --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag"
+        " --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs --no-tp-comm-split-ag"
+        " --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs --delay-wgrad-compute"
+        " --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --overlap-p2p-communication-warmup-flush"
+        " --ddp-bucket-size= --ddp-num-buckets= --no-align-grad-reduce --disable-align-grad-reduce"
+        " --no-align-param-gather",
+        instead="leave this out: results are the same, and steps take longer",
+    ),
+    _later(
+        "more than one model chunk a stage, or a cut of the layers other than into equal stages",
+        "--num-layers-per-virtual-pipeline-stage= --num-virtual-stages-per-pipeline-rank=1"
+        " --microbatch-group-size-per-virtual-pipeline-stage= --decoder-first-pipeline-num-layers="
+        " --decoder-last-pipeline-num-layers= --account-for-embedding-in-pipeline-split"
+        " --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout= --mtp-standalone",
+        instead="leave this out: --pipeline-model-parallel-size cuts the layers into equal stages",
+    ),
+    _later(
+        "another order or another sharing of ranks",
+        "--use-tp-pp-dp-mapping --num-distributed-optimizer-instances=1 --tensor-parallel-num-weight-shards=1"
+        " --expert-tensor-parallel-num-weight-shards=1 --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub"
+        " --gtp-remat-opt-in-modules=+ --gtp-remat-reduce-scatter-with-fp32-accumulation",
+        instead="leave this out: ranks are ordered tp, dp, pp",
+    ),
+    _later(
+        "a choice of the arithmetic that reduces gradients",
+        "--grad-reduce-in-bf16 --ddp-average-in-collective --ddp-reduce-scatter-with-fp32-accumulation"
+        " --ddp-param-name-patterns-for-fp32-local-accumulation=+",
+        instead="leave this out: gradients are summed in fp32",
+    ),
+    _later("a run without its ranks", "--fake-process-group"),
+    _later(
+        "another timeout once training runs",
+        "--distributed-timeout-seconds-after-init=",
+        instead="use --distributed-timeout-minutes",
+    ),
+    # The model
+    _later(
+        "multi-latent attention (MLA)",
+        "--multi-latent-attention --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim="
+        " --cache-mla-latents --mla-down-proj-fusion --rope-type=",
+        instead="leave this out; --group-query-attention keeps keys and values small too",
+    ),
+    _later(
+        "multi-token prediction (MTP)",
+        "--mtp-num-layers=0 --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
+        " --mtp-hybrid-override-pattern=",
+    ),
+    _later(
+        "a model of Mamba or linear-attention layers",
+        "--hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --mamba-num-heads= --mamba-head-dim="
+        " --mamba-num-groups= --mamba-state-dim= --mamba-training-ssm-states-dtype= --disable-mamba-mem-eff-path"
+        " --linear-attention-freq= --linear-conv-kernel-dim= --linear-key-head-dim= --linear-num-key-heads="
+        " --linear-num-value-heads= --linear-value-head-dim= --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute="
+        " --gdp-num-householder= --experimental-attention-variant=",
+        instead="leave this out: every layer is attention and an MLP, --num-layers of them",
+    ),
+    _later(
+        "sparse attention",
+        "--dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff="
+        " --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation"
+        " --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu --disable-dsa-indexer-scoring-relu"
+        " --dsa-indexer-skip-topk-offset= --dsa-indexer-topk= --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss"
+        " --dsa-kernel-backend=none",
+    ),
+    _later(
+        "this kind of attention",
+        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --attention-output-gate --log-max-attention-logit",
+    ),
+    _later(
+        "this kind of position embedding",
+        "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
+        instead="leave this out, and use --position-embedding-type rope",
+    ),
+    _later(
+        "this kind of MLP",
+        "--openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
+        instead="leave this out, and use --swiglu",
+    ),
+    _later(
+        "this kind of norm or residual",
+        "--apply-residual-connection-post-layernorm --fused-residual-rmsnorm --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams="
+        " --mhc-recompute-layer-num= --mhc-sinkhorn-iterations=",
+    ),
+    _later(
+        "layers that differ from each other",
+        "--heterogeneous-layers-config-encoded-json= --heterogeneous-layers-config-path=",
+    ),
+    _later(
+        "this way of giving weights their initial values",
+        "--init-method-xavier-uniform --no-initialization --use-mup --mup-attn-scale-power="
+        " --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= --mup-width-mult=",
+        instead="leave this out, and use --init-method-std",
+    ),
+    _later(
+        "a loss that weighs all tokens of an iteration alike",
+        "--calculate-per-token-loss",
+        instead="leave this out: micro-batches weigh alike, as in Megatron-LM without it",
+    ),
+    _later(
+        "fill-in-the-middle data",
+        "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate="
+        " --fim-middle-token= --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample="
+        " --fim-suffix-token=",
+    ),
+    _later("fine-tuning on conversations", "--sft --sft-tokenizer-prompt-format= --chat-template="),
+    _later(
+        "this shortcut to a fast start",
+        "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
+        instead="leave this out: sample indices are kept in --data-cache-path",
+    ),
+    _later("a change of the data in mid-run", "--phase-transition-iterations="),
+    _later(
+        "reading from an object store",
+        "--object-storage-cache-path= --enable-msc",
+        instead="leave this out, and copy the data to a file system",
+    ),
+    _later(
+        "a name for each validation set",
+        "--validation-set-names=+",
+        instead="leave this out: sets are told apart by their paths",
+    ),
+    _later("another micro-batch size for evaluation", "--eval-micro-batch-size="),
+    _later(
+        "this option of tokenizers",
+        "--null-tokenizer-eod-id= --tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
+        " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
+        " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+    ),
+    # Precision, memory, speed
+    _later(
+        "fp16",
+        "--fp16 --loss-scale= --initial-loss-scale= --min-loss-scale= --loss-scale-window= --hysteresis=",
+        instead="use --bf16, which needs no loss scale",
+    ),
+    _later(
+        "fp8 or fp4",
+        "--fp8-format= --fp8-recipe= --fp8-param-gather --fp8-amax-compute-algo= --fp8-amax-history-len= --fp8-interval="
+        " --fp8-margin= --fp8-output-proj --fp8-quantizer-factory= --no-fp8-wgrad --disable-fp8-wgrad"
+        " --first-last-layers-bf16 --num-layers-at-end-in-bf16= --num-layers-at-start-in-bf16= --fp4-format="
+        " --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --te-precision-config-file="
+        " --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
+        instead="use --bf16",
+    ),
+    _later(
+        "optimizer state in other number formats than fp32",
+        "--use-precision-aware-optimizer --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --main-grads-dtype=fp32"
+        " --main-params-dtype=fp32",
+    ),
+    _later(
+        "spreading what recomputation keeps over tensor ranks",
+        "--distribute-saved-activations --checkpoint-activations",
+        instead="use --recompute-granularity; with --sequence-parallel what is kept is spread anyway",
+    ),
+    _later(
+        "moving activations or optimizer state to the host",
+        "--cpu-offloading-num-layers=0 --cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading"
+        " --fine-grained-offloading-max-inflight-offloads= --activation-offload-fraction= --offload-modules=+"
+        " --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks=0 --min-offloaded-tensor-size="
+        " --optimizer-cpu-offload --optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads"
+        " --no-pin-cpu-params --use-torch-optimizer-for-cpu-offload",
+        instead="leave this out; --use-distributed-optimizer and --tensor-model-parallel-size save memory too",
+    ),
+    _later(
+        "CUDA graphs",
+        "--cuda-graph-impl=none --cuda-graph-modules=+ --cuda-graph-scope=+ --cuda-graph-warmup-steps= --enable-cuda-graph"
+        " --external-cuda-graph --optimizer-cuda-graph",
+    ),
+    _later(
+        "a choice of kernels",
+        "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend= --use-transformer-engine-op-fuser"
+        " --disable-bf16-reduced-precision-matmul --batch-invariant-backend= --batch-invariant-mode"
+        " --mlp-chunks-for-training=1",
+    ),
+    _later(
+        "collecting garbage at chosen moments",
+        "--manual-gc --manual-gc-interval=0 --no-manual-gc-eval --disable-manual-gc-eval",
+    ),
+    _later("freeing memory between steps", "--empty-unused-memory-level=0"),
+    # Optimizer and schedule
+    _later(
+        "this optimizer",
+        "--muon-coefficient-type= --muon-extra-scale-factor= --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov"
+        " --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-no-split-qkv --muon-tp-mode="
+        " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2= --sgd-momentum=",
+        instead="leave this out, and use --optimizer adam",
+    ),
+    _later(
+        "the WSD schedule",
+        "--lr-wsd-decay-iters= --lr-wsd-decay-samples= --lr-wsd-decay-style=",
+        instead="leave this out; --lr-decay-style constant, linear and cosine are there",
+    ),
+    _later("a learning rate of its own for some weights", "--decoupled-lr= --decoupled-min-lr="),
+    _later("another choice of the weights that decay", "--apply-wd-to-qk-layernorm"),
+    _later("training no weight, or not all", "--freeze-all-layers"),
+    _later(
+        "weight decay that changes over the run",
+        "--start-weight-decay= --end-weight-decay= --weight-decay-incr-style=constant",
+        instead="use --weight-decay",
+    ),
+    _later(
+        "a batch size that changes over the run",
+        "--rampup-batch-size=+ --step-batch-size-schedule= --decrease-batch-size-if-needed",
+        instead="leave this out, and use one --global-batch-size",
+    ),
+    _later(
+        "taking the schedule from a checkpoint",
+        "--use-checkpoint-opt-param-scheduler",
+        instead="leave this out and give the flags of the first run: the plan lists what changed",
+    ),
+    # Checkpoints
+    _later(
+        "saving in the background",
+        "--async-save --use-persistent-ckpt-worker --async-strategy= --async-ckpt-cpu-priority= --async-ckpt-io-priority="
+        " --async-ckpt-use-cpu-shm",
+        instead="leave this out: the run waits while it saves",
+    ),
+    _later(
+        "starting from the weights of another run",
+        "--finetune --pretrained-checkpoint= --load-main-params-from-ckpt",
+        instead="use --load, with --no-load-optim to leave out the optimizer's state",
+    ),
+    _later(
+        "choosing an iteration to load, or to call it",
+        "--ckpt-step= --override-ckpt-iteration=",
+        instead="leave this out: the newest checkpoint that is whole is loaded",
+    ),
+    _later(
+        "taking the model's shape from a checkpoint",
+        "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
+        instead="give --config FOLDER/config.yaml: every run writes that file into its --save folder",
+    ),
+    _later("saving without the optimizer's state", "--no-save-optim"),
+    _later("removing older checkpoints", "--save-retain-interval="),
+    _later(
+        "checkpoints beside those of --save",
+        "--non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-algo="
+        " --non-persistent-local-ckpt-dir= --non-persistent-save-interval= --replication --replication-factor="
+        " --replication-jump=",
+        instead="use --save and --save-interval",
+    ),
+    _later(
+        "writing gradients, activations or weights apart",
+        "--save-activations-interval= --save-dgrads-interval= --save-params-interval= --save-wgrads-interval=",
+    ),
+    # The run and what is said about it
+    _later(
+        "TensorBoard",
+        "--tensorboard-dir= --tensorboard-log-interval= --tensorboard-queue-size= --log-timers-to-tensorboard"
+        " --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard"
+        " --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
+        instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
+    ),
+    _later(
+        "Weights & Biases",
+        "--wandb-project= --wandb-exp-name= --wandb-save-dir= --wandb-entity=",
+        instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
+    ),
+    _later(
+        "logging this",
+        "--log-num-zeros-in-grad --log-params-norm --log-memory-interval= --log-device-memory-used --log-energy"
+        " --log-progress --logging-level= --timing-log-level=0 --timing-log-option=",
+        instead="leave this out; metrics.jsonl in --save has loss, norm, rates and times",
+    ),
+    _later(
+        "profiling",
+        "--profile --profile-ranks=+ --profile-step-end= --profile-step-start= --memory-snapshot-path= --nvtx-ranges"
+        " --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes"
+        " --record-memory-history --record-shapes --use-pytorch-profiler",
+    ),
+    _later("OpenTelemetry", "--otel-enabled --otel-service-name= --otel-span-groups="),
+    _later(
+        "watching for faulty or slow hardware",
+        "--check-weight-hash-across-dp-replicas-interval= --check-for-large-grads --check-for-spiky-loss"
+        " --gpu-sniff-test-interval= --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port="
+        " --straggler-minmax-count= --rerun-mode=disabled --result-rejected-tracker-filename= --train-sync-interval=",
+    ),
+    _later("leaving out iterations", "--iterations-to-skip=+"),
+    _later(
+        "planting faults",
+        "--error-injection-rate=0 --error-injection-type= --fault-injector-delay-start-iteration="
+        " --fault-injector-fault-delay= --fault-injector-fault-probabilities= --fault-injector-fault-types="
+        " --fault-injector-mtti-seconds= --fault-injector-num-ranks= --fault-injector-offset-seconds="
+        " --fault-injector-ranks= --fault-injector-seed=",
+    ),
+    _later(
+        "restarting inside a process",
+        "--inprocess-active-world-size= --inprocess-barrier-timeout= --inprocess-completion-timeout="
+        " --inprocess-empty-cuda-cache --inprocess-granularity= --inprocess-hard-timeout="
+        " --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= --inprocess-last-call-wait="
+        " --inprocess-max-iterations= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
+        " --inprocess-progress-watchdog-interval= --inprocess-restart --inprocess-soft-timeout="
+        " --inprocess-termination-grace-time= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
+        instead="leave this out: torchrun --max-restarts starts a run again, and it goes on from its last checkpoint",
+    ),
+    _later(
+        "distilling logits",
+        "--logits-load-decode-threads= --logits-load-dir= --logits-load-ignore-errors --logits-load-kd-loss-alpha="
+        " --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor= --logits-save-dir= --logits-save-dtype="
+        " --logits-save-top-k= --logits-save-top-p= --logits-save-top-p-min-k=",
+    ),
+)
+
+_NEVER: Final = (
+    # Names that Megatron-LM has given up itself
+    _never(
+        "the name of long ago", "--batch-size=", instead="use --micro-batch-size, samples of a rank at once"
+    ),
+    _never("the name of long ago", "--model-parallel-size=", instead="use --tensor-model-parallel-size"),
+    _never("the name of long ago", "--warmup=", instead="use --lr-warmup-fraction"),
+    _never(
+        "the name of long ago",
+        "--no-weight-decay-cond-type=",
+        instead="leave this out: norms and biases do not decay",
+    ),
+    _never(
+        "it says only what positions are not",
+        "--no-position-embedding",
+        instead="use --position-embedding-type none, or rope without this flag",
+    ),
+    _never(
+        "sections and names of YAML files are megatrain's own", "--yaml-cfg=", instead="use --config FILE"
+    ),
+    _never("what it promises, Megatron-LM does not read", "--onnx-safe="),
+    # What is done otherwise here
+    _never("the loss is always computed in fp32", "--fp16-lm-cross-entropy"),
+    _never(
+        "replicas always start from the same weights",
+        "--data-parallel-random-init",
+        instead="leave this out, and use --seed for other weights",
+    ),
+    _never(
+        "a loss or a gradient norm that is no number always ends the run",
+        "--no-check-for-nan-in-loss-and-grad",
+    ),
+    _never("each rank always writes what it alone holds", "--no-ckpt-fully-parallel-save"),
+    _never(
+        "this belongs to Megatron-LM's own checkpoint format",
+        "--ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects"
+        " --ckpt-fully-parallel-load-process-group= --ckpt-fully-parallel-save-process-group="
+        " --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path= --ckpt-drop-redundant-extra-state"
+        " --dist-ckpt-workers= --no-ckpt-load-validate-sharding-integrity"
+        " --disable-ckpt-load-validate-sharding-integrity --ckpt-convert-format= --ckpt-convert-save="
+        " --ckpt-convert-update-legacy-dist-opt-format",
+    ),
+    _never(
+        "the vocabulary is always padded",
+        "--no-pad-vocab-size --disable-pad-vocab-size",
+        instead="use --make-vocab-size-divisible-by 1, or --padded-vocab-size",
+    ),
+    _never(
+        "tokenizers are read by other means",
+        "--tokenizer-metadata= --tokenizer-hf-no-use-fast --use-gigatoken",
+        instead="use --tokenizer-type and --tokenizer-model",
+    ),
+    _never(
+        "the plan that is printed at start says it", "--dump-param-to-param-group-map= --config-logger-dir="
+    ),
+    _never(
+        "nothing is reported to NVIDIA's services",
+        "--one-logger-async --one-logger-project= --one-logger-run-name= --app-tag-run-name= --app-tag-run-version="
+        " --adlr-autoresume --adlr-autoresume-interval= --run-workload-inspector-server",
+    ),
+    _never(
+        "NCCL is tuned by its own environment variables",
+        "--nccl-communicator-config-path= --use-nccl-ub --use-sharp --sharp-enabled-group= --high-priority-stream-groups=+"
+        " --disable-symmetric-registration --create-all-gather-group --symmetric-ar-type="
+        " --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend= --use-ring-exchange-p2p",
+        instead="leave this out; set NCCL_... for all ranks if NCCL needs tuning",
+    ),
+    _never(
+        "PyTorch's flight recorder has environment variables of its own",
+        "--flight-recorder-dump-path= --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size="
+        " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
+        " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
+        " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
+        instead="leave this out; TORCH_NCCL_TRACE_BUFFER_SIZE and its like turn it on",
+    ),
+    _never("the model is always built when the ranks have met", "--lazy-mpu-init"),
+    _never("it is for Megatron-LM's own tests", "--test-mode"),
+    # What is not part of megatrain
+    _never(
+        "FSDP by Megatron-LM or PyTorch is not part of megatrain",
+        "--use-megatron-fsdp --megatron-fsdp-version= --data-parallel-sharding-strategy="
+        " --outer-dp-sharding-strategy= --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
+        " --enable-full-sharding-in-hsdp --fsdp-double-buffer --fsdp-manual-registration"
+        " --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather"
+        " --megatron-fsdp-grad-comm-dtype= --megatron-fsdp-main-grads-dtype= --megatron-fsdp-main-params-dtype="
+        " --megatron-fsdp-max-pool-double-buffer --suggested-communication-unit-size= --no-strict-fsdp-dtensor-load"
+        " --disable-strict-fsdp-dtensor-load",
+        instead="use --use-distributed-optimizer (the default), tensor and pipeline parallelism",
+    ),
+    _never(
+        "BERT, T5 and retrieval models are not part of megatrain",
+        "--decoder-num-layers= --decoder-seq-length= --bert-no-binary-head --mask-prob= --short-seq-prob= --sample-rate="
+        " --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model --block-data-path="
+        " --embedding-path= --evidence-data-path= --ict-head-size= --ict-load= --indexer-batch-size="
+        " --indexer-log-interval= --query-in-block-prob= --retriever-report-topk-accuracies=+ --retriever-score-scaling"
+        " --titles-data-path= --use-one-sent-docs --bert-embedder-type= --output-bert-embeddings",
+        instead="leave this out and train a GPT",
+    ),
+    _never(
+        "models of images are not part of megatrain",
+        "--img-h= --img-w= --patch-dim= --num-classes= --num-channels= --classes-fraction= --data-per-class-fraction="
+        " --dino-bottleneck-size= --dino-freeze-last-layer= --dino-head-hidden-size= --dino-local-crops-number="
+        " --dino-local-img-size= --dino-norm-last-layer --dino-teacher-temp= --dino-warmup-teacher-temp="
+        " --dino-warmup-teacher-temp-epochs= --head-lr-mult= --iter-per-epoch= --mask-factor= --mask-type="
+        " --swin-backbone-type= --vision-backbone-type= --vision-pretraining --vision-pretraining-type=",
+        instead="leave this out and train a GPT",
+    ),
+    _never(
+        "serving a model is not part of pretraining",
+        "--inference-batch-times-seqlen-threshold= --inference-coordinator-port= --inference-cuda-graph-all-prefills"
+        " --inference-cuda-graph-max-tokens= --inference-cuda-graph-scope= --inference-disable-ep-consensus"
+        " --no-inference-disable-ep-consensus --inference-disable-triton-nvls-kernels --inference-dynamic-batching"
+        " --inference-dynamic-batching-async-sched-mode= --inference-dynamic-batching-block-size="
+        " --inference-dynamic-batching-buffer-size-gb= --inference-dynamic-batching-cuda-graph-mixed-prefill-count="
+        " --inference-dynamic-batching-cuda-graph-sizing-distribution= --inference-dynamic-batching-prefix-caching"
+        " --no-inference-dynamic-batching-prefix-caching --inference-dynamic-batching-logprobs-mode="
+        " --inference-dynamic-batching-mamba-memory-ratio= --inference-dynamic-batching-max-requests="
+        " --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs="
+        " --inference-dynamic-batching-paused-buffer-size-gb="
+        " --inference-dynamic-batching-prefix-caching-coordinator-policy="
+        " --inference-dynamic-batching-prefix-caching-eviction-policy="
+        " --inference-dynamic-batching-prefix-caching-mamba-gb="
+        " --inference-dynamic-batching-prefix-caching-routing-alpha= --inference-dynamic-batching-sampling-backend="
+        " --inference-dynamic-batching-track-generated-token-events"
+        " --inference-dynamic-batching-track-paused-request-events --inference-dynamic-batching-unified-memory-level="
+        " --inference-fuse-tp-communication --inference-grouped-gemm-backend= --inference-logging-step-interval="
+        " --inference-max-requests= --inference-max-seq-length= --inference-moe-disable-fused-quant-kernels"
+        " --inference-moe-token-dispatcher-type= --inference-shards= --inference-text-gen-server-logging"
+        " --no-inference-text-gen-server-logging --inference-use-synchronous-zmq-collectives"
+        " --no-inference-use-synchronous-zmq-collectives --inference-wandb-logging --no-inference-wandb-logging"
+        " --mamba-inference-conv-states-dtype= --mamba-inference-ssm-states-dtype= --num-speculative-tokens="
+        " --use-same-sampling-seed-across-dp-ranks --use-legacy-static-engine --decode-only-cuda-graphs"
+        " --enable-chunked-prefill --flash-decode --mlp-chunks-for-prefill= --nccl-all-reduce-for-prefill",
+    ),
+    _never(
+        "reinforcement learning is not part of pretraining",
+        "--grpo-clamp-eps-lower= --grpo-clamp-eps-upper= --grpo-entropy-term-weight="
+        " --grpo-filter-groups-with-same-reward --grpo-group-size= --grpo-iterations= --grpo-kl-beta="
+        " --grpo-prompts-per-step= --langrl-env-config= --perform-rl-step --refit-method="
+        " --rl-consumption-granularity= --rl-default-temperature= --rl-default-top-k= --rl-default-top-p="
+        " --rl-durable-rollout-bank --rl-generation-lag= --rl-importance-sampling-truncation-coef="
+        " --rl-inference-expert-model-parallel-size= --rl-inference-expert-tensor-model-parallel-size="
+        " --rl-inference-logprobs-is-correction= --no-rl-inference-logprobs-is-correction="
+        " --rl-inference-model-unified-memory-level= --rl-inference-parsers=+"
+        " --rl-inference-pipeline-model-parallel-size= --rl-inference-tensor-model-parallel-size="
+        " --rl-kv-cache-management-mode= --rl-max-inflight-requests= --rl-offload-inference-model-weights-when-idle"
+        " --no-rl-offload-inference-model-weights-when-idle --rl-offload-optimizer-during-inference"
+        " --rl-partial-rollouts --no-rl-partial-rollouts --rl-persist-cuda-graphs= --no-rl-persist-cuda-graphs="
+        " --rl-profile --rl-profile-dir= --rl-prompts-per-eval= --rl-rollout-bank-dir= --rl-rollout-bank-max-bytes="
+        " --rl-sequence-packing-algo= --rl-sequence-packing-max-sequences-per-bin= --rl-skip-bos-token="
+        " --no-rl-skip-bos-token= --rl-submission-granularity= --rl-training-cuda-graphs="
+        " --no-rl-training-cuda-graphs= --rl-use-sequence-packing= --no-rl-use-sequence-packing="
+        " --no-rl-verify-model-weights-swap --rl-verify-model-weights-swap",
+    ),
+)
+
+# Flags of its former versions, which scripts still carry.
+_FORMER: Final = (
+    _here("here datasets are always .bin and .idx files", "--data-impl=mmap"),
+    _here("here gradients always live in buffers of our own", "--DDP-impl=local"),
+    _here("so it is here", "--no-query-key-layer-scaling --no-async-tensor-model-parallel-allreduce"),
+    _here("here the implementation decides which operations are fused", "--no-scaled-masked-softmax-fusion"),
+    _here("here gradients are always summed in fp32, or in fp64", "--fp32-allreduce"),
+    _never("a model is built from layer specs alone", "--use-legacy-models"),
+    _never("gradients always live in contiguous buffers", "--no-contiguous-buffers-in-local-ddp"),
+    _never("its name has changed", "--tiktoken-special-tokens=+", instead="use --tokenizer-special-tokens"),
+    _never("nothing is reported to NVIDIA's one-logger", "--enable-one-logger"),
+    _never(
+        "BERT, T5 and retrieval models are not part of megatrain",
+        "--pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size="
+        " --encoder-pipeline-model-parallel-size= --retro-add-retriever --retro-project-dir=",
+        instead="leave this out and train a GPT",
+    ),
+    _later(
+        "overlap of communication with computation",
+        "--overlap-p2p-communication --delay-grad-reduce --delay-param-gather",
+        instead="leave this out: results are the same, and steps take longer",
+    ),
+    _later(
+        "computing activations anew in backward",
+        "--checkpoint-num-layers= --activations-checkpoint-method= --activations-checkpoint-num-layers="
+        " --distribute-checkpointed-activations",
+        instead="leave this out; a smaller --micro-batch-size or --sequence-parallel saves memory too",
+    ),
+    _later("a cut of the layers other than into equal stages", "--standalone-embedding-stage"),
+    _later("fp8 or fp4", "--fp8-hybrid --fp8-e4m3", instead="use --bf16"),
+    _later(
+        "a model of experts (MoE)",
+        "--expert-parallel --moe-extended-tp",
+        instead="leave this out and train a dense model",
+    ),
+    _later(
+        "a model of Mamba or linear-attention layers",
+        "--hybrid-attention-ratio= --hybrid-mlp-ratio=",
+        instead="leave this out: every layer is attention and an MLP, --num-layers of them",
+    ),
+    _never(
+        "learning rate and batch size need no flag of their own",
+        "--log-learning-rate-to-tensorboard --log-batch-size-to-tensorboard",
+    ),
+)
+
+FORMER_FLAGS: Final = frozenset(word.partition("=")[0] for answer in _FORMER for word in answer.flags.split())
+"""Flags that Megatron-LM itself has no more."""
+
+CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
+    "--dataloader-type": ("external",),
+    "--lr-decay-style": ("inverse-square-root", "WSD"),
+    "--optimizer": ("sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+    "--position-embedding-type": ("mrope", "relative", "yarn"),
+    "--transformer-impl": ("inference_optimized",),
+}
+"""Choices of Megatron-LM's that settings do not have yet. Those that they have win."""
+
+ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER, *_FORMER)

@@ -1,0 +1,23 @@
+"""Defaults that are traps are told."""
+
+from megatrain.config import Facts, Origin, parse
+from megatrain.config.notes import dropout_by_default
+from megatrain.config.plan import Derived, Draft
+from megatrain.config.tree import settings
+
+
+def test_float32_on_a_gpu_is_told_unless_it_was_asked_for(plan_of):
+    on_gpu = Facts(device="cuda")
+    assert any(note.startswith("weights and arithmetic are float32") for note in plan_of(facts=on_gpu).notes)
+    assert (
+        plan_of("--bf16", facts=on_gpu).notes == plan_of("--params-dtype float32", facts=on_gpu).notes == ()
+    )
+
+
+def test_dropout_by_default_is_told():
+    config = parse(["--attention-dropout", "0.1"]).config
+    origins = {setting.path: Origin("default") for setting in settings()}
+    draft = Draft(config, Derived(), Facts(), origins | {"model.attention_dropout": Origin("flag")})
+    assert list(dropout_by_default(draft)) == [
+        "--hidden-dropout 0.1 by default, as in Megatron-LM; most models are trained with 0 today"
+    ]
