@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from megatrain.model import functions
 from megatrain.optim.sharded import ShardedAdamw
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
@@ -87,6 +88,10 @@ def _shifted_vocabulary() -> AbstractContextManager[Any]:
     return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
 
 
+def _own_heads_alone() -> AbstractContextManager[Any]:
+    return mock.patch.object(functions, "all_reduce", lambda x, _group: x)
+
+
 def _first_rows_everywhere() -> AbstractContextManager[Any]:
     return mock.patch.object(tensor.TensorParallel, "first_row", return_value=0)
 
@@ -103,6 +108,10 @@ FAULTS = {
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
     "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),
+    "missing gradient sum of a norm of heads": Fault(
+        _without_partial_sums_over("tp"), {"tp": 2, "model": "qwen"}
+    ),
+    "norm over a rank's own heads alone": Fault(_own_heads_alone, {"tp": 2, "model": "olmo2"}),
     "places of another rank's rows under sp": Fault(
         _first_rows_everywhere, {"tp": 2, "sp": True, "model": "gpt2"}
     ),
