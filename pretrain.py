@@ -9,23 +9,27 @@ import sys
 from collections.abc import Sequence
 
 from megatrain.config import Request, parse
+from megatrain.config.environment import read_environment
+from megatrain.training.console import Console
+from megatrain.training.phases import Phases
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 target reached, 2 nothing started, 3 no valid checkpoint, 75 stopped early, 1 else."""
     request = parse(sys.argv[1:] if argv is None else argv)
-    # torch is imported from here on, so that --help answers at once.
-    from megatrain.training.launch import report_errors
+    phases = Phases(Console(is_quiet=read_environment().rank != 0))
+    with phases.phase("importing PyTorch"):  # not before, so that --help answers at once
+        from megatrain.training.launch import report_errors
 
-    return report_errors(lambda: train(request))
+    return report_errors(lambda: train(request, phases))
 
 
-def train(request: Request) -> int:
+def train(request: Request, phases: Phases) -> int:
     """One run, from joining the other ranks to leaving them."""
     from megatrain.training.launch import joined_ranks
     from megatrain.training.trainer import Trainer
 
-    with joined_ranks(request) as ranks:
+    with joined_ranks(request, phases) as ranks:
         trainer = Trainer(ranks)
         trainer.resume()
         return trainer.train()

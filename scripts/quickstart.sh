@@ -99,6 +99,8 @@ cat <<EOF
 What to look at next
   $metrics
       a JSON object per iteration and per validation
+  ${python%/*}/megatrain report $run/checkpoints --output $run/report.html
+      a web page of its curves
   $config
       every setting of this run; $python pretrain.py --help explains each
   ${python%/*}/torchrun --nproc-per-node 2 ${pretrain[*]} --tensor-model-parallel-size 2 --save /tmp/two --load /tmp/two

@@ -10,6 +10,7 @@ from megatrain.config.data import DataConfig
 from megatrain.config.errors import ConfigError, InputError, MegatrainError, NoCheckpointError, Problem
 from megatrain.config.facts import Facts, StoredRun
 from megatrain.config.help_text import docs_reference
+from megatrain.config.logs import LoggingConfig
 from megatrain.config.model import ModelConfig
 from megatrain.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatrain.config.parallel import ParallelConfig
@@ -18,7 +19,7 @@ from megatrain.config.report import render_plan
 from megatrain.config.request import Request
 from megatrain.config.resolve import resolve
 from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.config.training import CheckpointConfig, LoggingConfig, ResilienceConfig, TrainingConfig
+from megatrain.config.training import CheckpointConfig, ResilienceConfig, TrainingConfig
 from megatrain.config.tree import Config, Origin
 from megatrain.config.yaml_file import to_yaml
 

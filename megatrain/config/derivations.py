@@ -187,6 +187,9 @@ def eod_id(draft: Draft) -> Answer:
     if draft.facts.vocab_size is not None or draft.facts.eod_id is not None:
         reason = "the tokenizer names none" if draft.facts.eod_id is None else "the tokenizer's"
         return Answer(draft.facts.eod_id, reason)
+    given = draft.config.tokenizer.null_tokenizer_eod_id
+    if given is not None:
+        return Answer(_settled(given), "--null-tokenizer-eod-id")
     return Answer(draft.derived.vocab_size - 1, "the last token, as there is no tokenizer file")
 
 

@@ -80,6 +80,8 @@ class Facts:
     special_ids: tuple[int, ...] = ()
     """Its ids with a role other than padding."""
     tokenizer_fingerprint: str | None = None
+    tokenizer_note: str | None = None
+    """What a user should hear about it, such as how its end-of-document token was found."""
     checkpoint: StoredRun | None = None
     datasets: tuple[DatasetFacts, ...] = ()
     """What --data-path and its kin name, split by split in their order; empty for mock data."""

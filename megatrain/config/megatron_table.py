@@ -106,7 +106,6 @@ _ACCEPTED: Final = (
         "--trust-remote-code",
     ),
     _here("here there is no Multi-Storage Client", "--disable-msc"),
-    _here("here NullTokenizer has no padding token either", "--null-tokenizer-pad-id=-1"),
     # Checkpoints
     _here(
         "checkpoints are written in megatrain's own format (safetensors and a JSON manifest), which every layout loads",
@@ -146,7 +145,6 @@ _ACCEPTED: Final = (
         "--exit-signal-handler --exit-signal-handler-for-training --exit-signal=SIGTERM|SIGINT|SIGUSR1|15|2|10",
     ),
     _here("here threads read ahead, and end with their rank", "--exit-signal-handler-for-dataloader"),
-    _here("here log lines always show it", "--log-throughput"),
     _here("here nothing waits at a barrier to be timed", "--no-barrier-with-level-1-timing"),
     _here("here nothing is reported to NVIDIA's one-logger", "--no-one-logger"),
     _here("Megatron-LM does not read it either", "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014"),
@@ -315,7 +313,7 @@ _NOT_YET: Final = (
     _later("another micro-batch size for evaluation", "--eval-micro-batch-size="),
     _later(
         "this option of tokenizers",
-        "--null-tokenizer-eod-id= --tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
+        "--tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
         " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
         " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
@@ -438,20 +436,12 @@ _NOT_YET: Final = (
     # The run and what is said about it
     _later(
         "TensorBoard",
-        "--tensorboard-dir= --tensorboard-log-interval= --tensorboard-queue-size= --log-timers-to-tensorboard"
-        " --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard"
-        " --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
-        instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
-    ),
-    _later(
-        "Weights & Biases",
-        "--wandb-project= --wandb-exp-name= --wandb-save-dir= --wandb-entity=",
+        "--disable-log-loss-scale-to-tensorboard",
         instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
     ),
     _later(
         "logging this",
-        "--log-num-zeros-in-grad --log-params-norm --log-memory-interval= --log-device-memory-used --log-energy"
-        " --log-progress --logging-level= --timing-log-level=0 --timing-log-option=",
+        "--log-memory-interval= --log-device-memory-used --log-energy --log-progress --logging-level=",
         instead="leave this out; metrics.jsonl in --save has loss, norm, rates and times",
     ),
     _later(

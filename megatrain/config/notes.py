@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.log_rules import LOG_NOTES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
 from megatrain.config.tree import flag_of
@@ -49,6 +50,14 @@ def split_has_no_effect(draft: Draft) -> Iterator[str]:
     is_apart = any(dataset.split != "all" for dataset in draft.facts.datasets)
     if is_apart and draft.is_given("data.split"):
         yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
+
+
+def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
+    data = draft.config.data
+    if draft.facts.tokenizer_note and (
+        data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
+    ):
+        yield draft.facts.tokenizer_note
 
 
 def datasets_come_twice(draft: Draft) -> Iterator[str]:
@@ -104,8 +113,10 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     samples_left_over,
     split_has_no_effect,
     datasets_come_twice,
+    end_of_document_was_guessed,
     positions_are_relative,
     attention_is_written_out,
     stop_without_saving,
+    *LOG_NOTES,
     changed_since_the_checkpoint,
 )

@@ -1,11 +1,16 @@
-"""A plan as a table for people: every value that is not a default, all that was derived, and from what.
+"""A plan for people. In short: what was given, by whom, and what was derived, from what. In full: every setting.
 
-model
-  num_layers          12          --num-layers
-  ffn_hidden_size     2048        derived: 4 * hidden size 768 * 2/3, down to a multiple of 64 (gated)
+given by run.yaml
+  model         num_layers 12, hidden_size 768, num_attention_heads 12, swiglu on
+  training      micro_batch_size 4, train_iters 1000
+given on the command line
+  optimizer     lr 0.003
+derived
+  ffn_hidden_size     2048        4 * hidden size 768 * 2/3, down to a multiple of 64 (gated)
 """
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +18,22 @@ from megatrain.config.differences import default_differences
 from megatrain.config.plan import Plan
 
 _WIDTH: Final = 100
+_SAID_ELSEWHERE: Final = frozenset(
+    f"derived.{name}"
+    for name in (
+        "world_size",
+        "model_parallel_size",
+        "num_eval_microbatches",
+        "requested_train_samples",
+        "requested_valid_samples",
+        "requested_test_samples",
+        "vocab_size",
+        "eod_id",
+        "start_iteration",
+        "start_consumed_samples",
+    )
+) | {"data.data_cache_path", "training.eval_global_batch_size"}
+"""Of little use to most readers, who find it under --print-config full."""
 
 
 @dataclass(frozen=True)
@@ -23,27 +44,71 @@ class _Row:
 
 
 def render_plan(plan: Plan) -> str:
-    """The table, with the notes below it. No colours."""
+    """What `--print-config` asks for, with the notes below it. No colours."""
+    is_full = plan.config.logging.print_config == "full"
+    lines = _every_setting(plan) if is_full else [*_given(plan), *_derived(plan), _what_else(plan)]
+    for note in (*default_differences(plan), *plan.notes):
+        lines += _wrapped(note, "note: ", "      ")
+    return "\n".join(lines) + "\n"
+
+
+def _given(plan: Plan) -> list[str]:
+    """Settings by the file or command line that they come from, a paragraph for each section."""
+    sources: dict[str, dict[str, list[str]]] = {}
+    for path, origin in plan.origins.items():
+        if origin.kind not in ("flag", "yaml"):
+            continue
+        source = "on the command line" if origin.kind == "flag" else f"by {origin.detail.rpartition(':')[0]}"
+        section, name = path.split(".")
+        shown = f"{name} {_shown(plan.config.get(path))}"
+        sources.setdefault(source, {}).setdefault(section, []).append(shown)
+    lines = []
+    for source in sorted(sources, key=lambda source: source == "on the command line"):
+        lines.append(f"given {source}")
+        for section, values in sources[source].items():
+            lines += _wrapped(", ".join(values), f"  {section:<12}  ", " " * 16)
+    return lines
+
+
+def _derived(plan: Plan) -> list[str]:
+    """Values that somebody could have given, or that tell what happens; not those that repeat another."""
+    rows = []
+    for path, origin in plan.origins.items():
+        section, name = path.split(".")
+        is_repeated = path in _SAID_ELSEWHERE or origin.detail.startswith(("equals --", "--"))
+        if origin.kind != "derived" or is_repeated:
+            continue
+        holder = plan.derived if section == "derived" else getattr(plan.config, section)
+        value = getattr(holder, name)
+        is_one_plan = section == "derived" and name.endswith("_plan") and len(value) == 1
+        if not is_one_plan:
+            rows.append(_Row(name, _shown(value), origin.detail))
+    return ["derived", *_table(rows)]
+
+
+def _what_else(plan: Plan) -> str:
+    num_defaults = sum(origin.kind == "default" for origin in plan.origins.values())
+    text = f"{num_defaults} settings have their defaults: --print-config full shows them"
+    return text + (", as does config.yaml in --save" if plan.config.checkpoint.save is not None else "")
+
+
+def _every_setting(plan: Plan) -> list[str]:
     sections: dict[str, list[_Row]] = {}
     for path, origin in plan.origins.items():
         section, name = path.split(".")
-        if origin.kind == "default":
-            continue
         holder = plan.derived if section == "derived" else getattr(plan.config, section)
         source = origin.detail if section == "derived" else str(origin)
         sections.setdefault(section, []).append(_Row(name, _shown(getattr(holder, name)), source))
     sections["derived"] = sections.pop("derived", [])
-    rows = [row for group in sections.values() for row in group]
+    return [line for section, rows in sections.items() for line in (section, *_table(rows))]
+
+
+def _table(rows: Sequence[_Row]) -> list[str]:
+    if not rows:
+        return []
     name_width = max(len(row.name) for row in rows)
     value_width = min(24, max(len(row.value) for row in rows))
-    lines = []
-    for section, group in sections.items():
-        lines.append(section)
-        for row in group:
-            lines += _row_lines(row, name_width, value_width)
-    for note in (*default_differences(plan), *plan.notes):
-        lines += _wrapped(note, "note: ", "      ")
-    return "\n".join(lines) + "\n"
+    return [line for row in rows for line in _row_lines(row, name_width, value_width)]
 
 
 def _row_lines(row: _Row, name_width: int, value_width: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Final
 
 from megatrain.config.data_rules import DATA_RULES
 from megatrain.config.errors import Problem
+from megatrain.config.log_rules import LOG_RULES
 from megatrain.config.model_rules import MODEL_RULES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import RESUME_RULES
@@ -193,6 +194,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     number_formats_agree,
     save_interval_has_a_folder,
     missing_checkpoint_has_one_answer,
+    *LOG_RULES,
     *UNSUPPORTED_RULES,
     *RESUME_RULES,
 )

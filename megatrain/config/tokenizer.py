@@ -35,7 +35,7 @@ class TokenizerConfig:
         ]
         | None
     ) = None
-    """Kind of the tokenizer. NullTokenizer reads no file: token numbers below --vocab-size, the last one ends a document. SFTTokenizer and the multimodal ones are not there."""
+    """Kind of the tokenizer. NullTokenizer reads no file: token numbers below --vocab-size, the last one ends a document unless --null-tokenizer-eod-id says another. SFTTokenizer and the multimodal ones are not there."""
     tokenizer_model: str | None = None
     """The tokenizer's file or folder; a model's name on the hub is not looked up."""
     vocab_size: int | None = field(default=None, metadata=in_range(at_least=1))
@@ -52,6 +52,10 @@ class TokenizerConfig:
     """Special tokens. TikTokenizer: all that have a name, in the order of their ids; other types: added behind the vocabulary."""
     tokenizer_hf_no_include_special_tokens: bool = False
     """Leave out the beginning and end tokens that the tokenizer's own template puts around every text, as those of Llama 3 and BERT do."""
+    null_tokenizer_eod_id: int | None = field(default=None, metadata=in_range(at_least=0))
+    """Token number that ends a document, for NullTokenizer; the last one of --vocab-size if left out. Give that of the tokenizer that made the data."""
+    null_tokenizer_pad_id: int = field(default=-1, metadata=in_range(at_least=-1))
+    """Token number of padding, for NullTokenizer; -1: none."""
 
 
 def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
@@ -76,6 +80,8 @@ def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
                 f"{_said(strays)} {_are(strays)} not read by --tokenizer-type {kind}",
                 f"leave {'them' if len(strays) > 1 else 'it'} out, or use --tokenizer-type {_readers(strays)}",
             )
+        if kind == "NullTokenizer":
+            yield from _null_problems(config)
 
 
 def missing_end_of_document(config: TokenizerConfig, *, needed_by: str) -> Problem:
@@ -115,6 +121,7 @@ _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "GPT2BPETokenizer": _ADDED,
     "BertWordPieceLowerCase": _ADDED,
     "BertWordPieceCase": ("tokenizer_hf_no_include_special_tokens",),
+    "NullTokenizer": ("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
 }
 """By type: what else it reads. A size is welcome everywhere, and compared with the file's."""
 _REFUSED: Final = {
@@ -122,6 +129,21 @@ _REFUSED: Final = {
     "MultimodalTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: this trains on text alone",
     "NullMultimodalTokenizer": "use --tokenizer-type NullTokenizer: this trains on text alone",
 }
+
+
+def _null_problems(config: TokenizerConfig) -> Iterator[Problem]:
+    """Ids of NullTokenizer that no token has."""
+    ids = {
+        "null_tokenizer_eod_id": config.null_tokenizer_eod_id,
+        "null_tokenizer_pad_id": config.null_tokenizer_pad_id,
+    }
+    for name, number in ids.items():
+        if config.vocab_size is not None and number is not None and number >= config.vocab_size:
+            yield Problem(
+                f"{_flag(name)} {number} is outside the vocabulary: --vocab-size {config.vocab_size}"
+                f" has ids up to {config.vocab_size - 1}",
+                f"give an id of the vocabulary, or --vocab-size {number + 1} or more",
+            )
 
 
 def _no_type(given: Mapping[str, Any]) -> Problem:

@@ -1,4 +1,4 @@
-"""The run: how long it trains, what it saves and says, and when it stops."""
+"""The run: how long it trains, what it saves, and when it stops."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,16 +64,6 @@ class CheckpointConfig:
     """Start from initial weights if --load holds no checkpoint, as Megatron-LM does."""
     no_load_optim: bool = False
     """Load the weights alone: optimizer state starts from zero."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    """Logging: what is said about the run, and where."""
-
-    log_interval: int = field(default=100, metadata=in_range(at_least=1))
-    """Iterations between log lines."""
-    metrics_file: str | None = None
-    """File that gets a JSON object for each iteration and each evaluation. Left out: `metrics.jsonl` in --save."""
 
 
 @dataclass(frozen=True, kw_only=True)

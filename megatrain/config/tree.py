@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatrain.config.data import DataConfig
+from megatrain.config.logs import LoggingConfig
 from megatrain.config.model import ModelConfig
 from megatrain.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from megatrain.config.parallel import ParallelConfig
 from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.config.training import (
     CheckpointConfig,
-    LoggingConfig,
     ResilienceConfig,
     TrainingConfig,
 )

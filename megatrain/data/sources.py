@@ -61,8 +61,18 @@ def blends_of(datasets: Iterable[DatasetFacts]) -> dict[str, Blend]:
     return blends
 
 
+def used_eod(data: DataConfig, eod: int | None) -> int | None:
+    """The end-of-document id of a run, if its samples depend on it: documents are told apart by it, or it has no loss."""
+    is_used = data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
+    return eod if is_used else None
+
+
 def inspect(
-    blends: Mapping[str, Blend], *, vocab_size: int | None, tokenizer_fingerprint: str | None
+    blends: Mapping[str, Blend],
+    *,
+    vocab_size: int | None,
+    tokenizer_fingerprint: str | None,
+    eod: int | None = None,
 ) -> tuple[list[DatasetFacts], list[Problem]]:
     """What is known about every dataset, and everything that is wrong with any of them.
 
@@ -70,6 +80,7 @@ def inspect(
         blends: as `named_blends` gives them.
         vocab_size: of the tokenizer; None: ids are not checked.
         tokenizer_fingerprint: of the tokenizer that training uses; None: it reads any ids (NullTokenizer).
+        eod: as `used_eod` gives it; None: any end of documents will do.
     """
     facts: list[DatasetFacts] = []
     problems: list[Problem] = []
@@ -80,7 +91,7 @@ def inspect(
                 seen[prefix] = None
                 try:
                     described = seen[prefix] = _facts_of(prefix)
-                    problems += _description_problems(described, vocab_size, tokenizer_fingerprint)
+                    problems += _description_problems(described, vocab_size, tokenizer_fingerprint, eod)
                 except ConfigError as error:
                     problems += [_with_hint_at_weights(problem, prefix) for problem in error.problems]
             found = seen[prefix]
@@ -182,7 +193,7 @@ def _with_hint_at_weights(problem: Problem, prefix: str) -> Problem:
 
 
 def _description_problems(
-    dataset: DatasetFacts, vocab_size: int | None, tokenizer_fingerprint: str | None
+    dataset: DatasetFacts, vocab_size: int | None, tokenizer_fingerprint: str | None, eod: int | None
 ) -> Iterator[Problem]:
     """Whether a dataset is another than its description says, or was made with another tokenizer than this run's."""
     prefix = dataset.prefix
@@ -210,6 +221,15 @@ def _description_problems(
         yield Problem(
             f"{prefix}.bin holds id {largest}, outside the vocabulary of {vocab_size}",
             "use the tokenizer that the data was made with, or the right --vocab-size",
+        )
+    ends_with = description.get("eod")
+    if eod is not None and type(ends_with) is int and ends_with != eod:
+        is_null = tokenizer_fingerprint is None
+        same = "name the same eos_token in tokenizer_config.json as when the data was made"
+        yield Problem(
+            f"documents of {prefix}.bin end with id {ends_with}, and this run takes id {eod} for the end:"
+            " --eod-mask-loss, --reset-position-ids and --reset-attention-mask would go by the wrong token",
+            f"give --null-tokenizer-eod-id {ends_with}" if is_null else f"{same}, or make the dataset anew",
         )
 
 

@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     """The padding id, -1 if there is none. It counts as padding in data by the rule of `gpt.effective_pad`."""
     special_ids: frozenset[int]
     """Ids with a role other than padding."""
+    note: str | None
+    """A line for users where a token was guessed that no file names; None: nothing was guessed."""
     fingerprint: str
     """Equal for tokenizers that give equal ids, whatever their file's layout."""
 
@@ -66,7 +68,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 class NullTokenizer:
-    """Text that already is numbers: `encode("5 3")` is [5, 3]. The last id ends documents."""
+    """Text that already is numbers: `encode("5 3")` is [5, 3]. The last id ends documents, or the one that is given."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         vocab_size = config.vocab_size
@@ -74,11 +76,14 @@ class NullTokenizer:
             raise ConfigError(
                 f"--vocab-size {vocab_size} leaves no token", fix="give a --vocab-size of 1 or more"
             )
+        last, eod, pad = vocab_size - 1, config.null_tokenizer_eod_id, config.null_tokenizer_pad_id
         self.vocab_size = vocab_size
-        self.eod: int | None = vocab_size - 1
-        self.pad = NO_PAD
-        self.special_ids = frozenset({vocab_size - 1})
-        self.fingerprint = fingerprint_of({"type": "NullTokenizer", "vocab_size": vocab_size})
+        self.eod: int | None = last if eod is None else eod
+        self.pad = pad
+        self.special_ids = frozenset({self.eod})
+        self.note: str | None = None
+        other_ids = ({} if self.eod == last else {"eod": self.eod}) | ({} if pad == NO_PAD else {"pad": pad})
+        self.fingerprint = fingerprint_of({"type": "NullTokenizer", "vocab_size": vocab_size, **other_ids})
 
     def encode(self, text: str) -> list[int]:
         """The numbers of a text. Raises ValueError where there is none or it is no id."""

@@ -1,6 +1,6 @@
 """Tokenizers of the `tokenizers` library: HuggingFaceTokenizer, GPT2BPETokenizer and the two BertWordPiece types.
 
-    tokenizer.json             ─┐
+    tokenizer.json             ─┐  (with the files beside it: `tokenizer_named`)
     vocab.json + merges.txt    ─┼─> the library's tokenizer + {"eos_token": "</s>", ...} ──> LibraryTokenizer
     vocab.txt                  ─┘
 
@@ -16,22 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from megatrain.config.errors import InputError
 from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.tokenizer_files import (
-    GET_AGAIN,
-    NO_PAD,
-    Kind,
-    fingerprint_of,
-    kind_of,
-    read_file,
-    read_json,
-)
+from megatrain.data.tokenizer_files import NO_PAD, Kind, fingerprint_of, kind_of, read_file, read_json
+from megatrain.data.tokenizer_named import NamedTokens, named_tokens, require_named, use_named
 from megatrain.data.tokenizer_vocabularies import byte_level_bpe, word_pieces
 
 if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT: Final = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Looked for, in this order, where no file names the token."""
+"""Looked for, in this order, where no file names the token; `note` says which was found."""
 OTHER_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -48,11 +41,11 @@ class LibraryTokenizer:
     ) -> None:
         """Finish a tokenizer.
 
-        The end of a document is the `eos_token`; without one, the `sep_token`, as in Megatron-LM; without both, the
-        first of `END_OF_DOCUMENT` in the vocabulary, if any.
+        The end of a document is the `eos_token`; without one, the `sep_token`, as in Megatron-LM; where neither is
+        named, the first of `END_OF_DOCUMENT` in the vocabulary, if any: Megatron-LM would have none.
 
         Args:
-            named: text of tokens by their role, such as `eos_token`; those outside the vocabulary are passed over.
+            named: text of tokens by their role, such as `eos_token`; a role of one outside the vocabulary stays empty.
             definition: all that ids depend on, for the fingerprint.
         """
         self._library = library
@@ -67,16 +60,23 @@ class LibraryTokenizer:
         ids = library.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1  # not their number: there may be gaps
         by_role = {role: library.token_to_id(token) for role, token in named.items()}
-        ends = [
-            by_role.get("eos_token"),
-            by_role.get("sep_token"),
-            *map(library.token_to_id, END_OF_DOCUMENT),
-        ]
-        self.eod = next((number for number in ends if number is not None), None)
+        is_named = "eos_token" in named or "sep_token" in named
+        guess = None if is_named else next(filter(self._has, END_OF_DOCUMENT), None)
+        self.eod = by_role.get("eos_token" if "eos_token" in named else "sep_token")
+        self.note: str | None = None
+        if guess is not None:
+            self.eod = library.token_to_id(guess)
+            self.note = (
+                f"no file of the tokenizer names an eos_token: {guess} (id {self.eod}) is taken to end documents."
+                f' {{"eos_token": "{guess}"}} in tokenizer_config.json would say so'
+            )
         special = (self.eod, *(by_role.get(role) for role in OTHER_SPECIAL))
         self.special_ids = frozenset(number for number in special if number is not None)
         pad = by_role.get("pad_token")
         self.pad = NO_PAD if pad is None else pad
+
+    def _has(self, token: str) -> bool:
+        return self._library.token_to_id(token) is not None
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
@@ -93,7 +93,7 @@ class LibraryTokenizer:
 
 
 def load_huggingface(config: TokenizerConfig) -> LibraryTokenizer:
-    """A tokenizer.json, or a folder with one; tokenizer_config.json or special_tokens_map.json beside it name tokens.
+    """A tokenizer.json, or a folder with one; the files beside it name tokens, all of which it must have.
 
     A folder of GPT-2's older form, with vocab.json and merges.txt alone, is read as GPT2BPETokenizer reads it.
     """
@@ -104,15 +104,22 @@ def load_huggingface(config: TokenizerConfig) -> LibraryTokenizer:
         _check_there(path)
         if not _is_older_gpt2(path):
             raise InputError(f"{path}: holds no tokenizer.json", fix=_fix_of_folder(path))
-        named = {"eos_token": "<|endoftext|>", **_named_tokens(path)}
-        return _byte_level(config, path / "vocab.json", path / "merges.txt", named)
+        files = path / "vocab.json", path / "merges.txt"
+        return _byte_level(config, *files, {"eos_token": "<|endoftext|>"}, named_tokens(path))
     definition: dict[str, Any] = read_file(file, Kind.TOKENIZER_JSON, flag="--tokenizer-model").data
     library = _made(file)
     # A file may ask for cutting and filling up, which belongs to inference and would damage documents.
     library.no_truncation()
     library.no_padding()
+    padding = definition.get("padding")
     definition.update(truncation=None, padding=None)
-    return LibraryTokenizer(library, config, named=_named_tokens(folder), definition=definition)
+    named = named_tokens(folder, taken=library.get_added_tokens_decoder())
+    _require_named(named, library, file)
+    changed = use_named(library, named)
+    if changed:
+        definition["named_tokens"] = changed
+    filler = {"pad_token": padding["pad_token"]} if isinstance(padding, dict) else {}
+    return LibraryTokenizer(library, config, named={**filler, **named.roles}, definition=definition)
 
 
 def load_gpt2_bpe(config: TokenizerConfig) -> LibraryTokenizer:
@@ -130,29 +137,33 @@ def load_bert(config: TokenizerConfig) -> LibraryTokenizer:
 
 
 def _byte_level(
-    config: TokenizerConfig, vocab: Path, merges: Path, named: Mapping[str, str]
+    config: TokenizerConfig,
+    vocab: Path,
+    merges: Path,
+    roles: Mapping[str, str],
+    named: NamedTokens | None = None,
 ) -> LibraryTokenizer:
+    """GPT-2's byte-level pairs.
+
+    Args:
+        roles: text of tokens by role, where no file names another.
+        named: what the files beside the vocabulary say.
+    """
+    roles = {**roles, **(named.roles if named else {})}
+    more = [token.text for token in (*named.registered, *named.mentioned)] if named else []
     pairs = byte_level_bpe(
         read_file(vocab, Kind.VOCAB_JSON, flag="--vocab-file"),
         read_file(merges, Kind.MERGES, flag="--merge-file"),
-        special=sorted(set(named.values())),
+        special=sorted({*roles.values(), *more}),
     )
-    return LibraryTokenizer(pairs.library, config, named=named, definition=pairs.definition)
+    if named:
+        _require_named(named, pairs.library, vocab)
+    return LibraryTokenizer(pairs.library, config, named=roles, definition=pairs.definition)
 
 
-def _named_tokens(folder: Path) -> dict[str, str]:
-    """Tokens by role, as the files beside a tokenizer name them: as strings, or as objects with their content."""
-    named: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
-        content = read_json(folder / name) if (folder / name).is_file() else {}
-        if not isinstance(content, dict):
-            raise InputError(f"{folder / name}: holds no JSON object", fix=GET_AGAIN)
-        for role in (*OTHER_SPECIAL, "pad_token"):
-            token = content.get(role)
-            token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str):
-                named[role] = token
-    return named
+def _require_named(named: NamedTokens, library: tokenizers.Tokenizer, file: Path) -> None:
+    fix = f"correct the names, or write the tokens into it with transformers: {_saving_anew(file.parent)}"
+    require_named(named, lambda token: library.token_to_id(token) is not None, file=file, fix=fix)
 
 
 def _made(file: Path) -> tokenizers.Tokenizer:
@@ -205,7 +216,12 @@ def _fix_of_folder(folder: Path) -> str:
         use = ""
     else:
         return "give --tokenizer-model a tokenizer.json or a folder with one"
+    return f"{use}make one with transformers: {_saving_anew(folder)}"
+
+
+def _saving_anew(folder: Path) -> str:
+    """The command with which transformers writes all that it knows of a tokenizer into its tokenizer.json."""
     return (
-        f'{use}make one with transformers: python -c "from transformers import AutoTokenizer as T;'
+        'python -c "from transformers import AutoTokenizer as T;'
         f" T.from_pretrained('{folder}').save_pretrained('{folder}')\""
     )

@@ -45,6 +45,7 @@ class SentencePieceTokenizer:
         self.eod = eos if eos >= 0 else None
         self.pad = pad if pad >= 0 else NO_PAD
         self.special_ids = frozenset(number for number in roles if number >= 0)
+        self.note: str | None = None
         # Pieces, scores and the rules for blanks are all in the file, which people copy and never write anew.
         self.fingerprint = fingerprint_of({"sentencepiece": hashlib.sha256(file.content).hexdigest()})
 

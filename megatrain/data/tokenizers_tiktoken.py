@@ -70,6 +70,7 @@ class TikTokenizer:
         self.eod: int | None = named.index(END)
         self.pad = named.index(PAD) if PAD in named else NO_PAD
         self.special_ids = frozenset(range(len(named))) - {self.pad}
+        self.note: str | None = None
         self.fingerprint = fingerprint_of(
             {
                 "pattern": config.tiktoken_pattern,

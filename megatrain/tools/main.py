@@ -85,8 +85,24 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
         "--top-k", type=int, default=40, metavar="K", help="draw among the K likeliest (default: 40)"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    _add_report(commands)
     _add_data(commands, field_help() if with_help else {})
     return parser
+
+
+def _add_report(commands: Any) -> None:
+    report = _command(
+        commands,
+        "report",
+        help="the curves of runs as one HTML page",
+        description="Write one HTML page with the curves, evaluations and settings of runs. It needs a browser and no network.",
+    )
+    report.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folder that --save of pretrain.py named, or a metrics file"
+    )
+    report.add_argument(
+        "--output", default="report.html", metavar="FILE", help="page to write (default: report.html)"
+    )
 
 
 def _command(

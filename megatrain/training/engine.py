@@ -18,6 +18,7 @@ from megatrain.config import Plan
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
+from megatrain.optim.measures import num_zero_gradients, parameter_norm
 from megatrain.optim.schedule import LearningRate
 from megatrain.optim.sharded import AdamwConfig, ShardedAdamw
 from megatrain.parallel.batch import Batch, PassInfo
@@ -28,6 +29,7 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
+from megatrain.training.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,10 @@ class StepReport:
     """Before clipping."""
     is_finite: bool
     """False: nothing was updated."""
+    params_norm: float | None = None
+    """L2 norm of the updated weights, with --log-params-norm."""
+    num_zeros: int | None = None
+    """Elements of the gradient that are zero, with --log-num-zeros-in-grad."""
 
 
 class Engine:
@@ -55,6 +61,7 @@ class Engine:
         self.plan = plan
         self.grid = grid
         self.device = device
+        self.timers = Timers(plan.config.logging.timing_log_level, device)
         config, derived = plan.config, plan.derived
         dtype, main_dtype = getattr(torch, derived.params_dtype), getattr(torch, derived.main_dtype)
         self.model = build_model_of(plan, grid, device)
@@ -96,14 +103,25 @@ class Engine:
 
     def step(self, batches: Sequence[Batch], *, lr: float, first_sample: int = 0) -> StepReport:
         """One optimizer step over this rank's micro-batches of the global batch, which starts at `first_sample`."""
-        lm_loss = self.accumulate_gradients(batches, first_sample=first_sample)
-        norm = self.optimizer.gradient_norm()
-        grad_norm = norm.item()
+        logging = self.plan.config.logging
+        with self.timers.time("forward-backward"):
+            lm_loss = self.accumulate_gradients(batches, first_sample=first_sample)
+        with self.timers.time("optimizer-clip-main-grad"):
+            norm = self.optimizer.gradient_norm()
+            grad_norm = norm.item()
+        num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
         is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
         if is_finite:
-            self.optimizer.step(lr=lr, norm=norm)
+            with self.timers.time("optimizer"):
+                self.optimizer.step(lr=lr, norm=norm)
         self.buffers.gradients.zero_()
-        return StepReport(lm_loss=lm_loss, grad_norm=grad_norm, is_finite=is_finite)
+        return StepReport(
+            lm_loss=lm_loss,
+            grad_norm=grad_norm,
+            is_finite=is_finite,
+            params_norm=parameter_norm(self.optimizer) if logging.log_params_norm else None,
+            num_zeros=num_zeros,
+        )
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> float:
         """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch."""

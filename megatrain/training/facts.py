@@ -22,8 +22,9 @@ from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.tokenizer import tokenizer_problems
+from megatrain.config.tree import flag_of
 from megatrain.config.values import is_settled
-from megatrain.data.sources import inspect, named_blends
+from megatrain.data.sources import inspect, named_blends, used_eod
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.training.metrics import is_metrics_file, metrics_path
 
@@ -36,6 +37,8 @@ _LIBRARIES = (
     "flash-attn",
     "flash-attn-4",
     "liger-kernel",
+    "tensorboard",
+    "wandb",
 )
 
 
@@ -135,6 +138,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
             named_blends(data),
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
+            eod=used_eod(data, tokenizer.get("eod_id")),
         )
     except ConfigError as error:
         return [], list(error.problems)
@@ -142,10 +146,10 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
 
 def _folder_problems(request: Request) -> Iterator[Problem]:
     """Files where folders should be, and a metrics file that is somebody else's."""
-    for name in ("save", "load"):
-        path = request.known(f"checkpoint.{name}")
+    for name in ("checkpoint.save", "checkpoint.load", "logging.tensorboard_dir", "logging.wandb_save_dir"):
+        path, flag = request.known(name), flag_of(name)
         if path is not None and Path(path).exists() and not Path(path).is_dir():
-            yield Problem(f"--{name} {path} is not a folder", f"give --{name} a folder")
+            yield Problem(f"{flag} {path} is not a folder", f"give {flag} a folder")
     path = metrics_path(request.known("checkpoint.save"), request.known("logging.metrics_file"))
     if path is not None and path.is_dir():
         yield Problem(f"--metrics-file {path} is a folder", "name a file, which is made or continued")
@@ -176,6 +180,7 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     return {
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod,
+        "tokenizer_note": tokenizer.note,
         "pad_id": tokenizer.pad,
         "special_ids": tuple(sorted(tokenizer.special_ids)),
         "tokenizer_fingerprint": tokenizer.fingerprint,

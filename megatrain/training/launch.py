@@ -31,8 +31,10 @@ from megatrain.config.errors import ConfigError, MegatrainError, describe
 from megatrain.config.tree import flag_of, settings
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.training.console import Console
 from megatrain.training.facts import gather_facts
 from megatrain.training.metrics import write_status
+from megatrain.training.phases import Phases
 
 _SECONDS_FOR_RANK_0 = 2
 """How long another rank waits with its own end, so that a launcher does not stop rank 0 before it has told why."""
@@ -49,6 +51,13 @@ class Ranks:
     device: torch.device
     local_rank: int
     """Among the ranks of its host."""
+    phases: Phases
+    """Times what this rank does."""
+
+    @property
+    def console(self) -> Console:
+        """Where this rank prints; only the main rank's prints anything."""
+        return self.phases.console
 
     @property
     def is_main(self) -> bool:
@@ -93,27 +102,34 @@ def tell(error: MegatrainError) -> None:
 
 
 @contextmanager
-def joined_ranks(request: Request) -> Iterator[Ranks]:
-    """Resolve the plan, join the process groups, and leave them at the end.
+def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ranks]:
+    """Resolve the plan, join the process groups, and leave them at the end. `phases`: those before, if there were.
 
     Raises:
         MegatrainError: before the first collective, on every rank, whichever of them found the problem.
     """
     environment = read_environment()
-    store = _join_store(environment) if environment.world_size > 1 else None
-    facts, plan = _agreed_plan(request, environment, store)
-    device = _own_device(plan, environment)
-    make_handle = _join_groups(plan, environment, store, device) if store is not None else None
-    grid = RankGrid.build(grid_shape(plan), environment.rank, make_handle)
-    _warm(grid, device)
-    yield Ranks(
-        request=request,
-        plan=plan,
-        facts=facts,
-        grid=grid,
-        device=device,
-        local_rank=environment.local_rank,
-    )
+    phases = phases or Phases(Console(is_quiet=environment.rank != 0))
+    with phases.phase("reading inputs and planning"):
+        store = _join_store(environment) if environment.world_size > 1 else None
+        facts, plan = _agreed_plan(request, environment, store)
+    with phases.phase("joining process groups"):
+        device = _own_device(plan, environment)
+        make_handle = _join_groups(plan, environment, store, device) if store is not None else None
+        grid = RankGrid.build(grid_shape(plan), environment.rank, make_handle)
+        _warm(grid, device)
+    try:
+        yield Ranks(
+            request=request,
+            plan=plan,
+            facts=facts,
+            grid=grid,
+            device=device,
+            local_rank=environment.local_rank,
+            phases=phases,
+        )
+    finally:
+        phases.console.remove_bar()
     if store is not None:
         dist.barrier()  # without it, an early leaver can abort the others
         dist.destroy_process_group()

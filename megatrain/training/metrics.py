@@ -1,4 +1,4 @@
-"""What a run shows: Megatron-LM's log line, `metrics.jsonl` as the source of truth, and `status.json` at the end.
+"""The forms in which a run is shown: Megatron-LM's log line, `metrics.jsonl` as the source of truth, and `status.json` at the end.
 
 The log line's columns stand in Megatron-LM's order, which people's scripts parse; tokens/s and MFU are added behind.
 """
@@ -101,26 +101,36 @@ def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration:
     temporary.replace(folder / "status.json")
 
 
-def log_line(values: dict[str, Any], *, train_iters: int, global_batch_size: int) -> str:
-    """The line of one iteration. `values` is what `metrics.jsonl` gets for it."""
+def log_line(
+    values: dict[str, Any], *, train_iters: int, has_throughput: bool, speed_unit: str, world_size: int
+) -> str:
+    """The line of an interval: Megatron-LM's columns in its order, then speed.
+
+    Args:
+        values: those of `metrics.jsonl`, as means over the interval.
+        train_iters: at which the run ends.
+        has_throughput: whether Megatron-LM's column of TFLOP/s is there.
+        speed_unit, world_size: how the last column is called, and of how many ranks it is the sum.
+    """
     now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, as people read it)
     parts = [
         f" [{now}] iteration {values['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {values['consumed_samples']:12d}",
         f"elapsed time per iteration (ms): {values['iteration_ms']:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {values['tflops_per_gpu']:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {values['tflops_per_gpu']:.1f}" if has_throughput else None,
         f"learning rate: {values['learning_rate']:.6E}",
-        f"global batch size: {global_batch_size:5d}",
+        f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
-        "loss scale: 1.0",
+        f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
-        f"number of skipped iterations: {0:3d}",  # an update that cannot be made ends the run
-        f"number of nan iterations: {0:3d}",
-        f"tokens/s/GPU: {values['tokens_per_second_per_gpu']:.0f}",
+        f"num zeros: {values['num_zeros']}" if values["num_zeros"] is not None else None,
+        f"params norm: {values['params_norm']:.3f}" if values["params_norm"] is not None else None,
+        f"number of skipped iterations: {values['skipped']:3d}",
+        f"number of nan iterations: {0:3d}",  # such an iteration ends the run
+        f"{speed_unit}: {values['tokens_per_second_per_gpu'] * world_size:.0f}",
+        f"MFU: {100 * values['mfu']:.1f} %" if values["mfu"] is not None else None,
     ]
-    if values["mfu"] is not None:
-        parts.append(f"MFU: {100 * values['mfu']:.1f} %")
-    return " | ".join(parts) + " |"
+    return " | ".join(part for part in parts if part is not None) + " |"
 
 
 def max_memory_bytes(device: torch.device) -> int:

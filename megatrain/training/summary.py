@@ -37,7 +37,8 @@ def describe(engine: Engine) -> str:
 def describe_grid(grid: RankGrid) -> str:
     """Sizes of the axes, and the groups of this rank."""
     shape = grid.shape
-    words = f"{shape.world_size} ranks = tp {shape.tp} x dp {shape.dp} x pp {shape.pp}"
+    ranks = f"{shape.world_size} rank{'s' if shape.world_size > 1 else ''}"
+    words = f"{ranks} = tp {shape.tp} x dp {shape.dp} x pp {shape.pp}"
     if shape.world_size == 1:
         return words
     groups = [f"{g.name} {list(g.ranks)}" for g in (grid.tp, grid.dp, grid.pp) if g.size > 1]

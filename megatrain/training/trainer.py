@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,16 +22,10 @@ from megatrain.config import StoredRun, render_plan, resolve, to_yaml
 from megatrain.config.data_plans import evaluations
 from megatrain.config.errors import MegatrainError
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
-from megatrain.training.engine import Engine, StepReport, learning_rate_of, mean_loss
+from megatrain.training.engine import Engine, learning_rate_of, mean_loss
 from megatrain.training.launch import Ranks
-from megatrain.training.metrics import (
-    MetricsFile,
-    log_line,
-    max_memory_bytes,
-    metrics_path,
-    peak_tflops,
-    write_status,
-)
+from megatrain.training.metrics import write_status
+from megatrain.training.run_log import RunLog
 from megatrain.training.stopping import StopRequest
 from megatrain.training.summary import describe
 
@@ -56,13 +50,13 @@ class Trainer:
         """Whether a stop came before the evaluation at this iteration was done."""
         self.save_folder = Path(self.config.checkpoint.save) if self.config.checkpoint.save else None
         self._say(render_plan(self.plan))
-        self.engine = Engine(self.plan, ranks.grid, ranks.device)
+        self.phases = ranks.phases
+        with self.phases.phase("building the model"):
+            self.engine = Engine(self.plan, ranks.grid, ranks.device)
         self._say(describe(self.engine))
         self.learning_rate = learning_rate_of(self.plan)
         self.batches = RunBatches(None, ())
-        self.metrics: MetricsFile | None = None
-        self.shown: list[dict[str, Any]] = []
-        self.clock = time.perf_counter()
+        self.log: RunLog | None = None
 
     def resume(self) -> None:
         """Take the state from `--load`, or draw the initial weights."""
@@ -70,16 +64,18 @@ class Trainer:
         if self.ranks.facts.checkpoint is None:
             if load is not None:
                 self._say(f"> {load} holds no checkpoint yet: starting fresh")
-            self.engine.initialize()
+            with self.phases.phase("drawing initial weights"):
+                self.engine.initialize()
             return
         assert load is not None
-        loaded = load_checkpoint(
-            Path(load),
-            self.engine.optimizer,
-            self.ranks.grid,
-            self.ranks.device,
-            with_optimizer=not self.config.checkpoint.no_load_optim,
-        )
+        with self.phases.phase("loading the checkpoint"):
+            loaded = load_checkpoint(
+                Path(load),
+                self.engine.optimizer,
+                self.ranks.grid,
+                self.ranks.device,
+                with_optimizer=not self.config.checkpoint.no_load_optim,
+            )
         for line in loaded.skipped:
             self._say(f"> {line}")
         if str(loaded.path) != self.ranks.facts.checkpoint.path:
@@ -118,6 +114,15 @@ class Trainer:
         self._open_data()
         self._open_outputs()
         try:
+            with self.phases.phase("opening logs"):
+                self.log = RunLog(
+                    self.ranks,
+                    self.plan,
+                    self.engine.timers,
+                    iteration=self.iteration,
+                    consumed_samples=self.consumed_train_samples,
+                )
+            self._say(self.log.speed_note())
             exit_code, reason = self._train()
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
@@ -140,6 +145,7 @@ class Trainer:
 
     def _train(self) -> tuple[int, str]:
         """The exit code and why."""
+        assert self.log is not None
         start = self.iteration
         stop = StopRequest(
             exit_interval=self.config.resilience.exit_interval,
@@ -157,7 +163,7 @@ class Trainer:
             if self.is_evaluation_left:
                 reason = self._evaluate_if_due(stop)
                 self._save_if_due(is_stopping=True)
-            self.clock = time.perf_counter()
+            self.log.start_clock()
             while self.iteration < self.derived.train_iters and reason is None:
                 self._iterate(is_first=self.iteration == start)
                 reason = self._evaluate_if_due(stop)
@@ -175,9 +181,16 @@ class Trainer:
     def _iterate(self, *, is_first: bool) -> None:
         """One step and what it shows."""
         assert self.batches.train is not None
-        batches = self.batches.train.microbatches(self.consumed_train_samples, self.derived.num_microbatches)
+        assert self.log is not None
         lr = self.learning_rate.at(self.consumed_train_samples)
-        report = self.engine.step(batches, lr=lr, first_sample=self.consumed_train_samples)
+        with self._watched(is_first=is_first):
+            with self.engine.timers.time("batch-generator"):
+                batches = self.batches.train.microbatches(
+                    self.consumed_train_samples, self.derived.num_microbatches
+                )
+            report = self.engine.step(batches, lr=lr, first_sample=self.consumed_train_samples)
+        if is_first:
+            self._say(self.phases.start_summary())
         self.iteration += 1
         self.consumed_train_samples += self.config.training.global_batch_size
         if not report.is_finite or not math.isfinite(report.lm_loss):
@@ -187,53 +200,41 @@ class Trainer:
                 fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "
                 f"samples {first} to {self.consumed_train_samples - 1}",
             )
-        self._show(report, lr, is_first=is_first)
+        self.log.show_iteration(
+            report,
+            iteration=self.iteration,
+            consumed_samples=self.consumed_train_samples,
+            lr=lr,
+            is_line_due=is_first or self._is_last,
+        )
 
-    def _show(self, report: StepReport, lr: float, *, is_first: bool) -> None:
-        now = time.perf_counter()
-        seconds, self.clock = now - self.clock, now
-        tokens_per_second = self.derived.tokens_per_iteration / seconds / self.derived.world_size
-        tflops = self.derived.flops_per_iteration / seconds / self.derived.world_size / 1e12
-        peak = peak_tflops(self.ranks.facts.device_name) if self.ranks.device.type == "cuda" else None
-        values: dict[str, Any] = {
-            "iteration": self.iteration,
-            "consumed_samples": self.consumed_train_samples,
-            "lm_loss": report.lm_loss,
-            "grad_norm": report.grad_norm,
-            "learning_rate": lr,
-            "iteration_ms": 1000 * seconds,
-            "tokens_per_second_per_gpu": tokens_per_second,
-            "tflops_per_gpu": tflops,
-            "mfu": tflops / peak if peak else None,
-            "max_memory_bytes": max_memory_bytes(self.ranks.device),
-            "skipped": int(not report.is_finite),
-        }
-        if self.metrics is not None:
-            self.metrics.write(values)
-        self.shown.append(values)
-        if is_first or self._is_last or self.iteration % self.config.logging.log_interval == 0:
-            line = log_line(
-                averaged(self.shown),
-                train_iters=self.derived.train_iters,
-                global_batch_size=self.config.training.global_batch_size,
-            )
-            self._say(line)
-            self.shown = []
+    def _watched(self, *, is_first: bool) -> AbstractContextManager[None]:
+        """An iteration that lasts much longer than those before may hang: that shall be seen."""
+        assert self.log is not None
+        if is_first:
+            return self.phases.phase("the first iteration")
+        patience = 5 * self.log.seconds_of_last_iteration
+        return self.phases.watch(f"iteration {self.iteration + 1}", patience_seconds=patience)
 
     def _evaluate_if_due(self, stop: StopRequest) -> str | None:
         """Evaluate where the interval or the end of training asks for it; why it was left unfinished, if it was."""
         of_run = evaluations(self.plan)
         if not of_run.is_due(self.iteration):
             return None
+        assert self.log is not None
         reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
+        self.log.start_clock()
         self.is_evaluation_left = reason is not None
         if reason is None and self.derived.requested_valid_samples is not None:
             self.consumed_valid_samples += of_run.samples
-        self.clock = time.perf_counter()
         return reason
 
     def _evaluate(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
         """Loss over the next samples of each split, shown when all are done; why to stop, if not."""
+        with self.phases.watch("evaluating"):
+            return self._evaluate_splits(splits, stop)
+
+    def _evaluate_splits(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
         losses: dict[EvaluationSet, float] = {}
         for evaluation in self.batches.evaluations:
             if evaluation.split not in splits:
@@ -249,19 +250,17 @@ class Trainer:
                 first = consumed + done * self.config.training.micro_batch_size * self.ranks.grid.dp.size
                 sums += self.engine.evaluate(evaluation.batches.microbatches(first, count))
             losses[evaluation] = mean_loss(sums)
+        assert self.log is not None
         for evaluation, loss in losses.items():
-            self._show_evaluation(evaluation, loss)
-        return None
-
-    def _show_evaluation(self, evaluation: EvaluationSet, loss: float) -> None:
-        perplexity = math.exp(min(loss, 20.0))
-        if self.metrics is not None:
-            of = evaluation.split if evaluation.dataset is None else evaluation.dataset
-            self.metrics.write(
-                {"iteration": self.iteration, "validation": of, "loss": loss, "ppl": perplexity}
+            self.log.show_evaluation(
+                name=evaluation.name,
+                split=evaluation.split,
+                dataset=evaluation.dataset,
+                loss=loss,
+                iteration=self.iteration,
+                consumed_samples=self.consumed_train_samples,
             )
-        line = f" {evaluation.name} loss at iteration {self.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
-        self._say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
+        return None
 
     def _save_if_due(self, *, is_stopping: bool) -> None:
         interval = self.config.checkpoint.save_interval
@@ -271,34 +270,39 @@ class Trainer:
 
     def _save(self) -> None:
         assert self.save_folder is not None
+        if self.log is not None:
+            self.log.flush()
         began = time.perf_counter()
-        path = save_checkpoint(
-            self.save_folder,
-            iteration=self.iteration,
-            consumed_train_samples=self.consumed_train_samples,
-            optimizer=self.engine.optimizer,
-            grid=self.ranks.grid,
-            device=self.ranks.device,
-            state={
-                "consumed_valid_samples": self.consumed_valid_samples,
-                "is_evaluation_left": self.is_evaluation_left,
-                "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
-                "data_plans": {
-                    "train": self.derived.train_plan,
-                    "valid": self.derived.valid_plan,
-                    "test": self.derived.test_plan,
+        with self.phases.watch("saving a checkpoint"):
+            path = save_checkpoint(
+                self.save_folder,
+                iteration=self.iteration,
+                consumed_train_samples=self.consumed_train_samples,
+                optimizer=self.engine.optimizer,
+                grid=self.ranks.grid,
+                device=self.ranks.device,
+                state={
+                    "consumed_valid_samples": self.consumed_valid_samples,
+                    "is_evaluation_left": self.is_evaluation_left,
+                    "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,
+                    "data_plans": {
+                        "train": self.derived.train_plan,
+                        "valid": self.derived.valid_plan,
+                        "test": self.derived.test_plan,
+                    },
+                    "pass_size": self.config.training.micro_batch_size * self.ranks.grid.dp.size,
+                    "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
                 },
-                "pass_size": self.config.training.micro_batch_size * self.ranks.grid.dp.size,
-                "datasets": [vars(dataset) for dataset in self.ranks.facts.datasets],
-            },
-            config=self.config.to_dict(),
-        )
-        self.clock = time.perf_counter()
-        self._say(f"> committed {path} in {self.clock - began:.1f} s")
+                config=self.config.to_dict(),
+            )
+        if self.log is not None:
+            self.log.start_clock()
+        self._say(f"> committed {path} in {time.perf_counter() - began:.1f} s")
 
     def _open_data(self) -> None:
         try:
-            self.batches = build_batches(self.ranks, self.plan, self._say)
+            with self.phases.phase("preparing the data"):
+                self.batches = build_batches(self.ranks, self.plan, self._say)
         except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
             self._write_status(error.exit_code, error.problems[0].text)
             raise
@@ -311,8 +315,6 @@ class Trainer:
             text = to_yaml(self.config, self.plan.origins)
             (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
             self._write_status(None, "running")
-        path = metrics_path(self.config.checkpoint.save, self.config.logging.metrics_file)
-        self.metrics = MetricsFile(path, resumed_iteration=self.iteration) if path is not None else None
 
     def _write_status(self, exit_code: int | None, reason: str) -> None:
         if self.ranks.is_main and self.save_folder is not None and self.save_folder.is_dir():
@@ -320,20 +322,8 @@ class Trainer:
 
     def _close(self) -> None:
         self.batches.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        if self.log is not None:
+            self.log.close()
 
     def _say(self, text: str) -> None:
-        if self.ranks.is_main:
-            print(text, flush=True)
-
-
-def averaged(shown: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last iteration's values, with loss, time and speed averaged over all of them."""
-    last = dict(shown[-1])
-    last["lm_loss"] = sum(values["lm_loss"] for values in shown) / len(shown)
-    last["iteration_ms"] = sum(values["iteration_ms"] for values in shown) / len(shown)
-    scale = shown[-1]["iteration_ms"] / last["iteration_ms"]
-    for name in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu"):
-        last[name] = None if last[name] is None else last[name] * scale
-    return last
+        self.ranks.console.say(text)

@@ -228,6 +228,12 @@ CASES = {
          "--load-or-start and --exit-on-missing-checkpoint contradict each other"),
         ("--load-or-start", "", None, "--load-or-start is given without --load\n  fix: add --load FOLDER"),
     ],
+    "optional_packages_are_there": [
+        ("--tensorboard-dir tb", "", None,
+         "--tensorboard-dir tb needs the package tensorboard, which is not installed\n  fix: pip install tensorboard, or"),
+        ("--wandb-project p", "", Facts(libraries={"tensorboard": "2"}),
+         "--wandb-project p needs the package wandb, which is not installed\n  fix: pip install wandb, or"),
+    ],
     "features_are_there": [
         ("--transformer-impl transformer_engine", "", None,
          "--transformer-impl transformer_engine is not there yet\n  fix: use --transformer-impl local"),

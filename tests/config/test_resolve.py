@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, render_plan, resolve
+from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, resolve
 from megatrain.config.derivations import DERIVATIONS
 from megatrain.config.plan import Derived
 from megatrain.config.rules import RULES
@@ -207,18 +207,6 @@ def test_left_over_samples_are_noted(plan_of):
 
 def test_an_explicit_distributed_optimizer_needs_no_note(plan_of):
     assert plan_of("--use-distributed-optimizer", facts=Facts(world_size=2)).notes == ()
-
-
-def test_the_table_shows_values_reasons_and_notes(plan_of):
-    table = render_plan(plan_of("--save /very/long/folder/name/for/checkpoints --sequence-parallel"))
-    lines = table.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert any(line.split() == ["num_layers", "4", "--num-layers"] for line in lines)
-    assert any(
-        line.split()[:2] == ["num_microbatches", "1"] and "global batch 2 / (" in line for line in lines
-    )
-    assert not any("adam_beta1" in line for line in lines)
-    assert lines[-1].startswith("note: --sequence-parallel has no effect")
 
 
 def test_facts_survive_json():

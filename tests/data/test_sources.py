@@ -21,6 +21,7 @@ from megatrain.data.sources import (
     inspect,
     named_blends,
     read_description,
+    used_eod,
 )
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
@@ -141,6 +142,42 @@ def test_another_tokenizer_is_told_before_its_ids(names):
     describe(names[0], tokenizer_fingerprint="other", largest_id=VOCAB)
     _, (problem,) = inspect({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
     assert "another tokenizer" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("made_with", "eod", "fix"),
+    [
+        (None, 7, "give --null-tokenizer-eod-id 3"),
+        (FINGERPRINT, 7, "name the same eos_token in tokenizer_config.json as when the data was made"),
+        (None, 3, None),
+        (None, None, None),
+    ],
+)
+def test_an_end_of_documents_that_the_data_does_not_have_is_told(names, made_with, eod, fix):
+    describe(names[0], tokenizer_fingerprint=FINGERPRINT, eod=3)
+    _, problems = inspect(
+        {"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=made_with, eod=eod
+    )
+    assert len(problems) == (fix is not None)
+    for problem in problems:
+        assert (
+            f"documents of {names[0]}.bin end with id 3, and this run takes id 7 for the end" in problem.text
+        )
+        assert problem.fix.startswith(fix)
+
+
+def test_data_without_a_known_end_is_read_with_any(names):
+    for eod in (None, "none"):
+        describe(names[0], eod=eod)
+        blends = {"all": Blend((names[0],))}
+        assert not inspect(blends, vocab_size=VOCAB, tokenizer_fingerprint=None, eod=7)[1]
+
+
+@pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+def test_the_end_of_documents_matters_where_a_flag_uses_it(flag):
+    assert used_eod(config_of(), 5) is None
+    assert used_eod(config_of(**{flag: True}), 5) == 5
+    assert used_eod(config_of(**{flag: True}), None) is None
 
 
 @pytest.mark.parametrize(

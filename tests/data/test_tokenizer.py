@@ -7,7 +7,9 @@ import json
 import pytest
 from recorded import EXPECTED
 
+from megatrain.config import parse, resolve
 from megatrain.config.errors import ConfigError
+from megatrain.config.facts import Facts
 from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.tokenizer import load_tokenizer
 
@@ -26,8 +28,8 @@ def load(path, **more):
     )
 
 
-def null(vocab_size):
-    return load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size))
+def null(vocab_size, **more):
+    return load_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=vocab_size, **more))
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
@@ -76,8 +78,21 @@ def test_the_end_of_document_is_named_or_known(tmp_path, definition):
     assert (load(tmp_path).eod, load(tmp_path).pad) == (0, -1)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|padding|>"}}))
     assert load(tmp_path).eod == 1
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<nowhere>"}))
-    assert load(tmp_path).eod == 0
+    assert load(tmp_path).note is None
+
+
+def test_a_guess_of_the_end_of_document_is_said(tmp_path, golden, definition):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    for names in ({}, {"eos_token": None}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+        tokenizer = load(tmp_path)
+        assert tokenizer.eod == 0
+        assert tokenizer.note == (
+            "no file of the tokenizer names an eos_token: <|endoftext|> (id 0) is taken to end documents."
+            ' {"eos_token": "<|endoftext|>"} in tokenizer_config.json would say so'
+        )
+    assert load(golden).note is None
+    assert null(100).note is None
 
 
 def test_the_end_of_document_may_be_missing(tmp_path, definition):
@@ -96,8 +111,16 @@ def test_the_map_of_special_tokens_is_read_where_the_configuration_is_silent(tmp
     tokenizer = load(tmp_path)
     assert (tokenizer.eod, tokenizer.pad) == (1, 0)
     assert tokenizer.special_ids == {1, *tokenizer.encode("a")}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    assert (load(tmp_path).eod, load(tmp_path).pad) == (0, 0)
+
+
+def test_the_map_wins_unless_the_configuration_has_entries_for_tokens(tmp_path, definition):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|padding|>"}))
+    config = {"eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load(tmp_path).eod == 1
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {}}))
+    assert load(tmp_path).eod == 0
 
 
 def test_a_template_is_used_unless_it_is_left_out(tmp_path, golden, definition):
@@ -169,3 +192,45 @@ def test_the_null_tokenizer_reads_numbers():
     with pytest.raises(ValueError, match="id 100 is outside the vocabulary of 100"):
         tokenizer.encode("100")
     assert tokenizer.fingerprint != null(101).fingerprint
+
+
+def test_the_null_tokenizer_takes_other_ids_for_end_and_pad():
+    tokenizer = null(100, null_tokenizer_eod_id=7, null_tokenizer_pad_id=3)
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.special_ids) == (7, 3, {7})
+    prints = {null(100).fingerprint, tokenizer.fingerprint, null(100, null_tokenizer_eod_id=7).fingerprint}
+    assert len(prints) == 3
+    same = null(100, null_tokenizer_eod_id=99, null_tokenizer_pad_id=-1)
+    assert same.fingerprint == null(100).fingerprint, "these are what it takes anyway"
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "eod"),
+    [
+        ("", Facts(), 99),
+        ("--null-tokenizer-eod-id 7", Facts(), 7),
+        ("--null-tokenizer-eod-id 7", Facts(vocab_size=100, eod_id=7), 7),
+    ],
+)
+def test_a_run_ends_documents_with_the_id_that_is_given(flags, facts, eod):
+    model = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --swiglu --disable-bias-linear"
+        " --normalization RMSNorm --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0"
+    )
+    run = "--lr 1e-3 --micro-batch-size 1 --train-iters 2 --eval-iters 0 --mock-data --device cpu"
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 100"
+    assert resolve(parse(f"{model} {run} {tokenizer} {flags}".split()), facts).derived.eod_id == eod
+
+
+@pytest.mark.parametrize("name", ["eod", "pad"])
+def test_ids_of_the_null_tokenizer_lie_in_its_vocabulary(name):
+    assert null(100, **{f"null_tokenizer_{name}_id": 99}).vocab_size == 100
+    words = rf"--null-tokenizer-{name}-id 100 is outside the vocabulary: --vocab-size 100 has ids up to 99\n  fix: .*101 or"
+    with pytest.raises(ConfigError, match=words):
+        null(100, **{f"null_tokenizer_{name}_id": 100})
+
+
+def test_ids_of_the_null_tokenizer_are_its_own(golden):
+    with pytest.raises(
+        ConfigError, match=r"-eod-id 5 is not read by(.|\n)*or use --tokenizer-type NullTokenizer"
+    ):
+        load(golden, null_tokenizer_eod_id=5)

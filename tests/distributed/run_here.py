@@ -11,8 +11,10 @@ import torch.distributed as dist
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.grid import RankGrid
+from megatrain.training.console import Console
 from megatrain.training.facts import gather_facts
 from megatrain.training.launch import Ranks, grid_shape
+from megatrain.training.phases import Phases
 from megatrain.training.trainer import Trainer
 
 MODEL = (
@@ -56,7 +58,15 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
     plan = resolve(request, facts)
     grid = RankGrid.build(grid_shape(plan), rank, lambda ranks: dist.new_group(list(ranks)))
     return Trainer(
-        Ranks(request=request, plan=plan, facts=facts, grid=grid, device=torch.device("cpu"), local_rank=rank)
+        Ranks(
+            request=request,
+            plan=plan,
+            facts=facts,
+            grid=grid,
+            device=torch.device("cpu"),
+            local_rank=rank,
+            phases=Phases(Console(is_quiet=rank != 0)),
+        )
     )
 
 

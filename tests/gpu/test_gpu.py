@@ -1,8 +1,12 @@
-"""What only a GPU can show: the same weights as on a CPU, and the same training within rounding."""
+"""What only a GPU can show: the same weights as on a CPU, the same training within rounding, and its speed."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
+import pretrain
 from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.normal import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
@@ -75,3 +79,20 @@ def test_bfloat16_training_stays_near_fp32() -> None:
         losses[flags[-1]] = [engine.step(batches, lr=1e-3).lm_loss for _ in range(10)]
     assert losses["--bf16"] == pytest.approx(losses["float32"], rel=0.01)
     assert losses["--bf16"][-1] < losses["--bf16"][0]
+
+
+def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--bf16 --device cuda --log-throughput --timing-log-level 2 --log-params-norm --log-num-zeros-in-grad"
+    )
+    assert pretrain.main([*SMALL.split(), *flags.split(), "--eval-iters", "1", "--save", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "throughput per GPU (TFLOP/s/GPU): " in out
+    assert "> speed: " in out
+    assert "tokens/s/GPU: " in out
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "lm_loss" in row]
+    for step in steps:
+        assert step["max_memory_bytes"] >= step["memory_bytes"] > 0
+        assert step["reserved_memory_bytes"] >= step["memory_bytes"]
+        assert sum(step["timers"].values()) <= step["iteration_ms"]

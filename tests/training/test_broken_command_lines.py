@@ -50,6 +50,7 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "yaml missing": ({"--config": "nowhere.yaml"}, "nowhere.yaml", "YAML"),
     "saving nowhere": ({"--save-interval": "5"}, "--save-interval", "--save"),
     "load or start without load": ({"--load-or-start": ""}, "--load-or-start", "--load"),
+    "a file for TensorBoard": ({"--tensorboard-dir": "pretrain.py"}, "--tensorboard-dir pretrain.py", "a folder"),
     "gpu without one": ({"--device": "cuda"}, "--device cuda", "cpu"),
     "unknown flag": ({"--xyzzy": "1"}, "--xyzzy is not a flag", "leave it out"),
     "typo of a flag that is accepted": ({"--use-mcore-modles": ""}, "--use-mcore-modles", "--use-mcore-models"),

@@ -1,0 +1,266 @@
+"""What a report shows of runs, read from their `metrics.jsonl`, `config.yaml` and `status.json`.
+
+RUN/metrics.jsonl ─> rows ─> columns of numbers, thinned out where there are too many to draw
+RUN/config.yaml of all ─> the settings that differ
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatrain.config.errors import InputError
+
+CURVES = (
+    "lm_loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second_per_gpu",
+    "mfu",
+    "iteration_ms",
+    "max_memory_bytes",
+    "params_norm",
+    "num_zeros",
+    "global_batch_size",
+    "loss_scale",
+)
+MAX_BUCKETS = 500
+"""Stretches of a run of which each curve keeps its lowest and its highest point, so that no spike is lost."""
+Columns = dict[str, list[float | None]]
+_OF_THE_PLACE_ALONE = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
+
+
+@dataclass(frozen=True)
+class Means:
+    """Means over stretches of a run: what a smooth curve is drawn from, as the points that are kept are extremes."""
+
+    x: Columns
+    """At the end of each stretch."""
+    curves: Columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """One run as the page gets it."""
+
+    name: str
+    folder: str
+    x: Columns
+    """`iteration`, `samples`, `tokens` (where known) and `hours` of training, of each point."""
+    curves: Columns
+    """As long as `x`; null where there is no number."""
+    means: Means | None
+    """Of a run that was thinned out."""
+    validations: dict[str, list[tuple[int, float | None]]]
+    """Iteration and loss of each evaluation, by what was evaluated."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """By path, such as `optimizer.lr`; empty without a config.yaml."""
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def read_run(path: Path, name: str) -> RunData:
+    """One run by its folder, or by its metrics file.
+
+    Raises:
+        InputError: there are no metrics.
+    """
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(
+            f"{path}: there is no {'metrics.jsonl in it' if path.is_dir() else 'such file'}",
+            fix="name the folder that --save of pretrain.py named, or the file that --metrics-file named",
+        )
+    steps, evaluations = _rows(file)
+    if not steps and not evaluations:
+        raise InputError(f"{file} holds no iteration yet", fix="wait for the first, or name another run")
+    folder = file.parent
+    settings = _settings(folder / "config.yaml")
+    x, curves, means = _columns(steps, settings.get("data.seq_length"))
+    validations: dict[str, list[tuple[int, float | None]]] = {}
+    for row in evaluations:
+        validations.setdefault(row["validation"], []).append((row["iteration"], _number(row.get("loss"))))
+    return RunData(
+        name=name,
+        folder=str(folder),
+        x=x,
+        curves=curves,
+        means=means,
+        validations=validations,
+        settings=settings,
+        summary=_summary(steps, validations, folder / "status.json"),
+    )
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    if all(path.name == "metrics.jsonl" for path in paths):
+        parts = [one[:-1] for one in parts]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-count:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{number} {path}" for number, path in enumerate(map(str, paths), 1)]
+
+
+def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Path and value in each run of the settings that are not the same in all, but for where the run is saved."""
+    paths = dict.fromkeys(path for run in runs for path in run.settings)
+    rows = [(path, [_shown(run, path) for run in runs]) for path in paths if path not in _OF_THE_PLACE_ALONE]
+    return [(path, values) for path, values in rows if len(set(values)) > 1]
+
+
+def all_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """Every setting of every run."""
+    paths = dict.fromkeys(path for run in runs for path in run.settings)
+    return [(path, [_shown(run, path) for run in runs]) for path in paths]
+
+
+def thinned(columns: Sequence[Sequence[float | None]], *, max_buckets: int = MAX_BUCKETS) -> list[int]:
+    """Numbers of the rows to keep: of every stretch the first, and the lowest and highest of each column."""
+    num_rows = len(columns[0]) if columns else 0
+    if num_rows <= 2 * max_buckets:
+        return list(range(num_rows))
+    kept = {num_rows - 1}
+    for stretch in _stretches(num_rows, max_buckets):
+        kept.add(stretch[0])
+        for column in columns:
+            there = [(value, row) for row in stretch if (value := column[row]) is not None]
+            if there:
+                kept |= {min(there)[1], max(there)[1]}
+    return sorted(kept)
+
+
+def _stretches(num_rows: int, count: int) -> list[range]:
+    return [range(n * num_rows // count, (n + 1) * num_rows // count) for n in range(count)]
+
+
+def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Iterations and evaluations. A line that a running or killed run has not finished is left out."""
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[tuple[int, str], dict[str, Any]] = {}
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+                continue
+            if "validation" in row:
+                evaluations[row["iteration"], str(row["validation"])] = row
+            else:
+                steps[row["iteration"]] = row
+    return [steps[number] for number in sorted(steps)], [evaluations[key] for key in sorted(evaluations)]
+
+
+def _columns(
+    steps: Sequence[dict[str, Any]], seq_length: int | None
+) -> tuple[Columns, Columns, Means | None]:
+    """Places and values of the points that are kept, and means where not all are."""
+    hours, total = [], 0.0
+    for row in steps:
+        total += (_number(row.get("iteration_ms")) or 0.0) / 3.6e6
+        hours.append(total)
+    samples = [_number(row.get("consumed_samples")) for row in steps]
+    tokens = [_number(row.get("consumed_tokens")) for row in steps]
+    if seq_length is not None:
+        tokens = [
+            n * seq_length if t is None and n is not None else t for t, n in zip(tokens, samples, strict=True)
+        ]
+    x = {
+        "iteration": [_number(row["iteration"]) for row in steps],
+        "samples": samples,
+        "tokens": tokens,
+        "hours": [_number(value) for value in hours],
+    }
+    curves = {name: [_number(row.get(name)) for row in steps] for name in CURVES}
+    curves = {name: column for name, column in curves.items() if any(value is not None for value in column)}
+    kept = thinned(list(curves.values()))
+    return _at(x, kept), _at(curves, kept), _means(x, curves) if len(kept) < len(steps) else None
+
+
+def _at(columns: Columns, rows: Sequence[int]) -> Columns:
+    return {name: [column[row] for row in rows] for name, column in columns.items()}
+
+
+def _means(x: Columns, curves: Columns) -> Means:
+    stretches = _stretches(len(x["iteration"]), MAX_BUCKETS)
+    means: Columns = {}
+    for name, column in curves.items():
+        there = [[value for row in stretch if (value := column[row]) is not None] for stretch in stretches]
+        means[name] = [_number(statistics.fmean(values)) if values else None for values in there]
+    return Means(_at(x, [stretch[-1] for stretch in stretches]), means)
+
+
+def _summary(
+    steps: Sequence[dict[str, Any]],
+    validations: dict[str, list[tuple[int, float | None]]],
+    status_file: Path,
+) -> dict[str, Any]:
+    """The row of the table of runs."""
+    last = steps[-1] if steps else {}
+    speeds = [
+        value for row in steps[1:] if (value := _number(row.get("tokens_per_second_per_gpu"))) is not None
+    ]
+    mfus = [value for row in steps[1:] if (value := _number(row.get("mfu"))) is not None]
+    losses = [loss for _, loss in validations.get("valid", []) if loss is not None]
+    return {
+        "iterations": last.get("iteration", 0),
+        "tokens": last.get("consumed_tokens"),
+        "loss": _number(last.get("lm_loss")),
+        "validation": losses[-1] if losses else None,
+        "tokens_per_second_per_gpu": statistics.median(speeds) if speeds else None,
+        "mfu": statistics.median(mfus) if mfus else None,
+        "max_memory_bytes": last.get("max_memory_bytes"),
+        "hours": sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6,
+        "status": _status(status_file),
+    }
+
+
+def _status(file: Path) -> str:
+    try:
+        status = json.loads(file.read_text(encoding="utf-8"))
+        code = status["exit_code"]
+        return str(status["reason"]) if code is None else f"{status['reason']} (exit code {code})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "unknown"
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """What a config.yaml says, by path; nothing if it cannot be read."""
+    try:
+        sections = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(sections, dict):
+        return {}
+    return {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+
+
+def _shown(run: RunData, path: str) -> str:
+    if path not in run.settings:
+        return "not known"
+    value = run.settings[path]
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _number(value: Any) -> float | None:
+    """Six digits, which is more than can be seen."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.6g}")

@@ -1,0 +1,62 @@
+"""What is printed of a plan at start."""
+
+import pytest
+
+from megatrain.config import Facts, parse, render_plan
+
+PLAN = "--save /very/long/folder/name/for/checkpoints --sequence-parallel"
+
+
+def test_the_short_form_shows_what_was_given_and_what_follows(plan_of):
+    lines = render_plan(plan_of(PLAN)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "given on the command line"
+    assert lines[1].startswith("  model         num_layers 4, hidden_size 64,")
+    assert any(
+        line.split()[:2] == ["num_microbatches", "1"] and "global batch 2 / (" in line for line in lines
+    )
+    assert not any("adam_beta1" in line for line in lines)
+    assert not any("equals --" in line for line in lines)
+    assert any(
+        line.endswith("--print-config full shows them, as does config.yaml in --save") for line in lines
+    )
+    assert any(line.startswith("note: --sequence-parallel has no effect") for line in lines)
+
+
+def test_the_full_form_shows_every_setting_and_its_source(plan_of):
+    lines = render_plan(plan_of(f"{PLAN} --print-config full")).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.split() == ["num_layers", "4", "--num-layers"] for line in lines)
+    assert any(line.split() == ["adam_beta1", "0.9", "default"] for line in lines)
+    assert any(line.split()[:2] == ["num_microbatches", "1"] for line in lines)
+
+
+def test_each_file_has_its_own_paragraphs(plan_of, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer:\n  adam_eps: 0.5\n")
+    text = render_plan(plan_of(f"--config {file}"))
+    given, on_the_command_line = text.split("given on the command line")
+    assert given == f"given by {file}\n  optimizer     adam_eps 0.5\n"
+    assert "lr 0.001" in on_the_command_line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--wandb-exp-name x", "--wandb-exp-name: without effect, as --wandb-project is not given"),
+        ("--log-memory-to-tensorboard", "as --tensorboard-dir is not given"),
+    ],
+)
+def test_flags_without_effect_are_noted(plan_of, flags, words):
+    assert any(words in note for note in plan_of(flags).notes)
+
+
+def test_keys_never_get_into_the_configuration(monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    words = "--wandb-project p --wandb-entity e".split()
+    assert "secret" not in str(parse(words).config.to_dict())
+
+
+def test_curves_need_no_note_of_their_own(plan_of):
+    flags = "--wandb-project p --log-memory-to-tensorboard --wandb-exp-name x"
+    assert plan_of(flags, facts=Facts(libraries={"wandb": "1"})).notes == ()

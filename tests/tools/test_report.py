@@ -1,0 +1,185 @@
+"""`megatrain report`: what it reads, what it leaves out, and that its page needs nothing else."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.tools.main import main
+from megatrain.tools.report import page
+from megatrain.tools.report_data import CURVES, differing_settings, read_run, run_names, thinned
+
+
+def make_run(folder: Path, *, num_iterations: int = 4, lr: float = 0.001, name: str = "run") -> Path:
+    """A folder as a run leaves it behind."""
+    run = folder / name
+    run.mkdir(parents=True)
+    rows: list[dict[str, Any]] = [
+        {
+            "iteration": n, "consumed_samples": 2 * n, "lm_loss": 8.0 / n, "grad_norm": None if n == 2 else 1.0,
+            "learning_rate": lr, "iteration_ms": 1800.0, "tokens_per_second_per_gpu": 100.0 * n, "mfu": None,
+            "max_memory_bytes": 10**9, "skipped": 0,
+        }
+        for n in range(1, num_iterations + 1)
+    ]  # fmt: skip
+    rows.insert(2, {"iteration": 2, "validation": "valid", "loss": 3.5, "ppl": 33.1})
+    rows.append({"iteration": num_iterations, "validation": "valid", "loss": 2.5, "ppl": 12.2})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text(text + '{"iteration": 99, "lm_')  # a line that is being written
+    (run / "config.yaml").write_text(
+        f"data:\n  seq_length: 8  # why\noptimizer:\n  lr: {lr}\ncheckpoint:\n  save: {run}\n"
+    )
+    (run / "status.json").write_text('{"exit_code": 75, "reason": "signal SIGTERM"}')
+    return run
+
+
+def test_a_run_is_read_with_its_axes_and_evaluations(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path), "run")
+    assert run.x == {
+        "iteration": [1, 2, 3, 4], "samples": [2, 4, 6, 8], "tokens": [16, 32, 48, 64],
+        "hours": [0.0005, 0.001, 0.0015, 0.002],
+    }  # fmt: skip
+    assert run.curves["lm_loss"] == [8.0, 4.0, 2.66667, 2.0]
+    assert run.curves["grad_norm"] == [1.0, None, 1.0, 1.0]
+    assert "mfu" not in run.curves
+    assert run.means is None
+    assert run.validations == {"valid": [(2, 3.5), (4, 2.5)]}
+    assert run.summary["validation"] == 2.5
+    assert run.summary["tokens_per_second_per_gpu"] == 300.0
+    assert run.summary["status"] == "signal SIGTERM (exit code 75)"
+
+
+def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    again = {"iteration": 3, "consumed_samples": 6, "lm_loss": 7.0, "iteration_ms": 1800.0}
+    text = (run / "metrics.jsonl").read_text().rpartition("\n")[0]
+    (run / "metrics.jsonl").write_text(f"{text}\n{json.dumps(again)}\n[3]\n")
+    assert read_run(run, "run").curves["lm_loss"] == [8.0, 4.0, 7.0, 2.0]
+
+
+def test_settings_that_differ_are_found_but_for_the_folders(tmp_path: Path) -> None:
+    one = read_run(make_run(tmp_path / "a"), "a")
+    other = read_run(make_run(tmp_path / "b", lr=0.5), "b")
+    assert differing_settings([one, other]) == [("optimizer.lr", ["0.001", "0.5"])]
+    assert differing_settings([one]) == []
+
+
+def test_names_tell_runs_apart() -> None:
+    assert run_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+    assert run_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert run_names([Path("/x/a/metrics.jsonl")]) == ["a"]
+    assert run_names([Path("/x/a"), Path("/x/a")]) == ["1 /x/a", "2 /x/a"]
+
+
+def test_thinning_keeps_every_spike() -> None:
+    column: list[float | None] = [float(n % 7) for n in range(10_000)]
+    column[4321] = 99.0
+    column[7777] = None
+    rows = thinned([column], max_buckets=50)
+    assert {0, 4321, 9999} <= set(rows)
+    assert len(rows) <= 3 * 50 + 1
+    assert thinned([column[:100]], max_buckets=50) == list(range(100))
+    assert thinned([]) == []
+
+
+def test_a_long_run_has_means_beside_its_extremes(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, num_iterations=2000), "run")
+    assert run.means is not None
+    assert len(run.means.curves["lm_loss"]) == len(run.means.x["iteration"]) == 500
+    assert run.means.x["iteration"][:2] == [4, 8]
+    assert run.means.curves["lm_loss"][0] == pytest.approx((8 + 4 + 8 / 3 + 2) / 4, rel=1e-5)
+
+
+def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "pages" / "runs.html"
+    runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
+    assert main(["report", *runs, "--output", str(output)]) == 0
+    assert "a/run: 4 iterations, loss 2.0000\n" in capsys.readouterr().out
+    content = embedded(output.read_text())
+    assert [run["name"] for run in content["runs"]] == ["a/run", "b/run"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere: there is no such file"),
+        (["{run}", "--output", "page.pdf"], "the report is a web page\n  fix: name it page.html"),
+        (
+            ["{empty}"],
+            "there is no metrics.jsonl in it\n  fix: name the folder that --save of pretrain.py named",
+        ),
+    ],
+)
+def test_mistakes_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    run = make_run(tmp_path)
+    (tmp_path / "empty").mkdir()
+    places = [word.format(run=run, empty=tmp_path / "empty") for word in words]
+    assert main(["report", *places]) == 2
+    assert said in capsys.readouterr().err
+
+
+class Links(HTMLParser):
+    """Collects all that a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [f"{tag} {name}" for name, _ in attrs if name in ("src", "href", "srcset", "data")]
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+
+
+def embedded(text: str) -> dict[str, Any]:
+    """The data in a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found.group(1))
+    return content
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    text = page([read_run(make_run(tmp_path), "run")])
+    links = Links()
+    links.feed(text)
+    assert links.found == []
+    assert set(re.findall(r"https?://[^\"' ]*", text)) == {
+        "http://www.w3.org/2000/svg"
+    }  # a name, not a place
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|@import|url\((?!#)", text)
+    assert "default-src 'none'" in text
+
+
+def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script>"
+    text = page([read_run(make_run(tmp_path), name)])
+    assert "alert(1)</script>" not in text
+    assert embedded(text)["runs"][0]["name"] == name
+    assert "innerHTML" not in text
+
+
+def test_every_curve_has_a_chart(tmp_path: Path) -> None:
+    text = page([read_run(make_run(tmp_path), "run")])
+    charts = set(re.findall(r'\{ name: "(\w+)", title:', text))
+    assert charts == {*CURVES, "validations"}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    output = tmp_path / "runs.html"
+    output.write_text(page([read_run(make_run(tmp_path), "run")]))
+    words = "chromium --headless --no-sandbox --disable-gpu --virtual-time-budget=2000 --dump-dom".split()
+    ended = subprocess.run(
+        [*words, f"--user-data-dir={tmp_path / 'chromium'}", f"file://{output}"],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.stdout.count('<section class="chart') == 7
+    assert ended.stdout.count("<path") >= 7
+    assert ">nothing to draw<" not in ended.stdout

@@ -1,0 +1,95 @@
+"""Lines, the progress bar below them, and phases that speak up."""
+
+import io
+import sys
+import time
+
+import pytest
+
+from megatrain.training.console import Console, bar_text, clock
+from megatrain.training.phases import Phases
+
+
+class Terminal(io.StringIO):
+    encoding = "ascii"  # type: ignore[assignment] # a bar must not end a run on an old terminal
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_stays_below_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    console = Console()
+    console.show_bar(done=1, total=4, facts="loss 2.000")
+    console.show_bar(done=2, total=4, facts="too soon")
+    console.say("a line")
+    console.remove_bar()
+    console.say("the end")
+    bar, after_bar = terminal.getvalue().removeprefix("\r\x1b[2K").split("\r\x1b[2Ka line\n")
+    assert bar.startswith("1/4 ==========---")
+    assert bar.endswith(" 25 % | loss 2.000")
+    assert after_bar == f"{bar}\r\x1b[2Kthe end\n"
+
+
+def test_files_and_pipes_get_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console()
+    console.show_bar(done=1, total=4, facts="loss 2.000")
+    console.say("a line")
+    console.remove_bar()
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_other_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases(Console(is_quiet=True), seconds_of_silence=0.01)
+    with phases.phase("waiting"):
+        time.sleep(0.05)
+    phases.console.say("a line")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("width", [10, 40, 80, 200])
+@pytest.mark.parametrize("done", [0, 3, 800])
+def test_a_bar_fits_its_line(width: int, done: int) -> None:
+    assert len(bar_text(done=done, total=800, facts="loss 1.234 | 5,000 tokens/s", width=width)) <= width
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3723, "1:02:03")])
+def test_a_clock_shows_hours_where_there_are_any(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown
+
+
+def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases(Console(), seconds_of_silence=0.2)
+    with phases.phase("loading the checkpoint"):
+        time.sleep(0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["> loading the checkpoint, 0 s so far"] * 2
+
+
+def test_a_slow_run_is_given_time(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases(Console(), seconds_of_silence=0.1)
+    with phases.watch("iteration 5", patience_seconds=0.4):
+        time.sleep(0.3)
+    with phases.watch("iteration 6"):
+        time.sleep(0.15)
+    assert capsys.readouterr().out == "> iteration 6, 0 s so far\n"
+    assert phases.seconds == {}
+
+
+def test_a_phase_that_says_something_itself_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases(Console(), seconds_of_silence=1.0)
+    with phases.phase("building indices"):
+        for _ in range(3):
+            time.sleep(0.5)
+            phases.console.say("> one more")
+    assert "so far" not in capsys.readouterr().out
+
+
+def test_the_start_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    phases = Phases(Console())
+    for name in ("a", "b", "a"):
+        with phases.phase(name):
+            pass
+    assert phases.start_summary() == "> started in 0.0 s: a 0.0 s, b 0.0 s"
+    assert capsys.readouterr().out == ""

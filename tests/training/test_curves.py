@@ -1,0 +1,197 @@
+"""TensorBoard and W&B: names, resuming, and trouble that does not stop a run."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_broken_command_lines import ROOT, command_line
+from test_launch import wait_for
+from test_run_log import VALUES
+
+import pretrain
+from megatrain.config import LoggingConfig
+from megatrain.training.scalars import evaluation_scalars, has_twin, iteration_scalars
+from megatrain.training.weights_and_biases import WandbCurves
+
+MEMORY = {"memory_bytes": 1, "reserved_memory_bytes": 2, "max_memory_bytes": 3}
+
+
+def test_names_are_megatrons() -> None:
+    logging = LoggingConfig(
+        log_timers_to_tensorboard=True, log_memory_to_tensorboard=True, log_throughput=True,
+        log_world_size_to_tensorboard=True, log_validation_ppl_to_tensorboard=True,
+    )  # fmt: skip
+    found = iteration_scalars({**VALUES, **MEMORY}, logging, world_size=8)
+    assert set(found) == {
+        "learning-rate", "batch-size", "lm loss", "grad-norm", "num-zeros", "params-norm", "samples vs steps",
+        "loss-scale", "world-size", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
+        "mem-reserved-bytes", "mem-max-allocated-bytes",
+    }  # fmt: skip
+    assert found["iteration-time"] == 0.1
+    without_twin = {name for name in found if not has_twin(name)}
+    assert without_twin == {
+        "samples vs steps", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
+        "mem-reserved-bytes", "mem-max-allocated-bytes",
+    }  # fmt: skip
+    evaluation = {"split": "valid", "dataset": None, "loss": 2.0, "ppl": 7.4}
+    assert evaluation_scalars(evaluation, logging) == {
+        "lm loss validation": 2.0, "lm loss validation ppl": 7.4,
+    }  # fmt: skip
+    assert set(evaluation_scalars({**evaluation, "dataset": "code"}, LoggingConfig())) == {
+        "lm loss validation-code"
+    }
+
+
+def test_numbers_that_are_none_are_left_out() -> None:
+    values = {**VALUES, "num_zeros": None, "lm_loss": float("nan")}
+    found = iteration_scalars(values, LoggingConfig(log_loss_scale_to_tensorboard=False), world_size=1)
+    assert not {"num-zeros", "lm loss", "loss-scale", "throughput"} & set(found)
+
+
+def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every point in every event file, as it lies there."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in sorted(folder.glob("events.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found.setdefault(value.tag, []).append((event.step, float(make_ndarray(value.tensor))))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_tensorboard_has_each_point_once_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "curves"
+    flags: dict[str, str | None] = {
+        "--save": str(tmp_path / "run"), "--load": str(tmp_path / "run"), "--save-interval": "2",
+        "--train-iters": "6", "--eval-interval": "3", "--eval-iters": "1", "--global-batch-size": "2",
+        "--tensorboard-dir": str(folder), "--lr-decay-iters": "9",
+    }  # fmt: skip
+    assert pretrain.main(command_line({**flags, "--exit-interval": "5"})) == 75
+    other = {**flags, "--save": None, "--load": None, "--save-interval": None}
+    assert pretrain.main(command_line(other)) == 0  # another run in the same folder
+    of_both = points(folder)["lm loss"]
+    for newest in sorted((tmp_path / "run").glob("iter_*"))[1:]:  # as if killed after iteration 2
+        for file in newest.iterdir():
+            file.unlink()
+        newest.rmdir()
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    assert pretrain.main(command_line(flags)) == 0
+    found = points(folder)
+    assert sorted(step for step, _ in found["lm loss"]) == sorted([*range(1, 7)] * 2)
+    assert sorted(step for step, _ in found["lm loss vs samples"]) == sorted([*range(2, 13, 2)] * 2)
+    assert sorted(step for step, _ in found["lm loss validation"]) == [3, 3, 6, 6]
+    assert set(of_both) <= set(found["lm loss"])
+    assert dict(found["batch-size"])[1] == 2.0
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own
+def test_a_killed_run_has_its_points_up_to_the_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    save = tmp_path / "run"
+    flags: dict[str, str | None] = {
+        "--save": str(save), "--load": str(save), "--save-interval": "20", "--train-iters": "100000",
+        "--tensorboard-dir": str(tmp_path / "curves"),
+    }  # fmt: skip
+    with subprocess.Popen([sys.executable, "pretrain.py", *command_line(flags)], cwd=ROOT) as process:
+        wait_for(save / "latest_checkpointed_iteration.txt", lines=1)
+        process.kill()
+    saved = int((save / "latest_checkpointed_iteration.txt").read_text())
+    assert pretrain.main(command_line({**flags, "--exit-interval": "50"})) == 75
+    steps = [step for step, _ in points(tmp_path / "curves")["lm loss"]]
+    assert len(steps) > saved
+    assert steps == list(range(1, len(steps) + 1))
+
+
+class FakeRun:
+    def __init__(self, *, fails: bool) -> None:
+        self.id = "abc123"
+        self.fails = fails
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.is_finished = False
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        if self.fails and step == 2:
+            raise ConnectionError("the network is down")
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+def fake_wandb(
+    monkeypatch: pytest.MonkeyPatch, *, fails: bool = False
+) -> tuple[list[dict[str, Any]], FakeRun]:
+    """A package wandb that keeps what it is given."""
+    calls: list[dict[str, Any]] = []
+    run = FakeRun(fails=fails)
+
+    def init(**arguments: Any) -> FakeRun:
+        calls.append(arguments)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setattr("megatrain.training.facts._libraries", lambda: {"wandb": "0.0"})
+    return calls, run
+
+
+def test_wandb_gets_the_curves_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret")
+    calls, run = fake_wandb(monkeypatch)
+    flags: dict[str, str | None] = {
+        "--wandb-project": "p", "--wandb-exp-name": "n", "--wandb-entity": "e", "--eval-iters": "1",
+        "--save": str(tmp_path), "--load": str(tmp_path), "--lr-decay-iters": "9",
+    }  # fmt: skip
+    assert pretrain.main(command_line(flags)) == 0
+    assert pretrain.main(command_line({**flags, "--train-iters": "3"})) == 0
+    first, second = calls
+    assert (first["project"], first["name"], first["entity"], first["id"]) == ("p", "n", "e", None)
+    assert first["dir"] == str(tmp_path / "wandb")
+    assert second["id"] == "abc123"
+    assert "a-secret" not in str(calls) + (tmp_path / "config.yaml").read_text()
+    assert first["config"]["model"]["num_layers"] == 4
+    assert [step for step, values in run.logged if "lm loss" in values] == [1, 2, 3]
+    assert {"lm loss validation", "consumed samples"} <= {name for _, values in run.logged for name in values}
+    assert run.is_finished
+
+
+def test_wandb_that_fails_is_told_once_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, run = fake_wandb(monkeypatch, fails=True)
+    assert pretrain.main(command_line({"--wandb-project": "p", "--train-iters": "5"})) == 0
+    out = capsys.readouterr().out
+    assert out.count("> warning: W&B gets nothing from here on: ConnectionError: the network is down") == 1
+    assert [step for step, _ in run.logged] == [1]
+
+
+def test_wandb_that_cannot_start_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init(**_: Any) -> None:
+        raise RuntimeError("no key")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    said: list[str] = []
+    curves = WandbCurves(
+        LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path)),
+        save_folder=None,
+        settings={},
+        say=said.append,
+    )
+    curves.write({"lm loss": 1.0}, iteration=1, consumed_samples=1)
+    curves.close()
+    assert said == ["> warning: W&B gets nothing from here on: RuntimeError: no key"]
+
+
+@pytest.mark.filterwarnings("ignore")  # the package's own
+def test_wandb_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags: dict[str, str | None] = {"--wandb-project": "p", "--wandb-save-dir": str(tmp_path)}
+    assert pretrain.main(command_line(flags)) == 0
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -1,0 +1,134 @@
+"""Log lines, their means, and timers."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_broken_command_lines import ROOT, command_line
+
+import pretrain
+from megatrain.training.metrics import log_line
+from megatrain.training.run_log import averaged, mean_times
+from megatrain.training.timers import Timers, across_ranks
+
+VALUES: dict[str, Any] = {
+    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "grad_norm": 1.5,
+    "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
+    "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0,
+}  # fmt: skip
+MEGATRON_LINE = re.compile(
+    r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration       20/     100 \| consumed samples:          640 \|"
+    r" elapsed time per iteration \(ms\): 100\.0 \| throughput per GPU \(TFLOP/s/GPU\): 100\.0 \|"
+    r" learning rate: 1\.000000E-03 \| global batch size:    32 \| lm loss: 2\.000000E\+00 \| loss scale: 1\.0 \|"
+    r" grad norm: 1\.500 \| num zeros: 7 \| params norm: 50\.000 \| number of skipped iterations:   0 \|"
+    r" number of nan iterations:   0 \|"
+)
+
+
+def line(values: dict[str, Any], *, has_throughput: bool = True) -> str:
+    return log_line(
+        values, train_iters=100, has_throughput=has_throughput, speed_unit="tokens/s/GPU", world_size=1
+    )
+
+
+def test_the_line_is_megatrons_with_speed_behind_it() -> None:
+    found = line(VALUES)
+    matched = MEGATRON_LINE.match(found)
+    assert matched, found
+    assert found[matched.end() :] == " tokens/s/GPU: 1000 | MFU: 40.0 % |"
+
+
+def test_columns_that_were_not_asked_for_are_left_out() -> None:
+    found = line({**VALUES, "num_zeros": None, "params_norm": None, "mfu": None}, has_throughput=False)
+    assert not any(words in found for words in ("zeros", "params", "throughput", "MFU"))
+
+
+def test_means_are_over_time_and_leave_out_skipped_losses() -> None:
+    slow = {**VALUES, "iteration_ms": 300.0, "tokens_per_second_per_gpu": 200.0, "mfu": 0.08, "lm_loss": 4.0}
+    skipped = {**VALUES, "skipped": 1, "lm_loss": float("inf")}
+    means = averaged([slow, skipped, VALUES])
+    assert means["lm_loss"] == 3.0
+    assert means["skipped"] == 1
+    assert means["iteration_ms"] == pytest.approx(500 / 3)
+    assert means["tokens_per_second_per_gpu"] == pytest.approx((60 + 100 + 100) / 0.5)
+    assert means["mfu"] == pytest.approx((0.08 * 300 + 0.4 * 200) / 500)
+    assert mean_times([VALUES, {**VALUES, "timers": {"optimizer": 6.0}}]) == {"optimizer": 5.0}
+
+
+def test_timers_count_what_their_level_asks_for() -> None:
+    timers = Timers(1, torch.device("cpu"))
+    for _ in range(2):
+        with timers.time("forward-backward"), timers.time("batch-generator"):
+            pass
+    assert list(timers.take()) == ["forward-backward"]
+    assert timers.take() == {}
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("max", f"max time across ranks (ms):\n    optimizer {'.' * 38}: 3.00"),
+        ("minmax", f"(min, max) time across ranks (ms):\n    optimizer {'.' * 38}: (1.00, 3.00)"),
+        ("all", "times across ranks (ms):\n  optimizer:\n     rank  0: 1.00\n     rank  1: 3.00"),
+    ],
+)
+def test_times_are_told_as_megatron_does(option: str, expected: str) -> None:
+    assert across_ranks([{"optimizer": 1.0}, {"optimizer": 3.0}], option) == expected
+
+
+def test_a_run_on_a_cpu_shows_all_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags: dict[str, str | None] = {
+        "--train-iters": "5", "--log-interval": "2", "--eval-iters": "1", "--log-throughput": "",
+        "--log-params-norm": "", "--log-num-zeros-in-grad": "", "--timing-log-level": "2", "--save": str(tmp_path),
+        "--untie-embeddings-and-output-weights": "",
+    }  # fmt: skip
+    assert pretrain.main(command_line(flags)) == 0
+    out = capsys.readouterr().out
+    assert [int(n) for n in re.findall(r"\] iteration +(\d+)/ +5 \|", out)] == [1, 2, 4, 5]
+    assert "TFLOP/s/GPU" not in out
+    assert "> speed: in tokens/s; TFLOP/s and MFU are for GPUs" in out
+    assert "> started in " in out
+    assert out.count("forward-backward ......") == 4
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "lm_loss" in row]
+    means = re.findall(r"lm loss: (\S+) \|", out)
+    assert float(means[2]) == pytest.approx((steps[2]["lm_loss"] + steps[3]["lm_loss"]) / 2, rel=1e-6)
+    assert all(step["params_norm"] > 0 and step["num_zeros"] > 0 for step in steps)
+    assert set(steps[0]["timers"]) == {
+        "forward-backward", "optimizer", "batch-generator", "optimizer-clip-main-grad",
+    }  # fmt: skip
+    assert steps[0]["tflops_per_gpu"] is None
+    assert steps[-1]["consumed_tokens"] == 5 * 16
+
+
+def test_ranks_tell_their_times_together(tmp_path: Path) -> None:
+    flags: dict[str, str | None] = {
+        "--timing-log-level": "1", "--timing-log-option": "all", "--train-iters": "3", "--save": str(tmp_path),
+        "--log-num-zeros-in-grad": "",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]
+    ended = subprocess.run(
+        [*words, *command_line(flags)], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("times across ranks (ms):\n  forward-backward:\n     rank  0: ") == 2
+    assert ended.stdout.count("     rank  1: ") == 4
+    assert ended.stdout.count("started in") == 1
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = re.findall(r"tokens/s: (\d+) \|", ended.stdout)
+    assert int(told[0]) == pytest.approx(2 * rows[0]["tokens_per_second_per_gpu"], abs=1)
+
+
+def test_every_field_of_the_metrics_is_documented(tmp_path: Path) -> None:
+    assert pretrain.main(command_line({"--save": str(tmp_path), "--eval-iters": "1"})) == 0
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    fields = {name for row in rows for name in row}
+    assert {name for name in fields if f"| `{name}` |" not in page} == set()
