@@ -20,7 +20,8 @@ from megatrain.config.data_plans import (
 )
 from megatrain.config.errors import ConfigError
 from megatrain.config.flops import padded_vocabulary, training_flops
-from megatrain.config.plan import Answer, Draft
+from megatrain.config.model import ModelConfig
+from megatrain.config.plan import Activation, Answer, Draft
 from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.values import INVALID, UnsettledError
 
@@ -43,10 +44,14 @@ def kv_channels(draft: Draft) -> Answer:
 
 def ffn_hidden_size(draft: Draft) -> Answer:
     model = draft.config.model
-    if model.swiglu:
+    if model.swiglu or model.geglu:
         width = int(4 * model.hidden_size * 2 / 3 / 64) * 64
         return Answer(width, f"4 * hidden size {model.hidden_size} * 2/3, down to a multiple of 64 (gated)")
     return Answer(4 * model.hidden_size, f"4 * hidden size {model.hidden_size}")
+
+
+def activation(draft: Draft) -> Answer:
+    return Answer(*activation_of(draft.config.model))
 
 
 def num_query_groups(draft: Draft) -> Answer:
@@ -329,6 +334,23 @@ def even_split_of_mock_data(draft: Draft) -> Answer | None:
     return Answer("1,1,1", f"--split {given} has no effect: mock data is split 1,1,1, as in Megatron-LM")
 
 
+def activation_of(model: ModelConfig) -> tuple[Activation, str]:
+    """What stands between the MLP's two layers, and why."""
+    if model.swiglu:
+        return "swiglu", "--swiglu"
+    if model.geglu:
+        return "geglu_tanh", "--geglu: GELU by tanh"
+    if model.quick_geglu:
+        return "quick_geglu", "--quick-geglu"
+    if model.squared_relu:
+        return "squared_relu", "--squared-relu"
+    if model.disable_bias_linear:
+        return "gelu", "exact, as in Megatron-LM without biases (--disable-bias-linear)"
+    if model.no_bias_gelu_fusion:
+        return "gelu", "exact, as in Megatron-LM with --no-bias-gelu-fusion"
+    return "gelu_tanh", "GELU by tanh, as Megatron-LM fuses it with biases"
+
+
 def _whole(amount: int, parts: int) -> int:
     """The quotient, if it is whole; a rule reports it if not."""
     if amount % parts:
@@ -350,6 +372,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("model.kv_channels", kv_channels),
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
+    ("derived.activation", activation),
     ("data.split", split),
     ("data.data_cache_path", data_cache_path),
     ("precision.params_dtype", params_dtype),

@@ -9,7 +9,8 @@
 Each of these is a multiply and an add, in the forward and twice in the backward: times 6. Recomputation, norms,
 softmax and embedding are not counted.
 
-Source: Megatron-LM, training/training.py; its numbers are in tests/golden.
+Source: Megatron-LM, training/training.py; its numbers are in tests/golden. It takes --quick-geglu for an MLP without
+a gate, and windows for whole sequences; of these only the second is kept.
 """
 
 from megatrain.config.model import ModelConfig
@@ -20,7 +21,7 @@ def training_flops(model: ModelConfig, *, num_tokens: int, sum_of_squared_length
     h = model.hidden_size
     q = model.kv_channels * model.num_attention_heads
     k = model.kv_channels * model.num_query_groups
-    matrices = 3 if model.swiglu else 2
+    matrices = 3 if model.swiglu or model.geglu or model.quick_geglu else 2
     layer = matrices * h * model.ffn_hidden_size + h * (q + 2 * k) + q * h
     per_token = model.num_layers * layer + h * model.padded_vocab_size
     return 6 * (num_tokens * per_token + sum_of_squared_lengths * model.num_layers * q)

@@ -225,7 +225,7 @@ _NOT_YET: Final = (
     _later(
         "multi-latent attention (MLA)",
         "--multi-latent-attention --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim="
-        " --rotary-scaling-factor= --mscale= --mscale-all-dim= --cache-mla-latents --mla-down-proj-fusion --rope-type=",
+        " --cache-mla-latents --mla-down-proj-fusion --rope-type=",
         instead="leave this out; --group-query-attention keeps keys and values small too",
     ),
     _later(
@@ -252,28 +252,21 @@ _NOT_YET: Final = (
     ),
     _later(
         "this kind of attention",
-        "--qk-layernorm --qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --add-qkv-bias"
-        " --attention-output-gate --softmax-type=vanilla --window-size= --window-attn-skip-freq= --no-rope-freq="
-        " --log-max-attention-logit",
+        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --attention-output-gate --log-max-attention-logit",
     ),
     _later(
         "this kind of position embedding",
-        "--rotary-percent=1 --rotary-interleaved --rotary-seq-len-interpolation-factor=1 --use-rope-scaling"
-        " --rope-scaling-factor= --mrope-section=+ --yarn-beta-fast= --yarn-beta-slow= --yarn-correction-range-round-to-int"
-        " --no-yarn-correction-range-round-to-int --yarn-original-max-position-embeddings="
-        " --relative-attention-max-distance= --relative-attention-num-buckets=",
+        "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
         instead="leave this out, and use --position-embedding-type rope",
     ),
     _later(
         "this kind of MLP",
-        "--squared-relu --quick-geglu --glu-linear-offset=0 --activation-func-clamp-value= --no-bias-gelu-fusion"
-        " --openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
+        "--openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
         instead="leave this out, and use --swiglu",
     ),
     _later(
         "this kind of norm or residual",
-        "--apply-layernorm-1p --apply-residual-connection-post-layernorm --fp32-residual-connection"
-        " --fused-residual-rmsnorm --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams="
+        "--apply-residual-connection-post-layernorm --fused-residual-rmsnorm --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams="
         " --mhc-recompute-layer-num= --mhc-sinkhorn-iterations=",
     ),
     _later(
@@ -282,7 +275,7 @@ _NOT_YET: Final = (
     ),
     _later(
         "this way of giving weights their initial values",
-        "--embedding-init-method-std= --init-method-xavier-uniform --no-initialization --use-mup --mup-attn-scale-power="
+        "--init-method-xavier-uniform --no-initialization --use-mup --mup-attn-scale-power="
         " --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= --mup-width-mult=",
         instead="leave this out, and use --init-method-std",
     ),
@@ -332,10 +325,9 @@ _NOT_YET: Final = (
         " --main-params-dtype=fp32",
     ),
     _later(
-        "computing activations anew in backward",
-        "--recompute-activations --recompute-granularity=none --recompute-method= --recompute-num-layers="
-        " --recompute-modules=+ --distribute-saved-activations --checkpoint-activations",
-        instead="leave this out; a smaller --micro-batch-size or --sequence-parallel saves memory too",
+        "spreading what recomputation keeps over tensor ranks",
+        "--distribute-saved-activations --checkpoint-activations",
+        instead="use --recompute-granularity; with --sequence-parallel what is kept is spread anyway",
     ),
     _later(
         "moving activations or optimizer state to the host",

@@ -102,10 +102,26 @@ def datasets_come_twice(draft: Draft) -> Iterator[str]:
 
 
 def positions_are_relative(draft: Draft) -> Iterator[str]:
-    if draft.config.data.reset_position_ids and draft.config.model.position_embedding_type == "rope":
+    kind = draft.config.model.position_embedding_type
+    if draft.config.data.reset_position_ids and kind in ("rope", "yarn"):
         yield (
-            "--reset-position-ids has no effect with --position-embedding-type rope, as in Megatron-LM: rotary"
+            f"--reset-position-ids has no effect with --position-embedding-type {kind}, as in Megatron-LM: rotary"
             " embeddings see distances alone"
+        )
+
+
+def attention_is_written_out(draft: Draft) -> Iterator[str]:
+    model = draft.config.model
+    reasons = {
+        f"--attention-dropout {model.attention_dropout}": bool(model.attention_dropout),
+        f"--attn-logit-softcapping {model.attn_logit_softcapping}": model.attn_logit_softcapping is not None,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
+    }
+    given = [reason for reason, holds in reasons.items() if holds]
+    if given:
+        yield (
+            f"{' and '.join(given)}: attention holds all scores in memory, no fused kernel does this yet; memory and time"
+            " grow with the square of --seq-length"
         )
 
 
@@ -137,6 +153,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     datasets_come_twice,
     end_of_document_was_guessed,
     positions_are_relative,
+    attention_is_written_out,
     stop_without_saving,
     *LOG_NOTES,
     changed_since_the_checkpoint,

@@ -14,6 +14,9 @@ from megatrain.config.values import INVALID
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
+Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"]
+"""What stands between the MLP's two layers."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -29,6 +32,7 @@ class Derived:
 
     device: Literal["cpu", "cuda"] = INVALID
     world_size: int = INVALID
+    activation: Activation = INVALID
     model_parallel_size: int = INVALID
     """Ranks that hold one model replica: tp * pp."""
     data_parallel_size: int = INVALID

@@ -21,6 +21,8 @@ _FREE_OF_MODEL: Final = (
     "model.transformer_impl",
     "model.max_position_embeddings",
     "model.init_method_std",
+    "model.embedding_init_method_std",
+    "model.fp32_residual_connection",
     "model.hidden_dropout",
     "model.attention_dropout",
 )
@@ -49,7 +51,7 @@ _NOT_WORTH_A_NOTE: Final = (
 
 def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
-        reason = _reason_to_stay(path, draft)
+        reason = _reason_to_stay(draft, path)
         if reason:
             yield Problem(
                 f"{flag_of(path)} cannot change on resume (yet), {reason}:"
@@ -178,7 +180,7 @@ def changed_settings(draft: Draft) -> list[str]:
     return [
         f"{flag_of(path)} {_shown(stored)} -> {_shown(now)}"
         for path, stored, now in _changes(draft)
-        if not _reason_to_stay(path, draft) and path not in _NOT_WORTH_A_NOTE
+        if not _reason_to_stay(draft, path) and path not in _NOT_WORTH_A_NOTE
     ]
 
 
@@ -195,7 +197,10 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             yield setting.path, before, now
 
 
-def _reason_to_stay(path: str, draft: Draft) -> str | None:
+def _reason_to_stay(draft: Draft, path: str) -> str | None:
+    if path == "model.max_position_embeddings":
+        is_learned = draft.config.model.position_embedding_type == "learned_absolute"
+        return "the table of positions depends on it" if is_learned else None
     if path.startswith("model.") and path not in _FREE_OF_MODEL:
         return "the shape of the model depends on it"
     if path in _ORDER_OF_SAMPLES:

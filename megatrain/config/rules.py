@@ -1,8 +1,9 @@
 """What must hold between settings, and between settings and facts: one small function a rule.
 
 A rule yields problems, each with the flag, its value and a value that works. It may compute freely: where something
-that it needs is wrong already, `resolve` skips it. Rules about sizes are in `size_rules.py`, about features that are
-not there in `unsupported.py`, about batches and schedules in `training_rules.py`, about a checkpoint in `resume.py`.
+that it needs is wrong already, `resolve` skips it. Rules about sizes are in `size_rules.py`, about the model's parts in
+`model_rules.py`, about features that are not there in `unsupported.py`, about batches and schedules in
+`training_rules.py`, about a checkpoint in `resume.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Final
 from megatrain.config.data_rules import DATA_RULES
 from megatrain.config.errors import Problem
 from megatrain.config.log_rules import LOG_RULES
+from megatrain.config.model_rules import MODEL_RULES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import RESUME_RULES
 from megatrain.config.size_rules import SIZE_RULES
@@ -168,6 +170,7 @@ def missing_checkpoint_has_one_answer(draft: Draft) -> Problems:
 
 RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     *SIZE_RULES,
+    *MODEL_RULES,
     training_has_one_length,
     samples_fill_a_batch,
     warmup_has_one_length,

@@ -102,17 +102,8 @@ def ffn_size_is_positive(draft: Draft) -> Problems:
     model = draft.config.model
     if model.ffn_hidden_size == 0:
         yield Problem(
-            f"--hidden-size {model.hidden_size} with --swiglu gives an MLP of width 0, down to a multiple of 64",
+            f"--hidden-size {model.hidden_size} with a gate gives an MLP of width 0, down to a multiple of 64",
             f"give --ffn-hidden-size, such as --ffn-hidden-size {4 * model.hidden_size}",
-        )
-
-
-def rotary_channels_pair_up(draft: Draft) -> Problems:
-    model = draft.config.model
-    if model.position_embedding_type == "rope" and model.kv_channels % 2:
-        yield Problem(
-            f"--kv-channels {model.kv_channels} is odd, and rotary embeddings turn pairs of channels",
-            f"use --kv-channels {model.kv_channels + 1}",
         )
 
 
@@ -216,7 +207,6 @@ SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     hidden_size_divides_over_tp_ranks,
     ffn_size_divides_over_tp_ranks,
     ffn_size_is_positive,
-    rotary_channels_pair_up,
     layers_divide_over_stages,
     ranks_hold_whole_replicas,
     global_batch_divides_into_passes,

@@ -50,6 +50,16 @@ class TrainingConfig:
     """Iterations between collections with --manual-gc. 0: never."""
     manual_gc_eval: bool = True
     """With --manual-gc, collect before and after an evaluation too."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Compute forward passes twice and keep less: whole layers, or parts of them."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Which layers of a stage --recompute-granularity full computes twice: all, in chunks, or the first ones."""
+    recompute_num_layers: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Layers of a chunk (uniform), or of a stage (block), that are computed twice."""
+    recompute_modules: tuple[str, ...] = ()
+    """Parts that --recompute-granularity selective computes twice: core_attn, mlp. None named: core_attn."""
+    recompute_activations: bool = False
+    """The same as --recompute-granularity selective."""
     device: Literal["cpu", "cuda"] = AUTO
     """Where to compute. Left open: on the GPU if there is one."""
 

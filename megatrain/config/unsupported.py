@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
-from megatrain.config.tree import flag_of
 from megatrain.config.values import INVALID
 
 
@@ -24,15 +23,6 @@ class Missing:
 
 
 _MISSING: Final = (
-    Missing("model.normalization", "LayerNorm", "--normalization LayerNorm", "use --normalization RMSNorm"),
-    Missing("model.swiglu", False, "an MLP without --swiglu", "add --swiglu"),
-    Missing(
-        "model.position_embedding_type",
-        "learned_absolute",
-        "--position-embedding-type learned_absolute",
-        "use --position-embedding-type rope",
-    ),
-    Missing("model.disable_bias_linear", False, "a linear layer with biases", "add --disable-bias-linear"),
     Missing(
         "model.transformer_impl",
         "transformer_engine",
@@ -50,18 +40,6 @@ def features_are_there(draft: Draft) -> Iterator[Problem]:
             yield Problem(f"{missing.feature}{default} is not there yet", missing.instead)
 
 
-def dropout_is_off(draft: Draft) -> Iterator[Problem]:
-    paths = ("model.hidden_dropout", "model.attention_dropout")
-    on = [path for path in paths if (value := draft.config.get(path)) is INVALID or value > 0]
-    if on:
-        said = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in on)
-        is_default = any(draft.is_default(path) for path in on)
-        reminder = " (0.1 is the default, as in Megatron-LM)" if is_default else ""
-        yield Problem(
-            f"dropout is not there yet: {said}{reminder}", "use --hidden-dropout 0 --attention-dropout 0"
-        )
-
-
 def deterministic_mode_is_for_cpus(draft: Draft) -> Iterator[Problem]:
     if draft.config.training.deterministic_mode and draft.derived.device == "cuda":
         yield Problem(
@@ -72,6 +50,5 @@ def deterministic_mode_is_for_cpus(draft: Draft) -> Iterator[Problem]:
 
 UNSUPPORTED_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     features_are_there,
-    dropout_is_off,
     deterministic_mode_is_for_cpus,
 )

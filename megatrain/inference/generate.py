@@ -108,20 +108,25 @@ def continued(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[
             shown = len(text)
 
 
-@torch.no_grad()
 def last_logits(model: Model, tokens: Tensor) -> Tensor:
     """Logits of what follows `tokens` [1, s]: [v]."""
+    return all_logits(model, tokens, last=1)[-1, 0]
+
+
+@torch.no_grad()
+def all_logits(model: Model, tokens: Tensor, *, last: int | None = None) -> Tensor:
+    """Logits of what follows each of `tokens` [b, s], or the last of them: [s, b, v]."""
     info = PassInfo(is_training=False)
     unused = torch.zeros_like(tokens)
-    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=unused)
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=places)
     hidden = None
     for segment in model.segments[:-1]:
         hidden = segment(hidden, batch, info)
     assert hidden is not None
     head = model.segments[-1]
     assert isinstance(head, Head | HeadSegment)
-    logits = head.logits(hidden, info)
-    return logits[-1, 0]
+    return head.logits(hidden if last is None else hidden[-last:], info)
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

@@ -8,12 +8,39 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels import elementwise
-from megatrain.parallel.batch import PassInfo
+from megatrain.kernels.activations import (
+    Curve,
+    Gate,
+    activate,
+    activate_backward,
+    activate_gated,
+    activate_gated_backward,
+)
+from megatrain.kernels.elementwise import wide
+from megatrain.kernels.rotary import rotate_neighbours
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import LaidOutModule
 
 
-def rms_norm(x: Tensor, weight: Tensor, weight_grad: Tensor | None, eps: float, info: PassInfo) -> Tensor:
-    """`kernels.elementwise.rms_norm`; keeps x, and adds the weight's gradient to `weight_grad`."""
-    out: Tensor = _RmsNorm.apply(x, weight, weight_grad, eps, info)
+def rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float) -> Tensor:
+    """`kernels.elementwise.rms_norm` with the holder's `weight`; keeps x."""
+    out: Tensor = _RmsNorm.apply(x, holder.weight, holder.weight_grads.get("weight"), eps, offset)
+    return out
+
+
+def layer_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float) -> Tensor:
+    """`kernels.elementwise.layer_norm` with the holder's `weight` and `bias`; keeps x."""
+    grads = holder.weight_grads
+    out: Tensor = _LayerNorm.apply(
+        x, holder.weight, holder.bias, grads.get("weight"), grads.get("bias"), eps, offset
+    )
+    return out
+
+
+def split_rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
+    """RMSNorm over channels that are split over the ranks of a group: [..., c/tp], with this rank's part of the weight."""
+    out: Tensor = _SplitRmsNorm.apply(x, holder.weight, holder.weight_grads.get("weight"), eps, offset, group)
     return out
 
 
@@ -23,28 +50,120 @@ def swiglu(x: Tensor) -> Tensor:
     return out
 
 
+def activation(x: Tensor, curve: Curve) -> Tensor:
+    """`kernels.activations.activate`; keeps x."""
+    out: Tensor = _Activation.apply(x, curve)
+    return out
+
+
+def gated_activation(x: Tensor, gate: Gate) -> Tensor:
+    """`kernels.activations.activate_gated`; keeps x."""
+    out: Tensor = _GatedActivation.apply(x, gate)
+    return out
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`kernels.elementwise.rotate`; keeps nothing but the tables."""
     out: Tensor = _Rotate.apply(x, cos, sin)
     return out
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`kernels.rotary.rotate_neighbours`; keeps nothing but the tables."""
+    out: Tensor = _RotatePairs.apply(x, cos, sin)
+    return out
+
+
+def add_bias(x: Tensor, holder: LaidOutModule) -> Tensor:
+    """x + the holder's `bias`; keeps nothing."""
+    out: Tensor = _AddBias.apply(x, holder.bias, holder.weight_grads.get("bias"))
+    return out
+
+
+def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
+    """The weight, for small ones that plain autograd works with: its gradient goes to `weight_grad`."""
+    out: Tensor = _AsLeaf.apply(weight, weight_grad)
+    return out
+
+
+def drop(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """x / (1 - p) where `kept`, else 0; keeps the mask."""
+    out: Tensor = _Drop.apply(x, kept, p)
+    return out
+
+
 class _RmsNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, eps: float, info: PassInfo
+        ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, eps: float, offset: float
     ) -> Tensor:
-        y, rstd = elementwise.rms_norm(x, weight, eps)
+        y, rstd = elementwise.rms_norm(x, weight, eps, offset)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.weight_grad, ctx.info = weight_grad, info
+        ctx.weight_grad, ctx.offset = weight_grad, offset
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight, rstd = ctx.saved_tensors
-        dx, dweight = elementwise.rms_norm_backward(grads[0], x, weight, rstd)
+        dx, dweight = elementwise.rms_norm_backward(grads[0], x, weight, rstd, ctx.offset)
         ctx.weight_grad.add_(dweight)
         return dx, None, None, None, None
+
+
+class _LayerNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        weight_grad: Tensor | None,
+        bias_grad: Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> Tensor:
+        y, mean, rstd = elementwise.layer_norm(x, weight, bias, eps, offset)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.weight_grad, ctx.bias_grad, ctx.offset = weight_grad, bias_grad, offset
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = elementwise.layer_norm_backward(grads[0], x, weight, mean, rstd, ctx.offset)
+        ctx.weight_grad.add_(dweight)
+        ctx.bias_grad.add_(dbias)
+        return dx, None, None, None, None, None, None
+
+
+class _SplitRmsNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_grad: Tensor | None,
+        eps: float,
+        offset: float,
+        group: RankGroup,
+    ) -> Tensor:
+        xw = x.to(wide(x.dtype))
+        squares = all_reduce(xw.square().sum(-1, keepdim=True), group)
+        rstd = (squares / (x.shape[-1] * group.size) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.weight_grad, ctx.offset, ctx.group = weight_grad, offset, group
+        return (xw * rstd * (weight.to(xw.dtype) + offset)).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.to(rstd.dtype) * rstd
+        dy = grads[0].to(rstd.dtype)
+        ctx.weight_grad.add_((dy * normed).flatten(0, -2).sum(0))
+        dnormed = dy * (weight.to(rstd.dtype) + ctx.offset)
+        along = all_reduce((dnormed * normed).sum(-1, keepdim=True), ctx.group)
+        dx = rstd * (dnormed - normed * (along / (x.shape[-1] * ctx.group.size)))
+        return dx.to(x.dtype), None, None, None, None, None
 
 
 class _Swiglu(Function):
@@ -59,6 +178,32 @@ class _Swiglu(Function):
         return elementwise.swiglu_backward(grads[0], x)
 
 
+class _Activation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, curve: Curve) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.curve = curve
+        return activate(x, curve)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return activate_backward(grads[0], x, ctx.curve), None
+
+
+class _GatedActivation(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.gate = gate
+        return activate_gated(x, gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return activate_gated_backward(grads[0], x, ctx.gate), None
+
+
 class _Rotate(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,3 +214,52 @@ class _Rotate(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return elementwise.rotate(grads[0], cos, -sin), None, None
+
+
+class _RotatePairs(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate_neighbours(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate_neighbours(grads[0], cos, -sin), None, None
+
+
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, bias_grad: Tensor | None) -> Tensor:
+        ctx.bias_grad = bias_grad
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.bias_grad.add_(grads[0].flatten(0, -2).sum(0, dtype=ctx.bias_grad.dtype))
+        return grads[0], None, None
+
+
+class _AsLeaf(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, weight_grad: Tensor | None) -> Tensor:
+        ctx.weight_grad = weight_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.weight_grad.add_(grads[0])
+        return None, None
+
+
+class _Drop(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.p = p
+        return (x / (1 - p)).masked_fill(~kept, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return (grads[0] / (1 - ctx.p)).masked_fill(~kept, 0), None, None

@@ -11,18 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatrain.kernels.elementwise import rotary_tables
+from megatrain.kernels.elementwise import wide
+from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.head import Head
+from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalLeaves
-from megatrain.model.layer import RotaryTables, TransformerLayer, rotary_dtype
-from megatrain.model.layouts import norm_layout, vocab_layout
+from megatrain.model.layer import Chain, Rotation, TransformerLayer, norm_weights
+from megatrain.model.layouts import positions_layout, vocab_layout
+from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
-from megatrain.parallel.tensor import TensorParallel, vocab_embedding
+from megatrain.parallel.tensor import TensorParallel, own_embedding, vocab_embedding
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
+POSITIONS_NAME = "embedding.position_embeddings.weight"
 OUTPUT_NAME = "output_layer.weight"
 
 
@@ -34,10 +38,47 @@ class Model:
     segments: list[nn.Module]
     registry: ParamRegistry
     tp: TensorParallel
+    hidden_dtype: torch.dtype
+    """Of the residual stream."""
 
 
 class Embedding(LaidOutModule):
-    """The first segment: token ids [b, s] -> [s/tp, b, h]."""
+    """The first segment: token ids [b, s] -> [s/tp, b, h].
+
+    Args:
+        layout: of the table.
+        positions: adds what is known of the tokens' places.
+        end: the parts between the table and the first layer.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self, layout: ParamLayout, positions: nn.Module, end: Chain, tp: TensorParallel, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.positions = positions
+        self.end = end
+        self.add_weight("weight", layout, dtype)
+
+    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets it)
+        tokens = vocab_embedding(
+            batch.tokens.t(), self.weight, self.weight_grads.get("weight"), self.tp, info
+        )
+        out: Tensor = self.end(self.positions(tokens, batch, info), info)
+        return out
+
+
+class NoPositions(nn.Module):
+    """Nothing is known of places before the first layer."""
+
+    def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002
+        return x
+
+
+class LearnedPositions(LaidOutModule):
+    """Adds a learned vector for each place, by the batch's position ids."""
 
     weight: Tensor
 
@@ -46,8 +87,33 @@ class Embedding(LaidOutModule):
         self.tp = tp
         self.add_weight("weight", layout, dtype)
 
-    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets it)
-        return vocab_embedding(batch.tokens.t(), self.weight, self.weight_grads.get("weight"), self.tp, info)
+    def forward(self, x: Tensor, batch: Batch, info: PassInfo) -> Tensor:
+        rows = x.shape[0]
+        first = self.tp.first_row(rows)
+        ids = batch.position_ids.t()[first : first + rows]
+        return x + own_embedding(ids, self.weight, self.weight_grads.get("weight"), info)
+
+
+class Scaled(nn.Module):
+    """x times a number that is rounded to the dtype of x first, as Gemma does."""
+
+    def __init__(self, factor: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.factor = torch.tensor(factor, dtype=dtype).item()
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
+        return x * self.factor
+
+
+class Widened(nn.Module):
+    """The residual stream in a dtype of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
+        return x.to(self.dtype)
 
 
 class OutputWeight(LaidOutModule):
@@ -90,6 +156,8 @@ def build_model(
     sequence_parallel: bool,
     dtype: torch.dtype,
     device: torch.device,
+    seed: int = 0,
+    recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> Model:
     """This rank's part of the model that `spec` describes.
 
@@ -97,55 +165,93 @@ def build_model(
         seq_length: longest sequence; positions are tabulated up to it.
         dtype: of the weights and of the computation.
         device: of the position tables (weights have no memory yet).
+        seed: of dropout.
+        recompute: what runs twice, to keep less.
     """
     tp = TensorParallel(grid.tp, sequence_parallel)
-    leaves = LocalLeaves(tp, dtype, spec.norm_epsilon)
-    tables = _RotaryCache(seq_length, dtype, device)
+    leaves = LocalLeaves(tp, dtype, spec.norm, seed)
+    rotations = _Rotations(seq_length, dtype, device)
+    hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype
     segments: list[nn.Module] = []
     if grid.pp.is_first:
-        segments.append(Embedding(_vocab(spec, EMBEDDING_NAME, grid, tp), tp, dtype))
+        segments.append(_embedding(spec, grid, tp, leaves, dtype, hidden_dtype))
+    layers: list[nn.Module] = []
     for number in stage_layers(len(spec.layers), grid.pp.rank, grid.pp.size):
         layer = spec.layers[number]
-        rotary = tables.of(layer.mixer.head_channels, layer.mixer.rotary_base)
-        segments.append(TransformerLayer(layer, spec, number, leaves, tp, rotary))
+        rotation = rotations.of(layer.mixer.rotary, layer.mixer.head_channels)
+        layers.append(TransformerLayer(layer, spec, number, leaves, tp, rotation, recompute))
+    segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
-        segments.append(_head(spec, grid, tp, dtype, segments[0]))
-    return Model(spec, segments, ParamRegistry.of(segments), tp)
+        segments.append(_head(spec, grid, tp, leaves, dtype, segments[0]))
+    return Model(spec, segments, ParamRegistry.of(segments), tp, hidden_dtype)
+
+
+def _embedding(
+    spec: GptSpec,
+    grid: RankGrid,
+    tp: TensorParallel,
+    leaves: Leaves,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> Embedding:
+    std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
+    positions: nn.Module = NoPositions()
+    if spec.num_positions is not None:
+        layout = positions_layout(POSITIONS_NAME, spec.num_positions, spec.hidden_size, Init(std=std), tp)
+        positions = LearnedPositions(layout, tp, dtype)
+    end: list[Pointwise] = []
+    if spec.embedding_multiplier != 1.0:
+        end.append(Scaled(spec.embedding_multiplier, dtype))
+    if hidden_dtype != dtype:
+        end.append(Widened(hidden_dtype))
+    if spec.hidden_dropout:
+        end.append(leaves.dropout(spec.hidden_dropout, "embedding.hidden"))
+    return Embedding(_vocab(spec, EMBEDDING_NAME, std, grid, tp), positions, Chain(end), tp, dtype)
 
 
 def _head(
-    spec: GptSpec, grid: RankGrid, tp: TensorParallel, dtype: torch.dtype, first: nn.Module
+    spec: GptSpec, grid: RankGrid, tp: TensorParallel, leaves: Leaves, dtype: torch.dtype, first: nn.Module
 ) -> nn.Module:
-    norm = norm_layout("decoder.final_norm.weight", spec.hidden_size, tp)
+    norm = leaves.norm(norm_weights("decoder.final_norm", spec.hidden_size, spec.norm, tp), spec.norm)
+    assert isinstance(norm, nn.Module)
     if spec.is_tied and grid.pp.is_first:
         assert isinstance(first, Embedding)
-        return Head(norm, first, eps=spec.norm_epsilon, vocab_size=spec.vocab_size, tp=tp, dtype=dtype)
-    name = EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME
-    output = OutputWeight(_vocab(spec, name, grid, tp), dtype)
+        return Head(norm, first, vocab_size=spec.vocab_size, softcap=spec.logit_softcap, tp=tp)
+    name, std = OUTPUT_NAME, spec.init_std
+    if spec.is_tied:
+        name = EMBEDDING_NAME
+        std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
+    output = OutputWeight(_vocab(spec, name, std, grid, tp), dtype)
     return HeadSegment(
-        output, Head(norm, output, eps=spec.norm_epsilon, vocab_size=spec.vocab_size, tp=tp, dtype=dtype)
+        output, Head(norm, output, vocab_size=spec.vocab_size, softcap=spec.logit_softcap, tp=tp)
     )
 
 
-def _vocab(spec: GptSpec, name: str, grid: RankGrid, tp: TensorParallel) -> ParamLayout:
+def _vocab(spec: GptSpec, name: str, std: float, grid: RankGrid, tp: TensorParallel) -> ParamLayout:
     is_shared = spec.is_tied and grid.pp.size > 1
-    init = Init(std=spec.init_std)
     return vocab_layout(
-        name, spec.vocab_size, spec.padded_vocab_size, spec.hidden_size, init, tp, is_shared=is_shared
+        name,
+        spec.vocab_size,
+        spec.padded_vocab_size,
+        spec.hidden_size,
+        Init(std=std),
+        tp,
+        is_shared=is_shared,
     )
 
 
-class _RotaryCache:
+class _Rotations:
     """Tables that layers share."""
 
     def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.length, self.dtype, self.device = length, rotary_dtype(dtype), device
-        self.tables: dict[tuple[int, float], RotaryTables] = {}
+        self.length, self.dtype, self.device = length, wide(dtype), device
+        self.made: dict[tuple[RotarySpec, int], Rotation] = {}
 
-    def of(self, channels: int, base: float | None) -> RotaryTables | None:
-        if base is None:
+    def of(self, spec: RotarySpec | None, head_channels: int) -> Rotation | None:
+        if spec is None:
             return None
-        if (channels, base) not in self.tables:
-            made = rotary_tables(self.length, channels, base, dtype=self.dtype, device=self.device)
-            self.tables[channels, base] = made
-        return self.tables[channels, base]
+        if (spec, head_channels) not in self.made:
+            self.made[spec, head_channels] = Rotation(
+                spec, head_channels, self.length, self.dtype, self.device
+            )
+        return self.made[spec, head_channels]

@@ -12,15 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatrain.kernels.elementwise import wide
 from megatrain.kernels.wgrad import accumulate_weight_gradient
-from megatrain.model import functions
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
-from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor import TensorParallel, enter
 from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
 
@@ -28,31 +27,29 @@ _CHUNK_LOGITS = 1 << 27
 """Logits that one chunk forms at most."""
 
 
-class Head(LaidOutModule):
+class Head(nn.Module):
     """The last segment.
 
     Args:
-        norm: layout of the final norm.
+        norm: the final norm.
         output: the module that holds the output weight as `weight`: the embedding where they are tied on one stage.
+        softcap: logits stay within this, by tanh; None: they are as they come.
     """
-
-    norm: Tensor
 
     def __init__(
         self,
-        norm: ParamLayout,
+        norm: nn.Module,
         output: LaidOutModule,
         *,
-        eps: float,
         vocab_size: int,
+        softcap: float | None,
         tp: TensorParallel,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.add_weight("norm", norm, dtype)
-        self.eps = eps
+        self.norm = norm
         self.tp = tp
         self.vocab_size = vocab_size
+        self.softcap = softcap
         self.output = (output,)  # in a tuple, so that a tied weight is not counted here too
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
@@ -68,7 +65,7 @@ class Head(LaidOutModule):
         token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / tokens.clamp(min=1).to(wide(x.dtype)))
         losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), batch.labels.t().flatten(), token_scale,
-            self._vocab(output.weight), info,
+            self._vocab(output.weight), self.softcap, info,
         )  # fmt: skip
         info.sums["lm_loss"] = (losses * mask).sum()
         info.sums["tokens"] = tokens
@@ -80,13 +77,13 @@ class Head(LaidOutModule):
         (output,) = self.output
         assert isinstance(output.weight, Tensor)
         x = self._normed(hidden, info)
-        columns = (x @ output.weight.t()).t().contiguous()  # [v/tp, t]
+        own = _capped(x @ output.weight.t(), self.softcap)
+        columns = own.t().contiguous()  # [v/tp, t]
         logits: Tensor = all_gather(columns, self.tp.group)[: self.vocab_size].t()
         return logits.view(-1, hidden.shape[1], self.vocab_size)
 
     def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:
-        normed = functions.rms_norm(hidden, self.norm, self.weight_grads.get("norm"), self.eps, info)
-        return enter(normed, self.tp).flatten(0, 1)  # [t, h]
+        return enter(self.norm(hidden, info), self.tp).flatten(0, 1)  # [t, h]
 
     def _vocab(self, weight: Tensor) -> VocabShard:
         return VocabShard(self.tp.group, weight.shape[0], self.vocab_size)
@@ -104,6 +101,7 @@ class _HeadLoss(Function):
         labels: Tensor,
         token_scale: Tensor,
         vocab: VocabShard,
+        softcap: float | None,
         info: PassInfo,
     ) -> tuple[Tensor, Tensor]:
         losses, dx = torch.empty_like(token_scale), torch.empty_like(x) if info.is_training else None
@@ -111,12 +109,16 @@ class _HeadLoss(Function):
         chunk = max(1, _CHUNK_LOGITS // vocab.rows)
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
-            known = cross_entropy(x[part] @ weight.t(), labels[part], vocab)
+            logits = _capped(x[part] @ weight.t(), softcap)
+            slope = None if softcap is None or dx is None else 1 - (logits / softcap).square()
+            known = cross_entropy(logits, labels[part], vocab)
             losses[part] = known.losses
             if dx is None:
                 continue
             assert weight_grad is not None
             dlogits = logits_gradient(known, token_scale[part], x.dtype)
+            if slope is not None:
+                dlogits *= slope
             torch.mm(dlogits, weight, out=dx[part])
             if info.splits_backward:
                 kept.append((dlogits, x[part]))
@@ -128,7 +130,7 @@ class _HeadLoss(Function):
         return losses, (losses * token_scale).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
         # In fused mode the weight gradient is formed already, so a loss that is scaled afterwards would be wrong.
         (dx,) = ctx.saved_tensors
         weight_grad, kept = ctx.weight_grad, ctx.kept
@@ -137,4 +139,8 @@ class _HeadLoss(Function):
             ctx.info.form_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
-        return dx * grads[1].to(dx.dtype), None, None, None, None, None, None
+        return dx * grads[1].to(dx.dtype), None, None, None, None, None, None, None
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

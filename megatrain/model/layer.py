@@ -1,24 +1,71 @@
 """A transformer layer: what passes between its leaves.
 
-hidden ──┬─ norm + qkv ─ rotate ─ attention ─ projection ─┐
-         └────────────────────── + ──────────────────────┘──┬─ norm + fc1 ─ activation + fc2 ─┐
-                                                            └──────────────── + ──────────────┘── hidden
+hidden ──┬─ norm + qkv ─ rotate ─ attention ─ projection ─ end ─┐
+         └────────────────────────── + ─────────────────────────┘──┬─ norm + fc1 ─ activation + fc2 ─ end ─┐
+                                                                   └────────────────── + ──────────────────┘── hidden
+
+The end of a branch is a norm, dropout, both or nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
-from megatrain.model.functions import rotate
-from megatrain.model.implementations.leaves import Leaves
-from megatrain.model.layouts import columns_layout, norm_layout, rows_layout
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
+from megatrain.kernels.rotary import RotarySpec, tables
+from megatrain.model.functions import rotate, rotate_pairs
+from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.layouts import (
+    Weights,
+    columns_bias_layout,
+    columns_layout,
+    heads_layout,
+    rows_layout,
+    stream_layout,
+)
+from megatrain.model.recompute import Recompute, Recomputed
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor import TensorParallel
 
-RotaryTables = tuple[Tensor, Tensor]
+
+class Chain(nn.Module):
+    """Pointwise parts one after the other; none leave x as it is."""
+
+    def __init__(self, parts: Sequence[Pointwise]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
+        assert len(self.parts) == len(parts)
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        for part in self.parts:
+            x = part(x, info)
+        return x
+
+
+class Rotation(nn.Module):
+    """Turns queries or keys by their places in the sequence; channels beyond the tables' pass."""
+
+    def __init__(
+        self, spec: RotarySpec, head_channels: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.tables = tables(spec, head_channels, length, dtype=dtype, device=device)
+        self.turn: Callable[[Tensor, Tensor, Tensor], Tensor] = (
+            rotate_pairs if spec.is_interleaved else rotate
+        )
+        turned = spec.turned_channels(head_channels)
+        self.parts = [turned, head_channels - turned]
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a part gets it)
+        cos, sin = (table[: x.shape[0]] for table in self.tables)
+        if not self.parts[1]:
+            return self.turn(x, cos, sin)
+        turned, passed = x.split(self.parts, dim=-1)
+        return torch.cat((self.turn(turned, cos, sin), passed), dim=-1)
 
 
 class Attention(nn.Module):
@@ -31,11 +78,11 @@ class Attention(nn.Module):
         prefix: str,
         leaves: Leaves,
         tp: TensorParallel,
-        rotary: RotaryTables | None,
+        rotation: Rotation | None,
+        recompute: Recompute,
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.rotary = rotary
         d, h = spec.head_channels, gpt.hidden_size
         self.sizes = [
             spec.num_heads // tp.size,
@@ -43,43 +90,73 @@ class Attention(nn.Module):
             spec.num_query_groups // tp.size,
         ]
         qkv = [("q", spec.num_heads), ("k", spec.num_query_groups), ("v", spec.num_query_groups)]
-        self.qkv = leaves.norm_column_linear(
-            norm_layout(f"{prefix}.norm.weight", h, tp),
-            columns_layout([(f"{prefix}.{x}.weight", n * d) for x, n in qkv], h, Init(std=gpt.init_std), tp),
+        self.qkv = leaves.column_linear(
+            _first_norm(gpt, prefix, tp),
+            Weights(
+                columns_layout(
+                    [(f"{prefix}.{x}.weight", n * d) for x, n in qkv], h, Init(std=gpt.init_std), tp
+                ),
+                columns_bias_layout([(f"{prefix}.{x}.bias", n * d) for x, n in qkv], tp)
+                if spec.has_qkv_bias
+                else None,
+            ),
         )
-        self.core = leaves.core_attention(spec)
+        turn: list[Pointwise] = [] if rotation is None else [rotation]
+        self.queries = Chain(
+            [*_head_norms(spec, spec.num_heads, f"{prefix}.q_norm", gpt.norm, leaves, tp), *turn]
+        )
+        self.keys = Chain(
+            [*_head_norms(spec, spec.num_query_groups, f"{prefix}.k_norm", gpt.norm, leaves, tp), *turn]
+        )
+        sink = columns_bias_layout([(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
+        core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
+        assert isinstance(core, nn.Module)
+        self.core = Recomputed(core) if recompute.has_part("core_attn") else core
         self.proj = leaves.row_linear(
-            rows_layout(f"{prefix}.proj.weight", h, spec.num_heads * d, Init(std=gpt.output_init_std), tp)
+            Weights(
+                rows_layout(
+                    f"{prefix}.proj.weight", h, spec.num_heads * d, Init(std=gpt.output_init_std), tp
+                ),
+                stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
+            )
         )
+        self.end = _branch_end(gpt, prefix, leaves, tp)
 
     def forward(
         self, hidden: Tensor, info: PassInfo
     ) -> tuple[Tensor, Tensor]:  # [s/tp, b, h] -> (residual, delta)
         residual, qkv = self.qkv(hidden, None, info)
         q, k, v = qkv.unflatten(-1, (-1, self.spec.head_channels)).split(self.sizes, dim=2)
-        if self.rotary is not None:
-            cos, sin = (table[: q.shape[0]] for table in self.rotary)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return residual, self.proj(self.core(q, k, v, info), info)
+        q, k = self.queries(q, info), self.keys(k, info)
+        return residual, self.end(self.proj(self.core(q, k, v, info), info), info)
 
 
 class Mlp(nn.Module):
-    """Gated feed-forward part."""
+    """Feed-forward part."""
 
     def __init__(self, spec: MlpSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -> None:
         super().__init__()
         h, f = gpt.hidden_size, spec.ffn_hidden_size
-        fc1 = [(f"{prefix}.gate.weight", f), (f"{prefix}.up.weight", f)]
-        self.fc1 = leaves.norm_column_linear(
-            norm_layout(f"{prefix}.norm.weight", h, tp), columns_layout(fc1, h, Init(std=gpt.init_std), tp)
+        fc1 = ["gate", "up"] if spec.is_gated else ["up"]
+        self.fc1 = leaves.column_linear(
+            _first_norm(gpt, prefix, tp),
+            Weights(
+                columns_layout([(f"{prefix}.{x}.weight", f) for x in fc1], h, Init(std=gpt.init_std), tp),
+                columns_bias_layout([(f"{prefix}.{x}.bias", f) for x in fc1], tp) if spec.has_bias else None,
+            ),
         )
-        self.fc2 = leaves.swiglu_row_linear(
-            rows_layout(f"{prefix}.down.weight", h, f, Init(std=gpt.output_init_std), tp)
+        self.fc2 = leaves.activation_row_linear(
+            spec,
+            Weights(
+                rows_layout(f"{prefix}.down.weight", h, f, Init(std=gpt.output_init_std), tp),
+                stream_layout(f"{prefix}.down.bias", h, Init(), tp) if spec.has_bias else None,
+            ),
         )
+        self.end = _branch_end(gpt, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, x = self.fc1(residual, delta, info)
-        return residual, self.fc2(x, info)
+        return residual, self.end(self.fc2(x, info), info)
 
 
 class TransformerLayer(nn.Module):
@@ -92,12 +169,14 @@ class TransformerLayer(nn.Module):
         number: int,
         leaves: Leaves,
         tp: TensorParallel,
-        rotary: RotaryTables | None,
+        rotation: Rotation | None,
+        recompute: Recompute,
     ) -> None:
         super().__init__()
         prefix = f"decoder.layers.{number}"
-        self.attention = Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotary)
-        self.mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
+        self.attention = Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotation, recompute)
+        mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
+        self.mlp: nn.Module = Recomputed(mlp) if recompute.has_part("mlp") else mlp
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets the batch)
         residual, delta = self.attention(hidden, info)
@@ -106,6 +185,44 @@ class TransformerLayer(nn.Module):
         return out
 
 
-def rotary_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the tables: fp32, or wider where the model is."""
-    return torch.promote_types(dtype, torch.float32)
+def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> Weights:
+    """Of a norm of the residual stream or of what is added to it."""
+    return Weights(
+        stream_layout(f"{name}.weight", size, _ones(spec), tp),
+        stream_layout(f"{name}.bias", size, Init(), tp) if spec.kind == "LayerNorm" else None,
+    )
+
+
+def _ones(spec: NormSpec) -> Init:
+    return Init(mean=0.0 if spec.is_stored_minus_one else 1.0)
+
+
+def _first_norm(gpt: GptSpec, prefix: str, tp: TensorParallel) -> Weights | None:
+    if gpt.norm_position == "post":
+        return None
+    return norm_weights(f"{prefix}.norm", gpt.hidden_size, gpt.norm, tp)
+
+
+def _branch_end(gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -> Chain:
+    parts: list[Pointwise] = []
+    if gpt.norm_position != "pre":
+        parts.append(
+            leaves.norm(norm_weights(f"{prefix}.post_norm", gpt.hidden_size, gpt.norm, tp), gpt.norm)
+        )
+    if gpt.hidden_dropout:
+        parts.append(leaves.dropout(gpt.hidden_dropout, f"{prefix}.hidden"))
+    return Chain(parts)
+
+
+def _head_norms(
+    spec: AttentionSpec, num_heads: int, name: str, norm: NormSpec, leaves: Leaves, tp: TensorParallel
+) -> list[Pointwise]:
+    """The norm of queries or keys, if there is one."""
+    if spec.qk_norm == "head":
+        weight = heads_layout(f"{name}.weight", spec.head_channels, _ones(norm), tp)
+        bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp)
+        return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
+    if spec.qk_norm == "all_heads":
+        channels = [(f"{name}.weight", num_heads * spec.head_channels)]
+        return [leaves.split_norm(Weights(columns_bias_layout(channels, tp, _ones(norm))), norm)]
+    return []

@@ -3,15 +3,24 @@
 columns  [o, h] by rows of the weight      several tensors fused into one are cut one by one, then stacked
 rows     [h, i] by columns of the weight
 vocab    [v, h] by rows, padded; the rows of padding belong to no piece
-norm     [h] whole on every rank
+norm     [h] whole on every rank; so are the biases of rows
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor import TensorParallel
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a linear layer or a norm is made of."""
+
+    weight: ParamLayout
+    bias: ParamLayout | None = None
 
 
 def columns_layout(
@@ -36,15 +45,54 @@ def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: Te
     return ParamLayout(shape=(num_outputs, columns), pieces=(piece,), init=init)
 
 
-def norm_layout(name: str, size: int, tp: TensorParallel) -> ParamLayout:
-    """Gain of a norm between the parts that are split by tp."""
+def columns_bias_layout(
+    tensors: Sequence[tuple[str, int]], tp: TensorParallel, init: Init | None = None
+) -> ParamLayout:
+    """What belongs to the outputs of a column-parallel layer, one number each."""
+    pieces: list[Piece] = []
+    row = 0
+    for name, num_outputs in tensors:
+        rows = num_outputs // tp.size
+        pieces.append(Piece(name, (num_outputs,), ((tp.rank * rows, (tp.rank + 1) * rows),), row))
+        row += rows
+    return ParamLayout(shape=(row,), pieces=tuple(pieces), init=init or Init(), decays=False)
+
+
+def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
+    """A number for each channel of the residual stream: the gain or bias of a norm, the bias of a row-parallel layer."""
     return ParamLayout(
         shape=(size,),
         pieces=(Piece(name, (size,), ((0, size),)),),
-        init=Init(mean=1.0),
+        init=init,
         copies=(tp.group.name,),
         grad_sum_group=tp.norm_grad_sum,
         decays=False,
+    )
+
+
+def heads_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
+    """A number for each channel of a head: the ranks hold copies, and each sees its own heads."""
+    return ParamLayout(
+        shape=(size,),
+        pieces=(Piece(name, (size,), ((0, size),)),),
+        init=init,
+        copies=(tp.group.name,),
+        grad_sum_group=tp.group.name if tp.size > 1 else None,
+        decays=False,
+    )
+
+
+def positions_layout(
+    name: str, num_positions: int, num_columns: int, init: Init, tp: TensorParallel
+) -> ParamLayout:
+    """Table with a row for each place in the sequence."""
+    shape = (num_positions, num_columns)
+    return ParamLayout(
+        shape=shape,
+        pieces=(Piece(name, shape, tuple((0, size) for size in shape)),),
+        init=init,
+        copies=(tp.group.name,),
+        grad_sum_group=tp.norm_grad_sum,
     )
 
 

@@ -1,6 +1,8 @@
 """Layer specs: for each layer of the model, which parts make it, as data.
 
-    LayerSpec = mixer (attention) + mlp, each behind a norm and beside a residual connection
+    LayerSpec = mixer (attention) + mlp, each on a branch of the residual stream:
+
+    pre   x + f(norm x)        post   x + norm(f x)        both   x + norm(f(norm x))
 
 What a spec does not say (dtype, ranks, kernels) is the implementation's business.
 """
@@ -8,9 +10,24 @@ What a spec does not say (dtype, ranks, kernels) is the implementation's busines
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
+from megatrain.config.derivations import activation_of
 from megatrain.config.model import ModelConfig
+from megatrain.config.patterns import layers_with, window_of
+from megatrain.config.plan import Activation
+from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """The norms of a model, but for those of queries and keys all alike."""
+
+    kind: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
+    epsilon: float = 1e-5
+    is_stored_minus_one: bool = False
+    """Whether weights are kept as their distance from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +37,40 @@ class AttentionSpec:
     num_heads: int
     num_query_groups: int
     head_channels: int
-    rotary_base: float | None
-    """None: no rotary embedding."""
+    rotary: RotarySpec | None = None
+    """None: queries and keys do not know their places."""
+    window: int | None = None
+    """How many earlier tokens a query sees; None: all."""
+    scale: float | None = None
+    """Of the scores; None: 1 / sqrt(head channels)."""
+    softcap: float | None = None
+    """Scores stay within this, by tanh."""
+    sink: Literal["none", "zero", "learned"] = "none"
+    """A score that every query sees besides those of the keys, and that leads nowhere."""
+    dropout: float = 0.0
+    """Share of the probabilities that training drops."""
+    qk_norm: Literal["none", "head", "all_heads"] = "none"
+    """Whether queries and keys are normed, and over which channels."""
+    has_qkv_bias: bool = False
+    has_bias: bool = False
+    """Of the projection back to the residual stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Gated feed-forward layer: down(silu(gate x) * up x)."""
+    """Feed-forward layer: down(act(up x)), or gated: down(act(gate x) * up x)."""
 
     ffn_hidden_size: int
+    activation: Activation = "swiglu"
+    clamp: float | None = None
+    """Largest gate, and largest size of what it gates."""
+    offset: float = 0.0
+    """Added to what is gated."""
+    has_bias: bool = False
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in ("swiglu", "geglu_tanh", "quick_geglu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +90,110 @@ class GptSpec:
     """Of the tokenizer."""
     padded_vocab_size: int
     layers: tuple[LayerSpec, ...]
-    norm_epsilon: float
     is_tied: bool
     """Whether the head uses the embedding's weights."""
     init_std: float
     output_init_std: float
     """For the layers that write into the residual stream."""
+    embedding_init_std: float | None = None
+    """For the embedding; None: as for other layers."""
+    norm: NormSpec = field(default_factory=NormSpec)
+    norm_position: Literal["pre", "post", "both"] = "pre"
+    num_positions: int | None = None
+    """Rows of the table of learned positions; None: there is none."""
+    embedding_multiplier: float = 1.0
+    hidden_dropout: float = 0.0
+    """Share of what the branches and the embedding add to the residual stream that training drops."""
+    is_residual_wide: bool = False
+    """Whether the residual stream is fp32 whatever the weights are."""
+    logit_softcap: float | None = None
+    """Logits stay within this, by tanh."""
 
 
 def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
     """The spec that a resolved configuration describes."""
-    layer = LayerSpec(
-        mixer=AttentionSpec(
-            num_heads=model.num_attention_heads,
-            num_query_groups=model.num_query_groups,
-            head_channels=model.kv_channels,
-            rotary_base=float(model.rotary_base) if model.position_embedding_type == "rope" else None,
-        ),
-        mlp=MlpSpec(ffn_hidden_size=model.ffn_hidden_size),
+    has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
+    has_rotary = layers_with(model.no_rope_freq, model.num_layers, one_means=False)
+    left = window_of(model.window_size)
+    rotary = _rotary(model)
+    has_bias = not model.disable_bias_linear
+    layers = tuple(
+        LayerSpec(
+            mixer=AttentionSpec(
+                num_heads=model.num_attention_heads,
+                num_query_groups=model.num_query_groups,
+                head_channels=model.kv_channels,
+                rotary=rotary if has_rotary[number] else None,
+                window=left if has_window[number] else None,
+                scale=model.softmax_scale,
+                softcap=model.attn_logit_softcapping,
+                sink=_SINKS[model.softmax_type],
+                dropout=model.attention_dropout,
+                qk_norm=model.qk_layernorm_width if model.qk_layernorm else "none",
+                has_qkv_bias=has_bias or model.add_qkv_bias,
+                has_bias=has_bias,
+            ),
+            mlp=MlpSpec(
+                ffn_hidden_size=model.ffn_hidden_size,
+                activation=activation_of(model)[0],
+                clamp=model.activation_func_clamp_value,
+                offset=model.glu_linear_offset,
+                has_bias=has_bias,
+            ),
+        )
+        for number in range(model.num_layers)
     )
     return GptSpec(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
         padded_vocab_size=model.padded_vocab_size,
-        layers=(layer,) * model.num_layers,
-        norm_epsilon=model.norm_epsilon,
+        layers=layers,
         is_tied=not model.untie_embeddings_and_output_weights,
         init_std=model.init_method_std,
         output_init_std=model.init_method_std / math.sqrt(2 * model.num_layers),
+        embedding_init_std=model.embedding_init_method_std,
+        norm=NormSpec(
+            kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
+        ),
+        norm_position=model.norm_position,
+        num_positions=model.max_position_embeddings
+        if model.position_embedding_type == "learned_absolute"
+        else None,
+        embedding_multiplier=model.embedding_multiplier,
+        hidden_dropout=model.hidden_dropout,
+        is_residual_wide=model.fp32_residual_connection,
+        logit_softcap=model.final_logit_softcapping,
+    )
+
+
+_SINKS: dict[str, Literal["none", "zero", "learned"]] = {
+    "vanilla": "none",
+    "off-by-one": "zero",
+    "learnable": "learned",
+}
+
+
+def _rotary(model: ModelConfig) -> RotarySpec | None:
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return None
+    scaling: LlamaScaling | YarnScaling | None = None
+    if model.position_embedding_type == "yarn":
+        assert model.yarn_original_max_position_embeddings is not None, "a rule asks for it"
+        scaling = YarnScaling(
+            factor=model.rotary_scaling_factor,
+            original_length=model.yarn_original_max_position_embeddings,
+            beta_fast=model.yarn_beta_fast,
+            beta_slow=model.yarn_beta_slow,
+            mscale=model.mscale,
+            mscale_all_dim=model.mscale_all_dim,
+            rounds_range=model.yarn_correction_range_round_to_int,
+        )
+    elif model.use_rope_scaling:
+        scaling = LlamaScaling(factor=model.rope_scaling_factor)
+    return RotarySpec(
+        base=float(model.rotary_base),
+        share=model.rotary_percent,
+        is_interleaved=model.rotary_interleaved,
+        interpolation=float(model.rotary_seq_len_interpolation_factor or 1),
+        scaling=scaling,
     )

@@ -57,6 +57,8 @@ class PassInfo:
 
     microbatch: int = 0
     """Number of the micro-batch in this step, from 0."""
+    first_sample: int = 0
+    """Number of its first sample in the whole run, the same under every layout; dropout is keyed by it."""
     documents: Documents | None = None
     """What attention stays inside of, as in the batch."""
     is_training: bool = True

@@ -50,6 +50,14 @@ class TensorParallel:
         """Length of the sequence between layers on this rank."""
         return seq_length // self.size if self.sequence_parallel else seq_length
 
+    def first_row(self, rows: int) -> int:
+        """Place in the sequence of the first of this rank's `rows` between layers."""
+        return self.rank * rows if self.sequence_parallel else 0
+
+    def whole_length(self, rows: int) -> int:
+        """Length of the sequence of which this rank holds `rows` between layers."""
+        return rows * self.size if self.sequence_parallel else rows
+
 
 def enter(x: Tensor, tp: TensorParallel) -> Tensor:
     """Bring the hidden states into a part that is split by tp: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
@@ -105,6 +113,12 @@ def vocab_embedding(
     """
     local: Tensor = _Embedding.apply(ids, weight, weight_grad, tp.rank * weight.shape[0], info)
     return leave(local, tp)
+
+
+def own_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
+    """Rows of a table that every rank holds whole: ids [...] -> [..., h]."""
+    rows: Tensor = _Embedding.apply(ids, weight, weight_grad, 0, info)
+    return rows
 
 
 class _Gather(Function):

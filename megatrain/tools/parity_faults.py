@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from megatrain.model import functions
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
@@ -93,6 +94,18 @@ def _own_token_count() -> AbstractContextManager[Any]:
     )
 
 
+def _own_heads_alone() -> AbstractContextManager[Any]:
+    return mock.patch.object(functions, "all_reduce", lambda x, _group: x)
+
+
+def _first_rows_everywhere() -> AbstractContextManager[Any]:
+    return mock.patch.object(tensor.TensorParallel, "first_row", return_value=0)
+
+
+def _samples_of_the_step() -> AbstractContextManager[Any]:
+    return mock.patch.object(engine, "PassInfo", lambda **values: PassInfo(**{**values, "first_sample": 0}))
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
     "wrong scale": Fault(_wrong_scale, {"dp": 2}),
@@ -102,5 +115,13 @@ FAULTS = {
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
     "tokens counted on one replica alone": Fault(_own_token_count, {"dp": 2, "is_per_token": True}),
     "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),
+    "missing gradient sum of a norm of heads": Fault(
+        _without_partial_sums_over("tp"), {"tp": 2, "model": "qwen"}
+    ),
+    "norm over a rank's own heads alone": Fault(_own_heads_alone, {"tp": 2, "model": "olmo2"}),
+    "places of another rank's rows under sp": Fault(
+        _first_rows_everywhere, {"tp": 2, "sp": True, "model": "gpt2"}
+    ),
+    "dropout that draws alike for all samples": Fault(_samples_of_the_step, {"dp": 2, "model": "gpt2"}),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), {"pp": 2, "is_tied": True}),
 }

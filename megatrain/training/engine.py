@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.model.gpt import Model, build_model
+from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 from megatrain.optim.measures import num_zero_gradients, parameter_norm
@@ -91,7 +92,7 @@ class Engine:
             self.model.segments,
             grid,
             hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
-            dtype=dtype,
+            dtype=self.model.hidden_dtype,
             device=device,
             on_segment_done=self.data_parallel.reduce_segment,
         )
@@ -101,12 +102,12 @@ class Engine:
         self.optimizer.fill("weight", InitialWeights(self.plan.config.training.seed))
         self.optimizer.publish_weights()
 
-    def step(self, batches: Sequence[Batch], rates: Rates) -> StepReport:
-        """One optimizer step over this rank's micro-batches of the global batch."""
+    def step(self, batches: Sequence[Batch], rates: Rates, *, first_sample: int = 0) -> StepReport:
+        """One optimizer step over this rank's micro-batches of the global batch, which starts at `first_sample`."""
         logging = self.plan.config.logging
         scale = self.loss_scaler.scale
         with self.timers.time("forward-backward"):
-            lm_loss = self.accumulate_gradients(batches)
+            lm_loss = self.accumulate_gradients(batches, first_sample=first_sample)
         with self.timers.time("optimizer-clip-main-grad"):
             norm = self.optimizer.gradient_norm() / scale
             grad_norm = norm.item()
@@ -126,11 +127,17 @@ class Engine:
             num_zeros=num_zeros,
         )
 
-    def accumulate_gradients(self, batches: Sequence[Batch]) -> float:
+    def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> float:
         """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch."""
         pp = self.grid.pp
+        micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
         infos = [
-            PassInfo(microbatch=number, documents=batch.documents, loss_scale=share)
+            PassInfo(
+                microbatch=number,
+                first_sample=first_sample + (number * dp.size + dp.rank) * micro,
+                documents=batch.documents,
+                loss_scale=share,
+            )
             for number, (batch, share) in enumerate(zip(batches, self._loss_shares(batches), strict=True))
         ]
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
@@ -181,7 +188,20 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         sequence_parallel=config.parallel.sequence_parallel,
         dtype=getattr(torch, plan.derived.params_dtype),
         device=device,
+        seed=config.training.seed,
+        recompute=recompute_of(plan),
     )
+
+
+def recompute_of(plan: Plan) -> Recompute:
+    """What a plan computes twice."""
+    training = plan.config.training
+    if training.recompute_granularity == "full":
+        assert training.recompute_method is not None, "a rule asks for it"
+        return Recompute(kind=training.recompute_method, num_layers=training.recompute_num_layers or 1)
+    if training.recompute_granularity == "selective" or training.recompute_activations:
+        return Recompute(kind="parts", parts=training.recompute_modules or ("core_attn",))
+    return Recompute()
 
 
 def update_rule_of(plan: Plan) -> UpdateRule:

@@ -219,7 +219,7 @@ class Trainer:
                 batches = self.batches.train.microbatches(
                     consumed, self.batch_sizes.num_microbatches(consumed)
                 )
-            report = self.engine.step(batches, rates)
+            report = self.engine.step(batches, rates, first_sample=consumed)
         if is_first:
             self._say(self.phases.start_summary())
         self.iteration += 1

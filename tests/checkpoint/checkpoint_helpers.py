@@ -27,6 +27,7 @@ from megatrain.checkpoint.save import (
     save_checkpoint,
     write_rank_shards,
 )
+from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.optim.rules import AdamwRule
@@ -62,7 +63,7 @@ class Rank:
 
 def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2) -> GptSpec:
     layer = LayerSpec(
-        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary_base=1e4),
+        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary=RotarySpec(base=1e4)),
         mlp=MlpSpec(ffn_hidden_size=24),
     )
     return GptSpec(
@@ -70,7 +71,6 @@ def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2) -> G
         vocab_size=vocab,
         padded_vocab_size=padded,
         layers=(layer,) * num_layers,
-        norm_epsilon=1e-5,
         is_tied=tied,
         init_std=0.1,
         output_init_std=0.05,

@@ -65,6 +65,8 @@ CASES = {
     "rotary_channels_pair_up": [
         ("--kv-channels 15", "", None, ("--kv-channels 15 is odd, and rotary embeddings turn pairs of channels\n"
          "  fix: use --kv-channels 16")),
+        ("--rotary-percent 0.2", "", None, ("--rotary-percent 0.2 of --kv-channels 16 is 3 channels, and rotary embeddings"
+         " turn pairs of them\n  fix: use --rotary-percent 0.25")),
     ],
     "layers_divide_over_stages": [
         ("--pipeline-model-parallel-size 3", "", Facts(world_size=3),
@@ -302,22 +304,72 @@ CASES = {
          "--wandb-project p needs the package wandb, which is not installed\n  fix: pip install wandb, or"),
     ],
     "features_are_there": [
-        ("", "--normalization", None,
-         "--normalization LayerNorm (the default, as in Megatron-LM) is not there yet\n  fix: use --normalization RMSNorm"),
-        ("--normalization LayerNorm", "", None, "--normalization LayerNorm is not there yet"),
-        ("", "--swiglu", None, "an MLP without --swiglu (the default, as in Megatron-LM) is not there yet\n  fix: add --swiglu"),
-        ("", "--position-embedding-type", None, ("learned_absolute (the default, as in Megatron-LM) is not there yet\n"
-         "  fix: use --position-embedding-type rope")),
-        ("", "--disable-bias-linear", None, ("a linear layer with biases (the default, as in Megatron-LM) is not there yet\n"
-         "  fix: add --disable-bias-linear")),
         ("--transformer-impl transformer_engine", "", None,
          "--transformer-impl transformer_engine is not there yet\n  fix: use --transformer-impl local"),
     ],
-    "dropout_is_off": [
-        ("", "--hidden-dropout --attention-dropout", None,
-         ("dropout is not there yet: --hidden-dropout 0.1 and --attention-dropout 0.1 (0.1 is the default, as in Megatron-LM)"
-         "\n  fix: use --hidden-dropout 0 --attention-dropout 0")),
-        ("--hidden-dropout 0.2", "", None, "dropout is not there yet: --hidden-dropout 0.2\n"),
+    "mlp_has_one_activation": [
+        ("--squared-relu", "", None, "--swiglu and --squared-relu all say how the MLP is activated\n  fix: give one of them"),
+    ],
+    "gates_have_something_to_gate": [
+        ("--activation-func-clamp-value 7", "", None,
+         ("--activation-func-clamp-value 7.0 has no effect without --quick-geglu, as in Megatron-LM\n"
+         "  fix: leave it out, or add --quick-geglu")),
+        ("--glu-linear-offset 1", "--swiglu", None,
+         "--glu-linear-offset 1.0 has no effect on an MLP without a gate\n  fix: leave it out, or add --quick-geglu"),
+    ],
+    "learned_positions_have_a_table": [
+        ("", "--position-embedding-type", None,
+         ("--position-embedding-type learned_absolute (the default, as in Megatron-LM) has no number of positions\n"
+         "  fix: give --max-position-embeddings 128, or use --position-embedding-type rope")),
+        ("--position-embedding-type learned_absolute", "", None, "learned_absolute has no number of positions"),
+    ],
+    "rotary_settings_have_an_effect": [
+        ("--position-embedding-type none --use-rope-scaling", "", None,
+         "--use-rope-scaling has no effect with --position-embedding-type none\n  fix: leave it out, or use"),
+        ("--position-embedding-type none --no-rope-freq 4", "", None,
+         "--no-rope-freq 4 has no effect with --position-embedding-type none"),
+    ],
+    "yarn_knows_the_original_length": [
+        ("--position-embedding-type yarn", "", None,
+         ("--position-embedding-type yarn is given without --yarn-original-max-position-embeddings\n"
+         "  fix: give the longest sequence that the model was trained on before")),
+    ],
+    "layers_fit_their_patterns": [
+        ("--no-rope-freq [1]*3", "", None,
+         ("--no-rope-freq: [1]*3 has 3 entries, and there are 4 layers\n"
+         "  fix: give a number N for every Nth layer, or a list such as [1]*3+[0]")),
+        ("--window-size 8,0 --window-attn-skip-freq x", "", None,
+         "--window-attn-skip-freq: 'x' is neither a number nor a list"),
+        ("--window-size 8,0 --window-attn-skip-freq 0", "", None, "--window-attn-skip-freq: 0 is not 1 or more"),
+    ],
+    "window_looks_back": [
+        ("--window-size 128", "", None, ("--window-size: '128' is not two numbers, tokens to the left and to the right\n"
+         "  fix: give the tokens to the left and 0, such as --window-size 128,0")),
+        ("--window-size 128,4", "", None, "'128,4' looks ahead: tokens to the right must be 0"),
+        ("--window-attn-skip-freq 2", "", None,
+         "--window-attn-skip-freq 2 has no effect without --window-size\n  fix: add --window-size"),
+    ],
+    "norm_over_all_heads_is_rms": [
+        ("--qk-layernorm-width all_heads", "", None,
+         "--qk-layernorm-width all_heads has no effect without --qk-layernorm\n  fix: add --qk-layernorm"),
+        ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,
+         ("--qk-layernorm-width all_heads is not there for --normalization LayerNorm\n"
+         "  fix: use --normalization RMSNorm")),
+    ],
+    "recomputation_says_what": [
+        ("--recompute-granularity full", "", None,
+         ("--recompute-granularity full is given without --recompute-method and --recompute-num-layers\n"
+         "  fix: add --recompute-method uniform --recompute-num-layers 1")),
+        ("--recompute-granularity full --recompute-method block", "", None,
+         "--recompute-granularity full is given without --recompute-num-layers"),
+        ("--recompute-method block --recompute-granularity selective", "", None,
+         "--recompute-method block has no effect without --recompute-granularity full\n  fix: add --recompute-granularity full"),
+        ("--recompute-num-layers 1", "", None, "--recompute-num-layers 1 has no effect without --recompute-granularity full"),
+        ("--recompute-modules mlp", "", None, "--recompute-modules mlp has no effect without --recompute-granularity selective"),
+        ("--recompute-activations --recompute-modules mlp layernorm", "", None,
+         "--recompute-modules layernorm: not there yet\n  fix: use --recompute-modules core_attn, mlp or both"),
+        ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
+         "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
     ],
     "deterministic_mode_is_for_cpus": [
         ("--deterministic-mode", "", Facts(device="cuda"),

@@ -164,7 +164,7 @@ OLD_OR_UNSUPPORTED = {
     "--batch-size 4": "use --micro-batch-size",
     "--model-parallel-size 2": "use --tensor-model-parallel-size",
     "--warmup 0.01": "use --lr-warmup-fraction",
-    "--checkpoint-activations": "a smaller --micro-batch-size",
+    "--checkpoint-activations": "use --recompute-granularity",
     "--hierarchical-context-parallel-sizes 2 4": "--sequence-parallel",
     "--yaml-cfg run.yaml": "use --config FILE",
     "--fp16-lm-cross-entropy": "leave this out",

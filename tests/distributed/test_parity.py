@@ -51,15 +51,39 @@ LAYOUTS_OF_WEIGHTS = [
 ]
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_initial_weights_are_the_same_bits_under_every_layout(pool: WorkerPool, is_tied: bool) -> None:
+NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (17, 0), "qwen": (14, 0)}
+"""Of a layer, and besides the layers, the embedding and the final norm's weight."""
+
+
+@pytest.mark.parametrize(
+    ("model", "is_tied"),
+    [("llama", False), ("llama", True), ("gpt2", True), ("olmo2", False), ("gpt-oss", False), ("qwen", True)],
+)
+def test_initial_weights_are_the_same_bits_under_every_layout(
+    pool: WorkerPool, model: str, is_tied: bool
+) -> None:
     hashes = []
     for layout in LAYOUTS_OF_WEIGHTS:
-        tied = dataclasses.replace(layout, is_tied=is_tied)
-        parts = [part for rank in pool.run(layout.world_size, initial_weights, tied) for part in rank]
+        changed = dataclasses.replace(layout, is_tied=is_tied, model=model)
+        parts = [part for rank in pool.run(layout.world_size, initial_weights, changed) for part in rank]
         hashes.append(_hashes(parts))
     assert all(found == hashes[0] for found in hashes)
-    assert len(hashes[0]) == 4 * 9 + (2 if is_tied else 3)
+    in_layer, besides = NUM_TENSORS[model]
+    assert len(hashes[0]) == 4 * in_layer + besides + (2 if is_tied else 3)
+
+
+def test_a_tensor_without_gradient_is_not_measured_by_its_noise() -> None:
+    reference = parity.measure(0, 1, parity.Layout(model="neox", is_tied=True), None)
+    noisy = [
+        dataclasses.replace(part, values=part.values + 1e-17 * (part.name.endswith(".k.bias")))
+        for part in reference.gradients
+    ]
+    assert parity.judge(reference, [dataclasses.replace(reference, gradients=noisy)]).is_good
+    wrong = [
+        dataclasses.replace(part, values=part.values + 1e-6 * (part.name.endswith(".k.bias")))
+        for part in reference.gradients
+    ]
+    assert not parity.judge(reference, [dataclasses.replace(reference, gradients=wrong)]).is_good
 
 
 def initial_weights(rank: int, world_size: int, layout: parity.Layout) -> list[parity.Part]:
@@ -83,6 +107,28 @@ def _hashes(parts: list[parity.Part]) -> dict[str, str]:
         assert (np.isnan(view) | (view == part.values)).all(), part.name
         view[...] = part.values
     return {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in whole.items()}
+
+
+@pytest.mark.parametrize(
+    "layout", [parity.Layout(pp=2), parity.Layout(tp=2, sp=True, pp=2)], ids=lambda x: x.name
+)
+def test_a_wide_residual_stream_passes_between_stages(pool: WorkerPool, layout: parity.Layout) -> None:
+    layout = dataclasses.replace(layout, model="qwen", is_tied=True)
+    ((alone, alone_dtype),) = pool.run(1, narrow_loss, dataclasses.replace(layout, tp=1, pp=1, sp=False))
+    for loss, dtype in pool.run(layout.world_size, narrow_loss, layout):
+        assert dtype == alone_dtype == "torch.float32"
+        assert loss == pytest.approx(alone, rel=2e-3)
+
+
+def narrow_loss(rank: int, world_size: int, layout: parity.Layout) -> tuple[float, str]:
+    """Loss with bf16 weights, and the dtype of the residual stream."""
+    plan = parity.tiny_plan(layout, world_size, "--bf16", "--params-dtype", "bfloat16")
+    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
+    grid = RankGrid.build(shape, rank, lambda ranks: torch.distributed.new_group(list(ranks)))
+    engine = Engine(plan, grid, torch.device("cpu"))
+    engine.initialize()
+    loss = engine.step(list(parity.own_batches(0, layout, grid.dp.rank)), lr=0.0).lm_loss
+    return loss, str(engine.executor.dtype)
 
 
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(pool: WorkerPool) -> None:

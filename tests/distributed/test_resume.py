@@ -103,3 +103,24 @@ def test_losses_of_all_layouts_stay_together(unbroken: Unbroken, name: str) -> N
     alone = [line["lm_loss"] for line in metrics(unbroken["one process"]) if "lm_loss" in line]
     found = [line["lm_loss"] for line in metrics(unbroken[name]) if "lm_loss" in line]
     assert found == pytest.approx(alone, rel=2e-5)
+
+
+GPT2 = (
+    "--normalization LayerNorm --no-swiglu --no-disable-bias-linear --position-embedding-type learned_absolute "
+    "--max-position-embeddings 16 --hidden-dropout 0.1 --attention-dropout 0.1 --qk-layernorm --softmax-type learnable"
+).split()
+
+
+def test_a_model_with_dropout_goes_on_under_another_layout_as_if_nothing_had_happened(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Biases, positions, sinks and norms of heads are found again, and the same elements are dropped."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert set(pool.run(1, train_here, [*GPT2, *folder_flags(whole)])) == {0}
+    assert set(pool.run(1, train_here, [*GPT2, *folder_flags(cut), "--exit-interval", "10"])) == {75}
+    world_size, flags = LAYOUTS["tp2 dp2 pp2"]
+    assert set(pool.run(world_size, train_here, [*GPT2, *flags, *folder_flags(cut)])) == {0}
+    expected, found = ([line["lm_loss"] for line in metrics(x) if "lm_loss" in line] for x in (whole, cut))
+    assert len(found) == 20
+    assert found == pytest.approx(expected, rel=2e-5)
+    assert found[:10] == expected[:10]

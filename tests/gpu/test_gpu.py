@@ -14,6 +14,7 @@ from megatrain.optim.schedule import Rates
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools.parity import Layout, own_batches, tiny_plan
+from megatrain.tools.parity_models import MODELS
 from megatrain.training.engine import Engine
 
 SMALL = (
@@ -53,11 +54,12 @@ def test_weight_gradients_accumulate_in_fp32(shape: tuple[int, int, int]) -> Non
     assert (found - expected).norm() / expected.norm() < 1e-5
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_training_in_fp64_is_the_cpus(is_tied: bool) -> None:
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("recompute", ["", "uniform"])
+def test_training_in_fp64_is_the_cpus(model: str, recompute: str) -> None:
     reports = {}
     for device in ("cpu", "cuda"):
-        plan = tiny_plan(Layout(is_tied=is_tied), 1)
+        plan = tiny_plan(Layout(is_tied=model != "llama", model=model, recompute=recompute), 1)
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [[on_device(batch, device) for batch in own_batches(step, Layout(), 0)] for step in range(3)]

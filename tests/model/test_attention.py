@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.model.implementations.local import LocalCoreAttention
+from megatrain.model.implementations.local_attention import LocalCoreAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 
@@ -21,9 +21,7 @@ def attend(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output [s, b, n d] and the gradients of q, k and v."""
     q, k, v = (one.clone().requires_grad_() for one in x)
-    core = LocalCoreAttention(
-        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D, rotary_base=None)
-    )
+    core = LocalCoreAttention(AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D))
     out = core(q, k, v, PassInfo(documents=documents))
     out.backward(upstream)
     return out.detach(), [one.grad for one in (q, k, v) if one.grad is not None]

@@ -1,5 +1,6 @@
 """The model against the same mathematics written plainly: loss, logits and every gradient, in fp64."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.optim.sharded import fill_shards
@@ -24,12 +26,13 @@ CPU = torch.device("cpu")
 
 def _spec(*, is_tied: bool, padded: int = 128) -> GptSpec:
     layer = LayerSpec(
-        mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=8, rotary_base=10000.0),
+        mixer=AttentionSpec(
+            num_heads=4, num_query_groups=2, head_channels=8, rotary=RotarySpec(base=10000.0)
+        ),
         mlp=MlpSpec(ffn_hidden_size=24),
     )
     return GptSpec(
-        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, norm_epsilon=1e-5,
-        is_tied=is_tied, init_std=0.2, output_init_std=0.1,
+        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=padded, layers=(layer,) * 2, is_tied=is_tied, init_std=0.2, output_init_std=0.1,
     )  # fmt: skip
 
 
@@ -93,7 +96,7 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> T
     for number, layer in enumerate(spec.layers):
         w = {k.split(f"layers.{number}.")[1]: v for k, v in weights.items() if f"layers.{number}." in k}
         d = layer.mixer.head_channels
-        y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm_epsilon)
+        y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm.epsilon)
         q, k, v = (F.linear(y, w[f"attention.{p}.weight"]).view(b, s, -1, d).transpose(1, 2) for p in "qkv")
         angles = torch.outer(torch.arange(s).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d))
         turn = torch.polar(torch.ones_like(angles), angles)
@@ -106,10 +109,10 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> T
         )
         heads = (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1)
         x = x + F.linear(heads, w["attention.proj.weight"])
-        y = F.rms_norm(x, x.shape[-1:], w["mlp.norm.weight"], spec.norm_epsilon)
+        y = F.rms_norm(x, x.shape[-1:], w["mlp.norm.weight"], spec.norm.epsilon)
         gated = F.silu(F.linear(y, w["mlp.gate.weight"])) * F.linear(y, w["mlp.up.weight"])
         x = x + F.linear(gated, w["mlp.down.weight"])
-    x = F.rms_norm(x, x.shape[-1:], weights["decoder.final_norm.weight"], spec.norm_epsilon)
+    x = F.rms_norm(x, x.shape[-1:], weights["decoder.final_norm.weight"], spec.norm.epsilon)
     output = "embedding.word_embeddings.weight" if spec.is_tied else "output_layer.weight"
     return F.linear(x, weights[output])
 
@@ -181,9 +184,12 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
     assert not built.buffers.gradients.any()
 
 
-def test_bfloat16_stays_near_fp64() -> None:
+@pytest.mark.parametrize("is_residual_wide", [False, True])
+def test_bfloat16_stays_near_fp64(is_residual_wide: bool) -> None:
     batches = list(_batches(1))
-    wide, narrow = Built(_spec(is_tied=False)), Built(_spec(is_tied=False), torch.bfloat16)
+    spec = dataclasses.replace(_spec(is_tied=False), is_residual_wide=is_residual_wide)
+    wide, narrow = Built(spec), Built(spec, torch.bfloat16)
+    assert narrow.model.hidden_dtype == (torch.float32 if is_residual_wide else torch.bfloat16)
     (expected,) = wide.run(batches, one_forward_one_backward(0, 1, 1))
     (found,) = narrow.run(batches, one_forward_one_backward(0, 1, 1))
     assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)

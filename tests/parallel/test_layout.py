@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.model.layouts import columns_layout, norm_layout, rows_layout, vocab_layout
+from megatrain.model.layouts import columns_layout, rows_layout, stream_layout, vocab_layout
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
@@ -39,7 +39,7 @@ def _layouts(tp: TensorParallel) -> list[ParamLayout]:
     return [
         columns_layout([("q", 8), ("k", 4), ("v", 4)], 6, init, tp),
         rows_layout("proj", 6, 8, init, tp),
-        norm_layout("norm", 6, tp),
+        stream_layout("norm", 6, Init(mean=1.0), tp),
         vocab_layout("embedding", 11, 16, 6, init, tp, is_shared=False),
     ]
 

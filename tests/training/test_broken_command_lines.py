@@ -41,8 +41,9 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "data file missing": ({"--mock-data": None, "--data-path": "nowhere/text"}, "nowhere/text", ".idx"),
     "tokenizer missing": ({"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "nowhere.json"},
                           "nowhere.json", "tokenizer"),
-    "layer norm": ({"--normalization": None}, "LayerNorm", "--normalization RMSNorm"),
-    "dropout": ({"--hidden-dropout": None}, "--hidden-dropout", "--hidden-dropout 0"),
+    "learned positions without a table": ({"--position-embedding-type": None}, "learned_absolute",
+                                          "--max-position-embeddings 16"),
+    "everything dropped": ({"--hidden-dropout": "1"}, "--hidden-dropout 1", "below 1"),
     "groups without the switch": ({"--num-query-groups": "2"}, "--num-query-groups 2", "--group-query-attention"),
     "both lengths": ({"--train-samples": "8"}, "--train-samples", "--train-iters"),
     "warm-up longer than the run": ({"--lr-warmup-iters": "5"}, "--lr-warmup-iters", "shorten"),
@@ -91,12 +92,12 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     changed: dict[str, str | None] = {
         "--num-layer": "4",
         "--lr": "fast",
-        "--hidden-dropout": None,
+        "--hidden-dropout": "1",
         "--mock-data": None,
     }
     assert pretrain.main(command_line(changed)) == 2
     told = capsys.readouterr().err
-    assert all(word in told for word in ("--num-layer ", "--lr fast", "--hidden-dropout", "--data-path"))
+    assert all(word in told for word in ("--num-layer ", "--lr fast", "--hidden-dropout 1", "--data-path"))
 
 
 def test_a_missing_checkpoint_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

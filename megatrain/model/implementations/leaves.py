@@ -9,13 +9,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatrain.model.specs import AttentionSpec
+from megatrain.model.layouts import Weights
+from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import ParamLayout
 
 
-class NormColumnLinear(Protocol):
-    """Residual addition, norm, and a column-parallel linear layer."""
+class Pointwise(Protocol):
+    """What changes tokens one by one, such as a norm or dropout."""
+
+    def __call__(self, x: Tensor, info: PassInfo) -> Tensor:
+        """x and the result alike in shape."""
+        ...
+
+
+class ColumnLinear(Protocol):
+    """Residual addition, norm or none, and a column-parallel linear layer."""
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         """hidden, delta [s/tp, b, h] -> (hidden + delta, linear(norm(hidden + delta)) [s, b, o/tp])."""
@@ -41,10 +50,22 @@ class CoreAttention(Protocol):
 class Leaves(Protocol):
     """One implementation."""
 
-    def norm_column_linear(self, norm: ParamLayout, weight: ParamLayout) -> NormColumnLinear: ...
+    def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+        """Norm over the last dimension, whole on this rank."""
+        ...
 
-    def row_linear(self, weight: ParamLayout) -> RowLinear: ...
+    def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+        """RMSNorm over the last two dimensions, [s, b, n/tp, d], of which the first is split over the ranks."""
+        ...
 
-    def swiglu_row_linear(self, weight: ParamLayout) -> RowLinear: ...
+    def column_linear(self, norm: Weights | None, linear: Weights) -> ColumnLinear: ...
 
-    def core_attention(self, spec: AttentionSpec) -> CoreAttention: ...
+    def row_linear(self, linear: Weights) -> RowLinear: ...
+
+    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear: ...
+
+    def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
+        """`name`: of the attention layer, by which dropout draws."""
+        ...
+
+    def dropout(self, p: float, name: str) -> Pointwise: ...

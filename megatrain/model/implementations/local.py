@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
+from torch import Tensor, nn
 
+from megatrain.kernels import activations
+from megatrain.kernels.activations import Curve, Gate
+from megatrain.kernels.dropout import keep_mask
+from megatrain.kernels.normal import stream_key
 from megatrain.model import functions
-from megatrain.model.specs import AttentionSpec
-from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.model.implementations.leaves import CoreAttention, Pointwise
+from megatrain.model.implementations.local_attention import LocalCoreAttention, LocalMathAttention
+from megatrain.model.layouts import Weights
+from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel, column_linear, row_linear
-
-# torch 2.11 takes grouped queries as they come, later versions want to be told.
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 @dataclass(frozen=True)
@@ -29,54 +27,133 @@ class LocalLeaves:
 
     tp: TensorParallel
     dtype: torch.dtype
-    norm_epsilon: float
+    norms: NormSpec
+    seed: int
+    """Of dropout."""
 
-    def norm_column_linear(self, norm: ParamLayout, weight: ParamLayout) -> LocalNormColumnLinear:
-        return LocalNormColumnLinear(self, norm, weight)
+    def norm(self, weights: Weights, spec: NormSpec) -> LocalRmsNorm:
+        kind = LocalLayerNorm if spec.kind == "LayerNorm" else LocalRmsNorm
+        return kind(weights, spec, self.dtype)
 
-    def row_linear(self, weight: ParamLayout) -> LocalRowLinear:
-        return LocalRowLinear(self, weight)
+    def split_norm(self, weights: Weights, spec: NormSpec) -> LocalSplitRmsNorm:
+        return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
 
-    def swiglu_row_linear(self, weight: ParamLayout) -> LocalSwigluRowLinear:
-        return LocalSwigluRowLinear(self, weight)
+    def column_linear(self, norm: Weights | None, linear: Weights) -> LocalColumnLinear:
+        return LocalColumnLinear(self, None if norm is None else self.norm(norm, self.norms), linear)
 
-    def core_attention(self, spec: AttentionSpec) -> LocalCoreAttention:
-        return LocalCoreAttention(spec)
+    def row_linear(self, linear: Weights) -> LocalRowLinear:
+        return LocalRowLinear(self, linear)
+
+    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
+        if spec.activation == "swiglu" and spec.clamp is None and not spec.offset:
+            return LocalSwigluRowLinear(self, linear)
+        if spec.is_gated:
+            gate = Gate(curve=_CURVES[spec.activation], clamp=spec.clamp, offset=spec.offset)
+            return LocalGatedRowLinear(self, linear, gate)
+        return LocalActivationRowLinear(self, linear, _CURVES[spec.activation])
+
+    def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
+        if spec.softcap is None and spec.sink == "none" and not spec.dropout:
+            return LocalCoreAttention(spec)
+        return LocalMathAttention(spec, sink, stream_key(self.seed, f"{name}.dropout"), self.tp, self.dtype)
+
+    def dropout(self, p: float, name: str) -> Pointwise:
+        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp)
 
 
-class LocalNormColumnLinear(LaidOutModule):
-    """Residual addition, RMSNorm and a column-parallel linear layer."""
+_CURVES: dict[str, Curve] = {
+    "swiglu": activations.SILU,
+    "geglu_tanh": activations.GELU_TANH,
+    "quick_geglu": activations.QUICK_GELU,
+    "gelu": activations.GELU,
+    "gelu_tanh": activations.GELU_TANH,
+    "squared_relu": activations.SQUARED_RELU,
+}
 
-    norm: Tensor
+
+class LocalRmsNorm(LaidOutModule):
+    """Norm over the last dimension, in the dtype of its weight."""
+
+    def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.epsilon = spec.epsilon
+        self.offset = 1.0 if spec.is_stored_minus_one else 0.0
+        self.add_weight("weight", weights.weight, dtype)
+        if weights.bias is not None:
+            self.add_weight("bias", weights.bias, dtype)
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a leaf gets it)
+        return functions.rms_norm(x, self, self.epsilon, self.offset)
+
+
+class LocalLayerNorm(LocalRmsNorm):
+    """The same with mean and bias."""
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
+        return functions.layer_norm(x, self, self.epsilon, self.offset)
+
+
+class LocalSplitRmsNorm(LocalRmsNorm):
+    """RMSNorm over all heads: [s, b, n/tp, d], with a sum over the ranks."""
+
+    def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype, tp: TensorParallel) -> None:
+        super().__init__(weights, spec, dtype)
+        self.tp = tp
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
+        normed = functions.split_rms_norm(x.flatten(2), self, self.epsilon, self.offset, self.tp.group)
+        return normed.view_as(x)
+
+
+class LocalColumnLinear(LaidOutModule):
+    """Residual addition, norm or none, and a column-parallel linear layer."""
+
     weight: Tensor
 
-    def __init__(self, leaves: LocalLeaves, norm: ParamLayout, weight: ParamLayout) -> None:
+    def __init__(self, leaves: LocalLeaves, norm: LocalRmsNorm | None, linear: Weights) -> None:
         super().__init__()
-        self.leaves = leaves
-        self.add_weight("norm", norm, leaves.dtype)
-        self.add_weight("weight", weight, leaves.dtype)
+        self.tp = leaves.tp
+        self.norm: nn.Module = norm if norm is not None else LocalNarrowing(leaves.dtype)
+        self.add_weight("weight", linear.weight, leaves.dtype)
+        self.has_bias = linear.bias is not None
+        if linear.bias is not None:
+            self.add_weight("bias", linear.bias, leaves.dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         if delta is not None:
             hidden = hidden + delta
-        eps = self.leaves.norm_epsilon
-        normed = functions.rms_norm(hidden, self.norm, self.weight_grads.get("norm"), eps, info)
-        out = column_linear(normed, self.weight, self.weight_grads.get("weight"), self.leaves.tp, info)
-        return hidden, out
+        normed = self.norm(hidden, info)
+        out = column_linear(normed, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        return hidden, functions.add_bias(out, self) if self.has_bias else out
+
+
+class LocalNarrowing(nn.Module):
+    """Stands where a norm would: the residual stream in the dtype of the weights."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
+        return x.to(self.dtype)
 
 
 class LocalRowLinear(LaidOutModule):
-    """Row-parallel linear layer."""
+    """Row-parallel linear layer. Its bias is added once the ranks' parts are summed."""
 
     weight: Tensor
 
-    def __init__(self, leaves: LocalLeaves, weight: ParamLayout) -> None:
+    def __init__(self, leaves: LocalLeaves, linear: Weights) -> None:
         super().__init__()
         self.tp = leaves.tp
-        self.add_weight("weight", weight, leaves.dtype)
+        self.add_weight("weight", linear.weight, leaves.dtype)
+        self.has_bias = linear.bias is not None
+        if linear.bias is not None:
+            self.add_weight("bias", linear.bias, leaves.dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        out = row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        return functions.add_bias(out, self) if self.has_bias else out
 
 
 class LocalSwigluRowLinear(LocalRowLinear):
@@ -86,28 +163,42 @@ class LocalSwigluRowLinear(LocalRowLinear):
         return super().forward(functions.swiglu(x), info)
 
 
-class LocalCoreAttention(torch.nn.Module):
-    """torch's scaled-dot-product attention."""
+class LocalGatedRowLinear(LocalRowLinear):
+    """The same with any curve, clamp and offset."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, leaves: LocalLeaves, linear: Weights, gate: Gate) -> None:
+        super().__init__(leaves, linear)
+        self.gate = gate
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        return super().forward(functions.gated_activation(x, self.gate), info)
+
+
+class LocalActivationRowLinear(LocalRowLinear):
+    """Behind an activation without a gate: [s, b, f/tp] -> [s/tp, b, h]."""
+
+    def __init__(self, leaves: LocalLeaves, linear: Weights, curve: Curve) -> None:
+        super().__init__(leaves, linear)
+        self.curve = curve
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        return super().forward(functions.activation(x, self.curve), info)
+
+
+class LocalDropout(nn.Module):
+    """Dropout of this rank's rows of the sequence, [s/tp, b, h], as one rank would draw it for all."""
+
+    def __init__(self, p: float, key: int, tp: TensorParallel) -> None:
         super().__init__()
-        self.has_groups = spec.num_query_groups < spec.num_heads
+        self.p = p
+        self.key = key
+        self.tp = tp
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        if info.documents is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return self._by_length(q, k, v, info.documents)
-        mask = info.documents.mask if info.documents is not None else None
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n/tp, s, d]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.has_groups
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _by_length(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """Documents of any length laid end to end: no mask is formed."""
-        s, b = q.shape[:2]
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b * s, n/tp, d]
-        borders, longest = documents.cu_seqlens, documents.max_seqlen
-        out = varlen_attn(q, k, v, borders, borders, longest, longest, window_size=(-1, 0), **_GROUPED)
-        assert isinstance(out, Tensor)
-        return out.view(b, s, -1).transpose(0, 1)
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        if not info.is_training:
+            return x
+        rows, samples, channels = x.shape
+        places = torch.arange(rows, device=x.device) + self.tp.first_row(rows)
+        numbers = torch.arange(samples, device=x.device) + info.first_sample
+        tokens = places[:, None] + numbers * self.tp.whole_length(rows)
+        return functions.drop(x, keep_mask(tokens, channels, key=self.key, p=self.p), self.p)

@@ -1,0 +1,56 @@
+"""Patterns of layers and windows: every spelling, and nothing is run."""
+
+import pytest
+
+from megatrain.config.patterns import PatternError, layers_with, window_of
+
+YES, NO = True, False
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, (YES, YES, YES, YES)),
+        ("2", (YES, NO, YES, NO)),
+        ("4", (YES, YES, YES, NO)),
+        ("1", (NO, NO, NO, NO)),
+        ("[1,1,0,1]", (YES, YES, NO, YES)),
+        ("[1]*3+[0]", (YES, YES, YES, NO)),
+        ("([1]+[0]) * 2", (YES, NO, YES, NO)),
+        ("2*[0, 1]", (NO, YES, NO, YES)),
+    ],
+)
+def test_a_pattern_says_which_layers(text: str | None, expected: tuple[bool, ...]) -> None:
+    assert layers_with(text, 4, one_means=True) == expected
+
+
+def test_a_list_may_name_the_layers_that_have_it_not_and_a_number_stays_the_same() -> None:
+    assert (
+        layers_with("[0]*3+[1]", 4, one_means=False)
+        == layers_with("4", 4, one_means=False)
+        == (YES, YES, YES, NO)
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "-1", "0", "[1]", "[1]*5", "[2]*4", "[1]*4+", "[True]*4", "open('f')", "[1]*10**9", "[[1]]*4", "[-1]*4",
+     "[1.0]*4", "9" * 40, "(" * 500, "[1]*99999999999", "[]*4"],
+)  # fmt: skip
+def test_what_is_no_pattern_is_an_error(text: str) -> None:
+    with pytest.raises(PatternError):
+        layers_with(text, 4, one_means=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, None), ("128,0", 128), ("(128, 0)", 128), ("-1,0", None), ("0,0", 0), ("[4,0]", 4)],
+)
+def test_a_window_is_the_tokens_to_the_left(text: str | None, expected: int | None) -> None:
+    assert window_of(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "128", "128,1", "128,-1", "-2,0", "a,0", "1,2,3"])
+def test_what_is_no_window_is_an_error(text: str) -> None:
+    with pytest.raises(PatternError):
+        window_of(text)

@@ -1,0 +1,56 @@
+"""Activations against torch's own, and their gradients against autograd, in fp64."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatrain.kernels import activations as a
+from megatrain.kernels.activations import Gate
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return 2 * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+PLAIN = {
+    "gelu": (a.GELU, F.gelu),
+    "gelu_tanh": (a.GELU_TANH, lambda x: F.gelu(x, approximate="tanh")),
+    "quick_gelu": (a.QUICK_GELU, lambda x: x * torch.sigmoid(1.702 * x)),
+    "silu": (a.SILU, F.silu),
+    "squared_relu": (a.SQUARED_RELU, lambda x: F.relu(x) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_curve_and_its_slope_are_torchs(name: str) -> None:
+    curve, plain = PLAIN[name]
+    x, dy = _random(4, 3, 10).requires_grad_(), _random(4, 3, 10)
+    expected = plain(x)
+    expected.backward(dy)
+    torch.testing.assert_close(a.activate(x.detach(), curve), expected.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(a.activate_backward(dy, x.detach(), curve), x.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("clamp", "offset"), [(None, 0.0), (1.5, 0.0), (None, 1.0), (1.5, 1.0)])
+def test_a_gated_activation_and_its_gradient_are_autograds(
+    name: str, clamp: float | None, offset: float
+) -> None:
+    curve, plain = PLAIN[name]
+    x, dy = _random(5, 2, 16).requires_grad_(), _random(5, 2, 8)
+    gate, up = x.chunk(2, -1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    expected = plain(gate) * (up + offset)
+    expected.backward(dy)
+    spec = Gate(curve=curve, clamp=clamp, offset=offset)
+    torch.testing.assert_close(a.activate_gated(x.detach(), spec), expected.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        a.activate_gated_backward(dy, x.detach(), spec), x.grad, rtol=1e-12, atol=1e-14
+    )
+
+
+def test_narrow_input_is_computed_in_fp32() -> None:
+    x = _random(64, 8).bfloat16()
+    expected = F.gelu(x.float(), approximate="tanh").bfloat16()
+    assert torch.equal(a.activate(x, a.GELU_TANH), expected)

@@ -1,0 +1,107 @@
+"""The autograd functions: outputs, gradients of inputs, and those of weights in the buffers, against plain torch in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatrain.kernels.activations import GELU_TANH, QUICK_GELU, Gate
+from megatrain.kernels.dropout import keep_mask
+from megatrain.model import functions
+from megatrain.model.implementations.local import LocalDropout
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.tensor import TensorParallel
+
+ALONE = RankGroup("tp", (0,), 0)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def holder(**weights: Tensor) -> LaidOutModule:
+    module = LaidOutModule()
+    for name, value in weights.items():
+        module.register_parameter(name, torch.nn.Parameter(value.detach().clone()))
+        module.weight_grads[name] = torch.ones_like(value)
+    return module
+
+
+WEIGHT, BIAS = _random(16), _random(1, 16)[0]
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "rms_norm": (
+        lambda x, own: functions.rms_norm(x, own, 1e-5, 0.0),
+        lambda x, weight, bias: F.rms_norm(x, (16,), weight, 1e-5) + 0 * bias,
+    ),
+    "rms_norm minus one": (
+        lambda x, own: functions.rms_norm(x, own, 1e-5, 1.0),
+        lambda x, weight, bias: F.rms_norm(x, (16,), weight + 1, 1e-5) + 0 * bias,
+    ),
+    "layer_norm": (
+        lambda x, own: functions.layer_norm(x, own, 1e-5, 1.0),
+        lambda x, weight, bias: F.layer_norm(x, (16,), weight + 1, bias, 1e-5),
+    ),
+    "split_rms_norm": (
+        lambda x, own: functions.split_rms_norm(x, own, 1e-5, 0.0, ALONE),
+        lambda x, weight, bias: F.rms_norm(x, (16,), weight, 1e-5) + 0 * bias,
+    ),
+    "add_bias": (
+        functions.add_bias,
+        lambda x, weight, bias: x + bias + 0 * weight,
+    ),
+    "as_leaf": (
+        lambda x, own: x * functions.as_leaf(own.weight, own.weight_grads["weight"]),
+        lambda x, weight, bias: x * weight + 0 * bias,
+    ),
+    "activation": (
+        lambda x, own: functions.activation(x, GELU_TANH),
+        lambda x, weight, bias: F.gelu(x, approximate="tanh") + 0 * weight + 0 * bias,
+    ),
+    "gated_activation": (
+        lambda x, own: functions.gated_activation(torch.cat((x, x), -1), Gate(curve=QUICK_GELU, clamp=0.5, offset=1)),
+        lambda x, weight, bias: x.clamp(max=0.5) * torch.sigmoid(1.702 * x.clamp(max=0.5)) * (x.clamp(-0.5, 0.5) + 1) + 0 * weight + 0 * bias,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> None:
+    function, plain = FUNCTIONS[name]
+    x, upstream = _random(5, 3, 16), _random(3, 5, 16).view(5, 3, 16)
+    theirs = [one.clone().requires_grad_() for one in (x, WEIGHT, BIAS)]
+    expected = plain(*theirs)
+    expected.backward(upstream)
+    own, ours = holder(weight=WEIGHT, bias=BIAS), x.clone().requires_grad_()
+    found = function(ours, own)
+    found.backward(upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(ours.grad, theirs[0].grad, rtol=1e-11, atol=1e-12)
+    for weight, their in zip(("weight", "bias"), theirs[1:], strict=True):
+        torch.testing.assert_close(own.weight_grads[weight] - 1, their.grad, rtol=1e-11, atol=1e-12)
+
+
+def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
+    x = torch.ones(6, 2, 16, dtype=torch.float64, requires_grad=True)
+    tp = TensorParallel(ALONE, sequence_parallel=False)
+    dropout, info = LocalDropout(0.25, 5, tp), PassInfo(first_sample=4)
+    out = dropout(x, info)
+    out.backward(torch.ones_like(out))
+    rows = torch.tensor([4, 5]) * 6 + torch.arange(6)[:, None]
+    expected = keep_mask(rows, 16, key=5, p=0.25) / 0.75
+    torch.testing.assert_close(out, expected.double())
+    torch.testing.assert_close(x.grad, expected.double())
+    assert torch.equal(dropout(x, PassInfo(first_sample=4, is_training=False)), x)
+
+
+def test_dropout_of_a_part_of_the_sequence_is_that_part_of_the_whole() -> None:
+    x = torch.ones(8, 2, 16, dtype=torch.float64)
+    whole = LocalDropout(0.5, 5, TensorParallel(ALONE, sequence_parallel=False))(x, PassInfo())
+    for rank in range(4):
+        tp = TensorParallel(RankGroup("tp", (0, 1, 2, 3), rank), sequence_parallel=True)
+        assert torch.equal(LocalDropout(0.5, 5, tp)(x[:2], PassInfo()), whole[2 * rank : 2 * rank + 2])

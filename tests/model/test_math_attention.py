@@ -1,0 +1,127 @@
+"""Core attention with windows, softcaps, sinks, scales, documents and dropout against sums written out, in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels.dropout import keep_mask
+from megatrain.kernels.normal import stream_key
+from megatrain.model.implementations.local import LocalLeaves
+from megatrain.model.layouts import columns_bias_layout
+from megatrain.model.specs import AttentionSpec, NormSpec
+from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.tensor import TensorParallel
+
+S, B, HEADS, GROUPS, D = 12, 2, 4, 2, 8
+BORDERS = [0, 1, 9, 12, 17, 24]
+NAME = "decoder.layers.0.attention"
+TP = TensorParallel(RankGroup("tp", (0,), 0), sequence_parallel=False)
+
+
+def spec(**options: object) -> AttentionSpec:
+    return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D, **options)
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    documents: list[int] | None,
+    sink: Tensor,
+    info: PassInfo,
+) -> Tensor:
+    """Query by query."""
+    kept = torch.ones(B, HEADS, S, S, dtype=torch.bool)
+    if spec.dropout and info.is_training:
+        sample = torch.arange(B) + info.first_sample
+        rows = ((sample[:, None] * HEADS + torch.arange(HEADS))[..., None] * S) + torch.arange(S)
+        kept = keep_mask(rows, S, key=stream_key(3, f"{NAME}.dropout"), p=spec.dropout)
+    out = torch.zeros(S, B, HEADS, D, dtype=q.dtype)
+    for b in range(B):
+        for n in range(HEADS):
+            for i in range(S):
+                first = 0 if spec.window is None else max(0, i - spec.window)
+                if documents is not None:
+                    first = max(first, max(x for x in documents if x <= b * S + i) - b * S)
+                own = slice(first, i + 1)
+                scores = k[own, b, n // 2] @ q[i, b, n] * (spec.scale or 1 / math.sqrt(D))
+                if spec.softcap:
+                    scores = spec.softcap * torch.tanh(scores / spec.softcap)
+                e = scores.exp()
+                total = e.sum()
+                if spec.sink != "none":
+                    total = total + (sink[n].exp() if spec.sink == "learned" else 1)
+                p = e / total * kept[b, n, i, own] / (1 - spec.dropout * info.is_training)
+                out[i, b, n] = p @ v[own, b, n // 2]
+    return out.flatten(2)
+
+
+CASES = {
+    "window": spec(window=3),
+    "window of the query alone": spec(window=0),
+    "scale": spec(scale=0.7),
+    "softcap": spec(softcap=1.5, window=5),
+    "off by one": spec(sink="zero"),
+    "learned sink": spec(sink="learned", window=4, scale=0.5),
+    "dropout": spec(dropout=0.3),
+    "all": spec(window=6, scale=0.9, softcap=2.0, sink="learned", dropout=0.2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("is_training", [False, True])
+def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_training: bool) -> None:
+    case, generator = CASES[name], torch.Generator().manual_seed(1)
+    shapes = [(S, B, HEADS, D), (S, B, GROUPS, D), (S, B, GROUPS, D), (HEADS,)]
+    inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    upstream = torch.randn(S, B, HEADS * D, dtype=torch.float64, generator=generator)
+    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32), 8, B) if has_documents else None
+    info = PassInfo(documents=documents, first_sample=10, is_training=is_training)
+
+    theirs = [x.clone().requires_grad_() for x in inputs]
+    expected = plain(*theirs[:3], case, BORDERS[:-1] if has_documents else None, theirs[3], info)
+    expected.backward(upstream)
+
+    layout = columns_bias_layout([("sink", HEADS)], TP)
+    leaves = LocalLeaves(TP, torch.float64, NormSpec(), seed=3)
+    core = leaves.core_attention(case, layout if case.sink == "learned" else None, NAME)
+    if case.sink == "learned":
+        assert isinstance(core, LaidOutModule)
+        core.sink = torch.nn.Parameter(inputs[3].clone())
+        core.weight_grads["sink"] = torch.zeros(HEADS, dtype=torch.float64)
+    ours = [x.clone().requires_grad_() for x in inputs[:3]]
+    found = core(*ours, info)
+    found.backward(upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    for own, their in zip(ours, theirs, strict=False):
+        torch.testing.assert_close(own.grad, their.grad, rtol=1e-10, atol=1e-12)
+    if case.sink == "learned":
+        torch.testing.assert_close(core.weight_grads["sink"], theirs[3].grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["window", "window of the query alone", "scale"])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
+    case, generator = CASES[name], torch.Generator().manual_seed(1)
+    shapes = [(S, B, HEADS, 16), (S, B, GROUPS, 16), (S, B, GROUPS, 16)]
+    inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    core = LocalLeaves(TP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        borders = torch.tensor(BORDERS, dtype=torch.int32, device=device)
+        info = PassInfo(documents=Documents(borders, 8, B) if has_documents else None)
+        x = [one.to(device, dtype).requires_grad_() for one in inputs]
+        out = core(*x, info)
+        out.backward(torch.ones_like(out))
+        found.append([out.detach().double().cpu(), *(one.grad.double().cpu() for one in x)])
+    for cpu, cuda in zip(*found, strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)

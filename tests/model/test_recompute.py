@@ -1,0 +1,41 @@
+"""Recomputation keeps less and changes no bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.tools.parity import Layout, own_batches, tiny_plan
+from megatrain.tools.parity_models import RECOMPUTE
+from megatrain.training.engine import Engine
+
+
+def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
+    """The gradients, and how many bytes the forward passes keep (recomputed parts keep theirs elsewhere)."""
+    layout = Layout(model=model, recompute=recompute, global_batch=4)
+    engine = Engine(tiny_plan(layout, 1), RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine.initialize()
+    kept = 0
+
+    def count(x: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += x.numel() * x.element_size()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+        engine.accumulate_gradients(list(own_batches(0, layout, 0)), first_sample=8)
+    return engine.buffers.gradients, kept
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_gradients_are_the_same_bits_and_less_is_kept(model: str) -> None:
+    expected, all_of_it = run("", model)
+    found = {name: run(name, model) for name in RECOMPUTE if name}
+    for name in ("block", "selective"):
+        assert torch.equal(found[name][0], expected), name
+    chunked = found["uniform"][0]  # chunks are segments, whose parameters lie elsewhere
+    assert torch.equal(chunked[chunked != 0].sort().values, expected[expected != 0].sort().values)
+    kept = {name: bytes_kept for name, (_, bytes_kept) in found.items()}
+    assert kept["uniform"] < kept["selective"] < all_of_it
+    assert kept["uniform"] < kept["block"] < all_of_it

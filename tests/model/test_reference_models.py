@@ -1,0 +1,245 @@
+"""Known models, with weights copied by canonical name: logits and gradients are those of the `transformers` library, in fp32."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from weights_elsewhere import (
+    GEMMA2_NORMS,
+    OLMO2_NORMS,
+    PRE_NORMS,
+    QK_NORMS,
+    Weights,
+    gpt2,
+    gpt_neox,
+    llama_like,
+    shaken,
+)
+
+from megatrain.config import Facts, parse, resolve
+from megatrain.inference.generate import all_logits
+from megatrain.model.gpt import build_model
+from megatrain.model.specs import gpt_spec
+from megatrain.optim.sharded import fill_shards
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.layout import BoxRange, ParamLayout
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+
+VOCAB, SEQ, LAYERS = 97, 40, 4
+TINY = (
+    f"--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 80 --seq-length {SEQ} --lr 1e-3 "
+    f"--micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCAB} "
+    f"--hidden-dropout 0 --attention-dropout 0 --params-dtype float32 --device cpu"
+)
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "intermediate_size": 80,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
+LLAMA = "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear"
+GQA = "--group-query-attention --num-query-groups 2"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+class Copied:
+    """Weights of another program, whole and by canonical name."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.used: set[str] = set()
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
+        whole = self.weights[box.piece.name]
+        assert whole.shape == box.piece.shape, box.piece.name
+        out.copy_(whole[tuple(slice(*edge) for edge in box.box)])
+        self.used.add(box.piece.name)
+
+
+class Ours:
+    """Our model with the weights of theirs."""
+
+    def __init__(self, flags: str, weights: Weights) -> None:
+        plan = resolve(parse([*TINY.split(), *flags.split()]), Facts(vocab_size=VOCAB, eod_id=VOCAB - 1))
+        self.grid = RankGrid.build(GridShape(), 0)
+        spec = gpt_spec(plan.config.model, vocab_size=VOCAB)
+        kind = {"dtype": torch.float32, "device": torch.device("cpu")}
+        self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
+        self.buffers = FlatBuffers(
+            self.model.registry, shard_group=self.grid.dp, weight_dtype=torch.float32, grad_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        source = Copied(weights)
+        fill_shards(
+            [self.buffers.weights[s.start : s.stop] for s in self.buffers.shards], self.buffers, source
+        )
+        left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
+        assert not left, f"not used: {left}"
+
+    def gradients(self, tokens: Tensor, labels: Tensor) -> Weights:
+        """Of the mean loss, by canonical name."""
+        places = torch.arange(SEQ).expand_as(tokens)
+        batch = Batch(tokens=tokens, labels=labels, loss_mask=torch.ones(tokens.shape), position_ids=places)
+        executor = Executor(
+            self.model.segments, self.grid, hidden_shape=(SEQ, len(tokens), 32), dtype=torch.float32,
+            device=torch.device("cpu"), on_segment_done=lambda _: None,
+        )  # fmt: skip
+        executor.run(one_forward_one_backward(0, 1, 1), [batch], [PassInfo()])
+        found: Weights = {}
+        for bucket in self.buffers.buckets:
+            for placed in bucket.placed:
+                flat = self.buffers.gradients[placed.start : placed.stop]
+                for box in placed.entry.layout.ranges(0, flat.numel()):
+                    whole = found.setdefault(box.piece.name, torch.full(box.piece.shape, math.nan))
+                    part = flat[box.offset : box.offset + box.numel].view(box.shape)
+                    whole[tuple(slice(*edge) for edge in box.box)] = part
+        return found
+
+
+def with_norms(norms: dict[str, str]) -> Callable[[Weights], Weights]:
+    return lambda theirs: llama_like(theirs, LAYERS, norms)
+
+
+ROPE3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+
+MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]] = {
+    "GPT-2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_inner": 80, "n_positions": 64,
+         "activation_function": "gelu_new", "attn_implementation": "eager"},
+        "--max-position-embeddings 64",
+        lambda theirs: gpt2(theirs, LAYERS),
+    ),
+    "GPT-2 with exact GELU": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_inner": 80, "n_positions": 64,
+         "activation_function": "gelu", "attn_implementation": "eager"},
+        "--max-position-embeddings 64 --no-bias-gelu-fusion",
+        lambda theirs: gpt2(theirs, LAYERS),
+    ),
+    "Llama 3": (
+        "LlamaForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rope_parameters": ROPE3, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        f"{LLAMA} {GQA} {UNTIED} --rotary-base 500000 --use-rope-scaling",
+        with_norms(PRE_NORMS),
+    ),
+    "Llama with YaRN": (
+        "LlamaForCausalLM",
+        {**SHAPE, "num_key_value_heads": 1, "rope_parameters": YARN, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        (f"{LLAMA} --group-query-attention --num-query-groups 1 {UNTIED} --position-embedding-type yarn"
+        " --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"),
+        with_norms(PRE_NORMS),
+    ),
+    "Qwen2": (
+        "Qwen2ForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+        f"{LLAMA} {GQA} --add-qkv-bias --norm-epsilon 1e-6",
+        with_norms(PRE_NORMS),
+    ),
+    "Qwen3": (
+        "Qwen3ForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        f"{LLAMA} {GQA} --kv-channels 16 --qk-layernorm --norm-epsilon 1e-6 --rotary-base 1000000",
+        with_norms({**PRE_NORMS, **QK_NORMS}),
+    ),
+    "Gemma 2": (
+        "Gemma2ForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "sliding_window": 7,
+         "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+         "hidden_activation": "gelu_pytorch_tanh"},
+        (f"--normalization RMSNorm --geglu --position-embedding-type rope --disable-bias-linear {GQA} --kv-channels 16"
+        " --norm-epsilon 1e-6 --apply-layernorm-1p --norm-position both --embedding-multiplier 5.656854249492381"
+        " --window-size 6,0 --window-attn-skip-freq 2 --softmax-scale 0.20412414523193154"
+        " --attn-logit-softcapping 5 --final-logit-softcapping 3"),
+        with_norms(GEMMA2_NORMS),
+    ),
+    "OLMo 2": (
+        "Olmo2ForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        (f"{LLAMA} {GQA} {UNTIED} --norm-epsilon 1e-6 --norm-position post --qk-layernorm --qk-layernorm-width all_heads"
+        " --rotary-base 500000"),
+        with_norms(OLMO2_NORMS),
+    ),
+    "Nemotron": (
+        "NemotronForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "hidden_act": "relu2", "norm_eps": 1e-5, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        (f"{GQA} {UNTIED} --squared-relu --apply-layernorm-1p --disable-bias-linear --position-embedding-type rope"
+        " --rotary-percent 0.5"),
+        with_norms(PRE_NORMS),
+    ),
+    "SmolLM3": (
+        "SmolLM3ForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "no_rope_layer_interval": 2, "pad_token_id": None,
+         "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        f"{LLAMA} {GQA} --norm-epsilon 1e-6 --no-rope-freq 2",
+        with_norms(PRE_NORMS),
+    ),
+    "Mistral": (
+        "MistralForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "sliding_window": 5, "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        f"{LLAMA} {GQA} {UNTIED} --norm-epsilon 1e-6 --window-size 4,0",
+        with_norms(PRE_NORMS),
+    ),
+    "GPT-NeoX": (
+        "GPTNeoXForCausalLM",
+        {**SHAPE, "hidden_act": "gelu", "use_parallel_residual": False, "tie_word_embeddings": False,
+         "layer_norm_eps": 1e-5,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+        f"--position-embedding-type rope --rotary-percent 0.25 --no-bias-gelu-fusion {UNTIED}",
+        lambda theirs: gpt_neox(theirs, LAYERS, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
+    kind, settings, flags, renamed = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind).config_class(**settings)
+    config._attn_implementation = settings["attn_implementation"]
+    theirs = getattr(transformers, kind)(config).eval().float()
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
+    with torch.no_grad():
+        shaken(dict(theirs.named_parameters()))
+    logits = theirs(tokens).logits
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    ours = Ours(flags, renamed({k: v.detach() for k, v in theirs.state_dict().items()}))
+    found = all_logits(ours.model, tokens).transpose(0, 1)
+    assert logits.std() > 0.1
+    assert (found - logits).abs().max() < 1e-5 * max(1.0, logits.abs().max().item())
+    expected = renamed(
+        {k: v.grad for k, v in theirs.state_dict(keep_vars=True).items() if v.grad is not None}
+    )
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for tensor, gradient in ours.gradients(tokens, labels).items():
+        difference = (gradient - expected[tensor]).abs().max()
+        assert difference <= 1e-4 * expected[tensor].abs().max() + 1e-6 * largest, tensor

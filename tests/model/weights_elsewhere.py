@@ -1,0 +1,111 @@
+"""Weights of models of the `transformers` library under our canonical names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Weights = dict[str, Tensor]
+LAYER = "decoder.layers.{}"
+
+
+def gpt2(theirs: Weights, num_layers: int) -> Weights:
+    """Its linear layers keep their weights transposed, and q, k and v as one."""
+    ours = {
+        "embedding.word_embeddings.weight": theirs["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": theirs["transformer.wpe.weight"],
+        **_both("decoder.final_norm", theirs, "transformer.ln_f"),
+    }
+    for number in range(num_layers):
+        there, here = f"transformer.h.{number}", LAYER.format(number)
+        ours |= _both(f"{here}.attention.norm", theirs, f"{there}.ln_1")
+        ours |= _both(f"{here}.mlp.norm", theirs, f"{there}.ln_2")
+        for kind in ("weight", "bias"):
+            qkv = theirs[f"{there}.attn.c_attn.{kind}"].t().chunk(3) if kind == "weight" else None
+            qkv = qkv or theirs[f"{there}.attn.c_attn.{kind}"].chunk(3)
+            for name, part in zip("qkv", qkv, strict=True):
+                ours[f"{here}.attention.{name}.{kind}"] = part
+        for name, source in (
+            ("attention.proj", "attn.c_proj"),
+            ("mlp.up", "mlp.c_fc"),
+            ("mlp.down", "mlp.c_proj"),
+        ):
+            ours[f"{here}.{name}.weight"] = theirs[f"{there}.{source}.weight"].t()
+            ours[f"{here}.{name}.bias"] = theirs[f"{there}.{source}.bias"]
+    return ours
+
+
+_LLAMA = {
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.proj": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+PRE_NORMS = {"attention.norm": "input_layernorm", "mlp.norm": "post_attention_layernorm"}
+QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+OLMO2_NORMS = {
+    "attention.post_norm": "post_attention_layernorm",
+    "mlp.post_norm": "post_feedforward_layernorm",
+    **QK_NORMS,
+}
+GEMMA2_NORMS = {
+    "attention.norm": "input_layernorm",
+    "attention.post_norm": "post_attention_layernorm",
+    "mlp.norm": "pre_feedforward_layernorm",
+    "mlp.post_norm": "post_feedforward_layernorm",
+}
+
+
+def llama_like(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weights:
+    """Llama and those that keep its names."""
+    ours = {
+        "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
+        "decoder.final_norm.weight": theirs["model.norm.weight"],
+        "output_layer.weight": theirs.get("lm_head.weight", theirs["model.embed_tokens.weight"]),
+    }
+    if "model.norm.bias" in theirs:
+        ours["decoder.final_norm.bias"] = theirs["model.norm.bias"]
+    for number in range(num_layers):
+        there, here = f"model.layers.{number}", LAYER.format(number)
+        for name, source in {**_LLAMA, **norms}.items():
+            for kind in ("weight", "bias"):
+                if f"{there}.{source}.{kind}" in theirs:
+                    ours[f"{here}.{name}.{kind}"] = theirs[f"{there}.{source}.{kind}"]
+        if f"{there}.self_attn.sinks" in theirs:
+            ours[f"{here}.attention.sink"] = theirs[f"{there}.self_attn.sinks"]
+    return ours
+
+
+def gpt_neox(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
+    """It keeps q, k and v of each head together."""
+    ours = {
+        "embedding.word_embeddings.weight": theirs["gpt_neox.embed_in.weight"],
+        "output_layer.weight": theirs.get("embed_out.weight", theirs.get("lm_head.weight")),
+        **_both("decoder.final_norm", theirs, "gpt_neox.final_layer_norm"),
+    }
+    for number in range(num_layers):
+        there, here = f"gpt_neox.layers.{number}", LAYER.format(number)
+        ours |= _both(f"{here}.attention.norm", theirs, f"{there}.input_layernorm")
+        ours |= _both(f"{here}.mlp.norm", theirs, f"{there}.post_attention_layernorm")
+        ours |= _both(f"{here}.attention.proj", theirs, f"{there}.attention.dense")
+        ours |= _both(f"{here}.mlp.up", theirs, f"{there}.mlp.dense_h_to_4h")
+        ours |= _both(f"{here}.mlp.down", theirs, f"{there}.mlp.dense_4h_to_h")
+        for kind in ("weight", "bias"):
+            fused = theirs[f"{there}.attention.query_key_value.{kind}"]
+            for name, part in zip("qkv", fused.unflatten(0, (num_heads, 3, -1)).unbind(1), strict=True):
+                ours[f"{here}.attention.{name}.{kind}"] = part.flatten(0, 1)
+    return ours
+
+
+def _both(here: str, theirs: Weights, there: str) -> Weights:
+    return {f"{here}.{kind}": theirs[f"{there}.{kind}"] for kind in ("weight", "bias")}
+
+
+def shaken(weights: Weights) -> None:
+    """Make every number count: norms and biases start at 1 and 0, which would hide much."""
+    generator = torch.Generator().manual_seed(5)
+    for tensor in weights.values():
+        tensor.copy_(tensor + 0.1 * torch.randn(tensor.shape, generator=generator))
