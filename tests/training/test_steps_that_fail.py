@@ -21,8 +21,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step's loss is no number, and so are its gradients."""
     accumulate, calls = Engine.accumulate_gradients, []
 
-    def spoiled(self: Engine, batches: Any) -> float:
-        loss = accumulate(self, batches)
+    def spoiled(self: Engine, batches: Any, **more: Any) -> float:
+        loss = accumulate(self, batches, **more)
         calls.append(None)
         if len(calls) == 2:
             self.buffers.gradients.fill_(float("nan"))
