@@ -87,11 +87,14 @@ def swiglu(x: Tensor) -> Tensor:
 
 def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
     """Gradient of `swiglu`, [..., 2 f]."""
-    gate, up = x.to(wide(x.dtype)).chunk(2, dim=-1)
+    xw = x.to(wide(x.dtype))
+    gate, up = xw.chunk(2, dim=-1)
     dyw = dy.to(gate.dtype)
-    sigmoid = torch.sigmoid(gate)
-    dgate = dyw * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((dgate, dyw * gate * sigmoid), dim=-1).to(x.dtype)
+    dx = torch.empty_like(xw)
+    dgate, dup = dx.chunk(2, dim=-1)
+    dgate.copy_(torch.ops.aten.silu_backward(dyw * up, gate))
+    torch.mul(dyw, F.silu(gate), out=dup)
+    return dx.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLos
         wide_logits[:, vocab.num_real :] = float("-inf")
     # A rank that holds padding alone has -inf as its largest logit, which the maximum over the ranks replaces.
     largest = all_reduce(wide_logits.max(dim=-1).values, vocab.group, "max")
-    shifted = wide_logits - largest[:, None]
+    shifted = wide_logits.sub_(largest[:, None])
     target = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(is_elsewhere, 0)
     exponentials = shifted.exp_()
     sums = all_reduce(torch.stack((exponentials.sum(dim=-1), target)), vocab.group)
