@@ -12,7 +12,7 @@ from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools import parity
 from megatrain.tools.parity_faults import FAULTS
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
-from megatrain.training.engine import Engine
+from megatrain.training.engine import Engine, schedules_of
 
 
 @pytest.mark.parametrize("layout", parity.LAYOUTS, ids=lambda layout: layout.name)
@@ -127,7 +127,8 @@ def narrow_loss(rank: int, world_size: int, layout: parity.Layout) -> tuple[floa
     grid = RankGrid.build(shape, rank, lambda ranks: torch.distributed.new_group(list(ranks)))
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
-    loss = engine.step(list(parity.own_batches(0, layout, grid.dp.rank)), lr=0.0).lm_loss
+    batches = list(parity.own_batches(0, layout, grid.dp.rank))
+    loss = engine.step(batches, schedules_of(plan).at(0)).lm_loss
     return loss, str(engine.executor.dtype)
 
 

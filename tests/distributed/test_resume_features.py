@@ -184,8 +184,10 @@ def step_with_a_fault(
     for step in range(2):
         before = engine.buffers.weights.clone()
 
-        def spoiled(batches: Any, *, is_spoiled: bool = step == 0 and rank == 5) -> float:
-            loss = accumulate(batches)
+        def spoiled(
+            batches: Any, *, is_spoiled: bool = step == 0 and rank == 5, first_sample: int = 0
+        ) -> float:
+            loss = accumulate(batches, first_sample=first_sample)
             if is_spoiled:
                 shard = engine.buffers.shards[1]
                 engine.buffers.gradients[shard.start] = value
