@@ -119,7 +119,7 @@ def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         borders = torch.tensor(BORDERS, dtype=torch.int32, device=device)
         info = PassInfo(documents=Documents(borders, 8, B) if has_documents else None)
-        x = [one.to(device, dtype).requires_grad_() for one in inputs]
+        x = [one.detach().to(device, dtype).requires_grad_() for one in inputs]
         out = core(*x, info)
         out.backward(torch.ones_like(out))
         found.append([out.detach().double().cpu(), *(one.grad.double().cpu() for one in x)])
