@@ -69,7 +69,10 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
         train_iters=draft.derived.train_iters,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
-        batch_size=training.eval_global_batch_size,
+        # What passes of all ranks hold: less than --eval-global-batch-size where it is decreased to that.
+        batch_size=draft.derived.num_eval_microbatches
+        * training.micro_batch_size
+        * draft.derived.data_parallel_size,
         start_eval_at_iter=training.start_eval_at_iter,
         skip_train=training.skip_train,
     )

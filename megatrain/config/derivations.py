@@ -225,6 +225,9 @@ def schedule(draft: Draft) -> Answer:
     own = ScheduleValues(
         lr=_settled(optimizer.lr),
         min_lr=_settled(config.min_lr),
+        decoupled_lr=_settled(optimizer.decoupled_lr),
+        decoupled_min_lr=_settled(optimizer.decoupled_min_lr),
+        lr_warmup_init=_settled(config.lr_warmup_init),
         lr_decay_style=_settled(config.lr_decay_style),
         lr_warmup_samples=_settled(derived.lr_warmup_samples),
         lr_decay_samples=_settled(derived.lr_decay_samples),

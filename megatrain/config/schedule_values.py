@@ -15,6 +15,9 @@ from typing import Any, Final, Literal
 _NAMES: Final = {
     "lr": "--lr",
     "min_lr": "--min-lr",
+    "decoupled_lr": "--decoupled-lr",
+    "decoupled_min_lr": "--decoupled-min-lr",
+    "lr_warmup_init": "--lr-warmup-init",
     "lr_decay_style": "--lr-decay-style",
     "lr_warmup_samples": "samples of warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction)",
     "lr_decay_samples": "samples until the decay ends (--lr-decay-iters, --lr-decay-samples, the end of training)",
@@ -33,6 +36,9 @@ class ScheduleValues:
 
     lr: float
     min_lr: float
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
+    lr_warmup_init: float = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     lr_warmup_samples: float
     lr_decay_samples: int
@@ -65,7 +71,9 @@ class ScheduleValues:
         match name:
             case "lr_wsd_decay_style" | "lr_wsd_decay_samples":
                 return self.lr_decay_style == "WSD"
-            case "lr_decay_samples" | "min_lr":
+            case "lr_warmup_init":
+                return self.lr_warmup_samples > 0
+            case "lr_decay_samples" | "min_lr" | "decoupled_min_lr":
                 return self.lr_decay_style != "constant"
             case "weight_decay_incr_samples":
                 return self.weight_decay_incr_style != "constant"

@@ -224,26 +224,26 @@ def loss_scaler_of(plan: Plan) -> LossScaler:
         )
     return ConstantLossScale(
         precision.loss_scale or 1.0,
-        skips_gradients=precision.loss_scale is not None,
+        skips_gradients=precision.fp16 and precision.loss_scale is not None,
         skips_all=not is_checked,
     )
 
 
 def schedules_of(plan: Plan) -> Schedules:
     """The schedules that a plan describes."""
-    values, optimizer = plan.derived.schedule, plan.config.optimizer
+    values = plan.derived.schedule
     rate = LearningRate(
         style=values.lr_decay_style,
         peak=values.lr,
         floor=values.min_lr,
-        init=plan.config.schedule.lr_warmup_init,
+        init=values.lr_warmup_init,
         warmup_samples=values.lr_warmup_samples,
         decay_samples=values.lr_decay_samples,
         wsd_style=values.lr_wsd_decay_style,
         wsd_samples=values.lr_wsd_decay_samples,
     )
-    peak = values.lr if optimizer.decoupled_lr is None else optimizer.decoupled_lr
-    floor = values.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+    peak = values.lr if values.decoupled_lr is None else values.decoupled_lr
+    floor = values.min_lr if values.decoupled_min_lr is None else values.decoupled_min_lr
     return Schedules(
         lr=rate,
         embedding_lr=dataclasses.replace(rate, peak=peak, floor=floor),

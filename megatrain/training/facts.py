@@ -162,12 +162,25 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
         return [], list(error.problems)
 
 
+def _first_that_is_there(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that is there."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
 def _folder_problems(request: Request) -> Iterator[Problem]:
     """Files where folders should be, and a metrics file that is somebody else's."""
     for name in ("checkpoint.save", "checkpoint.load", "logging.tensorboard_dir", "logging.wandb_save_dir"):
         path, flag = request.known(name), flag_of(name)
         if path is not None and Path(path).exists() and not Path(path).is_dir():
             yield Problem(f"{flag} {path} is not a folder", f"give {flag} a folder")
+    for name in ("checkpoint.save", "logging.metrics_file", "logging.tensorboard_dir"):
+        given = request.known(name)
+        barrier = _first_that_is_there(Path(given).parent) if given is not None else None
+        if barrier is not None and not barrier.is_dir():
+            flag = flag_of(name)
+            yield Problem(
+                f"{flag} {given} cannot be made: {barrier} is not a folder", f"give {flag} another path"
+            )
     path = metrics_path(request.known("checkpoint.save"), request.known("logging.metrics_file"))
     if path is not None and path.is_dir():
         yield Problem(f"--metrics-file {path} is a folder", "name a file, which is made or continued")

@@ -355,8 +355,9 @@ class Trainer:
             return
         if self.save_folder is not None:
             self.save_folder.mkdir(parents=True, exist_ok=True)
-            text = to_yaml(self.config, self.plan.origins)
-            (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
+            if not self.config.training.skip_train:  # which says nothing about the run that trained
+                text = to_yaml(self.config, self.plan.origins)
+                (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
             self._write_status(None, "running")
 
     def _write_status(self, exit_code: int | None, reason: str) -> None:

@@ -113,7 +113,8 @@ def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_tra
 def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
     shapes = [(S, B, HEADS, 16), (S, B, GROUPS, 16), (S, B, GROUPS, 16)]
-    inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    # Numbers that bf16 holds: what is compared is the arithmetic, not the rounding of the inputs.
+    inputs = [torch.randn(*shape, generator=generator).bfloat16().double() for shape in shapes]
     core = LocalLeaves(TP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
@@ -124,4 +125,4 @@ def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
         out.backward(torch.ones_like(out))
         found.append([out.detach().double().cpu(), *(one.grad.double().cpu() for one in x)])
     for cpu, cuda in zip(*found, strict=True):
-        torch.testing.assert_close(cuda, cpu, rtol=3e-2, atol=3e-2)
+        assert (cuda - cpu).abs().max() <= 1e-2 * cpu.abs().max()  # bf16 on a CPU comes to 6e-3
