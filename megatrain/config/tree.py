@@ -100,7 +100,7 @@ class Setting:
     is_optional: bool
     default: Any
     range: Range | None
-    alone: str | None
+    alone: str | None = None
     """What the flag means without a value; None: it needs one."""
 
     @property
