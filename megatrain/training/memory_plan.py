@@ -126,8 +126,8 @@ class Kept:
     width: int
     wide: int
     hidden: int
-    copies_for_lengths: bool
-    """Whether attention by lengths makes copies: on a GPU, with several samples a micro-batch."""
+    runs_by_lengths: bool
+    """Whether attention with windows or documents runs by lengths, which needs no mask: on a GPU in 16 bits."""
     has_documents: bool
 
     @classmethod
@@ -147,7 +147,7 @@ class Kept:
             width=dtype.itemsize,
             wide=wide_bytes,
             hidden=wide_bytes if spec.is_residual_wide else dtype.itemsize,
-            copies_for_lengths=by_lengths,
+            runs_by_lengths=by_lengths,
             has_documents=config.data.reset_attention_mask or config.data.dataloader_inter_document_masking,
         )
 
@@ -232,10 +232,10 @@ class Kept:
             normed_inputs = q + 2 * k if spec.qk_norm != "none" else 0
             return numbers + normed_inputs + self._written_out(layer) + q
         has_mask = self.has_documents or spec.window is not None
-        if has_mask and self.copies_for_lengths and t > self.seq_length:
+        if has_mask and self.runs_by_lengths and t > self.seq_length:
             inputs = q + 2 * k + (q + 2 * k if spec.qk_norm != "none" else 0)
         mask = 0
-        if has_mask and not self.copies_for_lengths:
+        if has_mask and not self.runs_by_lengths:
             mask = self.seq_length**2 * (t // self.seq_length if self.has_documents else 1)
         return numbers + inputs + q + t * heads * 4 + mask
 

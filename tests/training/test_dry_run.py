@@ -19,6 +19,8 @@ import pretrain
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.model import functions
+from megatrain.parallel import tensor, vocab
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.tools.parity import Layout, own_batches, tiny_plan
@@ -106,6 +108,30 @@ def test_formulas_tell_what_forward_passes_keep(model: str, recompute: str) -> N
     kept = bytes_kept(engine, layout)
     told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept
     assert told == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "olmo2"])
+def test_formulas_hold_for_a_part_of_each_layer(
+    model: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives are replaced by what gives tensors of the same sizes: their values do not matter here."""
+    for module in (tensor, vocab, functions):
+        for name, stand_in in STAND_INS.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    layout = Layout(model=model, tp=2, sp=sequence_parallel, global_batch=4)
+    plan = tiny_plan(layout, 2)
+    engine = Engine(plan, RankGrid.build(GridShape(tp=2), 0), torch.device("cpu"))
+    told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept
+    assert told == pytest.approx(bytes_kept(engine, layout), rel=0.1)
+
+
+STAND_INS = {
+    "all_gather": lambda x, group: torch.cat([x] * group.size),
+    "reduce_scatter": lambda x, group: x[: x.shape[0] // group.size].clone(),
+    "all_reduce": lambda x, _group, *_: x,
+}
 
 
 def bytes_kept(engine: Engine, layout: Layout) -> int:
@@ -204,6 +230,21 @@ def test_text_has_every_paragraph() -> None:
         assert re.search(f"^{start}", text, re.MULTILINE), start
     assert "layers 8 to 15, each of them" in text
     assert "512 groups of 8: 0 1 2 3 4 5 6 7 | ... | 4088" in text
+
+
+def test_a_run_that_goes_on_is_planned_from_its_checkpoint(tmp_path: Path) -> None:
+    run = {
+        "--save": str(tmp_path / "run"),
+        "--load": str(tmp_path / "run"),
+        "--save-interval": "2",
+        "--lr-decay-iters": "9",
+    }
+    assert pretrain.main(command_line(run)) == 0
+    before = sorted(tmp_path.rglob("*"))
+    timeline = examined({**run, "--train-iters": "7"}).timeline
+    assert (timeline.start_iteration, timeline.landmarks[0].iteration) == (2, 3)
+    assert (timeline.checkpoints.count, timeline.checkpoints.first) == (3, 4)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_datasets_are_read_as_often_as_samples_take(tmp_path: Path) -> None:
