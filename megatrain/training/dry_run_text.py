@@ -89,8 +89,8 @@ def _memory(found: DryRun) -> Iterator[str]:
     yield "  on top of it: temporaries, buffers of collectives, losses of the allocator, the CUDA context"
     limit, largest = found.device_memory_bytes, max(stage.total for stage in found.memory)
     if limit is not None:
-        words = "this fits into" if largest <= limit else "MORE THAN"
-        yield f"  {words} the {_gigabytes(limit)} GB of this host's GPU"
+        words = "fits into" if largest <= limit else "is more than"
+        yield f"  the largest {words} the {_gigabytes(limit)} GB of this host's GPU"
 
 
 def _alike(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMemory]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -282,3 +283,12 @@ def test_the_page_shows_what_is_printed() -> None:
     assert len(commands) == 2
     assert len(shown) > 60
     assert [line for line in shown if " ".join(line.split()) not in lines] == []
+
+
+def test_memory_is_held_against_this_hosts_gpu() -> None:
+    found = examined(LARGE)
+    for limit, words in (
+        (10**9, "the largest is more than the 1.00 GB"),
+        (10**12, "the largest fits into the 1000.00 GB"),
+    ):
+        assert words in as_text(dataclasses.replace(found, device_memory_bytes=limit))
