@@ -1,6 +1,7 @@
 """Train a language model: `python pretrain.py --flags`, or `torchrun --nproc-per-node 8 pretrain.py --flags`.
 
-parse ─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
+parse ─┬─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
+       └─> --dry-run: what it would be
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ from megatrain.training.phases import Phases
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 target reached, 2 nothing started, 3 no valid checkpoint, 75 stopped early, 1 else."""
     request = parse(sys.argv[1:] if argv is None else argv)
-    phases = Phases(Console(is_quiet=read_environment().rank != 0))
+    is_dry = request.known("training.dry_run") is not None
+    phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))
     with phases.phase("importing PyTorch"):  # not before, so that --help answers at once
         from megatrain.training.launch import report_errors
 
-    return report_errors(lambda: train(request, phases))
+    return report_errors(lambda: show(request) if is_dry else train(request, phases))
+
+
+def show(request: Request) -> int:
+    """What the run would be."""
+    from megatrain.training.dry_run import dry_run
+
+    return dry_run(request)
 
 
 def train(request: Request, phases: Phases) -> int:

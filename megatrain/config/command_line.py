@@ -173,7 +173,8 @@ def _add_flag(group: Any, setting: Setting, text: str) -> None:
 
 def _metavar(setting: Setting) -> str:
     if setting.choices:
-        return "{" + ",".join(setting.choices) + "}"
+        words = "{" + ",".join(setting.choices) + "}"
+        return f"[{words}]" if setting.alone else words
     word = {int: "INT", float: "FLOAT", str: "TEXT", bool: ""}[setting.kind]
     return f"{word} ..." if setting.is_list else word
 
@@ -235,6 +236,8 @@ def _flag_value(flag: _TypedFlag) -> Iterator[Given | AskedFlag | Problem]:
             value = _aliased(setting, alias.value, is_missing=is_missing)
         elif setting.kind is bool:
             value = _switched(setting, flag, is_missing=is_missing)
+        elif is_missing and setting.alone is not None:
+            value = setting.alone
         elif is_missing:
             raise BadValueError("has no value", fix=f"{setting.flag} takes {accepted_values(setting)}")  # noqa: TRY301
         else:

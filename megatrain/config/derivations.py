@@ -28,6 +28,8 @@ from megatrain.config.values import INVALID, UnsettledError
 
 def device(draft: Draft) -> Answer:
     name = draft.facts.device_name
+    if draft.facts.device == "cuda" and name is None and draft.config.training.dry_run is not None:
+        return Answer("cuda", "what a run elsewhere is taken to have")
     return Answer(draft.facts.device, f"the device that was found{f', {name}' if name else ''}")
 
 

@@ -71,6 +71,7 @@ def accepted_values(setting: Setting) -> str:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[setting.kind]
     if setting.range and str(setting.range):
         words += f" {setting.range}"
+    words += ", or no value" * (setting.alone is not None)
     return words + ", or none" * setting.is_optional + ", or auto" * setting.is_derived_if_open
 
 

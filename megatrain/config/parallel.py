@@ -22,3 +22,5 @@ class ParallelConfig:
     """What carries collectives. Left open: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: int = field(default=10, metadata=in_range(at_least=1))
     """Minutes that a collective may take before the run fails."""
+    world_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Ranks that --dry-run takes to be started. Left out: those that are, or as many as hold the model once."""

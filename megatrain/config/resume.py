@@ -45,6 +45,8 @@ _NOT_WORTH_A_NOTE: Final = (
     "schedule.use_checkpoint_opt_param_scheduler",
     "data.data_cache_path",
     "data.num_workers",
+    "training.dry_run",
+    "parallel.world_size",
     "model.padded_vocab_size",
 )
 

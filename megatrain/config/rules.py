@@ -130,6 +130,15 @@ def device_is_there(draft: Draft) -> Problems:
         )
 
 
+def world_size_is_for_dry_runs(draft: Draft) -> Problems:
+    size = draft.config.parallel.world_size
+    if size is not None and draft.config.training.dry_run is None:
+        yield Problem(
+            f"--world-size {size} is for --dry-run alone: a run has the ranks that are started",
+            "add --dry-run, or leave --world-size out and start the ranks (torchrun --nproc-per-node, --nnodes)",
+        )
+
+
 def each_rank_has_a_gpu(draft: Draft) -> Problems:
     ranks, gpus = draft.facts.ranks_per_node, draft.facts.devices_per_node
     if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
@@ -183,6 +192,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     end_of_document_is_known,
     padded_vocabulary_holds_all_tokens,
     device_is_there,
+    world_size_is_for_dry_runs,
     each_rank_has_a_gpu,
     gpus_are_for_nccl,
     save_interval_has_a_folder,

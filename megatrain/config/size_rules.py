@@ -120,10 +120,14 @@ def ranks_hold_whole_replicas(draft: Draft) -> Problems:
     parallel, world = draft.config.parallel, draft.derived.world_size
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if world % (tp * pp):
+        fits = _multiple_near(world, tp * pp)
+        is_asked = parallel.world_size is not None
         yield Problem(
-            f"{world} ranks were started, which is no multiple of --tensor-model-parallel-size {tp} *"
+            f"{f'--world-size {world}' if is_asked else f'{world} ranks were started, which'} is no multiple of --tensor-model-parallel-size {tp} *"
             f" --pipeline-model-parallel-size {pp} = {tp * pp}",
-            f"start {_multiple_near(world, tp * pp)} ranks (torchrun --nproc-per-node, --nnodes), or lower these sizes",
+            f"use --world-size {fits}, or lower these sizes"
+            if is_asked
+            else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or lower these sizes",
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.values import AUTO, REQUIRED, in_range
+from megatrain.config.values import AUTO, REQUIRED, alone_means, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,8 @@ class TrainingConfig:
     """The same as --recompute-granularity selective."""
     device: Literal["cpu", "cuda"] = AUTO
     """Where to compute. Left open: on the GPU if there is one."""
+    dry_run: Literal["text", "json"] | None = field(default=None, metadata=alone_means("text"))
+    """Start nothing: print what the run would be, as text or as one JSON object. Needs no GPU. Not in Megatron-LM."""
 
 
 @dataclass(frozen=True, kw_only=True)

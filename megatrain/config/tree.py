@@ -100,6 +100,8 @@ class Setting:
     is_optional: bool
     default: Any
     range: Range | None
+    alone: str | None = None
+    """What the flag means without a value; None: it needs one."""
 
     @property
     def path(self) -> str:
@@ -165,4 +167,5 @@ def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Settin
         is_optional=len(members) > 1,
         default=entry.default,
         range=entry.metadata.get("range"),
+        alone=entry.metadata.get("alone"),
     )

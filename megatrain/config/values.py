@@ -97,3 +97,8 @@ def in_range(
 ) -> Mapping[str, Range]:
     """Metadata of a dataclass field that holds a number: `field(default=1, metadata=in_range(at_least=1))`."""
     return {"range": Range(at_least=at_least, above=above, at_most=at_most, below=below)}
+
+
+def alone_means(value: str) -> Mapping[str, str]:
+    """Metadata of a field whose flag may stand without a value: the value that it means then."""
+    return {"alone": value}

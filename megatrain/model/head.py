@@ -27,6 +27,11 @@ _CHUNK_LOGITS = 1 << 27
 """Logits that one chunk forms at most."""
 
 
+def chunk_rows(columns: int) -> int:
+    """Tokens whose logits are formed at once, `columns` of them for each."""
+    return max(1, _CHUNK_LOGITS // columns)
+
+
 class Head(nn.Module):
     """The last segment.
 
@@ -106,7 +111,7 @@ class _HeadLoss(Function):
     ) -> tuple[Tensor, Tensor]:
         losses, dx = torch.empty_like(token_scale), torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
-        chunk = max(1, _CHUNK_LOGITS // vocab.rows)
+        chunk = chunk_rows(vocab.rows)
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = _capped(x[part] @ weight.t(), softcap)

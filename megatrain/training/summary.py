@@ -10,25 +10,22 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Piece
 from megatrain.training.engine import Engine
+from megatrain.training.memory_plan import held_by
 
 
 def describe(engine: Engine) -> str:
     """The model and this rank's part of it; called by all ranks, as the whole is summed over them."""
-    buffers, optimizer = engine.buffers, engine.optimizer
-    is_own_memory = optimizer.main[0].dtype != buffers.weights.dtype
-    main = sum(t.nbytes for t in optimizer.main) if is_own_memory else 0
-    moments = sum(t.nbytes for t in (flat for kind in optimizer.rule.kinds for flat in optimizer.state(kind)))
-    total = buffers.weights.nbytes + buffers.gradients.nbytes + main + moments
+    held = held_by(engine)
     parts = [
-        f"weights {_size(buffers.weights.nbytes)}",
-        f"gradients {_size(buffers.gradients.nbytes)}",
-        f"main weights {_size(main)}" if main else "main weights are the weights",
-        f"moments {_size(moments)}",
+        f"weights {_size(held.weights)}",
+        f"gradients {_size(held.gradients)}",
+        f"main weights {_size(held.main_weights)}" if held.main_weights else "main weights are the weights",
+        f"moments {_size(held.optimizer_state)}",
     ]
     return "\n".join(
         [
             f"> model: {_whole_model(engine):,} parameters; rank {engine.grid.rank} holds {_own(engine):,}",
-            f"> memory of rank {engine.grid.rank} without activations: {_size(total)} ({', '.join(parts)})",
+            f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)})",
             f"> grid: {describe_grid(engine.grid)}",
         ]
     )

@@ -77,6 +77,14 @@ CASES = {
         ("--pipeline-model-parallel-size 2", "", Facts(world_size=3),
          ("3 ranks were started, which is no multiple of --tensor-model-parallel-size 1 * --pipeline-model-parallel-size 2"
          " = 2\n  fix: start 4 ranks")),
+        ("--pipeline-model-parallel-size 2 --dry-run --world-size 3", "", Facts(world_size=3),
+         ("--world-size 3 is no multiple of --tensor-model-parallel-size 1 * --pipeline-model-parallel-size 2 = 2\n"
+          "  fix: use --world-size 4")),
+    ],
+    "world_size_is_for_dry_runs": [
+        ("--world-size 8", "", None,
+         ("--world-size 8 is for --dry-run alone: a run has the ranks that are started\n"
+          "  fix: add --dry-run, or leave --world-size out and start the ranks")),
     ],
     "global_batch_divides_into_passes": [
         ("--global-batch-size 9", "", Facts(world_size=2),

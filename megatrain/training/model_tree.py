@@ -1,0 +1,141 @@
+"""The parameters of a model as a tree, and how many each part and each rank has. Read from the parameter registries.
+
+registries, one a pipeline stage ─> parts: canonical tensors, with the box that a rank of the stage holds
+└─> counts by part: embedding, attention, MLP, norms, head
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatrain.parallel.layout import ParamRegistry, Piece
+
+PARTS = ("embedding", "attention", "mlp", "norms", "head")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """One tensor, or one of each of several layers that are alike."""
+
+    name: str
+    """Canonical; in a layer, without its number."""
+    shape: tuple[int, ...]
+    rank_shape: tuple[int, ...]
+    """Of the part that a rank holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Layers that are alike, one after the other; or what stands before or behind them."""
+
+    first_layer: int | None
+    """Global number; None: no layers."""
+    num_layers: int
+    tensors: tuple[Tensors, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTree:
+    """The parameters of a rank of some pipeline stages that are alike but for the numbers of their layers."""
+
+    stages: tuple[int, ...]
+    parameters: int
+    """Of one rank, without padding."""
+    by_part: dict[str, int]
+    blocks: tuple[Block, ...]
+    """Of the first of these stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTree:
+    """The whole model; what several ranks hold is counted once."""
+
+    parameters: int
+    by_part: dict[str, int]
+    stages: tuple[StageTree, ...]
+
+
+def model_tree(registries: Sequence[ParamRegistry]) -> ModelTree:
+    """The tree of the model whose pipeline stages have these parameters."""
+    stages = [_pieces(registry) for registry in registries]
+    whole = {piece.name: math.prod(piece.shape) for pieces in stages for piece in pieces}
+    trees: dict[object, StageTree] = {}
+    for number, pieces in enumerate(stages):
+        tree = _stage_tree(number, pieces)
+        likeness = tuple((block.num_layers, block.tensors) for block in tree.blocks)
+        if likeness in trees:
+            known = trees[likeness]
+            tree = StageTree(
+                stages=(*known.stages, number),
+                parameters=known.parameters,
+                by_part=known.by_part,
+                blocks=known.blocks,
+            )
+        trees[likeness] = tree
+    return ModelTree(
+        parameters=sum(whole.values()), by_part=_by_part(whole.items()), stages=tuple(trees.values())
+    )
+
+
+def part_of(name: str) -> str:
+    """Which of `PARTS` a canonical tensor belongs to."""
+    if name.startswith("embedding."):
+        return "embedding"
+    if name.startswith("output_layer."):
+        return "head"
+    if name.rpartition(".")[0].endswith("norm"):
+        return "norms"
+    return "attention" if ".attention." in name else "mlp"
+
+
+def _pieces(registry: ParamRegistry) -> list[Piece]:
+    return [piece for entry in registry.entries.values() for piece in entry.layout.pieces]
+
+
+def _by_part(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    found = dict.fromkeys(PARTS, 0)
+    for name, count in counts:
+        found[part_of(name)] += count
+    return found
+
+
+def _stage_tree(number: int, pieces: Sequence[Piece]) -> StageTree:
+    counts = [(piece.name, math.prod(piece.local_shape)) for piece in pieces]
+    return StageTree(
+        stages=(number,),
+        parameters=sum(count for _, count in counts),
+        by_part=_by_part(counts),
+        blocks=tuple(_blocks(pieces)),
+    )
+
+
+def _blocks(pieces: Sequence[Piece]) -> list[Block]:
+    by_layer: dict[tuple[int, int | None], list[Tensors]] = {}
+    place = 0
+    for piece in pieces:
+        match = _LAYER.match(piece.name)
+        layer = int(match.group(1)) if match else None
+        if layer is not None:
+            place = 1
+        elif place == 1:
+            place = 2
+        one = Tensors(
+            name=piece.name[match.end() :] if match else piece.name,
+            shape=piece.shape,
+            rank_shape=piece.local_shape,
+        )
+        by_layer.setdefault((place, layer), []).append(one)
+    blocks: list[Block] = []
+    for (_, layer), tensors in by_layer.items():
+        last = blocks[-1] if blocks else None
+        if layer is not None and last and last.first_layer is not None and last.tensors == tuple(tensors):
+            blocks[-1] = Block(
+                first_layer=last.first_layer, num_layers=last.num_layers + 1, tensors=last.tensors
+            )
+        else:
+            blocks.append(Block(first_layer=layer, num_layers=int(layer is not None), tensors=tuple(tensors)))
+    return blocks

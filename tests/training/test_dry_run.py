@@ -1,0 +1,294 @@
+"""`--dry-run`: what it says is what a run has, in seconds, for any number of ranks, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_broken_command_lines import ROOT, command_line
+
+import pretrain
+from megatrain.config import parse
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.model import functions
+from megatrain.parallel import tensor, vocab
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.tools.parity import Layout, own_batches, tiny_plan
+from megatrain.tools.parity_models import MODELS, RECOMPUTE
+from megatrain.training.dry_run import examine
+from megatrain.training.dry_run_report import DryRun
+from megatrain.training.dry_run_text import as_text
+from megatrain.training.engine import Engine, recompute_of
+from megatrain.training.memory_plan import Kept, held_by
+
+LARGE = {
+    "--num-layers": "128", "--hidden-size": "16384", "--ffn-hidden-size": "53248", "--num-attention-heads": "128",
+    "--group-query-attention": "", "--num-query-groups": "8", "--untie-embeddings-and-output-weights": "",
+    "--seq-length": "8192", "--vocab-size": "128256", "--global-batch-size": "2048", "--train-iters": None,
+    "--train-samples": "2000000", "--rampup-batch-size": "256 256 100000", "--lr-warmup-samples": "50000",
+    "--lr-decay-style": "cosine", "--bf16": "", "--sequence-parallel": "", "--tensor-model-parallel-size": "8",
+    "--pipeline-model-parallel-size": "16", "--device": "cuda",
+}  # fmt: skip
+
+
+def examined(changed: dict[str, str | None]) -> DryRun:
+    words = command_line({**changed, "--dry-run": "json"})
+    return examine(parse(words), LaunchEnvironment())
+
+
+def printed(capsys: pytest.CaptureFixture[str], changed: dict[str, str | None]) -> dict[str, Any]:
+    assert pretrain.main(command_line({**changed, "--dry-run": "json"})) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.perf_counter()
+    found = printed(capsys, {**LARGE, "--world-size": "4096"})
+    assert time.perf_counter() - began < 10
+    model = found["model"]
+    assert model["parameters"] == sum(model["by_part"].values()) == 412_228_796_416
+    assert [tree["stages"] for tree in model["stages"]] == [[0], list(range(1, 15)), [15]]
+    assert found["ranks"]["axes"]["pp"] == {
+        "size": 16, "count": 256, "stride": 256, "first": [0, 256, 512, 3840], "last": [255, 511, 767, 4095],
+    }  # fmt: skip
+    # 1F1B: (p - 1) / (m + p - 1) of the time is waited, and stage i holds p - i micro-batches.
+    assert found["pipeline"]["bubble_share"] == pytest.approx(15 / (64 + 15))
+    assert found["pipeline"]["microbatches_in_flight"] == list(range(16, 0, -1))
+    middle = found["memory"][1]
+    parameters = model["stages"][1]["parameters"]
+    assert middle["held"]["weights"] == pytest.approx(2 * parameters, rel=0.01)
+    assert middle["held"]["gradients"] == pytest.approx(4 * parameters, rel=0.01)
+    assert middle["held"]["optimizer_state"] == pytest.approx(8 * parameters / 32, rel=0.01)
+    assert found["flops"]["per_iteration"] == found["plan"]["derived"]["flops_per_iteration"]
+
+
+def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, {})
+    assert list(found) == [
+        "plan", "model", "flops", "memory", "device_memory_bytes", "ranks", "data", "timeline", "pipeline"
+    ]  # fmt: skip
+    assert set(found["memory"][0]) == {
+        "held", "held_total", "loss", "microbatches_in_flight", "activations_per_microbatch",
+        "activations_computed_again", "activations", "total",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", ["", None])
+def test_a_stage_holds_what_its_engine_makes(tied: str | None) -> None:
+    """Data-parallel ranks of a stage are alike, too."""
+    found = examined({
+        "--untie-embeddings-and-output-weights": tied, "--pipeline-model-parallel-size": "2", "--bf16": "",
+        "--world-size": "4", "--global-batch-size": "4",
+    })  # fmt: skip
+    for rank in range(4):
+        grid = RankGrid.build(GridShape(dp=2, pp=2), rank)
+        engine = Engine(found.plan, grid, torch.device("cpu"))
+        assert held_by(engine) == found.memory[grid.pp.rank].held
+    assert found.memory[0].held.main_weights > 0
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_formulas_tell_what_forward_passes_keep(model: str, recompute: str) -> None:
+    layout = Layout(model=model, recompute=recompute, global_batch=4)
+    plan = tiny_plan(layout, 1)
+    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine.initialize()
+    kept = bytes_kept(engine, layout)
+    told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept
+    assert told == pytest.approx(kept, rel=0.1)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "olmo2"])
+def test_formulas_hold_for_a_part_of_each_layer(
+    model: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collectives are replaced by what gives tensors of the same sizes: their values do not matter here."""
+    for module in (tensor, vocab, functions):
+        for name, stand_in in STAND_INS.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
+    layout = Layout(model=model, tp=2, sp=sequence_parallel, global_batch=4)
+    plan = tiny_plan(layout, 2)
+    engine = Engine(plan, RankGrid.build(GridShape(tp=2), 0), torch.device("cpu"))
+    told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept
+    assert told == pytest.approx(bytes_kept(engine, layout), rel=0.1)
+
+
+STAND_INS = {
+    "all_gather": lambda x, group: torch.cat([x] * group.size),
+    "reduce_scatter": lambda x, group: x[: x.shape[0] // group.size].clone(),
+    "all_reduce": lambda x, _group, *_: x,
+}
+
+
+def bytes_kept(engine: Engine, layout: Layout) -> int:
+    """Of one micro-batch behind its forward pass: each storage once, without weights and position tables."""
+    tables = [t for s in engine.model.segments for m in s.modules() for t in getattr(m, "tables", ())]
+    held = {t.untyped_storage().data_ptr() for t in (engine.buffers.weights, *tables)}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in held:
+            found[storage.data_ptr()] = storage  # alive, so that no other takes its place
+        return x
+
+    batch = next(iter(own_batches(0, layout, 0)))
+    info, hidden = PassInfo(documents=batch.documents), None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        for number, segment in enumerate(engine.model.segments):
+            hidden = segment(hidden, batch, info)
+            if number < len(engine.model.segments) - 1:
+                hidden = hidden.detach().requires_grad_()
+                keep(hidden)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def test_landmarks_are_those_of_the_schedules() -> None:
+    timeline = examined({
+        "--global-batch-size": "8", "--train-iters": None, "--train-samples": "400", "--lr": "1",
+        "--rampup-batch-size": "2 2 60", "--lr-warmup-samples": "20", "--lr-decay-samples": "300",
+        "--lr-decay-style": "linear", "--eval-iters": "2", "--eval-interval": "10", "--save": "nowhere",
+        "--save-interval": "25",
+    }).timeline  # fmt: skip
+    marks = {mark.what: mark for mark in timeline.landmarks}
+    assert [mark.what for mark in timeline.landmarks] == [
+        "start", "warm-up ends", "batch grows to 4", "batch grows to 6", "batch grows to 8", "decay ends",
+        "last iteration",
+    ]  # fmt: skip
+    assert (marks["warm-up ends"].iteration, marks["warm-up ends"].lr) == (11, 1.0)
+    assert marks["batch grows to 4"].consumed_samples == 20
+    assert marks["decay ends"].lr == pytest.approx(0, abs=0.03)
+    last = marks["last iteration"]
+    assert last.iteration == timeline.train_iters
+    assert last.consumed_samples + last.global_batch_size == timeline.train_samples
+    assert timeline.evaluations.count == (timeline.train_iters - 1) // 10 + 1
+    assert timeline.checkpoints.count == -(-timeline.train_iters // 25)
+    assert not Path("nowhere").exists()
+
+
+def test_problems_are_those_of_a_real_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(command_line({"--dry-run": "", "--num-attention-heads": "3", "--lr": None})) == 2
+    errors = capsys.readouterr().err
+    assert "--num-attention-heads 3" in errors
+    assert "--lr is missing" in errors
+
+
+def test_world_size_has_a_reason() -> None:
+    layout = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
+    alone = examined(layout).ranks
+    assert (alone.world_size, alone.reason.partition(";")[0]) == (4, "as many as hold the model once")
+    assert examined({**layout, "--world-size": "8"}).ranks.reason == "--world-size"
+    started = examine(parse(command_line({"--dry-run": ""})), LaunchEnvironment(world_size=2)).ranks
+    assert (started.world_size, started.reason) == (2, "the ranks that were started")
+
+
+def test_only_rank_0_prints() -> None:
+    ended = subprocess.run(
+        [sys.executable, "pretrain.py", *command_line({"--dry-run": "json"})],
+        check=False, cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "")
+
+
+def test_a_plan_for_gpus_is_made_anywhere() -> None:
+    found = examined({"--device": None, "--bf16": "", "--world-size": "8"})
+    assert found.plan.derived.device == "cuda"
+    assert found.plan.config.parallel.distributed_backend == "nccl"
+    assert examined({"--device": "cpu", "--world-size": "8"}).plan.derived.device == "cpu"
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_needs_less_memory(recompute: str) -> None:
+    words = {"--recompute-granularity": recompute}
+    words |= (
+        {"--recompute-method": "uniform", "--recompute-num-layers": "1"}
+        if recompute == "full"
+        else {"--recompute-modules": "mlp"}
+    )
+    assert examined({**LARGE, **words}).memory[0].total < examined(LARGE).memory[0].total
+
+
+def test_text_has_every_paragraph() -> None:
+    text = as_text(examined({**LARGE, "--world-size": "4096"}))
+    for start in ("given on the command line", "model:", "FLOPs:", "memory of a rank", "ranks:", "pipeline:",
+                  "data:", "timeline:"):  # fmt: skip
+        assert re.search(f"^{start}", text, re.MULTILINE), start
+    assert "layers 8 to 15, each of them" in text
+    assert "512 groups of 8: 0 1 2 3 4 5 6 7 | ... | 4088" in text
+
+
+def test_a_run_that_goes_on_is_planned_from_its_checkpoint(tmp_path: Path) -> None:
+    run = {
+        "--save": str(tmp_path / "run"),
+        "--load": str(tmp_path / "run"),
+        "--save-interval": "2",
+        "--lr-decay-iters": "9",
+    }
+    assert pretrain.main(command_line(run)) == 0
+    before = sorted(tmp_path.rglob("*"))
+    timeline = examined({**run, "--train-iters": "7"}).timeline
+    assert (timeline.start_iteration, timeline.landmarks[0].iteration) == (2, 3)
+    assert (timeline.checkpoints.count, timeline.checkpoints.first) == (3, 4)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_datasets_are_read_as_often_as_samples_take(tmp_path: Path) -> None:
+    for name, num_documents in (("a", 100), ("b", 300)):
+        with IndexedWriter(tmp_path / name, "uint16") as writer:
+            for _ in range(num_documents):
+                writer.add_document([[1] * 32])
+    uses = examined({
+        "--mock-data": None, "--data-path": f"3 {tmp_path / 'a'} 1 {tmp_path / 'b'}", "--split": "90,10,0",
+        "--seq-length": "16", "--global-batch-size": "8", "--train-iters": "100", "--eval-iters": "1",
+    }).data  # fmt: skip
+    found = {(use.split, Path(use.dataset).name): (use.samples, use.tokens, use.epochs) for use in uses}
+    assert found == {
+        ("train", "a"): (600, 2880, pytest.approx(600 * 16 / 2880)),
+        ("train", "b"): (200, 8640, pytest.approx(200 * 16 / 8640)),
+        ("valid", "a"): (6, 320, pytest.approx(6 * 16 / 320)),
+        ("valid", "b"): (2, 960, pytest.approx(2 * 16 / 960)),
+    }
+    assert not list(tmp_path.glob("index_cache/*"))
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = [
+        subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            check=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
+        ).stdout
+        for command in commands
+    ]  # fmt: skip
+    lines = {" ".join(line.split()) for text in printed for line in text.splitlines()}
+    shown = re.findall(r"^    (.*)$", page, re.MULTILINE)
+    assert len(commands) == 2
+    assert len(shown) > 60
+    assert [line for line in shown if " ".join(line.split()) not in lines] == []
+
+
+def test_memory_is_held_against_this_hosts_gpu() -> None:
+    found = examined(LARGE)
+    for limit, words in (
+        (10**9, "the largest is more than the 1.00 GB"),
+        (10**12, "the largest fits into the 1000.00 GB"),
+    ):
+        assert words in as_text(dataclasses.replace(found, device_memory_bytes=limit))
