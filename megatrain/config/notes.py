@@ -133,6 +133,15 @@ def stop_without_saving(draft: Draft) -> Iterator[str]:
         yield "the run will stop early without saving anything: --save is not given"
 
 
+def start_that_is_not_gone_on_with(draft: Draft) -> Iterator[str]:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.finetune and checkpoint.save is not None:
+        yield (
+            "a run with --finetune that stops early does not go on with the same command: for that, give"
+            f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
+        )
+
+
 def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
     changed = changed_settings(draft)
     if changed:
@@ -156,5 +165,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     attention_is_written_out,
     stop_without_saving,
     *LOG_NOTES,
+    start_that_is_not_gone_on_with,
     changed_since_the_checkpoint,
 )

@@ -21,3 +21,8 @@ def test_dropout_by_default_is_told():
     assert list(dropout_by_default(draft)) == [
         "--hidden-dropout 0.1 by default, as in Megatron-LM; most models are trained with 0 today"
     ]
+
+
+def test_a_start_that_does_not_go_on_is_told(plan_of):
+    (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
+    assert "give --pretrained-checkpoint x --load y --save y" in note
