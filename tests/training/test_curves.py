@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def test_a_killed_run_has_its_points_up_to_the_checkpoint(tmp_path: Path) -> Non
     with subprocess.Popen([sys.executable, "pretrain.py", *command_line(flags)], cwd=ROOT) as process:
         wait_for(save / "latest_checkpointed_iteration.txt", lines=1)
         process.kill()
+    time.sleep(1.1)  # TensorBoard orders event files by the second of their start, then by process
     saved = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert pretrain.main(command_line({**flags, "--exit-interval": "50"})) == 75
     steps = [step for step, _ in points(tmp_path / "curves")["lm loss"]]
