@@ -35,15 +35,15 @@ def main() -> None:
         device=device,
         has_gradients=False,
     )
-    buffers.weights.fill_(1.0)  # every page is there before the clock starts
+    torch._foreach_add_(buffers.weights, 1.0)  # every page is there before the clock starts
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    fill_shards([buffers.weights[s.start : s.stop] for s in buffers.shards], buffers, InitialWeights(1))
+    fill_shards(buffers.weight_shards, buffers, InitialWeights(1))
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     scratch = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    count = buffers.weights.numel()
+    count = sum(flat.numel() for flat in buffers.weights)
     print(
         f"{count / 1e9:.3f} billion parameters in {seconds:.1f} s ({count / seconds / 1e6:.0f} million a second), "
         f"{scratch:.0f} MiB of host memory beside them, on {device.type} with {torch.get_num_threads()} threads"

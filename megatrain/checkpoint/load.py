@@ -91,11 +91,10 @@ def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
 
     The buffers must be cut for a shard group of one rank. Every rank reads for itself.
     """
-    views = [buffers.weights[shard.start : shard.stop] for shard in buffers.shards]
-    assert all(shard.numel == shard.bucket.stop - shard.bucket.start for shard in buffers.shards)
+    assert all(shard.numel == shard.bucket.size for shard in buffers.shards)
     with CheckpointReader(path) as reader:
         check_names(reader, buffers.registry, (WEIGHT,))
-        fill_shards(views, buffers, reader.source("weight"))
+        fill_shards(buffers.weight_shards, buffers, reader.source("weight"))
         return reader.manifest
 
 

@@ -18,7 +18,7 @@ from megatrain.parallel.collectives import all_reduce
 def parameter_norm(optimizer: ShardedOptimizer) -> float:
     """L2 norm of all main weights; called by all ranks."""
     parts = [main[place] for main, place in _own_places(optimizer, optimizer.main)]
-    squares = torch.zeros((), dtype=torch.float64, device=optimizer.buffers.weights.device)
+    squares = torch.zeros((), dtype=torch.float64, device=optimizer.main[0].device)
     if parts:
         squares += torch.nn.utils.get_total_norm(parts).to(torch.float64).square()
     return _over_ranks(squares, optimizer).sqrt().item()
@@ -26,10 +26,8 @@ def parameter_norm(optimizer: ShardedOptimizer) -> float:
 
 def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
     """Elements of the summed gradient that are zero; called by all ranks before the gradients are cleared."""
-    buffers = optimizer.buffers
-    gradients = [buffers.gradients[shard.start : shard.stop] for shard in buffers.shards]
-    count = torch.zeros((), dtype=torch.int64, device=buffers.gradients.device)
-    for flat, place in _own_places(optimizer, gradients):
+    count = torch.zeros((), dtype=torch.int64, device=optimizer.main[0].device)
+    for flat, place in _own_places(optimizer, optimizer.buffers.gradient_shards):
         count += flat[place].numel() - flat[place].count_nonzero()
     return int(_over_ranks(count, optimizer).item())
 

@@ -52,14 +52,10 @@ class ShardedOptimizer:
         self.rule = rule
         self.clip_grad = clip_grad
         self.step_count = 0
-        shards = self.buffers.shards
-        weights = [self.buffers.weights[shard.start : shard.stop] for shard in shards]
-        if main_dtype == self.buffers.weights.dtype:
-            self.main = weights
-        else:
-            self.main = [torch.zeros_like(weight, dtype=main_dtype) for weight in weights]
+        weights = self.buffers.weight_shards
+        self.main = [w if w.dtype == main_dtype else torch.zeros_like(w, dtype=main_dtype) for w in weights]
         self.kept = {kind: [torch.zeros_like(main) for main in self.main] for kind in rule.kinds}
-        self._ranges = [list(_group_ranges(shard)) for shard in shards]
+        self._ranges = [list(_group_ranges(shard)) for shard in self.buffers.shards]
         self._counted = self._gradients_counted_here()
 
     @property
@@ -77,13 +73,13 @@ class ShardedOptimizer:
 
     def publish_weights(self) -> None:
         """Derive the model's weights from the main ones, on all replicas."""
-        for shard, main in zip(self.buffers.shards, self.main, strict=True):
-            self.buffers.weights[shard.start : shard.stop].copy_(main)
+        for weights, main in zip(self.buffers.weight_shards, self.main, strict=True):
+            weights.copy_(main)
         self.parallel.gather_weights()
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over every element of the model, each counted once: a number in the widest dtype, equal on all ranks."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.buffers.gradients.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.main[0].device)
         if self._counted:
             squares += torch.nn.utils.get_total_norm(self._counted).to(torch.float64).square()
         grid = self.parallel.grid
@@ -103,13 +99,12 @@ class ShardedOptimizer:
         if self.clip_grad > 0:
             scale *= (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         scale = scale.to(self.main[0].dtype)
-        for number, shard in enumerate(self.buffers.shards):
-            gradients = self.buffers.gradients[shard.start : shard.stop]
-            weights = self.buffers.weights[shard.start : shard.stop]
-            for group, part in self._ranges[number]:
+        flats = zip(self._ranges, self.buffers.gradient_shards, self.buffers.weight_shards, strict=True)
+        for number, (ranges, gradients, weights) in enumerate(flats):
+            for group, part in ranges:
                 self.rule.update(
                     self.main[number][part],
-                    {kind: flats[number][part] for kind, flats in self.kept.items()},
+                    {kind: kept[number][part] for kind, kept in self.kept.items()},
                     gradients[part],
                     weights[part],
                     UpdateStep(
@@ -124,12 +119,10 @@ class ShardedOptimizer:
     def _gradients_counted_here(self) -> list[Tensor]:
         """Views of the gradients whose squares this rank adds: of copies, the first rank's."""
         counted: list[Tensor] = []
-        for shard in self.buffers.shards:
-            for placed in shard.bucket.placed:
-                low, high = max(shard.start, placed.start), min(shard.stop, placed.stop)
-                is_first = self.parallel.grid.is_first_of(placed.entry.layout.copies)
-                if low < high and is_first:
-                    counted.append(self.buffers.gradients[low:high])
+        for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
+            for placed, part in shard.parts():
+                if self.parallel.grid.is_first_of(placed.entry.layout.copies):
+                    counted.append(gradients[part])
         return counted
 
 
@@ -146,7 +139,7 @@ def _group_ranges(shard: Shard) -> Iterator[tuple[ParamGroup, slice]]:
         (group, next(run).start)
         for group, run in itertools.groupby(shard.bucket.placed, key=lambda placed: placed.entry.layout.group)
     ]
-    ends = [*(start for _, start in runs[1:]), shard.bucket.stop]
+    ends = [*(start for _, start in runs[1:]), shard.bucket.size]
     for (group, start), end in zip(runs, ends, strict=True):
         low, high = max(start, shard.start), min(end, shard.stop)
         if low < high:

@@ -1,11 +1,11 @@
-"""Flat buffers: the weights of this rank's model chunk in one tensor, their gradients in another, place for place.
+"""Flat buffers: the weights of this rank's model chunk in a tensor a bucket, their gradients in others, place for place.
 
     segment 0   | segment 1              | segment 2 ...       a bucket is what is reduced and gathered at once
     bucket 0    | bucket 1               | bucket 2
     shard 0 | 1 | shard 0    | shard 1   | ...                 a rank's optimizer owns its shard of every bucket
 
-A parameter is a view of the weights buffer. Gradients of linear layers are accumulated straight into the gradient
-buffer. Within a bucket, parameters that the optimizer treats alike stand together, so that it works on few ranges.
+A parameter is a view of a bucket's weights. Gradients of linear layers are accumulated straight into its
+gradients. Within a bucket, parameters that the optimizer treats alike stand together, so that it works on few ranges.
 A tied embedding has a bucket of its own: its shards then lie alike on the first and the last pipeline stage.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry
@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter and where it begins in the buffers."""
+    """A parameter and where it begins in its bucket."""
 
     entry: ParamEntry
     start: int
@@ -38,17 +38,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A contiguous part of the buffers, of one segment."""
+    """Parameters of one segment that lie in one tensor."""
 
     segment: int
-    start: int
-    stop: int
+    size: int
+    """Elements, with what aligns them."""
     placed: tuple[Placed, ...]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a bucket that this rank's optimizer owns: buffer elements `start` to `stop`."""
+    """The part of a bucket that this rank's optimizer owns: its elements `start` to `stop`."""
 
     bucket: Bucket
     start: int
@@ -58,23 +58,33 @@ class Shard:
     def numel(self) -> int:
         return self.stop - self.start
 
-    def owned(self) -> Iterator[tuple[Placed, BoxRange, slice]]:
-        """Every box in this shard, with its parameter and its place counted from the shard's start."""
+    def parts(self) -> Iterator[tuple[Placed, slice]]:
+        """Every parameter that has elements in this shard, with their place counted from the shard's start."""
         for placed in self.bucket.placed:
             low, high = max(self.start, placed.start), min(self.stop, placed.stop)
             if low < high:
-                for box in placed.entry.layout.ranges(low - placed.start, high - placed.start):
-                    first = low - self.start + box.offset
-                    yield placed, box, slice(first, first + box.numel)
+                yield placed, slice(low - self.start, high - self.start)
+
+    def owned(self) -> Iterator[tuple[Placed, BoxRange, slice]]:
+        """Every box in this shard, with its parameter and its place counted from the shard's start."""
+        for placed, part in self.parts():
+            first = self.start + part.start - placed.start
+            for box in placed.entry.layout.ranges(first, first + part.stop - part.start):
+                start = part.start + box.offset
+                yield placed, box, slice(start, start + box.numel)
 
 
 class FlatBuffers:
-    """Memory of one model chunk's weights and gradients.
+    """Memory of one model chunk's weights and gradients: lists with one flat tensor a bucket.
+
+    Attributes:
+        weights, gradients: whole buckets.
+        weight_shards, gradient_shards: this rank's parts of them.
 
     Args:
         registry: the chunk's parameters; they become views of `weights`.
         shard_group: ranks over which optimizer state is sharded (one rank: no sharding).
-        weight_dtype, grad_dtype: of the two buffers.
+        weight_dtype, grad_dtype: of the two.
         device: where they live.
     """
 
@@ -91,21 +101,32 @@ class FlatBuffers:
         self.registry = registry
         self.buckets = _cut_buckets(registry, shard_group.size)
         self.shards = _cut_shards(self.buckets, shard_group)
-        size = self.buckets[-1].stop if self.buckets else 0
-        self.weights = torch.zeros(size, dtype=weight_dtype, device=device)
-        self.gradients = torch.zeros(size if has_gradients else 0, dtype=grad_dtype, device=device)
-        for bucket in self.buckets:
-            for placed in bucket.placed:
-                self._give_memory(placed, has_gradients=has_gradients)
+        sizes = [bucket.size for bucket in self.buckets]
+        self.weights = [torch.zeros(size, dtype=weight_dtype, device=device) for size in sizes]
+        self.gradients = (
+            [torch.zeros(size, dtype=grad_dtype, device=device) for size in sizes] if has_gradients else []
+        )
+        self.weight_shards = self._own_parts(self.weights)
+        self.gradient_shards = self._own_parts(self.gradients)
+        self._give_memory()
 
-    def _give_memory(self, placed: Placed, *, has_gradients: bool) -> None:
-        entry, shape = placed.entry, placed.entry.layout.shape
-        view = self.weights[placed.start : placed.stop].view(shape)
-        entry.module.register_parameter(entry.attribute, nn.Parameter(view, requires_grad=has_gradients))
-        if has_gradients:
-            entry.module.weight_grads[entry.attribute] = self.gradients[placed.start : placed.stop].view(
-                shape
-            )
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero."""
+        torch._foreach_zero_(self.gradients)
+
+    def _own_parts(self, wholes: list[Tensor]) -> list[Tensor]:
+        return [whole[shard.start : shard.stop] for whole, shard in zip(wholes, self.shards, strict=False)]
+
+    def _give_memory(self) -> None:
+        """Make parameters views of the weights, and their modules' `weight_grads` views of the gradients."""
+        for number, bucket in enumerate(self.buckets):
+            for placed in bucket.placed:
+                module, name, shape = placed.entry.module, placed.entry.attribute, placed.entry.layout.shape
+                view = self.weights[number][placed.start : placed.stop].view(shape)
+                module.register_parameter(name, nn.Parameter(view, requires_grad=bool(self.gradients)))
+                if self.gradients:
+                    place = self.gradients[number][placed.start : placed.stop]
+                    module.weight_grads[name] = place.view(shape)
 
 
 def _aligned(size: int, multiple: int) -> int:
@@ -114,15 +135,12 @@ def _aligned(size: int, multiple: int) -> int:
 
 def _cut_buckets(registry: ParamRegistry, num_shards: int) -> list[Bucket]:
     buckets: list[Bucket] = []
-    start = 0
-    for key, entries in _grouped(registry).items():
-        placed, at = [], start
+    for (segment, _), entries in _grouped(registry).items():
+        placed, at = [], 0
         for entry in entries:
             placed.append(Placed(entry, at))
             at = _aligned(at + entry.layout.numel, _ALIGNMENT)
-        stop = start + _aligned(at - start, _ALIGNMENT * num_shards)
-        buckets.append(Bucket(key[0], start, stop, tuple(placed)))
-        start = stop
+        buckets.append(Bucket(segment, _aligned(at, _ALIGNMENT * num_shards), tuple(placed)))
     return buckets
 
 
@@ -139,7 +157,6 @@ def _grouped(registry: ParamRegistry) -> dict[tuple[int, bool], list[ParamEntry]
 def _cut_shards(buckets: list[Bucket], shard_group: RankGroup) -> list[Shard]:
     shards: list[Shard] = []
     for bucket in buckets:
-        size = (bucket.stop - bucket.start) // shard_group.size
-        start = bucket.start + shard_group.rank * size
-        shards.append(Shard(bucket, start, start + size))
+        size = bucket.size // shard_group.size
+        shards.append(Shard(bucket, shard_group.rank * size, (shard_group.rank + 1) * size))
     return shards

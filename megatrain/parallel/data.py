@@ -29,16 +29,16 @@ class DataParallel:
 
     def reduce_segment(self, segment: int) -> None:
         """Sum the gradients of a segment over the replicas; called when its last weight gradient is formed."""
-        for shard in self.buffers.shards:
-            if shard.bucket.segment != segment:
+        buffers = self.buffers
+        for bucket, whole, own in zip(
+            buffers.buckets, buffers.gradients, buffers.gradient_shards, strict=True
+        ):
+            if bucket.segment != segment:
                 continue
-            gradients = self.buffers.gradients[shard.bucket.start : shard.bucket.stop]
             if self.shard_group.size == 1:
-                all_reduce(gradients, self.grid.dp)
+                all_reduce(whole, self.grid.dp)
             else:
-                self.buffers.gradients[shard.start : shard.stop].copy_(
-                    reduce_scatter(gradients, self.shard_group)
-                )
+                own.copy_(reduce_scatter(whole, self.shard_group))
 
     def sum_partial_gradients(self) -> None:
         """Complete the gradients that are partial sums over another group; called once all segments are reduced.
@@ -46,21 +46,19 @@ class DataParallel:
         Ranks of such a group hold the same boxes at the same places of their shards, so only shards travel.
         """
         ranges: dict[str, list[torch.Tensor]] = {}
-        for shard in self.buffers.shards:
-            for placed in shard.bucket.placed:
-                low, high = max(shard.start, placed.start), min(shard.stop, placed.stop)
+        for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
+            for placed, part in shard.parts():
                 name = placed.entry.layout.grad_sum_group
-                if name is not None and low < high:
-                    ranges.setdefault(name, []).append(self.buffers.gradients[low:high])
+                if name is not None:
+                    ranges.setdefault(name, []).append(gradients[part])
         for name in sorted(ranges):
             joined = all_reduce(torch.cat(ranges[name]), self.grid.group(name))
-            for part, total in zip(
+            for flat, total in zip(
                 ranges[name], joined.split([part.numel() for part in ranges[name]]), strict=True
             ):
-                part.copy_(total)
+                flat.copy_(total)
 
     def gather_weights(self) -> None:
         """Give every replica the weights that the others' optimizers have written."""
-        for shard in self.buffers.shards:
-            bucket = self.buffers.weights[shard.bucket.start : shard.bucket.stop]
-            all_gather_into(bucket, self.buffers.weights[shard.start : shard.stop], self.shard_group)
+        for whole, own in zip(self.buffers.weights, self.buffers.weight_shards, strict=True):
+            all_gather_into(whole, own, self.shard_group)

@@ -254,7 +254,7 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
         batches = [list(own_batches(step, layout, grid.dp.rank)) for step in range(NUM_STEPS)]
         engine.accumulate_gradients(batches[0])
         gradients = _gradients(engine)
-        engine.buffers.gradients.zero_()
+        engine.buffers.clear_gradients()
         rates = schedules_of(plan).at(0)
         reports = [
             engine.step(batches[step], rates, first_sample=step * layout.global_batch)
@@ -315,8 +315,7 @@ def _positions(documents: Documents | None) -> torch.Tensor:
 def _gradients(engine: Engine) -> list[Part]:
     """The summed gradients, of the shards whose sums this rank has."""
     parts = []
-    for shard in engine.buffers.shards:
-        flat = engine.buffers.gradients[shard.start : shard.stop]
+    for shard, flat in zip(engine.buffers.shards, engine.buffers.gradient_shards, strict=True):
         for _, box, place in shard.owned():
             parts.append(Part(box.piece.name, box.box, flat[place].view(box.shape).numpy().copy()))
     return parts
@@ -325,9 +324,9 @@ def _gradients(engine: Engine) -> list[Part]:
 def _weights(engine: Engine) -> list[Part]:
     """The weights that the model computes with: every copy, not only what this rank's optimizer owns."""
     parts = []
-    for bucket in engine.buffers.buckets:
+    for bucket, weights in zip(engine.buffers.buckets, engine.buffers.weights, strict=True):
         for placed in bucket.placed:
-            flat = engine.buffers.weights[placed.start : placed.stop]
+            flat = weights[placed.start : placed.stop]
             for box in placed.entry.layout.ranges(0, flat.numel()):
                 values = flat[box.offset : box.offset + box.numel].view(box.shape)
                 parts.append(Part(box.piece.name, box.box, values.detach().numpy().copy()))

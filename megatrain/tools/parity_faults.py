@@ -61,8 +61,7 @@ def _stale_gather() -> AbstractContextManager[Any]:
 @contextmanager
 def _double_counted_norm() -> Iterator[None]:
     def all_of_them(self: ShardedOptimizer) -> list[Any]:
-        buffers = self.buffers
-        return [buffers.gradients[shard.start : shard.stop] for shard in buffers.shards]
+        return self.buffers.gradient_shards
 
     with mock.patch.object(ShardedOptimizer, "_gradients_counted_here", all_of_them):
         yield

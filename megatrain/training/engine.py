@@ -117,7 +117,7 @@ class Engine:
             with self.timers.time("optimizer"):
                 self.optimizer.step(rates, norm=norm, gradient_scale=scale)
         self.loss_scaler.update(is_finite=is_finite)
-        self.buffers.gradients.zero_()
+        self.buffers.clear_gradients()
         return StepReport(
             lm_loss=lm_loss,
             grad_norm=grad_norm,

@@ -63,10 +63,10 @@ class StageMemory:
 def held_by(engine: Engine) -> Held:
     """What an engine has made, which may be on the meta device."""
     buffers, optimizer = engine.buffers, engine.optimizer
-    is_own_memory = optimizer.main[0].dtype != buffers.weights.dtype
+    is_own_memory = optimizer.main[0].dtype != buffers.weights[0].dtype
     return Held(
-        weights=buffers.weights.nbytes,
-        gradients=buffers.gradients.nbytes,
+        weights=sum(t.nbytes for t in buffers.weights),
+        gradients=sum(t.nbytes for t in buffers.gradients),
         main_weights=sum(t.nbytes for t in optimizer.main) if is_own_memory else 0,
         optimizer_state=sum(t.nbytes for kind in optimizer.rule.kinds for t in optimizer.state(kind)),
     )

@@ -49,8 +49,7 @@ class Built:
             grad_dtype=torch.promote_types(dtype, torch.float32),
             device=CPU,
         )
-        shards = [self.buffers.weights[shard.start : shard.stop] for shard in self.buffers.shards]
-        fill_shards(shards, self.buffers, InitialWeights(3))
+        fill_shards(self.buffers.weight_shards, self.buffers, InitialWeights(3))
         self.done: list[int] = []
         self.executor = Executor(
             self.model.segments, self.grid, hidden_shape=(SEQ, BATCH, spec.hidden_size), dtype=dtype, device=CPU,
@@ -62,9 +61,13 @@ class Built:
         self.executor.run(actions, batches, infos)
         return infos
 
-    def gathered(self, flat: Tensor) -> dict[str, Tensor]:
+    @property
+    def gradients(self) -> Tensor:
+        return torch.cat(self.buffers.gradients)
+
+    def gathered(self, flats: list[Tensor]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        for bucket in self.buffers.buckets:
+        for bucket, flat in zip(self.buffers.buckets, flats, strict=True):
             for placed in bucket.placed:
                 for box in placed.entry.layout.ranges(0, placed.entry.layout.numel):
                     first = placed.start + box.offset
@@ -159,7 +162,7 @@ def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyP
     whole.run(batches, one_forward_one_backward(0, 1, 1))
     monkeypatch.setattr("megatrain.model.head._CHUNK_LOGITS", 128 * 5)
     cut.run(batches, one_forward_one_backward(0, 1, 1))
-    torch.testing.assert_close(cut.buffers.gradients, whole.buffers.gradients, rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(cut.gradients, whole.gradients, rtol=1e-10, atol=1e-13)
 
 
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
@@ -181,7 +184,7 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
     )
     (info,) = built.run([empty], one_forward_one_backward(0, 1, 1))
     assert info.sums["lm_loss"].item() == 0.0
-    assert not built.buffers.gradients.any()
+    assert not built.gradients.any()
 
 
 @pytest.mark.parametrize("is_residual_wide", [False, True])
@@ -193,6 +196,6 @@ def test_bfloat16_stays_near_fp64(is_residual_wide: bool) -> None:
     (expected,) = wide.run(batches, one_forward_one_backward(0, 1, 1))
     (found,) = narrow.run(batches, one_forward_one_backward(0, 1, 1))
     assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)
-    assert narrow.buffers.gradients.dtype == torch.float32
-    difference = (narrow.buffers.gradients - wide.buffers.gradients).norm() / wide.buffers.gradients.norm()
+    assert narrow.gradients.dtype == torch.float32
+    difference = (narrow.gradients - wide.gradients).norm() / wide.gradients.norm()
     assert difference < 0.05

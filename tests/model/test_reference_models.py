@@ -87,9 +87,7 @@ class Ours:
             device=torch.device("cpu"),
         )  # fmt: skip
         source = Copied(weights)
-        fill_shards(
-            [self.buffers.weights[s.start : s.stop] for s in self.buffers.shards], self.buffers, source
-        )
+        fill_shards(self.buffers.weight_shards, self.buffers, source)
         left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
         assert not left, f"not used: {left}"
 
@@ -103,9 +101,9 @@ class Ours:
         )  # fmt: skip
         executor.run(one_forward_one_backward(0, 1, 1), [batch], [PassInfo()])
         found: Weights = {}
-        for bucket in self.buffers.buckets:
+        for bucket, gradients in zip(self.buffers.buckets, self.buffers.gradients, strict=True):
             for placed in bucket.placed:
-                flat = self.buffers.gradients[placed.start : placed.stop]
+                flat = gradients[placed.start : placed.stop]
                 for box in placed.entry.layout.ranges(0, flat.numel()):
                     whole = found.setdefault(box.piece.name, torch.full(box.piece.shape, math.nan))
                     part = flat[box.offset : box.offset + box.numel].view(box.shape)

@@ -138,7 +138,7 @@ STAND_INS = {
 def bytes_kept(engine: Engine, layout: Layout) -> int:
     """Of one micro-batch behind its forward pass: each storage once, without weights and position tables."""
     tables = [t for s in engine.model.segments for m in s.modules() for t in getattr(m, "tables", ())]
-    held = {t.untyped_storage().data_ptr() for t in (engine.buffers.weights, *tables)}
+    held = {t.untyped_storage().data_ptr() for t in (*engine.buffers.weights, *tables)}
     found: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ def gradients_of(layout: parity.Layout, batches: list[Batch]) -> tuple[float, to
     engine = Engine(parity.tiny_plan(layout, 1), grid, torch.device("cpu"))
     engine.initialize()
     loss = engine.accumulate_gradients(batches)
-    return loss, engine.buffers.gradients / engine.loss_scaler.scale
+    return loss, torch.cat(engine.buffers.gradients) / engine.loss_scaler.scale
 
 
 def joined(batches: list[Batch]) -> list[Batch]:
