@@ -35,7 +35,7 @@ def load_value(setting: Setting, raw: RawValue) -> Any:
             return None
         raise BadValueError("has no value", fix=f"{setting.flag} takes {accepted_values(setting)}")
     if setting.is_list:
-        return (raw,) if isinstance(raw, str) else tuple(raw)
+        return tuple(_scalar(setting, text) for text in ((raw,) if isinstance(raw, str) else raw))
     if not isinstance(raw, str):
         raise BadValueError("is not one value", fix=f"{setting.flag} takes {accepted_values(setting)}")
     if raw == "auto" and setting.is_derived_if_open:
@@ -44,11 +44,15 @@ def load_value(setting: Setting, raw: RawValue) -> Any:
         return None
     if setting.choices:
         return _choice(setting, raw)
+    return _scalar(setting, raw)
+
+
+def _scalar(setting: Setting, text: str) -> Any:
     if setting.kind is bool:
-        return _truth(setting, raw)
+        return _truth(setting, text)
     if setting.kind is str:
-        return raw
-    number = _integer(setting, raw) if setting.kind is int else _real(setting, raw)
+        return text
+    number = _integer(setting, text) if setting.kind is int else _real(setting, text)
     require_in_range(setting, number)
     return number
 
@@ -66,7 +70,7 @@ def accepted_values(setting: Setting) -> str:
     if setting.choices:
         words = " or ".join(setting.choices)
     elif setting.is_list:
-        words = "one or more texts"
+        words = "one or more " + {int: "whole numbers", float: "numbers", str: "texts"}[setting.kind]
     else:
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[setting.kind]
     if setting.range and str(setting.range):

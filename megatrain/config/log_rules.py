@@ -20,7 +20,44 @@ def optional_packages_are_there(draft: Draft) -> Iterator[Problem]:
             )
 
 
-LOG_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (optional_packages_are_there,)
+def profiled_iterations_and_ranks_exist(draft: Draft) -> Iterator[Problem]:
+    logging, world_size = draft.config.logging, draft.facts.world_size
+    if not logging.profile:
+        return
+    if logging.profile_step_end <= logging.profile_step_start:
+        yield Problem(
+            f"--profile-step-end {logging.profile_step_end} is not above --profile-step-start {logging.profile_step_start}",
+            f"use --profile-step-end {logging.profile_step_start + 2}",
+        )
+    for rank in logging.profile_ranks:
+        if not 0 <= rank < world_size:
+            yield Problem(
+                f"--profile-ranks names rank {rank}, and there are {world_size} ranks",
+                f"name ranks from 0 to {world_size - 1}",
+            )
+
+
+LOG_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+    optional_packages_are_there,
+    profiled_iterations_and_ranks_exist,
+)
+
+
+def profiling_without_a_switch(draft: Draft) -> Iterator[str]:
+    names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
+    given = [name for name in names if draft.is_given(f"logging.{name}")]
+    if not draft.config.logging.profile and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: without effect, as --profile is not given"
+
+
+def profiling_ends_in_time(draft: Draft) -> Iterator[str]:
+    logging, train_iters = draft.config.logging, draft.derived.train_iters
+    if logging.profile and train_iters is not None and logging.profile_step_end > train_iters:
+        yield (
+            f"--profile-step-end {logging.profile_step_end}: the run ends at iteration {train_iters}, before the "
+            "profile is written"
+        )
 
 
 def wandb_without_a_project(draft: Draft) -> Iterator[str]:
@@ -44,4 +81,6 @@ def tensorboard_without_a_folder(draft: Draft) -> Iterator[str]:
 LOG_NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     wandb_without_a_project,
     tensorboard_without_a_folder,
+    profiling_without_a_switch,
+    profiling_ends_in_time,
 )

@@ -43,6 +43,16 @@ class LoggingConfig:
     """Also send the loss scale."""
     log_world_size_to_tensorboard: bool = False
     """Also send the number of ranks."""
+    profile: bool = False
+    """Profile a few iterations: a trace file a rank, and a table of where the GPU's time went."""
+    profile_step_start: int = field(default=10, metadata=in_range(at_least=0))
+    """Iteration after which --profile begins; the first ones are slower than all others."""
+    profile_step_end: int = field(default=12, metadata=in_range(at_least=1))
+    """The last iteration that --profile takes in."""
+    profile_ranks: tuple[int, ...] = ()
+    """Ranks that --profile writes a trace for. None named: rank 0."""
+    profile_dir: str | None = None
+    """Folder for the traces of --profile. Left out: `profile` in --save, else in the current folder."""
     wandb_project: str | None = None
     """W&B project to send the curves to. Needs the package wandb; WANDB_MODE=offline keeps them on the disk."""
     wandb_exp_name: str | None = None

@@ -98,6 +98,7 @@ _ACCEPTED: Final = (
     _here(
         "here process groups have the backend of --distributed-backend alone", "--disable-gloo-process-groups"
     ),
+    _here("here --profile always uses torch's profiler", "--use-pytorch-profiler"),
     _here("here the launcher says it (LOCAL_RANK)", "--local-rank=*"),
     # Data and tokenizers
     _here("here the data loader never builds an attention mask", "--no-create-attention-mask-in-dataloader"),
@@ -406,10 +407,9 @@ _NOT_YET: Final = (
         instead="leave this out; metrics.jsonl in --save has loss, norm, rates and times",
     ),
     _later(
-        "profiling",
-        "--profile --profile-ranks=+ --profile-step-end= --profile-step-start= --memory-snapshot-path= --nvtx-ranges"
-        " --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes"
-        " --record-memory-history --record-shapes --use-pytorch-profiler",
+        "this part of profiling",
+        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes"
+        " --record-memory-history --record-shapes",
     ),
     _later("OpenTelemetry", "--otel-enabled --otel-service-name= --otel-span-groups="),
     _later(

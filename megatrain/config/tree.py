@@ -95,6 +95,7 @@ class Setting:
     section: str
     name: str
     kind: type[int] | type[float] | type[str] | type[bool]
+    """Of each value, where there are several."""
     choices: tuple[str, ...]
     is_list: bool
     is_optional: bool
@@ -158,10 +159,11 @@ def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Settin
     (inner,) = (member for member in members if member is not type(None))
     choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
     is_list = typing.get_origin(inner) is tuple
+    kind = typing.get_args(inner)[0] if is_list else inner
     return Setting(
         section=section,
         name=entry.name,
-        kind=str if choices or is_list else inner,
+        kind=str if choices else kind,
         choices=choices,
         is_list=is_list,
         is_optional=len(members) > 1,

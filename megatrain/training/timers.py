@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.profiler import record_function
 
 LEVELS = {
     "forward-backward": 1,
@@ -34,12 +35,14 @@ class Timers:
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        """What is done inside counts as part `name`. The GPU is waited for before and after."""
+        """What is done inside counts as part `name`, in profiles too. If it is timed, the GPU is waited for around it."""
         if LEVELS[name] > self.level:
-            yield
+            with record_function(name):
+                yield
             return
         began = self._now()
-        yield
+        with record_function(name):
+            yield
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
 
     def take(self) -> dict[str, float]:

@@ -30,6 +30,7 @@ from megatrain.training.engine import Engine, mean_loss, schedules_of
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import write_status
+from megatrain.training.profiling import Profiling
 from megatrain.training.run_log import RunLog
 from megatrain.training.stopping import StopRequest
 from megatrain.training.summary import describe
@@ -191,9 +192,12 @@ class Trainer:
             if self.is_evaluation_left:
                 reason = self._evaluate_if_due(stop)
                 self._save_if_due(is_stopping=True)
+            profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=start)
             self.log.start_clock()
             while self.iteration < self.derived.train_iters and reason is None:
+                profiling.before_iteration(self.iteration + 1)
                 self._iterate(is_first=self.iteration == start)
+                self._tell_profile(profiling)
                 self.garbage.after_iteration(self.iteration)
                 reason = self._evaluate_if_due(stop)
                 reason = reason or stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
@@ -202,6 +206,13 @@ class Trainer:
         if is_reached:
             reason = "the target was reached before" if start == self.iteration else "the target is reached"
         return (REACHED if is_reached else STOPPED_EARLY), reason or ""
+
+    def _tell_profile(self, profiling: Profiling) -> None:
+        text = profiling.after_iteration(self.iteration)
+        if text is not None:
+            assert self.log is not None
+            self._say(text)
+            self.log.start_clock()
 
     @property
     def _is_last(self) -> bool:

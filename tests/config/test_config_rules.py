@@ -311,6 +311,12 @@ CASES = {
         ("--wandb-project p", "", Facts(libraries={"tensorboard": "2"}),
          "--wandb-project p needs the package wandb, which is not installed\n  fix: pip install wandb, or"),
     ],
+    "profiled_iterations_and_ranks_exist": [
+        ("--profile --profile-step-start 5 --profile-step-end 5", "", None,
+         "--profile-step-end 5 is not above --profile-step-start 5\n  fix: use --profile-step-end 7"),
+        ("--profile --profile-ranks 0 2", "", None,
+         "--profile-ranks names rank 2, and there are 1 ranks\n  fix: name ranks from 0 to 0"),
+    ],
     "features_are_there": [
         ("--transformer-impl transformer_engine", "", None,
          "--transformer-impl transformer_engine is not there yet\n  fix: use --transformer-impl local"),

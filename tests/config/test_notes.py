@@ -26,3 +26,9 @@ def test_dropout_by_default_is_told():
 def test_a_start_that_does_not_go_on_is_told(plan_of):
     (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
     assert "give --pretrained-checkpoint x --load y --save y" in note
+
+
+def test_a_profile_that_is_never_written_is_told(plan_of):
+    late = plan_of("--profile --train-iters 11").notes
+    assert any("--profile-step-end 12: the run ends at iteration 11" in note for note in late)
+    assert any("--profile-ranks: without effect" in note for note in plan_of("--profile-ranks 0").notes)

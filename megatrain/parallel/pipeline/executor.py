@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import receive, send
@@ -102,6 +103,7 @@ class Executor:
         forward_sends.finish()
         backward_sends.finish()
 
+    @record_function("forward")
     def _forward(self, flight: _Flight, batch: Batch) -> None:
         hidden = flight.arrived
         flight.arrived = None
@@ -117,6 +119,7 @@ class Executor:
         if not flight.info.is_training:
             flight.outputs = [output]  # for the next stage
 
+    @record_function("backward")
     def _backward(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
         gradient = flight.gradient
         for number in reversed(range(len(self.segments))):
@@ -131,6 +134,7 @@ class Executor:
         flight.info.deferred = None
         flight.gradient = gradient
 
+    @record_function("weight gradients")
     def _form_weights(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
         for number, work in zip(reversed(range(len(self.segments))), flight.weight_work, strict=True):
             with torch.no_grad():

@@ -1,0 +1,157 @@
+"""What a profiler's trace says about a step: computation, communication that nothing hides, idle time, by part.
+
+    GPU   |##gemm##|  |#norm#|========reduce========|        compute 2 | exposed 1 (reduce, but where a kernel runs beside it)
+    part  | forward             | backward          |        idle: until the next kernel starts, and counted to its part
+
+A part is the innermost `record_function` range of the host (`forward`, `optimizer` ...) from which a kernel was launched.
+The backward pass runs in a thread of its own, while the range that waits for it stays open: time decides, not the thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+"""Calls in which the host waits for the GPU; a copy to pageable memory waits too, and shows as the first."""
+_OUTSIDE = "elsewhere"
+
+
+@dataclass
+class PartTimes:
+    """Milliseconds of one part."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    """Communication while nothing computes."""
+    idle: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.idle
+
+
+@dataclass(frozen=True)
+class TraceSummary:
+    """One rank's profiled steps."""
+
+    num_steps: int
+    parts: Mapping[str, PartTimes] = field(default_factory=dict)
+    """In the order in which they begin."""
+    kernels: Sequence[tuple[str, int, float]] = ()
+    """Name, number and milliseconds of the kernels that take longest."""
+    host_waits: Mapping[str, int] = field(default_factory=dict)
+    """How often the host waited for the GPU, by call."""
+
+    def text(self) -> str:
+        """A table a step."""
+        if not self.parts:
+            return "no kernels in this trace: open it to see what the host did"
+        total = sum(part.total for part in self.parts.values())
+        lines = [f"{'ms a step':<18} {'total':>9} {'compute':>9} {'exposed communication':>22} {'idle':>9}"]
+        everything = PartTimes()
+        for name, part in self.parts.items():
+            lines.append(self._row(name, part, total))
+            everything.compute += part.compute
+            everything.exposed += part.exposed
+            everything.idle += part.idle
+        lines += [self._row("all", everything, total), "", f"{'ms a step':>9} {'launches':>9}  kernel"]
+        for name, count, milliseconds in self.kernels:
+            lines.append(f"{milliseconds / self.num_steps:9.2f} {count / self.num_steps:9.1f}  {name[:110]}")
+        waits = ", ".join(f"{name} {count / self.num_steps:g}" for name, count in self.host_waits.items())
+        return "\n".join([*lines, "", f"the host waits for the GPU, times a step: {waits or 'never'}"])
+
+    def _row(self, name: str, part: PartTimes, total: float) -> str:
+        n = self.num_steps
+        return (
+            f"{name:<18} {part.total / n:9.2f} {part.compute / n:9.2f} {part.exposed / n:13.2f} "
+            f"({part.exposed / total:6.1%}) {part.idle / n:9.2f}"
+        )
+
+
+def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernels: int = 15) -> TraceSummary:
+    """Read the events of a Chrome trace as torch's profiler writes it."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    kernels = sorted(
+        (event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
+        key=lambda event: event["ts"],
+    )
+    calls = [event for event in spans if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launched = {
+        event["args"]["correlation"]: event["ts"] for event in calls if "correlation" in event["args"]
+    }
+    ranges = _Ranges([event for event in spans if event.get("cat") == "user_annotation"])
+    parts = [ranges.at(launched.get(kernel["args"].get("correlation"), kernel["ts"])) for kernel in kernels]
+    longest: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        longest[kernel["name"]] += kernel["dur"] / 1000
+    counts = Counter(kernel["name"] for kernel in kernels)
+    top = sorted(longest, key=lambda name: longest[name], reverse=True)[:num_kernels]
+    return TraceSummary(
+        num_steps=num_steps,
+        parts=_times(kernels, parts),
+        kernels=[(name, counts[name], longest[name]) for name in top],
+        host_waits=dict(Counter(call["name"] for call in calls if call["name"].startswith(_SYNCHRONIZING))),
+    )
+
+
+def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[str, PartTimes]:
+    """Walk along the borders of all kernels; each stretch between two of them is one of the three."""
+    times: dict[str, PartTimes] = {part: PartTimes() for part in parts}
+    borders = sorted(
+        [(kernel["ts"], True, number) for number, kernel in enumerate(kernels)]
+        + [(kernel["ts"] + kernel["dur"], False, number) for number, kernel in enumerate(kernels)]
+    )
+    computing: dict[int, None] = {}
+    communicating: dict[int, None] = {}
+    before = borders[0][0] if borders else 0.0
+    for at, is_start, number in borders:
+        length = (at - before) / 1000
+        if computing:
+            times[parts[next(iter(computing))]].compute += length
+        elif communicating:
+            times[parts[next(iter(communicating))]].exposed += length
+        else:
+            times[parts[number]].idle += length
+        running = communicating if "nccl" in kernels[number]["name"].lower() else computing
+        if is_start:
+            running[number] = None
+        else:
+            del running[number]
+        before = at
+    return times
+
+
+class _Ranges:
+    """The host's ranges, to be asked which of them is the innermost at some time."""
+
+    def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
+        named = [e for e in events if not e["name"].startswith("ProfilerStep")]
+        self._times: list[float] = []
+        self._names: list[str] = []
+        for at, name in _innermost(sorted(named, key=lambda event: (event["ts"], -event["dur"]))):
+            self._times.append(at)
+            self._names.append(name)
+
+    def at(self, time: float) -> str:
+        place = bisect.bisect_right(self._times, time) - 1
+        return self._names[place] if place >= 0 else _OUTSIDE
+
+
+def _innermost(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
+    """From when on which range is the innermost one. `events` come by their beginning, outer ones first."""
+    open_ranges: list[tuple[float, str]] = []
+    for event in events:
+        yield from _closed(open_ranges, until=event["ts"])
+        open_ranges.append((event["ts"] + event["dur"], event["name"]))
+        yield event["ts"], event["name"]
+    yield from _closed(open_ranges, until=float("inf"))
+
+
+def _closed(open_ranges: list[tuple[float, str]], *, until: float) -> Iterator[tuple[float, str]]:
+    while open_ranges and open_ranges[-1][0] <= until:
+        end, _ = open_ranges.pop()
+        yield end, open_ranges[-1][1] if open_ranges else _OUTSIDE
