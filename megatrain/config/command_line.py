@@ -18,9 +18,9 @@ from megatrain import __version__
 from megatrain.config.errors import Problem
 from megatrain.config.help_text import field_help, section_help
 from megatrain.config.loading import BadValueError, accepted_values, load_value
-from megatrain.config.megatron_flags import AskedFlag, aliases, answers, asked_flag, megatron_flags
+from megatrain.config.megatron_flags import AskedFlag, aliases, answers, asked_flag, megatron_flags, near_flag
 from megatrain.config.request import Given, Request
-from megatrain.config.tree import Config, Origin, Setting, flag_of, near_name, settings
+from megatrain.config.tree import Config, Origin, Setting, flag_of, settings
 from megatrain.config.values import INVALID
 from megatrain.config.yaml_file import read_yaml
 
@@ -277,15 +277,12 @@ def _text(value: str | list[str]) -> str:
 
 def _stray_problems(strays: Sequence[str]) -> Iterator[Problem]:
     """Unknown flags; what follows one is taken for its value and not reported again."""
-    known = {setting.flag for setting in settings()} | {"--config", "--help", "--version"}
-    known |= {setting.opposite_flag for setting in settings() if setting.kind is bool}
-    known |= {*aliases(), *megatron_flags()}
     flag = None
     for word in strays:
         if word.startswith("-") and not _NEGATIVE_NUMBER.match(word):
             flag = word.partition("=")[0]
             spelling = flag.lower().replace("_", "-")
-            near = near_name(spelling, known)
+            near = near_flag(spelling)
             fix = f"did you mean {near}?" if near else "leave it out; --help lists the flags that exist"
             yield Problem(f"{flag} is not a flag", fix)
         elif flag is None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.errors import Problem
-from megatrain.config.megatron_table import ALIASES, ANSWERS, Alias, Answer
-from megatrain.config.tree import settings
+from megatrain.config.megatron_answers import Alias, Answer
+from megatrain.config.megatron_table import ALIASES, ANSWERS
+from megatrain.config.tree import near_name, settings
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -66,6 +67,15 @@ def asked_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str
     """The flag with the words given after it. `value` None: no word."""
     words = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     return AskedFlag(flag, words, place)
+
+
+def near_flag(word: str) -> str | None:
+    """The flag that a mistyped one was most likely meant to be. One that is refused must be very like it."""
+    helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
+    helpful |= {name for name, flag in megatron_flags().items() if flag.answer.kind == "accepted"}
+    near = near_name(word, helpful)
+    refused = near_name(word, megatron_flags().keys() - helpful, likeness=0.85)
+    return near_name(word, filter(None, (near, refused)))
 
 
 def answers(asked: Iterable[AskedFlag]) -> tuple[list[str], list[Problem]]:

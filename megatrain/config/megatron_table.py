@@ -6,46 +6,15 @@
     --name=*          one value; all are accepted
     --name=+...       the same of several values; `a,b` stands for `a b`
 
-A line leaves this file when its feature arrives as a setting. The words must be true of what is here today.
+Flags of its former versions are in `megatron_former.py`. A line leaves this file when its feature arrives as a
+setting. The words must be true of what is here today.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One answer to several flags."""
-
-    kind: Literal["accepted", "refused"]
-    text: str
-    """Follows the flag and a colon."""
-    instead: str = ""
-    """What to do where a flag or its value is refused."""
-    flags: str
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Another name of a setting; with a value, the flag stands for it and takes none."""
-
-    path: str
-    value: str | None = None
-
-
-def _here(text: str, flags: str, *, instead: str = "") -> Answer:
-    """What is on here anyway, or is without meaning here."""
-    return Answer(kind="accepted", text=text, flags=flags, instead=instead)
-
-
-def _later(feature: str, flags: str, *, instead: str = "leave this out") -> Answer:
-    return Answer(kind="refused", text=f"{feature} is not there yet", flags=flags, instead=instead)
-
-
-def _never(text: str, flags: str, *, instead: str = "leave this out") -> Answer:
-    return Answer(kind="refused", text=text, flags=flags, instead=instead)
-
+from megatrain.config.megatron_answers import Alias, here, later, never
+from megatrain.config.megatron_former import FORMER
 
 ALIASES: Final[Mapping[str, Alias]] = {
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),
@@ -57,106 +26,104 @@ ALIASES: Final[Mapping[str, Alias]] = {
 
 _ACCEPTED: Final = (
     # The model
-    _here("there is one model definition here", "--use-mcore-models"),
-    _here(
+    here("there is one model definition here", "--use-mcore-models"),
+    here(
         "here the implementation picks the kernel of attention, by device and settings",
         "--use-flash-attn --attention-backend=auto|flash|fused|unfused|local",
     ),
-    _here(
+    here(
         "a GPT layer is built from --normalization, --swiglu and their like, of the parts that --transformer-impl names",
         "--spec=+local|megatron.core.models.gpt.gpt_layer_specs,get_gpt_layer_local_spec"
         "|megatron.core.models.gpt.gpt_layer_specs,get_gpt_layer_with_transformer_engine_spec",
         instead="leave --spec out: layers from a file of your own are not there yet",
     ),
-    _here("here the softmax of attention always computes in fp32", "--attention-softmax-in-fp32"),
-    _here(
+    here("here the softmax of attention always computes in fp32", "--attention-softmax-in-fp32"),
+    here(
         "meant for fp16, it changes no result but by rounding; here attention scores are always kept in fp32",
         "--apply-query-key-layer-scaling",
     ),
-    _here(
-        "here the head and its loss are always computed together, in chunks", "--cross-entropy-loss-fusion"
-    ),
-    _here("here there is one way to compute the loss", "--cross-entropy-fusion-impl=native"),
-    _here("here the loss is always computed in fp32", "--output-logit-dtype=fp32"),
-    _here(
+    here("here the head and its loss are always computed together, in chunks", "--cross-entropy-loss-fusion"),
+    here("here there is one way to compute the loss", "--cross-entropy-fusion-impl=native"),
+    here("here the loss is always computed in fp32", "--output-logit-dtype=fp32"),
+    here(
         "here the implementation decides which operations are fused; results are the same but for rounding",
         "--no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
         " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-gradient-reduce-div-fusion"
         " --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --disable-jit-fuser",
     ),
-    _here(
+    here(
         "here initial weights depend on --seed alone, neither on the device nor on the layout",
         "--use-cpu-initialization --init-model-with-meta-device",
     ),
-    _here(
+    here(
         "here random numbers have no state that would be tracked", "--te-rng-tracker --inference-rng-tracker"
     ),
-    _here("here every feature has a flag of its own, without a gate before it", "--enable-experimental"),
+    here("here every feature has a flag of its own, without a gate before it", "--enable-experimental"),
     # Parallelism
-    _here("here gradients are always summed in fp32, or in fp64", "--accumulate-allreduce-grads-in-fp32"),
-    _here("here pipeline stages do not overlap sending with computing yet", "--no-overlap-p2p-communication"),
-    _here(
+    here("here gradients are always summed in fp32, or in fp64", "--accumulate-allreduce-grads-in-fp32"),
+    here("here pipeline stages do not overlap sending with computing yet", "--no-overlap-p2p-communication"),
+    here(
         "here process groups have the backend of --distributed-backend alone", "--disable-gloo-process-groups"
     ),
-    _here("here --profile always uses torch's profiler", "--use-pytorch-profiler"),
-    _here("here the launcher says it (LOCAL_RANK)", "--local-rank=*"),
+    here("here --profile always uses torch's profiler", "--use-pytorch-profiler"),
+    here("here the launcher says it (LOCAL_RANK)", "--local-rank=*"),
     # Data and tokenizers
-    _here("here the data loader never builds an attention mask", "--no-create-attention-mask-in-dataloader"),
-    _here("here one thread of a rank builds its datasets", "--num-dataset-builder-threads=1"),
-    _here(
+    here("here the data loader never builds an attention mask", "--no-create-attention-mask-in-dataloader"),
+    here("here one thread of a rank builds its datasets", "--num-dataset-builder-threads=1"),
+    here(
         "here the code that comes with a tokenizer is never run, only its files are read",
         "--trust-remote-code",
     ),
-    _here("here there is no Multi-Storage Client", "--disable-msc"),
+    here("here there is no Multi-Storage Client", "--disable-msc"),
     # Checkpoints
-    _here(
+    here(
         "checkpoints are written in megatrain's own format (safetensors and a JSON manifest), which every layout loads",
         "--ckpt-format=torch_dist|torch|torch_dcp --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr --use-dist-ckpt"
         " --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable"
         " --distrib-optim-fully-reshardable-mem-efficient",
         instead="leave this out, or use torch_dist",
     ),
-    _here(
+    here(
         "here each rank writes what it alone holds, and reads what it needs",
         "--ckpt-fully-parallel-save --ckpt-fully-parallel-load",
     ),
-    _here(
+    here(
         "here layouts say what each rank saves: there is no plan to keep", "--ckpt-assume-constant-structure"
     ),
-    _here(
+    here(
         "here a checkpoint always has to hold exactly the tensors of the model, as with raise_all",
         "--dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all",
     ),
-    _here("here checksums are always written, and checked when they are read", "--verify-integrity"),
-    _here(
+    here("here checksums are always written, and checked when they are read", "--verify-integrity"),
+    here(
         "here a checkpoint holds no state of random numbers: --seed and the iteration decide",
         "--no-load-rng --no-save-rng",
     ),
-    _here(
+    here(
         "here a checkpoint holds the fingerprint of its tokenizer, and flags name the tokenizer",
         "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args"
         " --no-save-tokenizer-assets --disable-save-tokenizer-assets",
     ),
     # The run
-    _here(
+    here(
         "here SIGTERM, SIGINT and SIGUSR1 always save and stop",
         "--exit-signal-handler --exit-signal-handler-for-training",
     ),
-    _here("here threads read ahead, and end with their rank", "--exit-signal-handler-for-dataloader"),
-    _here("here nothing waits at a barrier to be timed", "--no-barrier-with-level-1-timing"),
-    _here("here nothing is reported to NVIDIA's one-logger", "--no-one-logger"),
-    _here("Megatron-LM does not read it either", "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014"),
+    here("here threads read ahead, and end with their rank", "--exit-signal-handler-for-dataloader"),
+    here("here nothing waits at a barrier to be timed", "--no-barrier-with-level-1-timing"),
+    here("here nothing is reported to NVIDIA's one-logger", "--no-one-logger"),
+    here("Megatron-LM does not read it either", "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014"),
 )
 
 _NOT_YET: Final = (
     # Parallelism
-    _later(
+    later(
         "context parallelism",
         "--context-parallel-size=1 --cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --hybrid-context-parallel"
         " --max-seqlen-per-dp-cp-rank=",
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
-    _later(
+    later(
         "a model of experts (MoE)",
         "--num-experts= --expert-model-parallel-size=1 --expert-tensor-parallel-size=1 --moe-layer-freq="
         " --moe-ffn-hidden-size= --moe-grouped-gemm --moe-token-dispatcher-type= --moe-router-topk="
@@ -183,7 +150,7 @@ _NOT_YET: Final = (
         " --use-fused-weighted-squared-relu --save-tokens-per-expert-interval=",
         instead="leave this out and train a dense model",
     ),
-    _later(
+    later(
         "overlap of communication with computation",
         "--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step --tp-comm-overlap"
         " --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend= --no-tp-comm-bulk-dgrad"
@@ -195,7 +162,7 @@ _NOT_YET: Final = (
         " --no-align-param-gather",
         instead="leave this out: results are the same, and steps take longer",
     ),
-    _later(
+    later(
         "more than one model chunk a stage, or a cut of the layers other than into equal stages",
         "--num-layers-per-virtual-pipeline-stage= --num-virtual-stages-per-pipeline-rank=1"
         " --microbatch-group-size-per-virtual-pipeline-stage= --decoder-first-pipeline-num-layers="
@@ -203,38 +170,38 @@ _NOT_YET: Final = (
         " --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout= --mtp-standalone",
         instead="leave this out: --pipeline-model-parallel-size cuts the layers into equal stages",
     ),
-    _later(
+    later(
         "another order or another sharing of ranks",
         "--use-tp-pp-dp-mapping --num-distributed-optimizer-instances=1 --tensor-parallel-num-weight-shards=1"
         " --expert-tensor-parallel-num-weight-shards=1 --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub"
         " --gtp-remat-opt-in-modules=+ --gtp-remat-reduce-scatter-with-fp32-accumulation",
         instead="leave this out: ranks are ordered tp, dp, pp",
     ),
-    _later(
+    later(
         "a choice of the arithmetic that reduces gradients",
         "--grad-reduce-in-bf16 --ddp-average-in-collective --ddp-reduce-scatter-with-fp32-accumulation"
         " --ddp-param-name-patterns-for-fp32-local-accumulation=+",
         instead="leave this out: gradients are summed in fp32",
     ),
-    _later("a run without its ranks", "--fake-process-group"),
-    _later(
+    later("a run without its ranks", "--fake-process-group"),
+    later(
         "another timeout once training runs",
         "--distributed-timeout-seconds-after-init=",
         instead="use --distributed-timeout-minutes",
     ),
     # The model
-    _later(
+    later(
         "multi-latent attention (MLA)",
         "--multi-latent-attention --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim= --v-head-dim="
         " --cache-mla-latents --mla-down-proj-fusion --rope-type=",
         instead="leave this out; --group-query-attention keeps keys and values small too",
     ),
-    _later(
+    later(
         "multi-token prediction (MTP)",
         "--mtp-num-layers=0 --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
         " --mtp-hybrid-override-pattern=",
     ),
-    _later(
+    later(
         "a model of Mamba or linear-attention layers",
         "--hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --mamba-num-heads= --mamba-head-dim="
         " --mamba-num-groups= --mamba-state-dim= --mamba-training-ssm-states-dtype= --disable-mamba-mem-eff-path"
@@ -243,7 +210,7 @@ _NOT_YET: Final = (
         " --gdp-num-householder= --experimental-attention-variant=",
         instead="leave this out: every layer is attention and an MLP, --num-layers of them",
     ),
-    _later(
+    later(
         "sparse attention",
         "--dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff="
         " --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation"
@@ -251,67 +218,67 @@ _NOT_YET: Final = (
         " --dsa-indexer-skip-topk-offset= --dsa-indexer-topk= --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss"
         " --dsa-kernel-backend=none",
     ),
-    _later(
+    later(
         "this kind of attention",
         "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --attention-output-gate --log-max-attention-logit",
     ),
-    _later(
+    later(
         "this kind of position embedding",
         "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
         instead="leave this out, and use --position-embedding-type rope",
     ),
-    _later(
+    later(
         "this kind of MLP",
         "--openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
         instead="leave this out, and use --swiglu",
     ),
-    _later(
+    later(
         "this kind of norm or residual",
         "--apply-residual-connection-post-layernorm --fused-residual-rmsnorm --enable-mhc-connections --mhc-init-gating-factor= --mhc-num-residual-streams="
         " --mhc-recompute-layer-num= --mhc-sinkhorn-iterations=",
     ),
-    _later(
+    later(
         "layers that differ from each other",
         "--heterogeneous-layers-config-encoded-json= --heterogeneous-layers-config-path=",
     ),
-    _later(
+    later(
         "this way of giving weights their initial values",
         "--init-method-xavier-uniform --no-initialization --use-mup --mup-attn-scale-power="
         " --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= --mup-width-mult=",
         instead="leave this out, and use --init-method-std",
     ),
-    _later(
+    later(
         "fill-in-the-middle data",
         "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate="
         " --fim-middle-token= --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample="
         " --fim-suffix-token=",
     ),
-    _later("fine-tuning on conversations", "--sft --sft-tokenizer-prompt-format= --chat-template="),
-    _later(
+    later("fine-tuning on conversations", "--sft --sft-tokenizer-prompt-format= --chat-template="),
+    later(
         "this shortcut to a fast start",
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="leave this out: sample indices are kept in --data-cache-path",
     ),
-    _later("a change of the data in mid-run", "--phase-transition-iterations="),
-    _later(
+    later("a change of the data in mid-run", "--phase-transition-iterations="),
+    later(
         "reading from an object store",
         "--object-storage-cache-path= --enable-msc",
         instead="leave this out, and copy the data to a file system",
     ),
-    _later(
+    later(
         "a name for each validation set",
         "--validation-set-names=+",
         instead="leave this out: sets are told apart by their paths",
     ),
-    _later("another micro-batch size for evaluation", "--eval-micro-batch-size="),
-    _later(
+    later("another micro-batch size for evaluation", "--eval-micro-batch-size="),
+    later(
         "this option of tokenizers",
         "--tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
         " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
         " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
     # Precision, memory, speed
-    _later(
+    later(
         "fp8 or fp4",
         "--fp8-format= --fp8-recipe= --fp8-param-gather --fp8-amax-compute-algo= --fp8-amax-history-len= --fp8-interval="
         " --fp8-margin= --fp8-output-proj --fp8-quantizer-factory= --no-fp8-wgrad --disable-fp8-wgrad"
@@ -320,17 +287,17 @@ _NOT_YET: Final = (
         " --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
         instead="use --bf16",
     ),
-    _later(
+    later(
         "optimizer state in other number formats than fp32",
         "--use-precision-aware-optimizer --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --main-grads-dtype=fp32"
         " --main-params-dtype=fp32",
     ),
-    _later(
+    later(
         "spreading what recomputation keeps over tensor ranks",
-        "--distribute-saved-activations --checkpoint-activations",
+        "--distribute-saved-activations",
         instead="use --recompute-granularity; with --sequence-parallel what is kept is spread anyway",
     ),
-    _later(
+    later(
         "moving activations or optimizer state to the host",
         "--cpu-offloading-num-layers=0 --cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading"
         " --fine-grained-offloading-max-inflight-offloads= --activation-offload-fraction= --offload-modules=+"
@@ -339,94 +306,94 @@ _NOT_YET: Final = (
         " --no-pin-cpu-params --use-torch-optimizer-for-cpu-offload",
         instead="leave this out; --use-distributed-optimizer and --tensor-model-parallel-size save memory too",
     ),
-    _later(
+    later(
         "CUDA graphs",
         "--cuda-graph-impl=none --cuda-graph-modules=+ --cuda-graph-scope=+ --cuda-graph-warmup-steps= --enable-cuda-graph"
         " --external-cuda-graph --optimizer-cuda-graph",
     ),
-    _later(
+    later(
         "a choice of kernels",
         "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend= --use-transformer-engine-op-fuser"
         " --disable-bf16-reduced-precision-matmul --batch-invariant-backend= --batch-invariant-mode"
         " --mlp-chunks-for-training=1",
     ),
-    _later("freeing memory between steps", "--empty-unused-memory-level=0"),
+    later("freeing memory between steps", "--empty-unused-memory-level=0"),
     # Optimizer and schedule
-    _later(
+    later(
         "this optimizer",
         "--muon-coefficient-type= --muon-extra-scale-factor= --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov"
         " --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-no-split-qkv --muon-tp-mode="
         " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2=",
         instead="leave this out, and use --optimizer adam or sgd",
     ),
-    _later("another choice of the weights that decay", "--apply-wd-to-qk-layernorm"),
-    _later("training no weight, or not all", "--freeze-all-layers"),
+    later("another choice of the weights that decay", "--apply-wd-to-qk-layernorm"),
+    later("training no weight, or not all", "--freeze-all-layers"),
     # Checkpoints
-    _later(
+    later(
         "saving in the background",
         "--async-save --use-persistent-ckpt-worker --async-strategy= --async-ckpt-cpu-priority= --async-ckpt-io-priority="
         " --async-ckpt-use-cpu-shm",
         instead="leave this out: the run waits while it saves",
     ),
-    _later(
+    later(
         "this way of starting from the weights of another run",
         "--load-main-params-from-ckpt",
         instead="use --load with --finetune",
     ),
-    _later(
+    later(
         "choosing an iteration to load, or to call it",
         "--ckpt-step= --override-ckpt-iteration=",
         instead="leave this out: the newest checkpoint that is whole is loaded",
     ),
-    _later(
+    later(
         "taking the model's shape from a checkpoint",
         "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
         instead="give --config FOLDER/config.yaml: every run writes that file into its --save folder",
     ),
-    _later("removing older checkpoints", "--save-retain-interval="),
-    _later(
+    later("removing older checkpoints", "--save-retain-interval="),
+    later(
         "checkpoints beside those of --save",
         "--non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-algo="
         " --non-persistent-local-ckpt-dir= --non-persistent-save-interval= --replication --replication-factor="
         " --replication-jump=",
         instead="use --save and --save-interval",
     ),
-    _later(
+    later(
         "writing gradients, activations or weights apart",
         "--save-activations-interval= --save-dgrads-interval= --save-params-interval= --save-wgrads-interval=",
     ),
     # The run and what is said about it
-    _later(
+    later(
         "TensorBoard",
         "--disable-log-loss-scale-to-tensorboard",
         instead="leave this out: metrics.jsonl in --save (or --metrics-file) has the values",
     ),
-    _later(
+    later(
         "logging this",
         "--log-memory-interval= --log-device-memory-used --log-energy --log-progress --logging-level=",
         instead="leave this out; metrics.jsonl in --save has loss, norm, rates and times",
     ),
-    _later(
+    later(
         "this part of profiling",
         "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes"
         " --record-memory-history --record-shapes",
     ),
-    _later("OpenTelemetry", "--otel-enabled --otel-service-name= --otel-span-groups="),
-    _later(
+    later("OpenTelemetry", "--otel-enabled --otel-service-name= --otel-span-groups="),
+    later(
         "watching for faulty or slow hardware",
         "--check-weight-hash-across-dp-replicas-interval= --check-for-large-grads --check-for-spiky-loss"
         " --gpu-sniff-test-interval= --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port="
         " --straggler-minmax-count= --rerun-mode=disabled --result-rejected-tracker-filename= --train-sync-interval=",
     ),
-    _later("leaving out iterations", "--iterations-to-skip=+"),
-    _later(
+    later("leaving out iterations", "--iterations-to-skip=+"),
+    later(
         "planting faults",
         "--error-injection-rate=0 --error-injection-type= --fault-injector-delay-start-iteration="
         " --fault-injector-fault-delay= --fault-injector-fault-probabilities= --fault-injector-fault-types="
         " --fault-injector-mtti-seconds= --fault-injector-num-ranks= --fault-injector-offset-seconds="
         " --fault-injector-ranks= --fault-injector-seed=",
     ),
-    _later(
+    later(
         "restarting inside a process",
         "--inprocess-active-world-size= --inprocess-barrier-timeout= --inprocess-completion-timeout="
         " --inprocess-empty-cuda-cache --inprocess-granularity= --inprocess-hard-timeout="
@@ -436,7 +403,7 @@ _NOT_YET: Final = (
         " --inprocess-termination-grace-time= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
         instead="leave this out: torchrun --max-restarts starts a run again, and it goes on from its last checkpoint",
     ),
-    _later(
+    later(
         "distilling logits",
         "--logits-load-decode-threads= --logits-load-dir= --logits-load-ignore-errors --logits-load-kd-loss-alpha="
         " --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor= --logits-save-dir= --logits-save-dtype="
@@ -446,34 +413,38 @@ _NOT_YET: Final = (
 
 _NEVER: Final = (
     # Names that Megatron-LM has given up itself
-    _never(
+    never(
         "the name of long ago", "--batch-size=", instead="use --micro-batch-size, samples of a rank at once"
     ),
-    _never("the name of long ago", "--model-parallel-size=", instead="use --tensor-model-parallel-size"),
-    _never("the name of long ago", "--warmup=", instead="use --lr-warmup-fraction"),
-    _never(
+    never(
+        "the name of long ago",
+        "--checkpoint-activations",
+        instead="use --recompute-activations, or --recompute-granularity full --recompute-method uniform"
+        " --recompute-num-layers 1, which is what it did",
+    ),
+    never("the name of long ago", "--model-parallel-size=", instead="use --tensor-model-parallel-size"),
+    never("the name of long ago", "--warmup=", instead="use --lr-warmup-fraction"),
+    never(
         "the name of long ago",
         "--no-weight-decay-cond-type=",
         instead="leave this out: norms and biases do not decay",
     ),
-    _never(
+    never(
         "it says only what positions are not",
         "--no-position-embedding",
         instead="use --position-embedding-type none, or rope without this flag",
     ),
-    _never(
-        "sections and names of YAML files are megatrain's own", "--yaml-cfg=", instead="use --config FILE"
-    ),
-    _never("what it promises, Megatron-LM does not read", "--onnx-safe="),
+    never("sections and names of YAML files are megatrain's own", "--yaml-cfg=", instead="use --config FILE"),
+    never("what it promises, Megatron-LM does not read", "--onnx-safe="),
     # What is done otherwise here
-    _never("the loss is always computed in fp32", "--fp16-lm-cross-entropy"),
-    _never(
+    never("the loss is always computed in fp32", "--fp16-lm-cross-entropy"),
+    never(
         "replicas always start from the same weights",
         "--data-parallel-random-init",
         instead="leave this out, and use --seed for other weights",
     ),
-    _never("each rank always writes what it alone holds", "--no-ckpt-fully-parallel-save"),
-    _never(
+    never("each rank always writes what it alone holds", "--no-ckpt-fully-parallel-save"),
+    never(
         "this belongs to Megatron-LM's own checkpoint format",
         "--ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects"
         " --ckpt-fully-parallel-load-process-group= --ckpt-fully-parallel-save-process-group="
@@ -482,32 +453,32 @@ _NEVER: Final = (
         " --disable-ckpt-load-validate-sharding-integrity --ckpt-convert-format= --ckpt-convert-save="
         " --ckpt-convert-update-legacy-dist-opt-format",
     ),
-    _never(
+    never(
         "the vocabulary is always padded",
         "--no-pad-vocab-size --disable-pad-vocab-size",
         instead="use --make-vocab-size-divisible-by 1, or --padded-vocab-size",
     ),
-    _never(
+    never(
         "tokenizers are read by other means",
         "--tokenizer-metadata= --tokenizer-hf-no-use-fast --use-gigatoken",
         instead="use --tokenizer-type and --tokenizer-model",
     ),
-    _never(
+    never(
         "the plan that is printed at start says it", "--dump-param-to-param-group-map= --config-logger-dir="
     ),
-    _never(
+    never(
         "nothing is reported to NVIDIA's services",
         "--one-logger-async --one-logger-project= --one-logger-run-name= --app-tag-run-name= --app-tag-run-version="
         " --adlr-autoresume --adlr-autoresume-interval= --run-workload-inspector-server",
     ),
-    _never(
+    never(
         "NCCL is tuned by its own environment variables",
         "--nccl-communicator-config-path= --use-nccl-ub --use-sharp --sharp-enabled-group= --high-priority-stream-groups=+"
         " --disable-symmetric-registration --create-all-gather-group --symmetric-ar-type="
         " --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend= --use-ring-exchange-p2p",
         instead="leave this out; set NCCL_... for all ranks if NCCL needs tuning",
     ),
-    _never(
+    never(
         "PyTorch's flight recorder has environment variables of its own",
         "--flight-recorder-dump-path= --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size="
         " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
@@ -515,10 +486,10 @@ _NEVER: Final = (
         " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
         instead="leave this out; TORCH_NCCL_TRACE_BUFFER_SIZE and its like turn it on",
     ),
-    _never("the model is always built when the ranks have met", "--lazy-mpu-init"),
-    _never("it is for Megatron-LM's own tests", "--test-mode"),
+    never("the model is always built when the ranks have met", "--lazy-mpu-init"),
+    never("it is for Megatron-LM's own tests", "--test-mode"),
     # What is not part of megatrain
-    _never(
+    never(
         "FSDP by Megatron-LM or PyTorch is not part of megatrain",
         "--use-megatron-fsdp --megatron-fsdp-version= --data-parallel-sharding-strategy="
         " --outer-dp-sharding-strategy= --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
@@ -529,7 +500,7 @@ _NEVER: Final = (
         " --disable-strict-fsdp-dtensor-load",
         instead="use --use-distributed-optimizer (the default), tensor and pipeline parallelism",
     ),
-    _never(
+    never(
         "BERT, T5 and retrieval models are not part of megatrain",
         "--decoder-num-layers= --decoder-seq-length= --bert-no-binary-head --mask-prob= --short-seq-prob= --sample-rate="
         " --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model --block-data-path="
@@ -538,7 +509,7 @@ _NEVER: Final = (
         " --titles-data-path= --use-one-sent-docs --bert-embedder-type= --output-bert-embeddings",
         instead="leave this out and train a GPT",
     ),
-    _never(
+    never(
         "models of images are not part of megatrain",
         "--img-h= --img-w= --patch-dim= --num-classes= --num-channels= --classes-fraction= --data-per-class-fraction="
         " --dino-bottleneck-size= --dino-freeze-last-layer= --dino-head-hidden-size= --dino-local-crops-number="
@@ -547,7 +518,7 @@ _NEVER: Final = (
         " --swin-backbone-type= --vision-backbone-type= --vision-pretraining --vision-pretraining-type=",
         instead="leave this out and train a GPT",
     ),
-    _never(
+    never(
         "serving a model is not part of pretraining",
         "--inference-batch-times-seqlen-threshold= --inference-coordinator-port= --inference-cuda-graph-all-prefills"
         " --inference-cuda-graph-max-tokens= --inference-cuda-graph-scope= --inference-disable-ep-consensus"
@@ -574,7 +545,7 @@ _NEVER: Final = (
         " --use-same-sampling-seed-across-dp-ranks --use-legacy-static-engine --decode-only-cuda-graphs"
         " --enable-chunked-prefill --flash-decode --mlp-chunks-for-prefill= --nccl-all-reduce-for-prefill",
     ),
-    _never(
+    never(
         "reinforcement learning is not part of pretraining",
         "--grpo-clamp-eps-lower= --grpo-clamp-eps-upper= --grpo-entropy-term-weight="
         " --grpo-filter-groups-with-same-reward --grpo-group-size= --grpo-iterations= --grpo-kl-beta="
@@ -596,55 +567,6 @@ _NEVER: Final = (
     ),
 )
 
-# Flags of its former versions, which scripts still carry.
-_FORMER: Final = (
-    _here("here datasets are always .bin and .idx files", "--data-impl=mmap"),
-    _here("here gradients always live in buffers of our own", "--DDP-impl=local"),
-    _here("so it is here", "--no-query-key-layer-scaling --no-async-tensor-model-parallel-allreduce"),
-    _here("here the implementation decides which operations are fused", "--no-scaled-masked-softmax-fusion"),
-    _here("here gradients are always summed in fp32, or in fp64", "--fp32-allreduce"),
-    _never("a model is built from layer specs alone", "--use-legacy-models"),
-    _never("gradients always live in contiguous buffers", "--no-contiguous-buffers-in-local-ddp"),
-    _never("its name has changed", "--tiktoken-special-tokens=+", instead="use --tokenizer-special-tokens"),
-    _never("nothing is reported to NVIDIA's one-logger", "--enable-one-logger"),
-    _never(
-        "BERT, T5 and retrieval models are not part of megatrain",
-        "--pipeline-model-parallel-split-rank= --encoder-tensor-model-parallel-size="
-        " --encoder-pipeline-model-parallel-size= --retro-add-retriever --retro-project-dir=",
-        instead="leave this out and train a GPT",
-    ),
-    _later(
-        "overlap of communication with computation",
-        "--overlap-p2p-communication --delay-grad-reduce --delay-param-gather",
-        instead="leave this out: results are the same, and steps take longer",
-    ),
-    _later(
-        "computing activations anew in backward",
-        "--checkpoint-num-layers= --activations-checkpoint-method= --activations-checkpoint-num-layers="
-        " --distribute-checkpointed-activations",
-        instead="leave this out; a smaller --micro-batch-size or --sequence-parallel saves memory too",
-    ),
-    _later("a cut of the layers other than into equal stages", "--standalone-embedding-stage"),
-    _later("fp8 or fp4", "--fp8-hybrid --fp8-e4m3", instead="use --bf16"),
-    _later(
-        "a model of experts (MoE)",
-        "--expert-parallel --moe-extended-tp",
-        instead="leave this out and train a dense model",
-    ),
-    _later(
-        "a model of Mamba or linear-attention layers",
-        "--hybrid-attention-ratio= --hybrid-mlp-ratio=",
-        instead="leave this out: every layer is attention and an MLP, --num-layers of them",
-    ),
-    _never(
-        "learning rate and batch size need no flag of their own",
-        "--log-learning-rate-to-tensorboard --log-batch-size-to-tensorboard",
-    ),
-)
-
-FORMER_FLAGS: Final = frozenset(word.partition("=")[0] for answer in _FORMER for word in answer.flags.split())
-"""Flags that Megatron-LM itself has no more."""
-
 CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
     "--dataloader-type": ("external",),
     "--optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap"),
@@ -653,4 +575,4 @@ CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Choices of Megatron-LM's that settings do not have yet. Those that they have win."""
 
-ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER, *_FORMER)
+ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER, *FORMER)

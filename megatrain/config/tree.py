@@ -148,9 +148,9 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
-def near_name(word: str, names: Iterable[str]) -> str | None:
-    """The name that a mistyped `word` was most likely meant to be."""
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.7)), None)
+def near_name(word: str, names: Iterable[str], *, likeness: float = 0.7) -> str | None:
+    """The name that a mistyped `word` was most likely meant to be. `likeness`: 1 for equal words, 0 for strange ones."""
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=likeness)), None)
 
 
 def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Setting:

@@ -16,7 +16,7 @@ import yaml
 
 from megatrain.config.errors import Problem
 from megatrain.config.loading import BadValueError, RawValue, accepted_values, load_value
-from megatrain.config.megatron_flags import AskedFlag, aliases, asked_flag, megatron_flags
+from megatrain.config.megatron_flags import AskedFlag, aliases, asked_flag, megatron_flags, near_flag
 from megatrain.config.request import Given
 from megatrain.config.tree import Config, Origin, Setting, flag_of, near_name, settings
 from megatrain.config.values import AUTO, INVALID, is_settled
@@ -146,13 +146,13 @@ class _Reader:
 
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
-        near = near_name(key.value, names)
-        foreign = [flag[2:].replace("-", "_") for flag in (*aliases(), *megatron_flags())]
-        elsewhere = near_name(key.value, [*(setting.name for setting in settings()), *foreign])
+        elsewhere = near_flag(flag_of(key.value).lower())
+        meant = [near_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
+        near = near_name(key.value.lower(), filter(None, meant))
         if owners:
             fix = f"{key.value} belongs below `{owners[0]}:`"
-        elif near or elsewhere:
-            fix = f"did you mean {near or elsewhere}?"
+        elif near:
+            fix = f"did you mean {near}?"
         else:
             fix = "--help lists the fields, with `-` for `_`"
         return Problem(f"{self.place(key)}: section {section} has no field {key.value}", fix)

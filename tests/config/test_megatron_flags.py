@@ -10,7 +10,8 @@ from megatrain.config import parse, render_plan
 from megatrain.config.differences import DIFFERENT_DEFAULTS
 from megatrain.config.loading import load_value
 from megatrain.config.megatron_flags import aliases, megatron_flags
-from megatrain.config.megatron_table import ALIASES, ANSWERS, CHOICES_TO_COME, FORMER_FLAGS
+from megatrain.config.megatron_former import FORMER_FLAGS
+from megatrain.config.megatron_table import ALIASES, ANSWERS, CHOICES_TO_COME
 from megatrain.config.tree import flag_of, settings
 from megatrain.config.values import AUTO, REQUIRED
 
@@ -160,17 +161,10 @@ def test_what_is_here_anyway_is_accepted_with_a_line(argv, words):
         assert words in notes[0]
 
 
-OLD_OR_UNSUPPORTED = {
-    "--batch-size 4": "use --micro-batch-size",
-    "--model-parallel-size 2": "use --tensor-model-parallel-size",
-    "--warmup 0.01": "use --lr-warmup-fraction",
-    "--checkpoint-activations": "use --recompute-granularity",
+NOT_HERE = {
     "--hierarchical-context-parallel-sizes 2 4": "--sequence-parallel",
     "--yaml-cfg run.yaml": "use --config FILE",
     "--fp16-lm-cross-entropy": "leave this out",
-    "--use-legacy-models": "leave this out",
-    "--DDP-impl torch": "use --DDP-impl local",
-    "--fp8-hybrid": "use --bf16",
     "--use-megatron-fsdp": "--use-distributed-optimizer (the default)",
     "--num-experts 8": "train a dense model",
     "--context-parallel-size 2": "--sequence-parallel",
@@ -182,19 +176,60 @@ OLD_OR_UNSUPPORTED = {
     "--ckpt-format fsdp_dtensor": "use torch_dist",
     "--perform-rl-step": "leave this out",
     "--use-checkpoint-args": "give --config FOLDER/config.yaml",
-    "--tiktoken-special-tokens <s> </s>": "use --tokenizer-special-tokens",
     "--spec my.specs get_layer_spec": "leave --spec out",
     "--no-position-embedding": "use --position-embedding-type none",
 }
 
 
-@pytest.mark.parametrize("argv", OLD_OR_UNSUPPORTED)
-def test_what_is_not_here_is_refused_by_name(argv):
+# What scripts of former years carry, which Megatron-LM has renamed or given up.
+OF_LONG_AGO = {
+    "--batch-size 4": "use --micro-batch-size",
+    "--model-parallel-size 2": "use --tensor-model-parallel-size",
+    "--warmup 0.01": "use --lr-warmup-fraction",
+    "--checkpoint-activations": "use --recompute-activations, or --recompute-granularity full",
+    "--distribute-checkpointed-activations": "use --recompute-granularity; with --sequence-parallel",
+    "--checkpoint-num-layers 1": "use --recompute-num-layers",
+    "--activations-checkpoint-method uniform": "use --recompute-method",
+    "--num-unique-layers 2": "use --num-layers alone",
+    "--param-sharing-style spaced": "use --num-layers alone",
+    "--lazy-mpu-init": "leave this out",
+    "--layernorm-epsilon 1e-5": "use --norm-epsilon",
+    "--override-lr-scheduler": "use --override-opt-param-scheduler",
+    "--use-checkpoint-lr-scheduler": "use --use-checkpoint-opt-param-scheduler",
+    "--no-load-lr-state": "--override-opt-param-scheduler for this run's schedule",
+    "--dynamic-loss-scale": "--fp16 without --loss-scale",
+    "--resume-dataloader": "leave this out",
+    "--use-npy-data-loader": "use preprocess_data.py",
+    "--train-data corpus.json": "use --train-data-path",
+    "--cache-dir cache": "use --data-cache-path",
+    "--cpu-torch-adam": "--use-distributed-optimizer",
+    "--no-contiguous-buffers-in-local-ddp": "leave this out",
+    "--DDP-impl torch": "use --DDP-impl local",
+    "--data-impl lazy": "use --data-impl mmap",
+    "--use-legacy-models": "leave this out",
+    "--fp8-hybrid": "use --bf16",
+    "--tiktoken-special-tokens <s> </s>": "use --tokenizer-special-tokens",
+    "--deepspeed_config ds.json": "--use-distributed-optimizer (the default) is ZeRO-1",
+}
+
+
+@pytest.mark.parametrize(("argv", "remedy"), [*NOT_HERE.items(), *OF_LONG_AGO.items()])
+def test_what_is_not_here_is_refused_by_name(argv, remedy):
     notes, problems = told(*argv.split())
     assert notes == []
     assert len(problems) == 1
-    assert problems[0].startswith(argv)
-    assert OLD_OR_UNSUPPORTED[argv] in problems[0].split("fix:")[1]
+    assert problems[0].startswith((argv, argv.replace("_", "-")))
+    assert remedy in problems[0].split("fix:")[1]
+
+
+@pytest.mark.parametrize("argv", OF_LONG_AGO)
+def test_yaml_refuses_what_is_of_long_ago(argv, tmp_path):
+    flag, *values = argv.split()
+    name = flag[2:].replace("-", "_")
+    (tmp_path / "run.yaml").write_text(f"training:\n  {name}: {values or 'true'}\n")
+    _, (problem,) = told("--config", str(tmp_path / "run.yaml"))
+    assert f"run.yaml:2: {name}: " in problem
+    assert OF_LONG_AGO[argv] in problem.split("fix:")[1]
 
 
 def test_flags_of_one_feature_are_one_problem():
@@ -286,7 +321,9 @@ TYPOS = {
     "--adam-beta-1": "--adam-beta1", "--tensor-model-parallel": "--tensor-model-parallel-size",
     "--pipeline-parallel-size": "--pipeline-model-parallel-size", "--sequence-paralel": "--sequence-parallel",
     "--use-distributed-optimiser": "--use-distributed-optimizer", "--no-use-distributed-optimiser": "--no-use-distributed-optimizer",
-    "--data-paths": "--data-path", "--tokenizer-typ": "--tokenizer-type", "--tokeniser-model": "--tokenizer-model",
+    "--hiden-size": "--hidden-size", "--microbatch-size": "--micro-batch-size", "--log_inteval": "--log-interval",
+    "--pipline_model_parallel_size": "--pipeline-model-parallel-size", "--recompute-granulairty": "--recompute-granularity",
+    "--cache-dirs": "--cache-dir", "--data-paths": "--data-path", "--tokenizer-typ": "--tokenizer-type", "--tokeniser-model": "--tokenizer-model",
     "--save-intervall": "--save-interval", "--log-intervals": "--log-interval", "--BF-16": "--bf16", "--swi-glu": "--swiglu",
     "--use-flash-attention": "--use-flash-attn", "--use-mcore-model": "--use-mcore-models",
     "--context-parallel-sise": "--context-parallel-size", "--moe-groupedgemm": "--moe-grouped-gemm",
@@ -298,6 +335,16 @@ TYPOS = {
 def test_a_typo_gets_the_right_flag(typo):
     _, problems = told(typo)
     assert problems == [f"{typo} is not a flag\n  fix: did you mean {TYPOS[typo]}?"]
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_typo_in_yaml_gets_the_right_name(typo, tmp_path):
+    """Below the section that the name belongs to; whatever the section is where it belongs to none."""
+    typed, meant = (flag[2:].replace("-", "_") for flag in (typo, TYPOS[typo]))
+    section = next((setting.section for setting in settings() if setting.name == meant), "logging")
+    (tmp_path / "run.yaml").write_text(f"{section}:\n  {typed}: 1\n")
+    _, (problem,) = told("--config", str(tmp_path / "run.yaml"))
+    assert f"run.yaml:2: section {section} has no field {typed}\n  fix: did you mean {meant}?" in problem
 
 
 # ---- argument lists as launch scripts have them

@@ -1,4 +1,5 @@
-"""Broken command lines: exit code 2, flag and remedy named, everything at once, no traceback, printed once."""
+"""Broken command lines: exit code 2, flag and remedy named, everything at once, no traceback, printed once, before
+any rank meets another, and without a scratch on what an earlier run has saved."""
 
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import pretrain
+from megatrain.parallel.grid import RankGrid
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
@@ -32,7 +34,8 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "negative": ({"--lr": "-1"}, "--lr -1", "above 0"),
     "wrong choice": ({"--lr-decay-style": "cosin"}, "--lr-decay-style cosin", "cosine"),
     "heads do not divide": ({"--num-attention-heads": "5", "--kv-channels": "8",
-                             "--group-query-attention": "", "--num-query-groups": "2"}, "--num", "5"),
+                             "--group-query-attention": "", "--num-query-groups": "2"},
+                            "--num-attention-heads 5", "--num-query-groups"),
     "heads over tp": ({"--tensor-model-parallel-size": "3"}, "--tensor-model-parallel-size", "3"),
     "layers over pp": ({"--pipeline-model-parallel-size": "3"}, "--pipeline-model-parallel-size", "3"),
     "world too small": ({"--tensor-model-parallel-size": "2"}, "--tensor-model-parallel-size", "torchrun"),
@@ -76,10 +79,36 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
 }  # fmt: skip
 
 
+WITHOUT_A_FOLDER = ("saving nowhere", "load or start without load", "samples below a batch")
+
+
+@pytest.fixture(scope="module")
+def earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was saved in the middle."""
+    folder = tmp_path_factory.mktemp("earlier") / "run"
+    assert pretrain.main(command_line({"--save": str(folder), "--exit-interval": "1"})) == 75
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files but the one that tells of the last attempt."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): path.read_bytes() for path in files if path.name != "status.json"}
+
+
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_command_line_names_flag_and_remedy(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_command_line_names_flag_and_remedy(
+    name: str, earlier_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(*_: object) -> None:
+        raise AssertionError("ranks have met")
+
+    monkeypatch.setattr(RankGrid, "build", meet)
     changed, flag, remedy = BROKEN[name]
-    assert pretrain.main(command_line(changed)) == 2
+    folder = {"--save": str(earlier_run), "--load": str(earlier_run)} if name not in WITHOUT_A_FOLDER else {}
+    before = contents(earlier_run)
+    assert pretrain.main(command_line({**folder, **changed})) == 2
+    assert contents(earlier_run) == before
     captured = capsys.readouterr()
     assert flag in captured.err
     assert remedy in captured.err
