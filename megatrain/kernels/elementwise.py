@@ -15,67 +15,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Root-mean-square norm over the last dimension.
-
-    Args:
-        x: [..., h], as wide as the weight or wider.
-        weight: [h].
-        eps: added to the mean square.
-        offset: added to the weight: 1 where weights are kept as their distance from 1.
-    Returns:
-        The normed tensor, [..., h] in the weight's dtype, and the reciprocal root mean square, wide [..., 1], for the
-        backward pass.
-
-    Source: Zhang and Sennrich, arXiv:1910.07467.
-    """
-    xw = x.to(wide(x.dtype))
-    rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
-    return (xw * rstd * (weight.to(xw.dtype) + offset)).to(weight.dtype), rstd
-
-
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm`: of x, [..., h], and of the weight, wide [h]."""
-    normed = x.to(rstd.dtype) * rstd
-    dyw = dy.to(rstd.dtype)
-    dweight = (dyw * normed).flatten(0, -2).sum(0)
-    dnormed = dyw * (weight.to(rstd.dtype) + offset)
-    dx = rstd * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), dweight
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm of mean 0 and variance 1 over the last dimension, then weight and bias; arguments as for `rms_norm`.
-
-    Returns:
-        The normed tensor, [..., h] in the weight's dtype; mean and reciprocal deviation, wide [..., 1].
-
-    Source: Ba et al., arXiv:1607.06450.
-    """
-    xw = x.to(wide(x.dtype))
-    variance, mean = torch.var_mean(xw, dim=-1, correction=0, keepdim=True)
-    rstd = torch.rsqrt(variance + eps)
-    y = (xw - mean) * rstd * (weight.to(xw.dtype) + offset) + bias.to(xw.dtype)
-    return y.to(weight.dtype), mean, rstd
-
-
-def layer_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `layer_norm`: of x, [..., h], and of weight and bias, wide [h]."""
-    normed = (x.to(rstd.dtype) - mean) * rstd
-    dyw = dy.to(rstd.dtype)
-    dweight, dbias = (dyw * normed).flatten(0, -2).sum(0), dyw.flatten(0, -2).sum(0)
-    dnormed = dyw * (weight.to(rstd.dtype) + offset)
-    centred = dnormed - dnormed.mean(-1, keepdim=True)
-    dx = rstd * (centred - normed * (dnormed * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype), dweight, dbias
-
-
 def swiglu(x: Tensor) -> Tensor:
     """silu(gate) * up, where x is [..., 2 f]: gate, then up. Returns [..., f].
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import elementwise
+from megatrain.kernels import elementwise, norms
 from megatrain.kernels.activations import (
     Curve,
     Gate,
@@ -23,19 +23,13 @@ from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
 
 
-def rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float) -> Tensor:
-    """`kernels.elementwise.rms_norm` with the holder's `weight`; keeps x."""
-    out: Tensor = _RmsNorm.apply(x, holder.weight, holder.weight_grads.get("weight"), eps, offset)
-    return out
-
-
-def layer_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float) -> Tensor:
-    """`kernels.elementwise.layer_norm` with the holder's `weight` and `bias`; keeps x."""
-    grads = holder.weight_grads
-    out: Tensor = _LayerNorm.apply(
-        x, holder.weight, holder.bias, grads.get("weight"), grads.get("bias"), eps, offset
-    )
-    return out
+def norm(
+    x: Tensor, delta: Tensor | None, holder: LaidOutModule, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """`kernels.norms.norm` with the holder's `weight` and, if it has one, `bias`: the sum and its norm; keeps the sum."""
+    grads, bias = holder.weight_grads, getattr(holder, "bias", None)
+    total, y = _Norm.apply(x, delta, holder.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset)
+    return total, y
 
 
 def split_rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
@@ -92,48 +86,37 @@ def drop(x: Tensor, kept: Tensor, p: float) -> Tensor:
     return out
 
 
-class _RmsNorm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, eps: float, offset: float
-    ) -> Tensor:
-        y, rstd = elementwise.rms_norm(x, weight, eps, offset)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.weight_grad, ctx.offset = weight_grad, offset
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, weight, rstd = ctx.saved_tensors
-        dx, dweight = elementwise.rms_norm_backward(grads[0], x, weight, rstd, ctx.offset)
-        ctx.weight_grad.add_(dweight)
-        return dx, None, None, None, None
-
-
-class _LayerNorm(Function):
+class _Norm(Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        delta: Tensor | None,
         weight: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         weight_grad: Tensor | None,
         bias_grad: Tensor | None,
         eps: float,
         offset: float,
-    ) -> Tensor:
-        y, mean, rstd = elementwise.layer_norm(x, weight, bias, eps, offset)
-        ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.weight_grad, ctx.bias_grad, ctx.offset = weight_grad, bias_grad, offset
-        return y
+    ) -> tuple[Tensor, Tensor]:
+        known = norms.norm(x, delta, weight, bias, eps, offset)
+        ctx.save_for_backward(known.total, weight, known.mean, known.rstd)
+        ctx.grads, ctx.has_delta, ctx.offset = (weight_grad, bias_grad), delta is not None, offset
+        ctx.set_materialize_grads(False)
+        return known.total, known.y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        dx, dweight, dbias = elementwise.layer_norm_backward(grads[0], x, weight, mean, rstd, ctx.offset)
-        ctx.weight_grad.add_(dweight)
-        ctx.bias_grad.add_(dbias)
-        return dx, None, None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        dtotal, dy = grads
+        total, weight, mean, rstd = ctx.saved_tensors
+        assert dy is not None
+        known = norms.Normed(total, total, mean, rstd)
+        dx, dweight, dbias = norms.norm_backward(dy, dtotal, known, weight, ctx.offset)
+        weight_grad, bias_grad = ctx.grads
+        weight_grad.add_(dweight)
+        if dbias is not None:
+            bias_grad.add_(dbias)
+        return dx, dx if ctx.has_delta else None, None, None, None, None, None, None
 
 
 class _SplitRmsNorm(Function):

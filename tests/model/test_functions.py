@@ -35,17 +35,13 @@ def holder(**weights: Tensor) -> LaidOutModule:
 
 WEIGHT, BIAS = _random(16), _random(1, 16)[0]
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
-    "rms_norm": (
-        lambda x, own: functions.rms_norm(x, own, 1e-5, 0.0),
-        lambda x, weight, bias: F.rms_norm(x, (16,), weight, 1e-5) + 0 * bias,
+    "norm": (
+        lambda x, own: sum(functions.norm(x, None, own, 1e-5, 1.0)),
+        lambda x, weight, bias: x + F.layer_norm(x, (16,), weight + 1, bias, 1e-5),
     ),
-    "rms_norm minus one": (
-        lambda x, own: functions.rms_norm(x, own, 1e-5, 1.0),
-        lambda x, weight, bias: F.rms_norm(x, (16,), weight + 1, 1e-5) + 0 * bias,
-    ),
-    "layer_norm": (
-        lambda x, own: functions.layer_norm(x, own, 1e-5, 1.0),
-        lambda x, weight, bias: F.layer_norm(x, (16,), weight + 1, bias, 1e-5),
+    "norm of a sum": (
+        lambda x, own: functions.norm(x, 2 * x, own, 1e-5, 0.0)[1],
+        lambda x, weight, bias: F.layer_norm(3 * x, (16,), weight, bias, 1e-5),
     ),
     "split_rms_norm": (
         lambda x, own: functions.split_rms_norm(x, own, 1e-5, 0.0, ALONE),

@@ -31,9 +31,8 @@ class LocalLeaves:
     seed: int
     """Of dropout."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> LocalRmsNorm:
-        kind = LocalLayerNorm if spec.kind == "LayerNorm" else LocalRmsNorm
-        return kind(weights, spec, self.dtype)
+    def norm(self, weights: Weights, spec: NormSpec) -> LocalNorm:
+        return LocalNorm(weights, spec, self.dtype)
 
     def split_norm(self, weights: Weights, spec: NormSpec) -> LocalSplitRmsNorm:
         return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
@@ -71,8 +70,8 @@ _CURVES: dict[str, Curve] = {
 }
 
 
-class LocalRmsNorm(LaidOutModule):
-    """Norm over the last dimension, in the dtype of its weight."""
+class LocalNorm(LaidOutModule):
+    """Norm over the last dimension, in the dtype of its weight: LayerNorm with a bias, RMSNorm without."""
 
     def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,17 +82,14 @@ class LocalRmsNorm(LaidOutModule):
             self.add_weight("bias", weights.bias, dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a leaf gets it)
-        return functions.rms_norm(x, self, self.epsilon, self.offset)
+        return self.of_sum(x, None)[1]
+
+    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """hidden + delta, and its norm."""
+        return functions.norm(hidden, delta, self, self.epsilon, self.offset)
 
 
-class LocalLayerNorm(LocalRmsNorm):
-    """The same with mean and bias."""
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
-        return functions.layer_norm(x, self, self.epsilon, self.offset)
-
-
-class LocalSplitRmsNorm(LocalRmsNorm):
+class LocalSplitRmsNorm(LocalNorm):
     """RMSNorm over all heads: [s, b, n/tp, d], with a sum over the ranks."""
 
     def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype, tp: TensorParallel) -> None:
@@ -110,19 +106,17 @@ class LocalColumnLinear(LaidOutModule):
 
     weight: Tensor
 
-    def __init__(self, leaves: LocalLeaves, norm: LocalRmsNorm | None, linear: Weights) -> None:
+    def __init__(self, leaves: LocalLeaves, norm: LocalNorm | None, linear: Weights) -> None:
         super().__init__()
         self.tp = leaves.tp
-        self.norm: nn.Module = norm if norm is not None else LocalNarrowing(leaves.dtype)
+        self.norm = norm if norm is not None else LocalNarrowing(leaves.dtype)
         self.add_weight("weight", linear.weight, leaves.dtype)
         self.has_bias = linear.bias is not None
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, leaves.dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
-        if delta is not None:
-            hidden = hidden + delta
-        normed = self.norm(hidden, info)
+        hidden, normed = self.norm.of_sum(hidden, delta)
         out = column_linear(normed, self.weight, self.weight_grads.get("weight"), self.tp, info)
         return hidden, functions.add_bias(out, self) if self.has_bias else out
 
@@ -134,8 +128,10 @@ class LocalNarrowing(nn.Module):
         super().__init__()
         self.dtype = dtype
 
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
-        return x.to(self.dtype)
+    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """hidden + delta, wide and narrow."""
+        total = hidden if delta is None else hidden + delta
+        return total, total.to(self.dtype)
 
 
 class LocalRowLinear(LaidOutModule):

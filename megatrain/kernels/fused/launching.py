@@ -1,0 +1,51 @@
+"""When fused kernels run, and how they are started.
+
+Triton comes with torch's builds for GPUs. Where it is missing, the kernels are there to be read, and a plan made with
+fake tensors allocates what they would write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+try:
+    import triton
+    from triton import language as tl
+except ModuleNotFoundError:
+    triton, tl = None, None
+
+__all__ = ["cdiv", "is_fused", "jit", "launch", "power_of_two", "tl"]
+
+
+def is_fused(x: Tensor) -> bool:
+    """Whether work on this tensor is done by fused kernels: on GPUs, but for fp64, which is for proofs."""
+    return x.is_cuda and x.dtype is not torch.float64
+
+
+def jit(function: Callable[..., None]) -> Any:
+    """A function as a Triton kernel, or a part of kernels."""
+    return function if triton is None else triton.jit(function)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Start a kernel; on fake tensors and on those without memory nothing is to be done."""
+    if 0 in grid or any(
+        isinstance(a, FakeTensor) or (isinstance(a, Tensor) and a.is_meta) for a in arguments
+    ):
+        return
+    kernel[grid](*arguments, **constants)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is no less than n."""
+    return 1 << max(n - 1, 0).bit_length()

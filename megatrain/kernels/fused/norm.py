@@ -1,0 +1,138 @@
+"""`kernels.norms` in one pass each way: the sum of the residual stream, its norm, and their gradients.
+
+A tile of rows stays in registers. The gradients of weight and bias are summed over a program's tiles, and over the
+programs in a second, small sum: the same result in every run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
+
+_TILE = 2048
+"""Elements that a program works on at once, where rows are shorter."""
+_PROGRAMS = 264
+"""Of the backward pass at most: two for each multiprocessor of an H200."""
+
+
+def norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """As `kernels.norms.norm`."""
+    x = x.contiguous()
+    columns = x.shape[-1]
+    total = x if delta is None else torch.empty_like(x)
+    y = torch.empty_like(x, dtype=weight.dtype)
+    rstd = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    mean = None if bias is None else torch.empty_like(rstd)
+    rows, block, warps = _tile(columns)
+    count = x.numel() // columns
+    launch(
+        _forward, (cdiv(count, rows),),
+        x, x if delta is None else delta.contiguous(), weight, weight if bias is None else bias,
+        total, y, rstd if mean is None else mean, rstd, count, columns, eps, offset,
+        HAS_DELTA=delta is not None, IS_CENTRED=bias is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return total, y, mean, rstd
+
+
+def norm_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As `kernels.norms.norm_backward`."""
+    columns = x.shape[-1]
+    dx = torch.empty_like(x)
+    rows, block, warps = _tile(columns)
+    count = x.numel() // columns
+    programs = min(cdiv(count, rows), _PROGRAMS)
+    dweight = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    dbias = None if mean is None else torch.empty_like(dweight)
+    launch(
+        _backward, (programs,),
+        dy.contiguous(), dy if dtotal is None else dtotal.contiguous(), x, weight,
+        rstd if mean is None else mean, rstd, dx, dweight, dweight if dbias is None else dbias,
+        count, columns, offset, programs,
+        HAS_TOTAL=dtotal is not None, IS_CENTRED=mean is not None, ROWS=rows, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
+
+
+def _tile(columns: int) -> tuple[int, int, int]:
+    """Rows, padded columns and warps of a program's tile."""
+    block = power_of_two(columns)
+    rows = max(_TILE // block, 1)
+    return rows, block, min(max(rows * block // 512, 4), 16)
+
+
+@jit
+def _forward(
+    X, D, W, B, T, Y, M, R, count, columns, eps, offset,
+    HAS_DELTA: tl.constexpr, IS_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    place = row[:, None] * columns + column[None, :]
+    inside = (row < count)[:, None] & (column < columns)[None, :]
+    x = tl.load(X + place, mask=inside, other=0).to(tl.float32)
+    if HAS_DELTA:
+        total = (x + tl.load(D + place, mask=inside, other=0).to(tl.float32)).to(T.dtype.element_ty)
+        tl.store(T + place, total, mask=inside)
+        x = total.to(tl.float32)
+    if IS_CENTRED:
+        mean = tl.sum(x, axis=1) / columns
+        tl.store(M + row, mean, mask=row < count)
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = 1 / tl.sqrt(tl.sum(x * x, axis=1) / columns + eps)
+    tl.store(R + row, rstd, mask=row < count)
+    weight = tl.load(W + column, mask=column < columns, other=0).to(tl.float32) + offset
+    y = x * rstd[:, None] * weight[None, :]
+    if IS_CENTRED:
+        y += tl.load(B + column, mask=column < columns, other=0).to(tl.float32)[None, :]
+    tl.store(Y + place, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    DY, DT, X, W, M, R, DX, DW, DB, count, columns, offset, programs,
+    HAS_TOTAL: tl.constexpr, IS_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    is_column = column < columns
+    weight = tl.load(W + column, mask=is_column, other=0).to(tl.float32) + offset
+    dweight = tl.zeros((BLOCK,), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK,), dtype=tl.float32)
+    for tile in range(first, tl.cdiv(count, ROWS), programs):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        is_row = row < count
+        place = row[:, None] * columns + column[None, :]
+        inside = is_row[:, None] & is_column[None, :]
+        x = tl.load(X + place, mask=inside, other=0).to(tl.float32)
+        rstd = tl.load(R + row, mask=is_row, other=0)[:, None]
+        if IS_CENTRED:
+            x = tl.where(inside, x - tl.load(M + row, mask=is_row, other=0)[:, None], 0.0)
+        normed = x * rstd
+        dy = tl.load(DY + place, mask=inside, other=0).to(tl.float32)
+        dweight += tl.sum(dy * normed, axis=0)
+        if IS_CENTRED:
+            dbias += tl.sum(dy, axis=0)
+        dnormed = dy * weight[None, :]
+        along = tl.sum(dnormed * normed, axis=1) / columns
+        dx = dnormed - normed * along[:, None]
+        if IS_CENTRED:
+            dx -= (tl.sum(dnormed, axis=1) / columns)[:, None]
+        dx *= rstd
+        if HAS_TOTAL:
+            dx += tl.load(DT + place, mask=inside, other=0).to(tl.float32)
+        tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
+    tl.store(DW + first * columns + column, dweight, mask=is_column)
+    if IS_CENTRED:
+        tl.store(DB + first * columns + column, dbias, mask=is_column)

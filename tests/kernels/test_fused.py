@@ -1,0 +1,75 @@
+"""Fused kernels against their references, over shapes, dtypes and odd sizes.
+
+On a GPU they are compiled; elsewhere Triton's interpreter runs them (TRITON_INTERPRET=1), where Triton is there at all.
+"""
+
+import os
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from megatrain.kernels import norms  # noqa: E402
+from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+if DEVICE == "cpu":
+    DTYPES.remove(torch.bfloat16)  # numpy, which the interpreter computes with, does not know it
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def near(
+    found: torch.Tensor | None, expected: torch.Tensor | None, dtype: torch.dtype, terms: int = 1
+) -> None:
+    """Within two roundings of the dtype, relative to the largest value; sums over `terms` in fp32 besides."""
+    assert (found is None) == (expected is None)
+    if found is None or expected is None:
+        return
+    assert found.shape == expected.shape
+    size = expected.double().abs().max().clamp(min=1e-30)
+    error = ((found.double() - expected.double()).abs().max() / size).item()
+    assert error <= 2 * torch.finfo(dtype).eps + 1e-6 * max(terms, 4) ** 0.5, error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 16), (33, 129), (300, 64), (5, 4096), (600, 768)])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_norm(dtype: torch.dtype, rows: int, columns: int, kind: str, has_delta: bool) -> None:
+    if DEVICE == "cpu" and rows * columns > 50_000:
+        pytest.skip("slow in the interpreter")
+    x, weight = drawn(rows, 1, columns, dtype=dtype), drawn(columns, dtype=dtype, seed=1)
+    bias = drawn(columns, dtype=dtype, seed=2) if kind == "layer" else None
+    delta = drawn(rows, 1, columns, dtype=dtype, seed=3) if has_delta else None
+    dy, dtotal = drawn(rows, 1, columns, dtype=dtype, seed=4), drawn(rows, 1, columns, dtype=dtype, seed=5)
+    found = norms.Normed(*fused_norm.norm(x, delta, weight, bias, 1e-5, 1.0))
+    expected = norms.norm_reference(x, delta, weight, bias, 1e-5, 1.0)
+    assert torch.equal(found.total, expected.total)
+    near(found.y, expected.y, dtype)
+    near(found.mean, expected.mean, torch.float32, columns)
+    near(found.rstd, expected.rstd, torch.float32, columns)
+    for along in (None, dtotal):
+        gradients = fused_norm.norm_backward(dy, along, found.total, weight, found.mean, found.rstd, 1.0)
+        references = norms.norm_backward_reference(dy, along, found, weight, 1.0)
+        near(gradients[0], references[0], dtype)
+        near(gradients[1], references[1], torch.float32, rows)
+        near(gradients[2], references[2], torch.float32, rows)
+
+
+def test_a_norm_of_a_wide_residual_stream_is_narrow() -> None:
+    x, delta = drawn(5, 1, 96), drawn(5, 1, 96, dtype=torch.float16, seed=3)
+    weight = drawn(96, dtype=torch.float16, seed=1)
+    total, y, _, _ = fused_norm.norm(x, delta, weight, None, 1e-5, 0.0)
+    expected = norms.norm_reference(x, delta, weight, None, 1e-5)
+    assert (total.dtype, y.dtype) == (torch.float32, torch.float16)
+    near(total, expected.total, torch.float32)
+    near(y, expected.y, torch.float16)
