@@ -171,11 +171,11 @@ _NOT_YET: Final = (
         instead="leave this out: --pipeline-model-parallel-size cuts the layers into equal stages",
     ),
     later(
-        "another order or another sharing of ranks",
-        "--use-tp-pp-dp-mapping --num-distributed-optimizer-instances=1 --tensor-parallel-num-weight-shards=1"
+        "another sharing of ranks",
+        "--num-distributed-optimizer-instances=1 --tensor-parallel-num-weight-shards=1"
         " --expert-tensor-parallel-num-weight-shards=1 --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub"
         " --gtp-remat-opt-in-modules=+ --gtp-remat-reduce-scatter-with-fp32-accumulation",
-        instead="leave this out: ranks are ordered tp, dp, pp",
+        instead="leave this out: --tensor-model-parallel-size and --pipeline-model-parallel-size share out the ranks",
     ),
     later(
         "a choice of the arithmetic that reduces gradients",

@@ -14,6 +14,8 @@ class ParallelConfig:
     """Ranks over which each layer's matrices are split (tp)."""
     pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Stages into which the layers are cut (pp)."""
+    use_tp_pp_dp_mapping: bool = False
+    """Number the ranks so that the stages of a pipeline are closer to each other than its replicas are."""
     sequence_parallel: bool = False
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = True

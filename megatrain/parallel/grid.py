@@ -4,7 +4,8 @@
                                  pp 1: dp 0: ranks 4 5 | dp 1: ranks 6 7      dp 02 13 46 57, pp 04 15 26 37
 
 `GridShape` computes rank lists and needs no processes; `RankGrid` holds the groups that one rank is in. Ranks are
-numbered as Megatron-LM numbers them: the axis that comes first in `order` varies fastest.
+numbered as Megatron-LM numbers them: the axis that comes first in `order` varies fastest. Experts have a
+factorisation of their own of the same ranks, with the same pipelines.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+STAGES_BEFORE_REPLICAS = "tp-cp-ep-pp-dp"
+"""The order of --use-tp-pp-dp-mapping: neighbours in a pipeline are closer than replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,22 @@ class GridShape:
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.ep * self.dp * self.pp
+
+    def experts(self, *, ep: int, etp: int) -> GridShape:
+        """How experts divide these ranks: `ep` ranks with different experts, `etp` that share each of them.
+
+        Raises:
+            ValueError: the ranks cannot be divided so, or pipelines would run over other ranks than these.
+        """
+        per_replica = etp * ep * self.pp
+        if self.world_size % per_replica:
+            raise ValueError(f"{self.world_size} ranks do not divide into {per_replica} = etp * ep * pp")
+        shape = GridShape(tp=etp, ep=ep, dp=self.world_size // per_replica, pp=self.pp, order=self.order)
+        if shape.rank_lists("pp") != self.rank_lists("pp"):
+            raise ValueError(
+                f"with the order {self.order}, experts would have other pipelines than dense layers"
+            )
+        return shape
 
     def rank_lists(self, axes: str) -> list[list[int]]:
         """Groups whose members vary over `axes` ("tp", "dp-cp"), in the order of `order`, fastest axis first."""
@@ -95,9 +114,15 @@ class RankGrid:
 
     @classmethod
     def build(
-        cls, shape: GridShape, rank: int, make_handle: Callable[[Sequence[int]], Any] | None = None
+        cls,
+        shape: GridShape,
+        rank: int,
+        make_handle: Callable[[str, Sequence[Sequence[int]]], Any] | None = None,
     ) -> RankGrid:
-        """Make all groups, on every rank in the same order. `make_handle` is called for each list larger than one."""
+        """Make all groups, on every rank in the same order.
+
+        `make_handle` gets a name and the rank lists of that name, and makes the list that this rank is in.
+        """
         lists = {
             "world": [list(range(shape.world_size))],
             "tp": shape.rank_lists("tp"),
@@ -121,11 +146,15 @@ class RankGrid:
 
 
 def _own_group(
-    name: str, rank_lists: list[list[int]], rank: int, make_handle: Callable[[Sequence[int]], Any] | None
+    name: str,
+    rank_lists: Sequence[Sequence[int]],
+    rank: int,
+    make_handle: Callable[[str, Sequence[Sequence[int]]], Any] | None,
 ) -> RankGroup:
-    own = RankGroup(name, (rank,), 0)
-    for ranks in rank_lists:
-        handle = make_handle(ranks) if make_handle is not None and len(ranks) > 1 else None
-        if rank in ranks:
-            own = RankGroup(name, tuple(ranks), ranks.index(rank), handle)
-    return own
+    """Lists of one rank need no handle; a rank that is in no list is a group by itself."""
+    lists = [ranks for ranks in rank_lists if len(ranks) > 1]
+    handle = make_handle(name, lists) if make_handle is not None and lists else None
+    own = next((ranks for ranks in lists if rank in ranks), None)
+    return (
+        RankGroup(name, (rank,), 0) if own is None else RankGroup(name, tuple(own), own.index(rank), handle)
+    )

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.groups import make_group
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import FAULTS, planted
 from megatrain.tools.parity_models import MODELS, RECOMPUTE
@@ -247,7 +247,7 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
     """Three steps of the tiny model, as one rank of a layout sees them."""
     plan = tiny_plan(layout, world_size)
     shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, lambda ranks: dist.new_group(list(ranks)))
+    grid = RankGrid.build(shape, rank, make_group)
     with planted(fault):
         engine = Engine(plan, grid, torch.device("cpu"))
         engine.initialize()

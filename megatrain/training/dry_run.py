@@ -53,8 +53,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     shape = grid_shape(plan)
     pipeline, simulation = _pipeline(plan)
     engines = [
-        Engine(plan, RankGrid.build(shape, stage * shape.tp * shape.dp), torch.device("meta"))
-        for stage in range(shape.pp)
+        Engine(plan, RankGrid.build(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
     ]
     memory = tuple(
         stage_memory(plan, engine, microbatches_in_flight=peak)
@@ -168,8 +167,7 @@ def _rank_layout(plan: Plan, reason: str) -> RankLayout:
         axes[name] = Axis(
             size=size, count=len(lists), stride=stride, first=_shortened(lists[0]), last=_shortened(lists[-1])
         )
-    width = shape.tp * shape.dp
-    stages = tuple((stage * width, (stage + 1) * width - 1) for stage in range(shape.pp))
+    stages = tuple(map(_shortened, shape.rank_lists("tp-cp-ep-dp")))
     return RankLayout(world_size=shape.world_size, reason=reason, axes=axes, stages=stages)
 
 

@@ -45,8 +45,8 @@ class RankLayout:
     """Where the number comes from."""
     axes: dict[str, Axis]
     """tp, dp and pp."""
-    stages: tuple[tuple[int, int], ...]
-    """First and last rank of each pipeline stage."""
+    stages: tuple[tuple[int, ...], ...]
+    """Ranks of each pipeline stage; of a large one the first three and the last."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,9 +127,17 @@ def _ranks(found: DryRun) -> Iterator[str]:
         if axis.size > 1:
             yield f"  {name}  {_groups(axis)}"
     if len(ranks.stages) > 1:
-        places = [f"{number}: {first} to {last}" for number, (first, last) in enumerate(ranks.stages)]
+        size = ranks.world_size // len(ranks.stages)
+        places = [
+            f"{number}: {_ranks_of_stage(members, size)}" for number, members in enumerate(ranks.stages)
+        ]
         shown = places if len(places) <= 8 else [*places[:3], "...", places[-1]]
         yield f"  ranks of the stages  {', '.join(shown)}"
+
+
+def _ranks_of_stage(ranks: Sequence[int], size: int) -> str:
+    is_unbroken = ranks[-1] - ranks[0] + 1 == size
+    return f"{ranks[0]} to {ranks[-1]}" if is_unbroken and size > 1 else _ranks_of(ranks, size)
 
 
 def _groups(axis: Axis) -> str:

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,8 @@ from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError, describe
 from megatrain.config.tree import flag_of, settings
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, RankGrid
+from megatrain.parallel.groups import make_group
 from megatrain.training.console import Console
 from megatrain.training.facts import gather_facts
 from megatrain.training.metrics import write_status
@@ -115,7 +116,9 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
         facts, plan = _agreed_plan(request, environment, store)
     with phases.phase("joining process groups"):
         device = _own_device(plan, environment)
-        make_handle = _join_groups(plan, environment, store, device) if store is not None else None
+        if store is not None:
+            _join_world(plan, environment, store, device)
+        make_handle = make_group if store is not None else None
         grid = RankGrid.build(grid_shape(plan), environment.rank, make_handle)
         _warm(grid, device)
     try:
@@ -142,6 +145,7 @@ def grid_shape(plan: Plan) -> GridShape:
         tp=parallel.tensor_model_parallel_size,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
+        order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
     )
 
 
@@ -244,9 +248,7 @@ def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
     return device
 
 
-def _join_groups(
-    plan: Plan, environment: LaunchEnvironment, store: dist.Store, device: torch.device
-) -> Callable[[Sequence[int]], Any]:
+def _join_world(plan: Plan, environment: LaunchEnvironment, store: dist.Store, device: torch.device) -> None:
     timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
@@ -256,7 +258,6 @@ def _join_groups(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return lambda ranks: dist.new_group(list(ranks), timeout=timeout)
 
 
 def _warm(grid: RankGrid, device: torch.device) -> None:

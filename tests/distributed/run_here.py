@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.groups import make_group
 from megatrain.training.console import Console
 from megatrain.training.facts import gather_facts
 from megatrain.training.launch import Ranks, grid_shape
@@ -56,7 +56,7 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
     request = parse([*MODEL, *flags])
     facts = gather_facts(request, environment)
     plan = resolve(request, facts)
-    grid = RankGrid.build(grid_shape(plan), rank, lambda ranks: dist.new_group(list(ranks)))
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     return Trainer(
         Ranks(
             request=request,

@@ -1,39 +1,76 @@
 """Rank lists against Megatron-LM's own, and the groups that one rank sees."""
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, RankGrid
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if "raises" not in case]
+RAISING = [case for case in GOLDEN["cases"] if "raises" in case]
+COLUMNS = ("tp", "pp", "dp", "cp", "dp-cp", "ep", "etp", "edp")
+"""What Megatron-LM recorded of each rank behind its number: its place in these groups."""
+
+
+def dense_shape(case: dict[str, Any]) -> GridShape:
+    return GridShape(
+        tp=case["tensor"], cp=case["context"], dp=case["data"], pp=case["pipeline"], order=case["order"]
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['world_size']}-{c['order']}")
 def test_rank_lists_are_megatrons(case: dict[str, Any]) -> None:
-    dense = GridShape(
-        tp=case["tensor"], cp=case["context"], dp=case["data"], pp=case["pipeline"], order=case["order"]
-    )
-    experts = GridShape(
-        tp=case["expert_tensor"],
-        ep=case["expert"],
-        dp=case["expert_data"],
-        pp=case["pipeline"],
-        order=case["order"],
-    )
+    dense = dense_shape(case)
+    experts = dense.experts(ep=case["expert"], etp=case["expert_tensor"])
+    assert experts.dp == case["expert_data"]
     assert {axes: dense.rank_lists(axes) for axes in case["dense"]} == case["dense"]
     assert {axes: experts.rank_lists(axes) for axes in case["experts"]} == case["experts"]
 
+    names = {
+        "tp": dense, "pp": dense, "dp": dense, "cp": dense, "dp-cp": dense, "ep": experts, "etp": experts, "edp": experts,
+    }  # fmt: skip
+    for rank, *places in case["ranks"]:
+        lists = [
+            shape.rank_lists({"etp": "tp", "edp": "dp"}.get(name, name)) for name, shape in names.items()
+        ]
+        found = [next(group.index(rank) for group in groups if rank in group) for groups in lists]
+        assert dict(zip(names, found, strict=True)) == dict(zip(COLUMNS, places, strict=True))
+
+
+@pytest.mark.parametrize("case", RAISING, ids=lambda c: f"{c['world_size']}-{c['order']}")
+def test_where_megatron_finds_other_pipelines_for_experts_so_do_we(case: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="experts would have other pipelines"):
+        dense_shape(case).experts(ep=case["expert"], etp=case["expert_tensor"])
+
+
+def test_experts_need_ranks_that_divide() -> None:
+    with pytest.raises(ValueError, match="8 ranks do not divide into 3 = etp"):
+        GridShape(dp=8).experts(ep=3, etp=1)
+
+
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, STAGES_BEFORE_REPLICAS])
+def test_65536_ranks_take_less_than_a_second(order: str) -> None:
+    shape = GridShape(tp=8, dp=512, pp=16, order=order)
+    began = time.process_time()
+    grid = RankGrid.build(shape, 54321)
+    experts = shape.experts(ep=64, etp=1) if order == DEFAULT_ORDER else shape.experts(ep=1, etp=8)
+    assert time.process_time() - began < 1.0
+    assert (grid.world.size, grid.tp.size, grid.dp.size, grid.pp.size) == (65536, 8, 512, 16)
+    assert experts.world_size == 65536
+
 
 def test_every_rank_makes_the_same_groups_in_the_same_order() -> None:
-    made: dict[int, list[Sequence[int]]] = {rank: [] for rank in range(8)}
+    made: dict[int, list[tuple[str, Sequence[Sequence[int]]]]] = {rank: [] for rank in range(8)}
     for rank in range(8):
         grid = RankGrid.build(
-            GridShape(tp=2, dp=2, pp=2), rank, lambda ranks, r=rank: made[r].append(ranks) or "handle"
+            GridShape(tp=2, dp=2, pp=2),
+            rank,
+            lambda name, lists, r=rank: made[r].append((name, lists)) or "handle",
         )
         assert grid.tp.ranks[grid.tp.rank] == rank
         assert grid.world.handle == "handle"

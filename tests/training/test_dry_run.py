@@ -99,6 +99,17 @@ def test_a_stage_holds_what_its_engine_makes(tied: str | None) -> None:
     assert found.memory[0].held.main_weights > 0
 
 
+def test_ranks_are_shown_in_the_order_that_is_asked_for() -> None:
+    changed: dict[str, str | None] = {
+        "--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2", "--world-size": "8",
+        "--global-batch-size": "4",
+    }  # fmt: skip
+    assert "ranks of the stages  0: 0 to 3, 1: 4 to 7" in as_text(examined(changed))
+    shown = as_text(examined({**changed, "--use-tp-pp-dp-mapping": ""}))
+    assert "pp  4 groups of 2: 0 2 | ... | 5 7" in shown
+    assert "ranks of the stages  0: 0 1 4 5, 1: 2 3 6 7" in shown
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_formulas_tell_what_forward_passes_keep(model: str, recompute: str) -> None:
