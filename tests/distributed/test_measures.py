@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from megatrain.optim.measures import num_zero_gradients, parameter_norm
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools import parity
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
+from megatrain.training.launch import grid_shape
 
 LAYOUTS = [
     parity.Layout(tp=2),
@@ -43,8 +44,7 @@ def test_measures_are_those_of_the_whole_tensors() -> None:
 
 def initialized(rank: int, world_size: int, layout: parity.Layout) -> Engine:
     plan = parity.tiny_plan(layout, world_size)
-    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
     return engine
