@@ -7,6 +7,7 @@
 
 A piece says which other ranks hold the same box: a norm's weight, or keys and values where there are more tensor ranks
 than query groups. Such an element is one element of the model: it is initialised alike, counted once and saved once.
+
 Initialisation, gradient reduction, norms, weight decay, the sharded optimizer, checkpoints and counts all read it.
 Rows of a local tensor that no piece covers are padding (of the vocabulary): zero, and outside names and files.
 """

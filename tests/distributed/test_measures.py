@@ -1,5 +1,7 @@
 """Weight norm and zeros of the gradient are the model's, whatever the layout: each element is counted once."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -20,12 +22,13 @@ LAYOUTS = [
     parity.Layout(pp=4, is_tied=True),
     parity.Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True),
     parity.Layout(tp=2, dp=2, pp=2),
+    parity.Layout(tp=4, dp=2, model="gpt2", groups=2),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_measures_do_not_depend_on_the_layout(pool: WorkerPool, layout: parity.Layout) -> None:
-    alone = parity.Layout(is_tied=layout.is_tied, global_batch=layout.global_batch)
+    alone = dataclasses.replace(layout, tp=1, dp=1, pp=1, sp=False)
     (expected,) = pool.run(1, measures, alone)
     found = pool.run(layout.world_size, measures, layout)
     assert {zeros for zeros, _ in found} == {expected[0]}
