@@ -143,9 +143,7 @@ def start_that_is_not_gone_on_with(draft: Draft) -> Iterator[str]:
 
 
 def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
-    changed = changed_settings(draft)
-    if changed:
-        yield f"changed since the checkpoint: {', '.join(changed)}"
+    yield from changed_settings(draft)
 
 
 NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (

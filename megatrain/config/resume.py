@@ -1,7 +1,8 @@
-"""A run that continues a checkpoint: what may have changed since, and what may not.
+"""A run that continues a checkpoint: what changed since, and what may not.
 
-may not  the shape of the model; the tokenizer; whatever decides the order of samples
-may      the rest: parallel layout, learning rate, intervals, ... `changed_settings` lists it for a note
+stored and present value of each setting ──> its class (`resume_classes.py`) ──> a note, or a problem with its way out
+files, their weights and the tokenizer   ──> compared by content             ──> a problem
+schedules                                ──> compared by what they mean      ──> a problem, until a flag says which
 """
 
 from collections import Counter
@@ -11,55 +12,25 @@ from typing import Any, Final
 from megatrain.config.errors import Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Draft
-from megatrain.config.tree import flag_of, settings
+from megatrain.config.resume_classes import OPTIMIZER_STATE, SCHEDULE, SHAPE, ResumeClass, classes_by_path
+from megatrain.config.tree import flag_of, settings, unit_of
 from megatrain.config.values import is_settled
-
-# Padding follows the tensor-parallel size and is outside checkpoints; the rest is used before or beside the weights.
-_FREE_OF_MODEL: Final = (
-    "model.padded_vocab_size",
-    "model.make_vocab_size_divisible_by",
-    "model.transformer_impl",
-    "model.max_position_embeddings",
-    "model.init_method_std",
-    "model.embedding_init_method_std",
-    "model.fp32_residual_connection",
-    "model.hidden_dropout",
-    "model.attention_dropout",
-)
-_ORDER_OF_SAMPLES: Final = (
-    "data.seq_length",
-    "data.split",
-    "data.mock_data",
-    "data.dataloader_type",
-    "data.no_data_sharding",
-    "data.mid_level_dataset_surplus",
-    "training.seed",
-)
-# Optimizers keep different things for each weight.
-_STATE_OF_OPTIMIZER: Final = ("optimizer.optimizer",)
-# Say where to start from and where files lie, not what is trained.
-_NOT_WORTH_A_NOTE: Final = (
-    "checkpoint.load",
-    "checkpoint.load_or_start",
-    "schedule.override_opt_param_scheduler",
-    "schedule.use_checkpoint_opt_param_scheduler",
-    "data.data_cache_path",
-    "data.num_workers",
-    "training.dry_run",
-    "parallel.world_size",
-    "model.padded_vocab_size",
-)
 
 
 def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
-        reason = _reason_to_stay(draft, path)
-        if reason:
-            yield Problem(
-                f"{flag_of(path)} cannot change on resume (yet), {reason}:"
-                f" the checkpoint has {_shown(stored)}, this run {_shown(now)}",
-                f"keep the stored value ({_spelled(path, stored)}), or start a fresh run without --load and with another --save",
-            )
+        of = _class_of(draft, path)
+        if of is SCHEDULE or of.kind not in ("consent", "refused") or _consent_to(draft, of):
+            continue
+        way_out = {
+            "--finetune": "add --finetune and another --save to begin a new run with these weights",
+            "--no-load-optim": "add --no-load-optim to go on without the optimizer's state",
+        }.get(of.consent, "start a fresh run without --load and with another --save")
+        yield Problem(
+            f"{flag_of(path)} cannot change on resume, {of.reason}:"
+            f" the checkpoint has {_shown(path, stored)}, this run {_shown(path, now)}",
+            f"keep the stored value ({_spelled(path, stored)}), or {way_out}",
+        )
 
 
 def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
@@ -89,7 +60,7 @@ def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
         elif former.weight != dataset.weight:
             yield Problem(
                 f"the weight of {dataset.prefix} cannot change on resume, the order of samples depends on it:"
-                f" the checkpoint has {_shown(former.weight)}, this run {_shown(dataset.weight)}",
+                f" the checkpoint has {_bare(former.weight)}, this run {_bare(dataset.weight)}",
                 fix,
             )
 
@@ -177,13 +148,20 @@ def finetuning_needs_weights(draft: Draft) -> Iterator[Problem]:
         yield Problem("--finetune is given without --load", "add --load FOLDER, or leave --finetune out")
 
 
-def changed_settings(draft: Draft) -> list[str]:
-    """What changed since the checkpoint and may, such as `--lr 0.001 -> 0.002`."""
-    return [
-        f"{flag_of(path)} {_shown(stored)} -> {_shown(now)}"
-        for path, stored, now in _changes(draft)
-        if not _reason_to_stay(draft, path) and path not in _NOT_WORTH_A_NOTE
-    ]
+def changed_settings(draft: Draft) -> Iterator[str]:
+    """What changed since the checkpoint, by class, such as `--lr 0.001 -> 0.002`. What is refused is a problem."""
+    by_words: dict[str, list[str]] = {}
+    for path, stored, now in _changes(draft):
+        of = _class_of(draft, path)
+        if of.kind == "silent" or (
+            of is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
+        ):
+            continue
+        consent = _consent_to(draft, of) if of.kind == "consent" else ""
+        words = f"with consent ({consent})" if consent else "safe"
+        by_words.setdefault(words, []).append(f"{flag_of(path)} {_bare(stored)} -> {_shown(path, now)}")
+    for words, changes in by_words.items():
+        yield f"changed since the checkpoint, {words}: {', '.join(changes)}"
 
 
 def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
@@ -199,20 +177,33 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             yield setting.path, before, now
 
 
-def _reason_to_stay(draft: Draft, path: str) -> str | None:
-    if path == "model.max_position_embeddings":
-        is_learned = draft.config.model.position_embedding_type == "learned_absolute"
-        return "the table of positions depends on it" if is_learned else None
-    if path.startswith("model.") and path not in _FREE_OF_MODEL:
-        return "the shape of the model depends on it"
-    if path in _ORDER_OF_SAMPLES:
-        return "the order of samples depends on it"
-    if path in _STATE_OF_OPTIMIZER and draft.continues_optimizer:
-        return "the optimizer's state depends on it"
-    return "the meaning of token numbers depends on it" if path == "tokenizer.vocab_size" else None
+def _class_of(draft: Draft, path: str) -> ResumeClass:
+    is_learned = draft.config.model.position_embedding_type == "learned_absolute"
+    if path == "model.max_position_embeddings" and is_learned:
+        return SHAPE
+    return classes_by_path()[path]
 
 
-def _shown(value: Any) -> str:
+def _consent_to(draft: Draft, of: ResumeClass) -> str:
+    """The flag by which the user consents to changes of this class; empty: there is none."""
+    checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
+    if of is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
+        return ""  # said in other words, it means the same
+    if of is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
+        return of.consent
+    if of in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
+        return "--no-load-optim" if checkpoint.no_load_optim else "--skip-train"
+    if of.consent == "--finetune" and stored is not None and stored.is_start:
+        return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
+    return ""
+
+
+def _shown(path: str, value: Any) -> str:
+    is_counted = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{_bare(value)} {unit_of(path)}".rstrip() if is_counted else _bare(value)
+
+
+def _bare(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     if isinstance(value, bool):
@@ -225,7 +216,7 @@ def _spelled(path: str, value: Any) -> str:
     flag = flag_of(path)
     if isinstance(value, bool):
         return flag if value else f"without {flag}"
-    return f"without {flag}" if value is None or value == [] else f"{flag} {_shown(value)}"
+    return f"without {flag}" if value is None or value == [] else f"{flag} {_bare(value)}"
 
 
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (

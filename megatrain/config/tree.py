@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from megatrain.config.data import DataConfig
 from megatrain.config.logs import LoggingConfig
@@ -129,6 +129,24 @@ class Setting:
 def flag_of(name: str) -> str:
     """The flag that sets the field of this name, or of this path."""
     return "--" + name.rpartition(".")[2].replace("_", "-")
+
+
+_UNITS: Final = {
+    "iters": "iterations",
+    "iter": "iterations",
+    "interval": "iterations",
+    "samples": "samples",
+    "minutes": "minutes",
+    "mins": "minutes",
+    "batch_size": "samples",
+    "seq_length": "tokens",
+    "max_position_embeddings": "tokens",
+}
+
+
+def unit_of(name: str) -> str:
+    """What a number in the field of this name, or of this path, counts; empty where it counts nothing."""
+    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
 
 
 def section_types() -> dict[str, type]:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import Facts, StoredRun
+from megatrain.config import ConfigError, Facts, StoredRun
 from megatrain.config.data_plans import Evaluations
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.resume_classes import RESUME_CLASSES, SCHEDULE, classes_by_path, paths_of
+from megatrain.config.tree import flag_of, settings
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REQUESTED = json.loads((GOLDEN / "expected.json").read_text())["requested_sizes"]
@@ -41,15 +43,15 @@ def test_an_unchanged_run_resumes_without_a_word(plan_of, stored):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--num-layers 2", ("--num-layers cannot change on resume (yet), the shape of the model depends on it: the checkpoint"
+        ("--num-layers 2", ("--num-layers cannot change on resume, the shape or the meaning of the weights depends on it: the checkpoint"
          " has 4, this run 2\n  fix: keep the stored value (--num-layers 4), or start a fresh run without --load and with"
          " another --save")),
         ("--untie-embeddings-and-output-weights", ("the checkpoint has off, this run on\n"
          "  fix: keep the stored value (without --untie-embeddings-and-output-weights)")),
-        ("--seq-length 64", "--seq-length cannot change on resume (yet), the order of samples depends on it"),
+        ("--seq-length 64", "--seq-length cannot change on resume, the order of samples depends on it"),
         ("--seed 1", "the checkpoint has 1234, this run 1\n  fix: keep the stored value (--seed 1234)"),
-        ("--optimizer sgd", "--optimizer cannot change on resume (yet), the optimizer's state depends on it"),
-        ("--vocab-size 101", "--vocab-size cannot change on resume (yet), the meaning of token numbers depends on it"),
+        ("--optimizer sgd", "--optimizer cannot change on resume, the optimizer's state depends on it"),
+        ("--vocab-size 101", "--vocab-size cannot change on resume, the meaning of token numbers depends on it"),
     ],
 )  # fmt: skip
 def test_what_shapes_the_run_stays(problems_of, stored, flags, words):
@@ -189,10 +191,79 @@ def test_layout_learning_rate_and_intervals_may_change(plan_of, stored):
     plan = plan_of(
         f"{BASE} {OWN} --tensor-model-parallel-size 2 --lr 2e-3 --log-interval 5 --load c", facts=facts
     )
-    (note,) = (note for note in plan.notes if note.startswith("changed since"))
-    assert note == (
-        "changed since the checkpoint: --tensor-model-parallel-size 1 -> 2, --lr 0.001 -> 0.002, --log-interval 100 -> 5"
+    assert [note for note in plan.notes if note.startswith("changed since")] == [
+        "changed since the checkpoint, safe: --tensor-model-parallel-size 1 -> 2, --log-interval 100 -> 5 iterations",
+        "changed since the checkpoint, with consent (--override-opt-param-scheduler): --lr 0.001 -> 0.002",
+    ]
+
+
+def test_every_setting_has_one_class():
+    """A new setting is put into `resume_classes.py`: what is to happen when it changes in the middle of a run?"""
+    classed = [path for of in RESUME_CLASSES for path in paths_of(of)]
+    assert sorted(classed) == sorted(setting.path for setting in settings())
+    for of in RESUME_CLASSES:
+        assert bool(of.reason) == (of.kind in ("consent", "refused"))
+        assert bool(of.consent) == (of.kind == "consent")
+
+
+@pytest.mark.parametrize(
+    "path", [path for of in RESUME_CLASSES for path in paths_of(of) if of.kind != "silent"]
+)
+def test_a_change_is_told_by_its_class(path, plan_of):
+    """From a run that had another value in each setting in turn, whatever that value is."""
+    of = classes_by_path()[path]
+    plan = plan_of(BASE)
+    section, name = path.split(".")
+    config = json.loads(json.dumps(plan.config.to_dict()))
+    config[section][name] = "other"
+    schedule = {"lr": 9.0} if of is SCHEDULE else None
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, schedule=schedule)
+    flags = f"{BASE} {OWN if of is SCHEDULE else ''}"
+    try:
+        notes = plan_of(flags, facts=Facts(checkpoint=stored)).notes
+        told = [note for note in notes if note.startswith("changed since")]
+    except ConfigError as error:
+        told = [str(problem) for problem in error.problems if "cannot change" in problem.text]
+    (line,) = told
+    assert f"{flag_of(path)} " in line
+    assert line.startswith({
+        "safe": "changed since the checkpoint, safe:",
+        "consent": "changed since the checkpoint, with consent (--override" if of is SCHEDULE else flag_of(path),
+        "refused": flag_of(path),
+    }[of.kind])  # fmt: skip
+    assert of.consent in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--seq-length 64", "the checkpoint has 128 tokens, this run 64 tokens\n  fix: keep the stored value (--seq-length 128)"),
+        ("--rotary-base 500000", "what the model computes depends on it: the checkpoint has 10000.0, this run 500000.0"),
+        ("--optimizer sgd", "or add --no-load-optim to go on without the optimizer's state"),
+        ("--seed 1", "or add --finetune and another --save to begin a new run with these weights"),
+        ("--hidden-size 32", "or start a fresh run without --load and with another --save"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_values_with_units_and_the_way_out(problems_of, stored, flags, words):
+    assert any(words in problem for problem in problems_of(f"{BASE} {flags}", facts=stored))
+
+
+def test_consent_lets_a_change_pass_and_names_it(plan_of, stored):
+    begun = Facts(checkpoint=stored.checkpoint.weights_alone)
+    notes = plan_of(f"{BASE} --load c --finetune --rotary-base 500000", facts=begun).notes
+    assert (
+        "changed since the checkpoint, with consent (--finetune): --rotary-base 10000.0 -> 500000.0" in notes
     )
+    notes = plan_of(f"{BASE} --load c --pretrained-checkpoint d --rotary-base 500000", facts=begun).notes
+    assert any("with consent (--pretrained-checkpoint): --rotary-base" in note for note in notes)
+    notes = plan_of(f"{BASE} --load c --no-load-optim --optimizer sgd", facts=stored).notes
+    assert "changed since the checkpoint, with consent (--no-load-optim): --optimizer adam -> sgd" in notes
+    notes = plan_of(
+        "--train-samples 80 --lr-warmup-samples 0 --global-batch-size 8",
+        without="--train-iters",
+        facts=stored,
+    ).notes
+    assert any(note.startswith("changed since the checkpoint, safe: ") for note in notes)
 
 
 @pytest.mark.parametrize(

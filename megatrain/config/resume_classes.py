@@ -1,0 +1,116 @@
+"""Each setting's class: what becomes of a change between a checkpoint and the run that goes on from it.
+
+    safe      a note                   the parallel layout, intervals, ...
+    silent    nothing                  says where to start from and where files lie, not what is trained
+    consent   an error, until a flag says that the change is meant
+    refused   an error                 these weights are of no use to such a run
+
+A setting without a class fails a test. What lies in files is judged by their contents, not by their paths (`resume.py`).
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Final, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeClass:
+    kind: Literal["safe", "silent", "consent", "refused"]
+    reason: str = ""
+    """Why a change is not safe; follows `cannot change on resume, `."""
+    consent: str = ""
+    """The flag that says that a change is meant."""
+    settings: str
+    """A section, a colon, and names, divided by semicolons."""
+
+
+SHAPE: Final = ResumeClass(
+    kind="refused",
+    reason="the shape or the meaning of the weights depends on it",
+    settings="model: num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention"
+    " num_query_groups normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
+    " quick_geglu position_embedding_type softmax_type untie_embeddings_and_output_weights disable_bias_linear"
+    " add_qkv_bias",
+)
+VOCABULARY: Final = ResumeClass(
+    kind="refused",
+    reason="the meaning of token numbers depends on it",
+    settings="tokenizer: vocab_size",
+)
+FUNCTION: Final = ResumeClass(
+    kind="consent",
+    reason="what the model computes depends on it",
+    consent="--finetune",
+    settings="model: norm_epsilon squared_relu no_bias_gelu_fusion activation_func_clamp_value glu_linear_offset"
+    " rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
+    " rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"
+    " mscale mscale_all_dim yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq"
+    " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier",
+)
+ORDER: Final = ResumeClass(
+    kind="consent",
+    reason="the order of samples depends on it",
+    consent="--finetune",
+    settings="data: seq_length split mock_data dataloader_type no_data_sharding mid_level_dataset_surplus;"
+    " training: seed",
+)
+OPTIMIZER_STATE: Final = ResumeClass(
+    kind="consent",
+    reason="the optimizer's state depends on it",
+    consent="--no-load-optim",
+    settings="optimizer: optimizer",
+)
+SCHEDULE: Final = ResumeClass(
+    kind="consent",
+    reason="learning rate and weight decay follow it",
+    consent="--override-opt-param-scheduler",
+    settings="optimizer: lr weight_decay decoupled_lr decoupled_min_lr; schedule: min_lr lr_decay_style"
+    " lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples lr_decay_iters lr_decay_samples lr_warmup_iters"
+    " lr_warmup_samples lr_warmup_fraction lr_warmup_init weight_decay_incr_style start_weight_decay end_weight_decay",
+)
+SAFE: Final = ResumeClass(
+    kind="safe",
+    settings="model: max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
+    " transformer_impl fp32_residual_connection hidden_dropout attention_dropout;"
+    " parallel: tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer"
+    " distributed_backend distributed_timeout_minutes;"
+    " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
+    " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"
+    " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
+    " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
+    " tokenizer_special_tokens tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id;"
+    " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad;"
+    " precision: bf16 fp16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis;"
+    " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
+    " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad"
+    " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_at_start deterministic_mode"
+    " manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
+    " recompute_modules recompute_activations device;"
+    " checkpoint: save save_interval no_save_optim;"
+    " logging: log_interval metrics_file print_config log_throughput log_params_norm log_num_zeros_in_grad"
+    " timing_log_level timing_log_option tensorboard_dir tensorboard_log_interval tensorboard_queue_size"
+    " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
+    " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"
+    " profile_ranks profile_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity;"
+    " resilience: exit_interval exit_duration_in_mins exit_signal",
+)
+SILENT: Final = ResumeClass(
+    kind="silent",
+    settings="model: padded_vocab_size; parallel: world_size; data: num_workers data_cache_path;"
+    " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run;"
+    " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint",
+)
+
+RESUME_CLASSES: Final = (SHAPE, VOCABULARY, FUNCTION, ORDER, OPTIMIZER_STATE, SCHEDULE, SAFE, SILENT)
+
+
+@functools.cache
+def classes_by_path() -> dict[str, ResumeClass]:
+    """The class of each setting, by path."""
+    return {path: of for of in RESUME_CLASSES for path in paths_of(of)}
+
+
+def paths_of(of: ResumeClass) -> list[str]:
+    """The settings of a class."""
+    sections = [part.split(":") for part in of.settings.split(";")]
+    return [f"{section.strip()}.{name}" for section, names in sections for name in names.split()]
