@@ -1,7 +1,8 @@
-"""One pass of AdamW over a flat range.
+"""One pass of AdamW over a flat shard.
 
     main, exp_avg, exp_avg_sq, gradient  ->  main, exp_avg, exp_avg_sq, weight
 
+The moments may be bf16: they are widened, updated in the dtype of `main`, and rounded to the nearest.
 Source: Loshchilov and Hutter, arXiv:1711.05101 (decoupled weight decay).
 """
 
@@ -11,57 +12,69 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatrain.kernels.flat import FlatUpdate, Run
+from megatrain.kernels.fused.adamw import adamw_fused
+from megatrain.kernels.fused.launching import is_fused
+
 _CHUNK = 1 << 16
 """Elements that are worked on at once on a CPU: four of them in fp32 stay in its cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamwStep:
-    """The numbers of one step. `step` counts from 1 and corrects the moments' bias."""
+    """The numbers of one step that all runs share. `step` counts from 1 and corrects the moments' bias."""
 
-    lr: float
     beta1: float
     beta2: float
     eps: float
     step: int
-    grad_scale: Tensor
-    """What the gradients are multiplied with first (clipping): one number, on their device."""
+
+    @property
+    def correction1(self) -> float:
+        return 1 - self.beta1**self.step
+
+    @property
+    def correction2(self) -> float:
+        return 1 - self.beta2**self.step
 
 
-def adamw(
-    main: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    numbers: AdamwStep,
-    weight_decay: float,
-) -> None:
-    """Update a flat range in place; `weight` gets the new `main` in its own dtype (it may be `main` itself)."""
-    size = main.numel()
-    chunk = size if main.is_cuda else _CHUNK
-    for start in range(0, size, max(chunk, 1)):
-        part = slice(start, start + chunk)
-        _adamw_reference(
-            main[part], exp_avg[part], exp_avg_sq[part], grad[part], weight[part], numbers, weight_decay
+def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
+    """Update a shard in place; on a GPU in one launch, without a word to the host."""
+    if is_fused(update.main):
+        adamw_fused(
+            update,
+            exp_avg,
+            exp_avg_sq,
+            betas=(numbers.beta1, numbers.beta2),
+            corrections=(numbers.correction1, numbers.correction2),
+            eps=numbers.eps,
         )
+    else:
+        adamw_reference(update, exp_avg, exp_avg_sq, numbers)
 
 
-def _adamw_reference(
-    main: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    numbers: AdamwStep,
-    weight_decay: float,
+def adamw_reference(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
+    """The same in plain operations, a piece at a time."""
+    if update.main.is_meta or not update.is_finite:
+        return
+    for run in update.runs:
+        for start in range(run.start, run.stop, _CHUNK):
+            part = slice(start, min(start + _CHUNK, run.stop))
+            _update_part(update, exp_avg[part], exp_avg_sq[part], part, run, numbers)
+
+
+def _update_part(
+    update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, part: slice, run: Run, numbers: AdamwStep
 ) -> None:
-    scaled = grad.to(main.dtype) * numbers.grad_scale
-    exp_avg.lerp_(scaled, 1 - numbers.beta1)
-    exp_avg_sq.mul_(numbers.beta2).addcmul_(scaled, scaled, value=1 - numbers.beta2)
-    correction1 = 1 - numbers.beta1**numbers.step
-    correction2 = 1 - numbers.beta2**numbers.step
-    denominator = (exp_avg_sq / correction2).sqrt_().add_(numbers.eps)
-    main.mul_(1 - numbers.lr * weight_decay).addcdiv_(exp_avg, denominator, value=-numbers.lr / correction1)
-    if weight.data_ptr() != main.data_ptr():
-        weight.copy_(main)
+    main = update.main[part]
+    scaled = update.grad[part].to(main.dtype) * update.grad_scale
+    mean, mean_sq = exp_avg.to(main.dtype), exp_avg_sq.to(main.dtype)  # the states themselves, where as wide
+    mean.lerp_(scaled, 1 - numbers.beta1)
+    mean_sq.mul_(numbers.beta2).addcmul_(scaled, scaled, value=1 - numbers.beta2)
+    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps)
+    main.mul_(1 - run.lr * run.weight_decay).addcdiv_(mean, denominator, value=-run.lr / numbers.correction1)
+    for state, wide in ((exp_avg, mean), (exp_avg_sq, mean_sq)):
+        if wide is not state:
+            state.copy_(wide)
+    if update.is_main_apart:
+        update.weight[part].copy_(main)

@@ -1,4 +1,4 @@
-"""One pass of SGD with momentum over a flat range.
+"""One pass of SGD with momentum over a flat shard.
 
     main, momentum, gradient  ->  main, momentum, weight
 
@@ -9,21 +9,30 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megatrain.kernels.flat import FlatUpdate
+from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.fused.sgd import sgd_fused
 
-def sgd(
-    main: Tensor,
-    momentum_buffer: Tensor,
-    grad: Tensor,
-    weight: Tensor,
-    *,
-    lr: float,
-    momentum: float,
-    grad_scale: Tensor,
-    weight_decay: float,
-) -> None:
-    """Update a flat range in place; `weight` gets the new `main` in its own dtype (it may be `main` itself)."""
-    scaled = grad.to(main.dtype) * grad_scale
-    momentum_buffer.mul_(momentum).add_(scaled.add_(main, alpha=weight_decay))
-    main.add_(momentum_buffer, alpha=-lr)
-    if weight.data_ptr() != main.data_ptr():
-        weight.copy_(main)
+
+def sgd(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
+    """Update a shard in place; on a GPU in one launch, without a word to the host."""
+    if is_fused(update.main):
+        sgd_fused(update, momentum_buffer, momentum=momentum)
+    else:
+        sgd_reference(update, momentum_buffer, momentum=momentum)
+
+
+def sgd_reference(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
+    """The same in plain operations."""
+    if update.main.is_meta or not update.is_finite:
+        return
+    for run in update.runs:
+        main, buffer = update.main[run.part], momentum_buffer[run.part]
+        scaled = update.grad[run.part].to(main.dtype) * update.grad_scale
+        wide = buffer.to(main.dtype)  # the buffer itself, where it is as wide
+        wide.mul_(momentum).add_(scaled.add_(main, alpha=run.weight_decay))
+        main.add_(wide, alpha=-run.lr)
+        if wide is not buffer:
+            buffer.copy_(wide)
+        if update.is_main_apart:
+            update.weight[run.part].copy_(main)

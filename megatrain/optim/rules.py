@@ -1,4 +1,4 @@
-"""The update rules: what an optimizer keeps for each element, and how a flat range of weights moves."""
+"""The update rules: what an optimizer keeps for each element, and how a flat shard of weights moves."""
 
 from __future__ import annotations
 
@@ -9,19 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from megatrain.kernels.adamw import AdamwStep, adamw
+from megatrain.kernels.flat import FlatUpdate
 from megatrain.kernels.sgd import sgd
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateStep:
-    """The numbers of one step for one range."""
-
-    step: int
-    """Counted from 1."""
-    lr: float
-    weight_decay: float
-    grad_scale: Tensor
-    """What the gradients are multiplied with first: one number, on their device."""
 
 
 class UpdateRule(Protocol):
@@ -31,10 +20,8 @@ class UpdateRule(Protocol):
     def kinds(self) -> tuple[str, ...]:
         """Names of what is kept for each element beside the main weight, as checkpoints have them."""
 
-    def update(
-        self, main: Tensor, kept: Mapping[str, Tensor], grad: Tensor, weight: Tensor, numbers: UpdateStep
-    ) -> None:
-        """Update a flat range in place. `weight` gets the new `main` in its own dtype; it may be `main` itself."""
+    def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:
+        """Update a shard, and what is kept for it, in place. `step` counts from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +34,10 @@ class AdamwRule:
 
     kinds = ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self, main: Tensor, kept: Mapping[str, Tensor], grad: Tensor, weight: Tensor, numbers: UpdateStep
-    ) -> None:
+    def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:
         """See `UpdateRule`."""
-        step = AdamwStep(
-            lr=numbers.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            eps=self.eps,
-            step=numbers.step,
-            grad_scale=numbers.grad_scale,
-        )
-        adamw(main, kept["exp_avg"], kept["exp_avg_sq"], grad, weight, step, numbers.weight_decay)
+        numbers = AdamwStep(beta1=self.beta1, beta2=self.beta2, eps=self.eps, step=step)
+        adamw(shard, kept["exp_avg"], kept["exp_avg_sq"], numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +48,6 @@ class SgdRule:
 
     kinds = ("momentum_buffer",)
 
-    def update(
-        self, main: Tensor, kept: Mapping[str, Tensor], grad: Tensor, weight: Tensor, numbers: UpdateStep
-    ) -> None:
+    def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (all steps are alike)
         """See `UpdateRule`."""
-        sgd(
-            main,
-            kept["momentum_buffer"],
-            grad,
-            weight,
-            lr=numbers.lr,
-            momentum=self.momentum,
-            grad_scale=numbers.grad_scale,
-            weight_decay=numbers.weight_decay,
-        )
+        sgd(shard, kept["momentum_buffer"], momentum=self.momentum)

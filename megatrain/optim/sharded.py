@@ -9,13 +9,14 @@ it every rank owns everything. Where the model's dtype is as wide as the main we
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatrain.optim.rules import UpdateRule, UpdateStep
+from megatrain.kernels.flat import FlatUpdate, Run
+from megatrain.optim.rules import UpdateRule
 from megatrain.optim.schedule import Rates
 from megatrain.parallel.buffers import FlatBuffers, Shard
 from megatrain.parallel.collectives import all_reduce
@@ -41,11 +42,18 @@ class ShardedOptimizer:
         parallel: moves gradients and weights between the replicas.
         rule: how weights move.
         clip_grad: largest norm of all gradients together; 0: no clipping.
-        main_dtype: of main weights and of what the rule keeps.
+        main_dtype: of main weights.
+        kept_dtypes: of what the rule keeps, by kind; like the main weights where nothing is said.
     """
 
     def __init__(
-        self, parallel: DataParallel, rule: UpdateRule, *, clip_grad: float, main_dtype: torch.dtype
+        self,
+        parallel: DataParallel,
+        rule: UpdateRule,
+        *,
+        clip_grad: float,
+        main_dtype: torch.dtype,
+        kept_dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.parallel = parallel
         self.buffers = parallel.buffers
@@ -54,7 +62,10 @@ class ShardedOptimizer:
         self.step_count = 0
         weights = self.buffers.weight_shards
         self.main = [w if w.dtype == main_dtype else torch.zeros_like(w, dtype=main_dtype) for w in weights]
-        self.kept = {kind: [torch.zeros_like(main) for main in self.main] for kind in rule.kinds}
+        dtypes = dict.fromkeys(rule.kinds, main_dtype) | dict(kept_dtypes or {})
+        self.kept = {
+            kind: [torch.zeros_like(main, dtype=dtypes[kind]) for main in self.main] for kind in rule.kinds
+        }
         self._ranges = [list(_group_ranges(shard)) for shard in self.buffers.shards]
         self._counted = self._gradients_counted_here()
 
@@ -86,42 +97,46 @@ class ShardedOptimizer:
         group = grid.tp_pp if self.parallel.shard_group.size == 1 else grid.world
         return all_reduce(squares, group).sqrt()
 
-    def step(self, rates: Rates, *, norm: Tensor, gradient_scale: float = 1.0) -> None:
+    def step(
+        self, rates: Rates, *, norm: Tensor, gradient_scale: float = 1.0, is_finite: Tensor | None = None
+    ) -> None:
         """One update with the gradients in the buffers, clipped by their `norm`; then weights are gathered.
+
+        On a GPU the host waits for nothing, and so counts the step whether it was finite or not.
 
         Args:
             rates: of this step.
             norm: of the gradients, without their scale.
             gradient_scale: how many times too large the gradients in the buffers are.
+            is_finite: one truth value, on the device; where it is false, nothing is updated.
         """
         self.step_count += 1
         scale = torch.full_like(norm, 1.0 / gradient_scale)
         if self.clip_grad > 0:
             scale *= (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         scale = scale.to(self.main[0].dtype)
-        flats = zip(self._ranges, self.buffers.gradient_shards, self.buffers.weight_shards, strict=True)
-        for number, (ranges, gradients, weights) in enumerate(flats):
-            for group, part in ranges:
-                self.rule.update(
-                    self.main[number][part],
-                    {kind: kept[number][part] for kind, kept in self.kept.items()},
-                    gradients[part],
-                    weights[part],
-                    UpdateStep(
-                        step=self.step_count,
-                        lr=rates.embedding_lr if group.is_embedding else rates.lr,
-                        weight_decay=rates.weight_decay if group.decays else 0.0,
-                        grad_scale=scale,
-                    ),
-                )
+        is_finite = torch.ones_like(norm, dtype=torch.bool) if is_finite is None else is_finite
+        flats = zip(
+            self.main, self.buffers.gradient_shards, self.buffers.weight_shards, self._ranges, strict=True
+        )
+        for number, (main, gradients, weights, ranges) in enumerate(flats):
+            shard = FlatUpdate(
+                main=main,
+                grad=gradients,
+                weight=weights,
+                runs=tuple(_run(group, part, rates) for group, part in ranges),
+                grad_scale=scale,
+                is_finite=is_finite,
+            )
+            self.rule.update(shard, {kind: kept[number] for kind, kept in self.kept.items()}, self.step_count)
         self.parallel.gather_weights()
 
     def _gradients_counted_here(self) -> list[Tensor]:
         """Views of the gradients whose squares this rank adds: of copies, the first rank's."""
         counted: list[Tensor] = []
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
-            for piece, part in shard.pieces():
-                if self.parallel.grid.is_first_of(piece.copies):
+            for placed, part in shard.parts():
+                if self.parallel.grid.is_first_of(placed.entry.layout.copies):
                     counted.append(gradients[part])
         return counted
 
@@ -131,6 +146,16 @@ def fill_shards(state: list[Tensor], buffers: FlatBuffers, source: WeightSource)
     for shard, flat in zip(buffers.shards, state, strict=True):
         for placed, box, place in shard.owned():
             source.fill(flat[place].view(box.shape), placed.entry.layout, box)
+
+
+def _run(group: ParamGroup, part: slice, rates: Rates) -> Run:
+    """A part of a shard, with the rates of its group."""
+    return Run(
+        part.start,
+        part.stop,
+        lr=rates.embedding_lr if group.is_embedding else rates.lr,
+        weight_decay=rates.weight_decay if group.decays else 0.0,
+    )
 
 
 def _group_ranges(shard: Shard) -> Iterator[tuple[ParamGroup, slice]]:

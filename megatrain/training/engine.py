@@ -107,17 +107,20 @@ class Engine:
         logging = self.plan.config.logging
         scale = self.loss_scaler.scale
         with self.timers.time("forward-backward"):
-            lm_loss = self.accumulate_gradients(batches, first_sample=first_sample)
+            loss = self.accumulate_gradients(batches, first_sample=first_sample)
         with self.timers.time("optimizer-clip-main-grad"):
             norm = self.optimizer.gradient_norm() / scale
-            grad_norm = norm.item()
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
-        is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
-        if is_finite:
-            with self.timers.time("optimizer"):
-                self.optimizer.step(rates, norm=norm, gradient_scale=scale)
-        self.loss_scaler.update(is_finite=is_finite)
+        with self.timers.time("optimizer"):
+            self.optimizer.step(
+                rates, norm=norm, gradient_scale=scale, is_finite=norm.isfinite() & loss.isfinite()
+            )
         self.buffers.clear_gradients()
+        lm_loss, grad_norm = torch.stack([loss, norm]).tolist()  # the one place where the host waits
+        is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
+        if not is_finite:
+            self.optimizer.step_count -= 1
+        self.loss_scaler.update(is_finite=is_finite)
         return StepReport(
             lm_loss=lm_loss,
             grad_norm=grad_norm,
@@ -127,8 +130,8 @@ class Engine:
             num_zeros=num_zeros,
         )
 
-    def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> float:
-        """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch."""
+    def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Tensor:
+        """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch, in fp64."""
         pp = self.grid.pp
         micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
         infos = [
@@ -256,7 +259,6 @@ def schedules_of(plan: Plan) -> Schedules:
     )
 
 
-def mean_loss(sums: Tensor) -> float:
-    """Loss a token from the sums that `Engine.evaluate` returns."""
-    loss, tokens = sums.tolist()
-    return float(loss / max(tokens, 1.0))
+def mean_loss(sums: Tensor) -> Tensor:
+    """Loss a token from the sums that `Engine.evaluate` returns; one number, where they are."""
+    return sums[0] / sums[1].clamp(min=1.0)

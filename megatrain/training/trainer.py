@@ -294,7 +294,7 @@ class Trainer:
                 count = min(self.derived.num_eval_microbatches, evaluation.num_microbatches - done)
                 first = consumed + done * self.config.training.micro_batch_size * self.ranks.grid.dp.size
                 sums += self.engine.evaluate(evaluation.batches.microbatches(first, count))
-            losses[evaluation] = mean_loss(sums)
+            losses[evaluation] = mean_loss(sums).item()
         assert self.log is not None
         for evaluation, loss in losses.items():
             self.log.show_evaluation(

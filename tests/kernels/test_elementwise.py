@@ -4,7 +4,6 @@ import torch
 from torch.nn import functional as F
 
 from megatrain.kernels import elementwise, rotary
-from megatrain.kernels.adamw import AdamwStep, adamw
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 
@@ -38,34 +37,6 @@ def test_the_turn_back_is_the_gradient_of_the_turn() -> None:
     x, dy = _random(4, 1, 2, 8).requires_grad_(), _random(4, 1, 2, 8)
     elementwise.rotate(x, cos, sin).backward(dy)
     torch.testing.assert_close(elementwise.rotate(dy, cos, -sin), x.grad)
-
-
-def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch) -> None:
-    monkeypatch.setattr("megatrain.kernels.adamw._CHUNK", 7)
-    start = _random(50)
-    theirs = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    main, exp_avg, exp_avg_sq, weight = (
-        start.clone(),
-        torch.zeros(50).double(),
-        torch.zeros(50).double(),
-        start.bfloat16(),
-    )
-    for step in range(1, 6):
-        gradient = _random(50 + step)[:50]
-        theirs.grad = gradient * 0.5
-        optimizer.step()
-        numbers = AdamwStep(
-            lr=0.01,
-            beta1=0.9,
-            beta2=0.95,
-            eps=1e-8,
-            step=step,
-            grad_scale=torch.tensor(0.5, dtype=torch.float64),
-        )
-        adamw(main, exp_avg, exp_avg_sq, gradient, weight, numbers, 0.1)
-    torch.testing.assert_close(main, theirs.detach(), rtol=1e-12, atol=1e-14)
-    assert torch.equal(weight, main.bfloat16())
 
 
 def test_weight_gradients_are_added_in_the_buffers_own_precision() -> None:

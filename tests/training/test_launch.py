@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_broken_command_lines import ROOT, command_line
 
 import pretrain
@@ -112,8 +113,8 @@ def wait_for(path: Path, *, lines: int) -> None:
 def test_a_crash_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = tmp_path / "run"
 
-    def poisoned(*_: Any, **__: Any) -> float:
-        return float("nan")
+    def poisoned(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.tensor(float("nan"), dtype=torch.float64)
 
     monkeypatch.setattr("megatrain.training.engine.mean_loss", poisoned)
     assert pretrain.main(command_line({"--save": str(save)})) == 1

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_broken_command_lines import command_line
 
 import pretrain
@@ -21,12 +22,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step's loss is no number, and so are its gradients."""
     accumulate, calls = Engine.accumulate_gradients, []
 
-    def spoiled(self: Engine, batches: Any, **more: Any) -> float:
+    def spoiled(self: Engine, batches: Any, **more: Any) -> torch.Tensor:
         loss = accumulate(self, batches, **more)
         calls.append(None)
         if len(calls) == 2:
             self.buffers.gradients[0].fill_(float("nan"))
-            return float("nan")
+            return torch.full_like(loss, float("nan"))
         return loss
 
     monkeypatch.setattr(Engine, "accumulate_gradients", spoiled)

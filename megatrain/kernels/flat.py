@@ -1,0 +1,47 @@
+"""What an update rule works on: flat tensors of one shard, place for place, and the runs in them that move alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring elements, `start` to `stop`, with rates of their own."""
+
+    start: int
+    stop: int
+    lr: float
+    weight_decay: float
+
+    @property
+    def part(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatUpdate:
+    """One step of one shard, but for what a rule keeps beside the weights.
+
+    Attributes:
+        main: the wide weights, updated in place.
+        grad: in the same dtype, or a narrower one.
+        weight: gets the new `main` in its own dtype; it may be `main` itself.
+        runs: tile the shard, in order.
+        grad_scale: what gradients are multiplied with first: one number on their device, in the dtype of `main`.
+        is_finite: one truth value there; where it is false, nothing changes.
+    """
+
+    main: Tensor
+    grad: Tensor
+    weight: Tensor
+    runs: tuple[Run, ...]
+    grad_scale: Tensor
+    is_finite: Tensor
+
+    @property
+    def is_main_apart(self) -> bool:
+        """Whether `weight` has memory of its own."""
+        return self.weight.data_ptr() != self.main.data_ptr()

@@ -1,0 +1,45 @@
+"""SGD with momentum over a flat shard in one launch: 22 bytes an element, with fp32 gradients and bf16 weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.flat import FlatUpdate
+from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+from megatrain.kernels.fused.runs import borders_and_numbers, pick
+
+_BLOCK = 2048
+
+
+def sgd_fused(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
+    """As `kernels.sgd.sgd_reference`."""
+    size = update.main.numel()
+    runs = [(run.weight_decay, run.lr) for run in update.runs]
+    launch(
+        _sgd, (cdiv(size, _BLOCK),),
+        update.main, momentum_buffer, update.grad, update.weight,
+        update.grad_scale, update.is_finite.view(torch.uint8), size, *borders_and_numbers(update.runs, runs),
+        momentum, WRITES_WEIGHT=update.is_main_apart, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@jit
+def _sgd(
+    MAIN, MOMENTUM, GRAD, WEIGHT, GRAD_SCALE, IS_FINITE, size, border1, border2, border3,
+    decay0, decay1, decay2, decay3, lr0, lr1, lr2, lr3, momentum,
+    WRITES_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    wanted = at < size * tl.load(IS_FINITE).to(tl.int64)
+    decay = pick(at, border1, border2, border3, decay0, decay1, decay2, decay3)
+    lr = pick(at, border1, border2, border3, lr0, lr1, lr2, lr3)
+    grad = tl.load(GRAD + at, mask=wanted, other=0).to(tl.float32) * tl.load(GRAD_SCALE)
+    buffer = tl.load(MOMENTUM + at, mask=wanted, other=0).to(tl.float32)
+    main = tl.load(MAIN + at, mask=wanted, other=0)
+    buffer = buffer * momentum + (grad + decay * main)
+    main -= lr * buffer
+    tl.store(MAIN + at, main, mask=wanted)
+    tl.store(MOMENTUM + at, buffer.to(MOMENTUM.dtype.element_ty), mask=wanted)
+    if WRITES_WEIGHT:
+        tl.store(WEIGHT + at, main.to(WEIGHT.dtype.element_ty), mask=wanted)

@@ -1,0 +1,157 @@
+"""Passes over flat shards: against torch's optimizers, and our kernels against their references."""
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from megatrain.kernels.adamw import AdamwStep, adamw, adamw_reference  # noqa: E402
+from megatrain.kernels.flat import FlatUpdate, Run  # noqa: E402
+from megatrain.kernels.fused.adamw import adamw_fused  # noqa: E402
+from megatrain.kernels.fused.sgd import sgd_fused  # noqa: E402
+from megatrain.kernels.sgd import sgd_reference  # noqa: E402
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: on a GPU, or as an interpreter"
+)
+SIZE = 5000
+RUNS = (Run(0, 64, 0.01, 0.1), Run(64, 128, 0.01, 0.0), Run(128, 4992, 0.03, 0.1), Run(4992, SIZE, 0.03, 0.0))
+
+Step = Callable[[FlatUpdate, list[torch.Tensor], int], None]
+
+
+def random(seed: int, *, dtype: torch.dtype = torch.float32, size: int = SIZE) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def shard(
+    *,
+    main: torch.Tensor,
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    runs: tuple[Run, ...] = RUNS,
+    is_finite: bool = True,
+) -> FlatUpdate:
+    return FlatUpdate(
+        main=main,
+        grad=grad,
+        weight=weight,
+        runs=runs,
+        grad_scale=torch.tensor(0.5, dtype=main.dtype, device=main.device),
+        is_finite=torch.tensor(is_finite, device=main.device),
+    )
+
+
+def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.kernels.adamw._CHUNK", 7)
+    start = random(0, dtype=torch.float64, size=50)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    main, weight = start.clone(), start.bfloat16()
+    exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
+    for step in range(1, 6):
+        gradient = random(step, dtype=torch.float64, size=50)
+        theirs.grad = gradient * 0.5
+        optimizer.step()
+        numbers = AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=step)
+        ours = shard(main=main, grad=gradient, weight=weight, runs=(Run(0, 50, 0.01, 0.1),))
+        adamw(ours, exp_avg, exp_avg_sq, numbers)
+    torch.testing.assert_close(main, theirs.detach(), rtol=1e-12, atol=1e-14)
+    assert torch.equal(weight, main.bfloat16())
+
+
+def test_moments_in_bf16_are_wide_ones_rounded_after_each_step() -> None:
+    main, weight = random(0), random(0).bfloat16()
+    narrow = [torch.zeros(SIZE, dtype=torch.bfloat16) for _ in range(2)]
+    wide_main = main.clone()
+    for step in range(1, 4):
+        wide = [state.float() for state in narrow]
+        for values, states in ((wide_main, wide), (main, narrow)):
+            adamw_step(shard(main=values, grad=random(step), weight=weight), states, step)
+        for state, expected in zip(narrow, wide, strict=True):
+            assert torch.equal(state, expected.bfloat16())
+        assert torch.equal(main, wide_main)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    main = random(0)
+    states = [random(1), random(2).abs()]
+    before = [t.clone() for t in (main, *states)]
+    grad = torch.full((SIZE,), float("nan"))
+    adamw_step(shard(main=main, grad=grad, weight=main, is_finite=False), states, 1)
+    sgd_step(shard(main=main, grad=grad, weight=main, is_finite=False), states, 1)
+    for found, expected in zip((main, *states), before, strict=True):
+        assert torch.equal(found, expected)
+
+
+def adamw_step(update: FlatUpdate, states: list[torch.Tensor], step: int) -> None:
+    adamw_reference(update, states[0], states[1], AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=step))
+
+
+def sgd_step(update: FlatUpdate, states: list[torch.Tensor], step: int) -> None:
+    sgd_reference(update, states[0], momentum=0.9)
+
+
+def adamw_kernel(update: FlatUpdate, states: list[torch.Tensor], step: int) -> None:
+    corrections = 1 - 0.9**step, 1 - 0.95**step
+    adamw_fused(update, states[0], states[1], betas=(0.9, 0.95), corrections=corrections, eps=1e-8)
+
+
+def sgd_kernel(update: FlatUpdate, states: list[torch.Tensor], step: int) -> None:
+    sgd_fused(update, states[0], momentum=0.9)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kernel", "reference"), [(adamw_kernel, adamw_step), (sgd_kernel, sgd_step)], ids=["adamw", "sgd"]
+)
+@pytest.mark.parametrize(
+    ("grad_dtype", "state_dtype", "weight_dtype", "runs"),
+    [
+        (torch.float32, torch.float32, torch.bfloat16, RUNS),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, RUNS[:2]),
+        (torch.float32, torch.bfloat16, torch.float32, RUNS[:3]),
+        (torch.bfloat16, torch.float32, torch.float32, (Run(0, SIZE, 0.01, 0.1),)),
+    ],
+    ids=["usual", "narrow", "narrow states", "narrow gradients"],
+)
+def test_a_kernel_is_its_reference(
+    kernel: Step,
+    reference: Step,
+    grad_dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    runs: tuple[Run, ...],
+) -> None:
+    size = runs[-1].stop
+    found: list[list[torch.Tensor]] = []
+    for where, update in ((DEVICE, kernel), ("cpu", reference)):
+        main = random(0, size=size).to(where)
+        weight = main if weight_dtype == main.dtype else main.to(weight_dtype)
+        states = [random(n, dtype=state_dtype, size=size).abs().to(where) for n in (1, 2)]
+        grad = random(3, dtype=grad_dtype, size=size).to(where)
+        update(shard(main=main, grad=grad, weight=weight, runs=runs), states, 3)
+        found.append([t.cpu() for t in (main, weight, *states)])
+    for ours, theirs in zip(*found, strict=True):
+        is_narrow = ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2**-7 if is_narrow else 2e-6, atol=1e-6)
+        if is_narrow and DEVICE == "cuda":  # the interpreter cuts what a GPU rounds to the nearest
+            assert (ours != theirs).sum() < size / 100  # where rounding tips over
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel", [adamw_kernel, sgd_kernel])
+def test_a_kernel_leaves_all_alone_where_gradients_are_not_finite(kernel: Step) -> None:
+    main = random(0).to(DEVICE)
+    weight = torch.full_like(main, 7.0, dtype=torch.bfloat16)
+    states = [random(1).to(DEVICE), random(2).to(DEVICE)]
+    before = [t.clone() for t in (main, weight, *states)]
+    kernel(shard(main=main, grad=torch.full_like(main, torch.nan), weight=weight, is_finite=False), states, 1)
+    for found, expected in zip((main, weight, *states), before, strict=True):
+        assert torch.equal(found, expected)
