@@ -57,13 +57,18 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         world_size=environment.world_size,
         device="cuda" if has_cuda else "cpu",
         device_name=torch.cuda.get_device_name() if has_cuda else None,
-        devices_per_node=torch.cuda.device_count() if has_cuda else None,
+        devices_per_node=_devices_of_node(environment) if has_cuda else None,
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
         data_problems=tuple(problems),
         libraries=_libraries(),
         **found,
     )
+
+
+def _devices_of_node(environment: LaunchEnvironment) -> int:
+    seen = torch.cuda.device_count()
+    return environment.local_world_size if environment.binds_gpus and seen == 1 else seen
 
 
 def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str], None]) -> Facts:

@@ -40,6 +40,9 @@ from megatrain.training.phases import Phases
 _SECONDS_FOR_RANK_0 = 2
 """How long another rank waits with its own end, so that a launcher does not stop rank 0 before it has told why."""
 
+_TO_MEET = timedelta(hours=1)
+"""How long ranks wait for others to start, and for rank 0 to read the inputs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
@@ -111,6 +114,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     """
     environment = read_environment()
     phases = phases or Phases(Console(is_quiet=environment.rank != 0))
+    _check_launch(environment, phases.console)
     with phases.phase("reading inputs and planning"):
         store = _join_store(environment) if environment.world_size > 1 else None
         facts, plan = _agreed_plan(request, environment, store)
@@ -149,8 +153,28 @@ def grid_shape(plan: Plan) -> GridShape:
     )
 
 
+def _check_launch(environment: LaunchEnvironment, console: Console) -> None:
+    """Say what the launcher said. Where that makes no sense, one rank tells it."""
+    if environment.problems:
+        error = ConfigError.of(environment.problems)
+        error.is_told = environment.rank != 0
+        raise error
+    if environment.launcher is not None:
+        how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
+        console.say(f"> started by {how}: {environment.taken}")
+    elif environment.taken:
+        console.say(f"> one process: {environment.taken}")
+
+
 def _join_store(environment: LaunchEnvironment) -> dist.Store:
-    store, _, _ = next(iter(dist.rendezvous("env://", environment.rank, environment.world_size)))
+    rank, world_size = environment.rank, environment.world_size
+    try:
+        store, _, _ = next(iter(dist.rendezvous(environment.rendezvous, rank, world_size, timeout=_TO_MEET)))
+    except dist.DistError as error:
+        raise MegatrainError(
+            f"rank {rank} of {world_size} found no meeting place with the others ({environment.taken}): {error}",
+            fix="set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a port that is free there, on all ranks",
+        ) from error
     joined: dist.Store = dist.PrefixStore("megatrain", store)
     return joined
 
@@ -243,7 +267,8 @@ def _write_failure(request: Request, error: MegatrainError) -> None:
 def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
     if plan.derived.device == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", environment.local_rank)
+    is_alone = environment.binds_gpus and torch.cuda.device_count() == 1
+    device = torch.device("cuda", 0 if is_alone else environment.local_rank)
     torch.cuda.set_device(device)
     return device
 

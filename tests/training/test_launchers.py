@@ -1,0 +1,72 @@
+"""Processes that no torchrun started: by what Slurm leaves in the environment alone, and where that makes no sense."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from test_broken_command_lines import ROOT, command_line
+
+import pretrain
+from megatrain.config.environment import DEFAULT_PORT
+
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+
+
+def own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_two_tasks_of_srun_train_together() -> None:
+    job = {
+        "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    words = [sys.executable, "pretrain.py", *command_line({"--tensor-model-parallel-size": "2"})]
+    tasks = [
+        subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=own_environment() | job | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+        )
+        for task in range(2)
+    ]  # fmt: skip
+    (shown, errors), (shown_elsewhere, _) = (task.communicate(timeout=120) for task in tasks)
+    assert [task.returncode for task in tasks] == [0, 0], errors
+    assert "> started by srun: SLURM_PROCID 0, SLURM_NTASKS 2; they meet at localhost:" in shown
+    assert "grid: 2 ranks = tp 2 x dp 1 x pp 1" in shown
+    assert shown_elsewhere == ""
+
+
+def test_launchers_that_contradict_each_other_are_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "RANK": "0", "WORLD_SIZE": "4"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert pretrain.main(command_line({})) == 2
+    assert "error: WORLD_SIZE is 4, and SLURM_NTASKS is 2\n  fix: unset WORLD_SIZE" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        assert pretrain.main(command_line({})) == 1
+    assert port != DEFAULT_PORT
+    told = capsys.readouterr().err
+    assert (
+        f"rank 0 of 2 found no meeting place with the others (RANK 0, WORLD_SIZE 2; they meet at 127.0.0.1:{port}"
+        in told
+    )
+    assert "fix: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a port that is free there" in told
