@@ -35,7 +35,6 @@ from megatrain.checkpoint.manifest import (
 )
 from megatrain.checkpoint.tensor_file import check_size, dtype_name, write_tensor_file
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
-from megatrain.parallel.buffers import Placed
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Box, box_shape
 
@@ -148,8 +147,8 @@ def plan_chunks(
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:
         for shard, flat in zip(optimizer.buffers.shards, optimizer.state(kind), strict=True):
-            for placed, box, place in shard.owned():
-                if _is_written_here(placed, grid):
+            for _, box, place in shard.owned():
+                if grid.is_first_of(box.piece.copies):
                     piece = box.piece
                     plan += [
                         PlannedChunk(piece.name, piece.shape, kind, part, values)
@@ -290,10 +289,6 @@ def _mark_of(temporary: Path) -> str:
 
 def _temporary_tracker(temporary: Path) -> Path:
     return temporary.with_name(f"{TRACKER_NAME}.tmp-{_mark_of(temporary)}")
-
-
-def _is_written_here(placed: Placed, grid: RankGrid) -> bool:
-    return grid.is_first_of(placed.entry.layout.copies)
 
 
 def _cut(box: Box, values: Tensor, chunk_bytes: int) -> Iterator[tuple[Box, Tensor]]:

@@ -63,6 +63,13 @@ def num_query_groups(draft: Draft) -> Answer:
     return Answer(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
 
 
+def kv_copies(draft: Draft) -> Answer:
+    groups, tp = draft.config.model.num_query_groups, draft.config.parallel.tensor_model_parallel_size
+    if tp <= groups:
+        return Answer(1, f"{groups} key and value heads for {tp} tensor ranks")
+    return Answer(_whole(tp, groups), f"{tp} tensor ranks for {groups} key and value heads")
+
+
 def split(draft: Draft) -> Answer:
     if draft.config.data.mock_data:
         return Answer("1,1,1", "always so for mock data")
@@ -377,6 +384,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("model.kv_channels", kv_channels),
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
+    ("derived.kv_copies", kv_copies),
     ("derived.activation", activation),
     ("data.split", split),
     ("data.data_cache_path", data_cache_path),

@@ -35,6 +35,8 @@ class Derived:
     activation: Activation = INVALID
     model_parallel_size: int = INVALID
     """Ranks that hold one model replica: tp * pp."""
+    kv_copies: int = INVALID
+    """How many tensor ranks hold the same keys and values."""
     data_parallel_size: int = INVALID
     num_microbatches: int = INVALID
     """Micro-batches that each rank runs in an iteration, once the batch has its full size."""

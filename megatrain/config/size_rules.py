@@ -25,19 +25,18 @@ def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
 def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
     model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
     groups = model.num_query_groups
-    if not model.group_query_attention or groups % tp == 0:
+    if not model.group_query_attention or groups % tp == 0 or tp % groups == 0:
         return
-    fix = f"use --tensor-model-parallel-size {_divisor_near(groups, tp)}"
     if tp > groups:
         yield Problem(
-            f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tp}: copies of key and value heads"
-            " are not there yet",
-            fix,
+            f"--num-query-groups {groups} are not held by equally many of --tensor-model-parallel-size {tp} ranks each",
+            f"use --tensor-model-parallel-size {tp // groups * groups}, or --num-query-groups {_divisor_near(tp, groups)}",
         )
     else:
         yield Problem(
             f"--num-query-groups {groups} do not divide over --tensor-model-parallel-size {tp}",
-            f"{fix}, or --num-query-groups {_multiple_near(groups, tp)}",
+            f"use --tensor-model-parallel-size {_divisor_near(groups, tp)}, or"
+            f" --num-query-groups {_multiple_near(groups, tp)}",
         )
 
 

@@ -168,7 +168,7 @@ def build_model(
         seed: of dropout.
         recompute: what runs twice, to keep less.
     """
-    tp = TensorParallel(grid.tp, sequence_parallel)
+    tp = TensorParallel(grid.tp, grid.kv, sequence_parallel)
     leaves = LocalLeaves(tp, dtype, spec.norm, seed)
     rotations = _Rotations(seq_length, dtype, device)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype

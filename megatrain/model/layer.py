@@ -9,6 +9,7 @@ The end of a branch is a norm, dropout, both or nothing.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from megatrain.kernels.rotary import RotarySpec, tables
 from megatrain.model.functions import rotate, rotate_pairs
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layouts import (
+    Columns,
     Weights,
     columns_bias_layout,
     columns_layout,
@@ -84,31 +86,20 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         d, h = spec.head_channels, gpt.hidden_size
-        self.sizes = [
-            spec.num_heads // tp.size,
-            spec.num_query_groups // tp.size,
-            spec.num_query_groups // tp.size,
-        ]
-        qkv = [("q", spec.num_heads), ("k", spec.num_query_groups), ("v", spec.num_query_groups)]
+        own_groups = spec.num_query_groups * tp.kv.size // tp.size
+        self.sizes = [spec.num_heads // tp.size, own_groups, own_groups]
         self.qkv = leaves.column_linear(
             _first_norm(gpt, prefix, tp),
             Weights(
-                columns_layout(
-                    [(f"{prefix}.{x}.weight", n * d) for x, n in qkv], h, Init(std=gpt.init_std), tp
-                ),
-                columns_bias_layout([(f"{prefix}.{x}.bias", n * d) for x, n in qkv], tp)
-                if spec.has_qkv_bias
-                else None,
+                columns_layout(_qkv(spec, prefix, "weight", tp), h, Init(std=gpt.init_std), tp),
+                columns_bias_layout(_qkv(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
             ),
         )
         turn: list[Pointwise] = [] if rotation is None else [rotation]
-        self.queries = Chain(
-            [*_head_norms(spec, spec.num_heads, f"{prefix}.q_norm", gpt.norm, leaves, tp), *turn]
-        )
-        self.keys = Chain(
-            [*_head_norms(spec, spec.num_query_groups, f"{prefix}.k_norm", gpt.norm, leaves, tp), *turn]
-        )
-        sink = columns_bias_layout([(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
+        q, k, _ = _qkv(spec, prefix, "norm", tp)
+        self.queries = Chain([*_head_norms(spec, f"{prefix}.q_norm", q, gpt.norm, leaves, tp), *turn])
+        self.keys = Chain([*_head_norms(spec, f"{prefix}.k_norm", k, gpt.norm, leaves, tp), *turn])
+        sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
         core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
         assert isinstance(core, nn.Module)
         self.core = Recomputed(core) if recompute.has_part("core_attn") else core
@@ -141,8 +132,12 @@ class Mlp(nn.Module):
         self.fc1 = leaves.column_linear(
             _first_norm(gpt, prefix, tp),
             Weights(
-                columns_layout([(f"{prefix}.{x}.weight", f) for x in fc1], h, Init(std=gpt.init_std), tp),
-                columns_bias_layout([(f"{prefix}.{x}.bias", f) for x in fc1], tp) if spec.has_bias else None,
+                columns_layout(
+                    [Columns(f"{prefix}.{x}.weight", f) for x in fc1], h, Init(std=gpt.init_std), tp
+                ),
+                columns_bias_layout([Columns(f"{prefix}.{x}.bias", f) for x in fc1], tp)
+                if spec.has_bias
+                else None,
             ),
         )
         self.fc2 = leaves.activation_row_linear(
@@ -214,15 +209,25 @@ def _branch_end(gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -
     return Chain(parts)
 
 
+def _qkv(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
+    """What belongs to the outputs of the first projection: queries, keys and values."""
+    queries, keys = spec.num_heads * spec.head_channels, spec.num_query_groups * spec.head_channels
+    return [
+        Columns(f"{prefix}.q.{kind}", queries),
+        Columns(f"{prefix}.k.{kind}", keys, copies=tp.kv),
+        Columns(f"{prefix}.v.{kind}", keys, copies=tp.kv),
+    ]
+
+
 def _head_norms(
-    spec: AttentionSpec, num_heads: int, name: str, norm: NormSpec, leaves: Leaves, tp: TensorParallel
+    spec: AttentionSpec, name: str, columns: Columns, norm: NormSpec, leaves: Leaves, tp: TensorParallel
 ) -> list[Pointwise]:
-    """The norm of queries or keys, if there is one."""
+    """The norm of queries or keys, if there is one; `columns`: those that the projection gives them."""
     if spec.qk_norm == "head":
         weight = heads_layout(f"{name}.weight", spec.head_channels, _ones(norm), tp)
         bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp)
         return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
     if spec.qk_norm == "all_heads":
-        channels = [(f"{name}.weight", num_heads * spec.head_channels)]
-        return [leaves.split_norm(Weights(columns_bias_layout(channels, tp, _ones(norm))), norm)]
+        channels = dataclasses.replace(columns, name=f"{name}.weight")
+        return [leaves.split_norm(Weights(columns_bias_layout([channels], tp, _ones(norm))), norm)]
     return []

@@ -1,6 +1,7 @@
 """Layouts of the usual weights: how each kind is cut over tensor ranks.
 
 columns  [o, h] by rows of the weight      several tensors fused into one are cut one by one, then stacked
+                                           what has fewer parts than there are ranks: neighbours hold copies
 rows     [h, i] by columns of the weight
 vocab    [v, h] by rows, padded; the rows of padding belong to no piece
 norm     [h] whole on every rank; so are the biases of rows
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor import TensorParallel
 
@@ -23,18 +25,23 @@ class Weights:
     bias: ParamLayout | None = None
 
 
+@dataclass(frozen=True)
+class Columns:
+    """The outputs of a column-parallel layer that are one canonical tensor."""
+
+    name: str
+    num_outputs: int
+    copies: RankGroup | None = None
+    """Neighbouring tensor ranks that hold the same outputs; None: each rank holds its own."""
+
+
 def columns_layout(
-    tensors: Sequence[tuple[str, int]], num_inputs: int, init: Init, tp: TensorParallel
+    tensors: Sequence[Columns], num_inputs: int, init: Init, tp: TensorParallel
 ) -> ParamLayout:
-    """Column-parallel weight of one or several (canonical name, number of outputs)."""
-    pieces: list[Piece] = []
-    row = 0
-    for name, num_outputs in tensors:
-        rows = num_outputs // tp.size
-        box = ((tp.rank * rows, (tp.rank + 1) * rows), (0, num_inputs))
-        pieces.append(Piece(name, (num_outputs, num_inputs), box, row))
-        row += rows
-    return ParamLayout(shape=(row, num_inputs), pieces=tuple(pieces), init=init)
+    """Column-parallel weight."""
+    pieces = _cut_columns(tensors, (num_inputs,), tp)
+    rows = sum(piece.local_shape[0] for piece in pieces)
+    return ParamLayout(shape=(rows, num_inputs), pieces=pieces, init=init)
 
 
 def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: TensorParallel) -> ParamLayout:
@@ -46,39 +53,50 @@ def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: Te
 
 
 def columns_bias_layout(
-    tensors: Sequence[tuple[str, int]], tp: TensorParallel, init: Init | None = None
+    tensors: Sequence[Columns], tp: TensorParallel, init: Init | None = None
 ) -> ParamLayout:
     """What belongs to the outputs of a column-parallel layer, one number each."""
+    pieces = _cut_columns(tensors, (), tp)
+    rows = sum(piece.local_shape[0] for piece in pieces)
+    return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=False)
+
+
+def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], tp: TensorParallel) -> tuple[Piece, ...]:
+    """This rank's part of each tensor. Where ranks hold copies, each of them sees its own queries' share of a gradient."""
     pieces: list[Piece] = []
     row = 0
-    for name, num_outputs in tensors:
-        rows = num_outputs // tp.size
-        pieces.append(Piece(name, (num_outputs,), ((tp.rank * rows, (tp.rank + 1) * rows),), row))
+    for columns in tensors:
+        copies = columns.copies
+        num_copies = 1 if copies is None else copies.size
+        rows = columns.num_outputs * num_copies // tp.size
+        first = tp.rank // num_copies * rows
+        names = () if copies is None or copies.size == 1 else (copies.name,)
+        pieces.append(
+            Piece(
+                columns.name,
+                (columns.num_outputs, *inner),
+                ((first, first + rows), *((0, size) for size in inner)),
+                row,
+                copies=names,
+                grad_sum_group=names[0] if names else None,
+            )
+        )
         row += rows
-    return ParamLayout(shape=(row,), pieces=tuple(pieces), init=init or Init(), decays=False)
+    return tuple(pieces)
 
 
 def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
     """A number for each channel of the residual stream: the gain or bias of a norm, the bias of a row-parallel layer."""
     return ParamLayout(
-        shape=(size,),
-        pieces=(Piece(name, (size,), ((0, size),)),),
-        init=init,
-        copies=(tp.group.name,),
-        grad_sum_group=tp.norm_grad_sum,
-        decays=False,
+        shape=(size,), pieces=(_whole(name, (size,), tp, tp.norm_grad_sum),), init=init, decays=False
     )
 
 
 def heads_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
     """A number for each channel of a head: the ranks hold copies, and each sees its own heads."""
+    grad_sum_group = tp.group.name if tp.size > 1 else None
     return ParamLayout(
-        shape=(size,),
-        pieces=(Piece(name, (size,), ((0, size),)),),
-        init=init,
-        copies=(tp.group.name,),
-        grad_sum_group=tp.group.name if tp.size > 1 else None,
-        decays=False,
+        shape=(size,), pieces=(_whole(name, (size,), tp, grad_sum_group),), init=init, decays=False
     )
 
 
@@ -87,13 +105,12 @@ def positions_layout(
 ) -> ParamLayout:
     """Table with a row for each place in the sequence."""
     shape = (num_positions, num_columns)
-    return ParamLayout(
-        shape=shape,
-        pieces=(Piece(name, shape, tuple((0, size) for size in shape)),),
-        init=init,
-        copies=(tp.group.name,),
-        grad_sum_group=tp.norm_grad_sum,
-    )
+    return ParamLayout(shape=shape, pieces=(_whole(name, shape, tp, tp.norm_grad_sum),), init=init)
+
+
+def _whole(name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None) -> Piece:
+    box = tuple((0, size) for size in shape)
+    return Piece(name, shape, box, copies=(tp.group.name,), grad_sum_group=grad_sum_group)
 
 
 def vocab_layout(
@@ -110,14 +127,13 @@ def vocab_layout(
     rows = padded_vocab_size // tp.size
     first = tp.rank * rows
     stop = min(first + rows, vocab_size)
-    pieces = (
-        (Piece(name, (vocab_size, num_columns), ((first, stop), (0, num_columns))),) if first < stop else ()
-    )
-    return ParamLayout(
-        shape=(rows, num_columns),
-        pieces=pieces,
-        init=init,
+    piece = Piece(
+        name,
+        (vocab_size, num_columns),
+        ((first, stop), (0, num_columns)),
         copies=("embedding",) if is_shared else (),
         grad_sum_group="embedding" if is_shared else None,
-        is_embedding=True,
+    )
+    return ParamLayout(
+        shape=(rows, num_columns), pieces=(piece,) if first < stop else (), init=init, is_embedding=True
     )

@@ -33,11 +33,11 @@ def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
 
 
 def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
-    """The boxes that this rank counts, as places in one flat tensor a shard."""
+    """The pieces that this rank counts, as places in one flat tensor a shard."""
     grid = optimizer.parallel.grid
     for shard, flat in zip(optimizer.buffers.shards, flats, strict=True):
-        for placed, _, place in shard.owned():
-            if grid.is_first_of(placed.entry.layout.copies):
+        for piece, place in shard.pieces():
+            if grid.is_first_of(piece.copies):
                 yield flat, place
 
 

@@ -135,8 +135,8 @@ class ShardedOptimizer:
         """Views of the gradients whose squares this rank adds: of copies, the first rank's."""
         counted: list[Tensor] = []
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
-            for placed, part in shard.parts():
-                if self.parallel.grid.is_first_of(placed.entry.layout.copies):
+            for piece, part in shard.pieces():
+                if self.parallel.grid.is_first_of(piece.copies):
                     counted.append(gradients[part])
         return counted
 

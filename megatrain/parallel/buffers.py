@@ -11,6 +11,7 @@ A tied embedding has a bucket of its own: its shards then lie alike on the first
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry
+from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry, Piece
 
 _ALIGNMENT = 64
 """Elements; every parameter and every shard starts at a multiple, so that kernels may use their widest loads."""
@@ -64,6 +65,15 @@ class Shard:
             low, high = max(self.start, placed.start), min(self.stop, placed.stop)
             if low < high:
                 yield placed, slice(low - self.start, high - self.start)
+
+    def pieces(self) -> Iterator[tuple[Piece, slice]]:
+        """Every piece that has elements in this shard, with their place counted from the shard's start."""
+        for placed, part in self.parts():
+            layout = placed.entry.layout
+            first = self.start + part.start - placed.start
+            for piece, own in layout.piece_ranges(first, first + part.stop - part.start):
+                start = placed.start - self.start + piece.row * math.prod(layout.shape[1:])
+                yield piece, slice(start + own.start, start + own.stop)
 
     def owned(self) -> Iterator[tuple[Placed, BoxRange, slice]]:
         """Every box in this shard, with its parameter and its place counted from the shard's start."""
@@ -147,7 +157,7 @@ def _cut_buckets(registry: ParamRegistry, num_shards: int) -> list[Bucket]:
 def _grouped(registry: ParamRegistry) -> dict[tuple[int, bool], list[ParamEntry]]:
     groups: dict[tuple[int, bool], list[ParamEntry]] = {}
     for entry in registry.entries.values():
-        is_tied = entry.layout.grad_sum_group == "embedding"
+        is_tied = any(piece.grad_sum_group == "embedding" for piece in entry.layout.pieces)
         groups.setdefault((entry.segment, is_tied), []).append(entry)
     return {
         key: sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)

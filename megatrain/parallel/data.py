@@ -47,10 +47,9 @@ class DataParallel:
         """
         ranges: dict[str, list[torch.Tensor]] = {}
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
-            for placed, part in shard.parts():
-                name = placed.entry.layout.grad_sum_group
-                if name is not None:
-                    ranges.setdefault(name, []).append(gradients[part])
+            for piece, part in shard.pieces():
+                if piece.grad_sum_group is not None:
+                    ranges.setdefault(piece.grad_sum_group, []).append(gradients[part])
         for name in sorted(ranges):
             joined = all_reduce(torch.cat(ranges[name]), self.grid.group(name))
             for flat, total in zip(

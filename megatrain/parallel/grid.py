@@ -30,6 +30,8 @@ class GridShape:
     ep: int = 1
     dp: int = 1
     pp: int = 1
+    kv_copies: int = 1
+    """How many neighbours among the tensor ranks hold the same keys and values, where query groups are fewer than they."""
     order: str = DEFAULT_ORDER
 
     @property
@@ -68,6 +70,12 @@ class GridShape:
         )
         return lists
 
+    def kv_lists(self) -> list[list[int]]:
+        """Tensor ranks that hold the same keys and values."""
+        size = self.kv_copies
+        assert self.tp % size == 0, f"{self.tp} tensor ranks do not split into groups of {size}"
+        return [ranks[i : i + size] for ranks in self.rank_lists("tp") for i in range(0, self.tp, size)]
+
     def embedding_lists(self) -> list[list[int]]:
         """First and last stage of each pipeline: the ranks that share a tied embedding."""
         return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.rank_lists("pp")]
@@ -104,6 +112,8 @@ class RankGrid:
     rank: int
     world: RankGroup
     tp: RankGroup
+    kv: RankGroup
+    """Ranks of `tp` that hold the same keys and values; this rank alone, where each has its own."""
     dp: RankGroup
     pp: RankGroup
     pp_backward: RankGroup
@@ -126,6 +136,7 @@ class RankGrid:
         lists = {
             "world": [list(range(shape.world_size))],
             "tp": shape.rank_lists("tp"),
+            "kv": shape.kv_lists(),
             "dp": shape.rank_lists("dp"),
             "pp": shape.rank_lists("pp"),
             "pp_backward": shape.rank_lists("pp"),

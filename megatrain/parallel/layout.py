@@ -5,6 +5,9 @@
     rows 4..5   piece k  ------------->  decoder.layers.7.attention.k.weight [4, 8]  box (2..4, 0..8)
     rows 6..7   piece v  ------------->  decoder.layers.7.attention.v.weight [4, 8]  box (2..4, 0..8)
 
+A piece says which other ranks hold the same box: a norm's weight, or keys and values where there are more tensor ranks
+than query groups. Such an element is one element of the model: it is initialised alike, counted once and saved once.
+
 Initialisation, gradient reduction, norms, weight decay, the sharded optimizer, checkpoints and counts all read it.
 Rows of a local tensor that no piece covers are padding (of the vocabulary): zero, and outside names and files.
 """
@@ -38,6 +41,10 @@ class Piece:
     shape: tuple[int, ...]
     box: Box
     row: int = 0
+    copies: tuple[str, ...] = ()
+    """Names of the grid's groups, besides data parallelism, whose ranks all hold this same box."""
+    grad_sum_group: str | None = None
+    """Name of the group over which its gradients are partial sums. Its ranks hold the box at the same place."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -62,10 +69,6 @@ class ParamLayout:
     """Of the local tensor."""
     pieces: tuple[Piece, ...]
     init: Init
-    copies: tuple[str, ...] = ()
-    """Names of the grid's groups, besides data parallelism, whose ranks all hold these same boxes."""
-    grad_sum_group: str | None = None
-    """Name of the group over which this parameter's gradients are partial sums."""
     decays: bool = True
     """Whether weight decay applies (Megatron-LM's rule: not to biases and to parameters of one dimension)."""
     is_embedding: bool = False
@@ -80,17 +83,20 @@ class ParamLayout:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def piece_ranges(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
+        """The pieces with elements among `start` to `stop` of the flattened local tensor, and which elements of theirs."""
+        row_size = math.prod(self.shape[1:])
+        for piece in self.pieces:
+            first = piece.row * row_size
+            low, high = max(start - first, 0), min(stop - first, math.prod(piece.local_shape))
+            if low < high:
+                yield piece, slice(low, high)
+
     def ranges(self, start: int, stop: int) -> Iterator[BoxRange]:
         """The boxes that make up elements `start` to `stop` of the flattened local tensor; padding is left out."""
-        for piece in self.pieces:
-            row_size = math.prod(self.shape[1:])
-            first = piece.row * row_size
-            size = math.prod(piece.local_shape)
-            low, high = max(start - first, 0), min(stop - first, size)
-            if low >= high:
-                continue
-            offset = first + low - start
-            for box in flat_boxes(piece.local_shape, low, high):
+        for piece, part in self.piece_ranges(start, stop):
+            offset = piece.row * math.prod(self.shape[1:]) + part.start - start
+            for box in flat_boxes(piece.local_shape, part.start, part.stop):
                 moved = tuple((a + s, b + s) for (a, b), (s, _) in zip(box, piece.box, strict=True))
                 yield BoxRange(piece, moved, offset)
                 offset += math.prod(box_shape(box))

@@ -31,6 +31,8 @@ class TensorParallel:
     """How the layers of a model are split: over which ranks, and whether the sequence is split between them too."""
 
     group: RankGroup
+    kv: RankGroup
+    """Ranks of `group` that hold the same keys and values."""
     sequence_parallel: bool
 
     @property

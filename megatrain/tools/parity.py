@@ -21,13 +21,14 @@ import torch
 
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import FAULTS, planted
 from megatrain.tools.parity_models import MODELS, RECOMPUTE
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.launch import grid_shape
 
 TOLERANCE = 1e-10
 NUM_STEPS = 3
@@ -55,6 +56,8 @@ class Layout:
     loss_scale: float | None = None
     model: str = "llama"
     """One of `parity_models.MODELS`."""
+    groups: int | None = None
+    """Query groups, in place of the model's."""
     recompute: str = ""
     """One of `parity_models.RECOMPUTE`; the one process that it is compared with computes nothing twice."""
 
@@ -71,6 +74,7 @@ class Layout:
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
         parts += [self.model] if self.model != "llama" else []
+        parts += [f"groups{self.groups}"] if self.groups is not None else []
         parts += [self.recompute] if self.recompute else []
         parts += ["documents"] if self.has_documents else []
         parts += ["tokens"] if self.is_per_token else []
@@ -88,6 +92,7 @@ class Layout:
             *(["--reset-attention-mask", "--reset-position-ids"] if self.has_documents else []),
             *(["--calculate-per-token-loss"] if self.is_per_token else []),
             *(["--loss-scale", str(self.loss_scale)] if self.loss_scale is not None else []),
+            *(["--group-query-attention", "--num-query-groups", str(self.groups)] if self.groups else []),
             *RECOMPUTE[self.recompute].split(),
             "--use-distributed-optimizer" if self.is_zero1 else "--no-use-distributed-optimizer",
         ]
@@ -155,6 +160,13 @@ LAYOUTS = (
     Layout(tp=2, pp=2, dp=2, is_zero1=False, model="nemotron"),
     Layout(tp=2, sp=True, model="neox"),
     Layout(tp=2, dp=2, pp=2, is_tied=True, model="neox"),
+    Layout(tp=4, groups=2),
+    Layout(tp=8, sp=True, is_tied=True, groups=4),
+    Layout(tp=4, dp=2, sp=True, is_tied=True, model="qwen", groups=2),
+    Layout(tp=4, dp=2, sp=True, is_zero1=False, model="gpt2", groups=1),
+    Layout(tp=8, sp=True, model="olmo2", groups=2),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True, model="nemotron", groups=1),
+    Layout(tp=8, is_tied=True, model="gpt-oss", groups=1),
     Layout(tp=2, sp=True, recompute="uniform"),
     Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True, model="gpt2", recompute="block"),
     Layout(tp=2, pp=2, model="gpt-oss", recompute="selective"),
@@ -246,8 +258,7 @@ def judge(reference: Measured, answers: Sequence[Measured]) -> Verdict:
 def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Measured:
     """Three steps of the tiny model, as one rank of a layout sees them."""
     plan = tiny_plan(layout, world_size)
-    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     with planted(fault):
         engine = Engine(plan, grid, torch.device("cpu"))
         engine.initialize()

@@ -14,6 +14,7 @@ from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.data import DataParallel
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.vocab import VocabShard
 from megatrain.training import engine
 
@@ -83,6 +84,13 @@ def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager
     return plant
 
 
+def _copies_counted_by_each() -> AbstractContextManager[Any]:
+    is_first_of = RankGrid.is_first_of
+    return mock.patch.object(
+        RankGrid, "is_first_of", lambda self, names: is_first_of(self, [n for n in names if n != "kv"])
+    )
+
+
 def _shifted_vocabulary() -> AbstractContextManager[Any]:
     return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
 
@@ -111,6 +119,10 @@ FAULTS = {
     "stale gather": Fault(_stale_gather, {"dp": 2}),
     "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
+    "missing gradient sum of copied keys and values": Fault(
+        _without_partial_sums_over("kv"), {"tp": 4, "groups": 2}
+    ),
+    "copied keys and values counted by each rank": Fault(_copies_counted_by_each, {"tp": 4, "groups": 2}),
     "vocabulary shifted on later tensor ranks": Fault(_shifted_vocabulary, {"tp": 2}),
     "tokens counted on one replica alone": Fault(_own_token_count, {"dp": 2, "is_per_token": True}),
     "attention across documents": Fault(_no_documents, {"tp": 2, "has_documents": True}),

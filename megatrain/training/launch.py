@@ -147,6 +147,7 @@ def grid_shape(plan: Plan) -> GridShape:
     parallel = plan.config.parallel
     return GridShape(
         tp=parallel.tensor_model_parallel_size,
+        kv_copies=plan.derived.kv_copies,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,

@@ -216,7 +216,7 @@ class Kept:
 
     def _attention(self, layer: LayerSpec, is_computed_again: bool) -> int:
         spec, t, w = layer.mixer, self.tokens, self.width
-        heads, groups = spec.num_heads // self.tp, spec.num_query_groups // self.tp
+        heads, groups = spec.num_heads // self.tp, max(1, spec.num_query_groups // self.tp)
         q, k = t * heads * spec.head_channels * w, t * groups * spec.head_channels * w
         numbers = {
             "none": 0,

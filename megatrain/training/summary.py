@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -43,20 +44,21 @@ def describe_grid(grid: RankGrid) -> str:
 
 
 def _own(engine: Engine) -> int:
-    return sum(_numel(entry.layout.pieces) for entry in engine.model.registry.entries.values())
+    return _numel(_pieces(engine))
 
 
 def _whole_model(engine: Engine) -> int:
     grid = engine.grid
-    counted = [
-        _numel(entry.layout.pieces)
-        for entry in engine.model.registry.entries.values()
-        if grid.is_first_of(entry.layout.copies)
-    ]
-    return int(all_reduce(torch.tensor(sum(counted), device=engine.device), grid.tp_pp))
+    counted = _numel(piece for piece in _pieces(engine) if grid.is_first_of(piece.copies))
+    return int(all_reduce(torch.tensor(counted, device=engine.device), grid.tp_pp))
 
 
-def _numel(pieces: tuple[Piece, ...]) -> int:
+def _pieces(engine: Engine) -> Iterator[Piece]:
+    for entry in engine.model.registry.entries.values():
+        yield from entry.layout.pieces
+
+
+def _numel(pieces: Iterable[Piece]) -> int:
     return sum(math.prod(piece.local_shape) for piece in pieces)
 
 

@@ -36,7 +36,7 @@ torch.set_num_threads(1)
 
 ONE = GridShape()
 EIGHT = GridShape(tp=2, dp=2, pp=2)
-SHAPES = [ONE, EIGHT, GridShape(tp=4), GridShape(dp=3), GridShape(tp=2, pp=2)]
+SHAPES = [ONE, EIGHT, GridShape(tp=4, kv_copies=2), GridShape(dp=3), GridShape(tp=2, pp=2)]
 
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 

@@ -24,9 +24,10 @@ CASES = {
          "  fix: use --tensor-model-parallel-size 4, or --num-attention-heads 8")),
     ],
     "query_groups_divide_over_tp_ranks": [
-        (f"{GQA} --num-query-groups 1 --tensor-model-parallel-size 2", "", Facts(world_size=2),
-         ("--num-query-groups 1 is less than --tensor-model-parallel-size 2: copies of key and value heads are not there"
-         " yet\n  fix: use --tensor-model-parallel-size 1")),
+        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 4 --tensor-model-parallel-size 6 --hidden-size 48 --ffn-hidden-size 96", "",
+         Facts(world_size=6),
+         ("--num-query-groups 4 are not held by equally many of --tensor-model-parallel-size 6 ranks each\n"
+         "  fix: use --tensor-model-parallel-size 4, or --num-query-groups 3")),
         (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 3 --tensor-model-parallel-size 2", "",
          Facts(world_size=2),
          ("--num-query-groups 3 do not divide over --tensor-model-parallel-size 2\n"

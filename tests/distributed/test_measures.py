@@ -1,15 +1,18 @@
 """Weight norm and zeros of the gradient are the model's, whatever the layout: each element is counted once."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 from megatrain.optim.measures import num_zero_gradients, parameter_norm
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools import parity
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
+from megatrain.training.launch import grid_shape
 
 LAYOUTS = [
     parity.Layout(tp=2),
@@ -19,12 +22,13 @@ LAYOUTS = [
     parity.Layout(pp=4, is_tied=True),
     parity.Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True),
     parity.Layout(tp=2, dp=2, pp=2),
+    parity.Layout(tp=4, dp=2, model="gpt2", groups=2),
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_measures_do_not_depend_on_the_layout(pool: WorkerPool, layout: parity.Layout) -> None:
-    alone = parity.Layout(is_tied=layout.is_tied, global_batch=layout.global_batch)
+    alone = dataclasses.replace(layout, tp=1, dp=1, pp=1, sp=False)
     (expected,) = pool.run(1, measures, alone)
     found = pool.run(layout.world_size, measures, layout)
     assert {zeros for zeros, _ in found} == {expected[0]}
@@ -43,8 +47,7 @@ def test_measures_are_those_of_the_whole_tensors() -> None:
 
 def initialized(rank: int, world_size: int, layout: parity.Layout) -> Engine:
     plan = parity.tiny_plan(layout, world_size)
-    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
     return engine

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools import parity
 from megatrain.tools.parity_faults import FAULTS
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.launch import grid_shape
 
 
 @pytest.mark.parametrize("layout", parity.LAYOUTS, ids=lambda layout: layout.name)
@@ -65,7 +66,7 @@ def test_initial_weights_are_the_same_bits_under_every_layout(
 ) -> None:
     hashes = []
     for layout in LAYOUTS_OF_WEIGHTS:
-        changed = dataclasses.replace(layout, is_tied=is_tied, model=model)
+        changed = dataclasses.replace(layout, is_tied=is_tied, model=model, groups=2)
         parts = [part for rank in pool.run(layout.world_size, initial_weights, changed) for part in rank]
         hashes.append(_hashes(parts))
     assert all(found == hashes[0] for found in hashes)
@@ -89,8 +90,7 @@ def test_a_tensor_without_gradient_is_not_measured_by_its_noise() -> None:
 
 def initial_weights(rank: int, world_size: int, layout: parity.Layout) -> list[parity.Part]:
     plan = parity.tiny_plan(layout, world_size)
-    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
     return parity._weights(engine)
@@ -124,8 +124,7 @@ def test_a_wide_residual_stream_passes_between_stages(pool: WorkerPool, layout: 
 def narrow_loss(rank: int, world_size: int, layout: parity.Layout) -> tuple[float, str]:
     """Loss with bf16 weights, and the dtype of the residual stream."""
     plan = parity.tiny_plan(layout, world_size, "--bf16", "--params-dtype", "bfloat16")
-    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
     batches = list(parity.own_batches(0, layout, grid.dp.rank))

@@ -13,11 +13,12 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.reader import hash_tensors
 from megatrain.optim.loss_scale import DynamicLossScale
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools import parity
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.launch import grid_shape
 
 RAMP = (
     "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "
@@ -176,8 +177,7 @@ def step_with_a_fault(
 ) -> list[tuple[bool, bool]]:
     """Whether each of two steps was finite, and left the weights alone; rank 5 spoils a gradient of the first."""
     plan = parity.tiny_plan(layout, world_size)
-    shape = GridShape(tp=layout.tp, dp=layout.dp, pp=layout.pp)
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
     engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)

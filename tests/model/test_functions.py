@@ -84,7 +84,7 @@ def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> Non
 
 def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
     x = torch.ones(6, 2, 16, dtype=torch.float64, requires_grad=True)
-    tp = TensorParallel(ALONE, sequence_parallel=False)
+    tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
     dropout, info = LocalDropout(0.25, 5, tp), PassInfo(first_sample=4)
     out = dropout(x, info)
     out.backward(torch.ones_like(out))
@@ -97,7 +97,7 @@ def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
 
 def test_dropout_of_a_part_of_the_sequence_is_that_part_of_the_whole() -> None:
     x = torch.ones(8, 2, 16, dtype=torch.float64)
-    whole = LocalDropout(0.5, 5, TensorParallel(ALONE, sequence_parallel=False))(x, PassInfo())
+    whole = LocalDropout(0.5, 5, TensorParallel(ALONE, ALONE, sequence_parallel=False))(x, PassInfo())
     for rank in range(4):
-        tp = TensorParallel(RankGroup("tp", (0, 1, 2, 3), rank), sequence_parallel=True)
+        tp = TensorParallel(RankGroup("tp", (0, 1, 2, 3), rank), ALONE, sequence_parallel=True)
         assert torch.equal(LocalDropout(0.5, 5, tp)(x[:2], PassInfo()), whole[2 * rank : 2 * rank + 2])

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatrain.kernels.dropout import keep_mask
 from megatrain.kernels.normal import stream_key
 from megatrain.model.implementations.local import LocalLeaves
-from megatrain.model.layouts import columns_bias_layout
+from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.grid import RankGroup
@@ -21,7 +21,7 @@ from megatrain.parallel.tensor import TensorParallel
 S, B, HEADS, GROUPS, D = 12, 2, 4, 2, 8
 BORDERS = [0, 1, 9, 12, 17, 24]
 NAME = "decoder.layers.0.attention"
-TP = TensorParallel(RankGroup("tp", (0,), 0), sequence_parallel=False)
+TP = TensorParallel(RankGroup("tp", (0,), 0), RankGroup("kv", (0,), 0), sequence_parallel=False)
 
 
 def spec(**options: object) -> AttentionSpec:
@@ -90,7 +90,7 @@ def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_tra
     expected = plain(*theirs[:3], case, BORDERS[:-1] if has_documents else None, theirs[3], info)
     expected.backward(upstream)
 
-    layout = columns_bias_layout([("sink", HEADS)], TP)
+    layout = columns_bias_layout([Columns("sink", HEADS)], TP)
     leaves = LocalLeaves(TP, torch.float64, NormSpec(), seed=3)
     core = leaves.core_attention(case, layout if case.sink == "learned" else None, NAME)
     if case.sink == "learned":

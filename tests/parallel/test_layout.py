@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.model.layouts import columns_layout, rows_layout, stream_layout, vocab_layout
+from megatrain.model.layouts import (
+    Columns,
+    columns_bias_layout,
+    columns_layout,
+    rows_layout,
+    stream_layout,
+    vocab_layout,
+)
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
@@ -30,26 +37,34 @@ def test_boxes_intersect_where_both_are() -> None:
     assert intersect(((0, 4), (2, 6)), ((4, 9), (0, 3))) is None
 
 
-def _tp(rank: int, size: int) -> TensorParallel:
-    return TensorParallel(RankGroup("tp", tuple(range(size)), rank), sequence_parallel=False)
+def _grid(rank: int, size: int, kv_copies: int = 1) -> RankGrid:
+    return RankGrid.build(GridShape(tp=size, kv_copies=kv_copies), rank)
+
+
+def _tp(grid: RankGrid) -> TensorParallel:
+    return TensorParallel(grid.tp, grid.kv, sequence_parallel=False)
 
 
 def _layouts(tp: TensorParallel) -> list[ParamLayout]:
     init = Init(std=1.0)
     return [
-        columns_layout([("q", 8), ("k", 4), ("v", 4)], 6, init, tp),
+        columns_layout([Columns("q", 8), Columns("k", 4, tp.kv), Columns("v", 4, tp.kv)], 6, init, tp),
+        columns_bias_layout([Columns("k bias", 4, tp.kv)], tp),
         rows_layout("proj", 6, 8, init, tp),
         stream_layout("norm", 6, Init(mean=1.0), tp),
         vocab_layout("embedding", 11, 16, 6, init, tp, is_shared=False),
     ]
 
 
-@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]))
-def test_shards_of_all_ranks_together_hold_every_element_once(tp_size: int, dp_size: int) -> None:
+@given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]), st.sampled_from([1, 2, 3]))
+def test_shards_of_all_ranks_together_hold_every_element_once(
+    tp_and_copies: tuple[int, int], dp_size: int
+) -> None:
+    tp_size, kv_copies = tp_and_copies
     seen: dict[str, np.ndarray] = {}
     for tp_rank in range(tp_size):
-        module = LaidOutModule()
-        for number, layout in enumerate(_layouts(_tp(tp_rank, tp_size))):
+        module, grid = LaidOutModule(), _grid(tp_rank, tp_size, kv_copies)
+        for number, layout in enumerate(_layouts(_tp(grid))):
             module.add_weight(f"w{number}", layout, torch.float32)
         registry = ParamRegistry.of([module])
         for dp_rank in range(dp_size):
@@ -62,21 +77,24 @@ def test_shards_of_all_ranks_together_hold_every_element_once(tp_size: int, dp_s
                 device=torch.device("cpu"),
             )
             for shard in buffers.shards:
-                for placed, box, place in shard.owned():
+                owned = list(shard.owned())
+                places = sum(part.stop - part.start for _, part in shard.pieces())
+                assert places == sum(box.numel for _, box, _ in owned)
+                for _, box, place in owned:
                     assert place.stop - place.start == box.numel
-                    if placed.entry.layout.copies and tp_rank:
+                    if not grid.is_first_of(box.piece.copies):
                         continue
                     counts = seen.setdefault(box.piece.name, np.zeros(box.piece.shape, dtype=int))
                     counts[tuple(slice(*edge) for edge in box.box)] += 1
     assert {name: counts.shape for name, counts in seen.items()} == {
-        "q": (8, 6), "k": (4, 6), "v": (4, 6), "proj": (6, 8), "norm": (6,), "embedding": (11, 6),
+        "q": (8, 6), "k": (4, 6), "v": (4, 6), "k bias": (4,), "proj": (6, 8), "norm": (6,), "embedding": (11, 6),
     }  # fmt: skip
     assert all((counts == 1).all() for counts in seen.values())
 
 
 def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> None:
     module = LaidOutModule()
-    for number, layout in enumerate(reversed(_layouts(_tp(0, 1)))):
+    for number, layout in enumerate(reversed(_layouts(_tp(_grid(0, 1))))):
         module.add_weight(f"w{number}", layout, torch.float32)
     registry = ParamRegistry.of([module])
     grid = RankGrid.build(GridShape(), 0)

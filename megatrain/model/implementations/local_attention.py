@@ -85,7 +85,7 @@ class LocalMathAttention(LaidOutModule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         s = q.shape[0]
-        k, v = (self._for_each_head(x) for x in (k, v))
+        k, v = (_for_each_head(x, q.shape[2]) for x in (k, v))
         q = q.permute(1, 2, 0, 3)  # [b, n/tp, s, d]
         kind = wide(q.dtype)
         scores = (q.to(kind) * self.scale) @ k.to(kind).transpose(-1, -2)
@@ -98,12 +98,6 @@ class LocalMathAttention(LaidOutModule):
             probabilities = functions.drop(probabilities, self._kept(scores, info), self.spec.dropout)
         out = probabilities.to(q.dtype) @ v
         return out.permute(2, 0, 1, 3).flatten(2)
-
-    def _for_each_head(self, x: Tensor) -> Tensor:
-        """[s, b, g/tp, d] -> [b, n/tp, s, d]."""
-        return x.permute(1, 2, 0, 3).repeat_interleave(
-            self.spec.num_heads // self.spec.num_query_groups, dim=1
-        )
 
     def _sinks(self, scores: Tensor) -> Tensor:
         """One more score for each query, [b, n/tp, s, 1], or none, [b, n/tp, s, 0]."""
@@ -122,6 +116,11 @@ class LocalMathAttention(LaidOutModule):
         rows = (sample[:, None] * self.spec.num_heads + head)[..., None] * s
         rows = rows + torch.arange(s, device=scores.device)
         return keep_mask(rows, s, key=self.dropout_key, p=self.spec.dropout)
+
+
+def _for_each_head(x: Tensor, num_heads: int) -> Tensor:
+    """Keys or values [s, b, g/tp, d] -> [b, n/tp, s, d], each for as many of the rank's heads."""
+    return x.permute(1, 2, 0, 3).repeat_interleave(num_heads // x.shape[2], dim=1)
 
 
 def visible(s: int, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
