@@ -94,6 +94,8 @@ class ModelConfig:
     """Keep attention's scores within this, by tanh (Gemma 2). Not in Megatron-LM."""
     final_logit_softcapping: float | None = field(default=None, metadata=in_range(above=0))
     """Keep the logits within this, by tanh (Gemma 2). Not in Megatron-LM."""
+    z_loss_coeff: float = field(default=0.0, metadata=in_range(at_least=0))
+    """Add this times the square of the logarithm of the softmax's sum to each token's loss; logged as `z loss`. Not in Megatron-LM."""
     embedding_multiplier: float = field(default=1.0, metadata=in_range(above=0))
     """Factor of the embedding's output, the square root of the hidden size in Gemma. Not in Megatron-LM."""
     fp32_residual_connection: bool = False

@@ -216,14 +216,23 @@ def _head(
     assert isinstance(norm, nn.Module)
     if spec.is_tied and grid.pp.is_first:
         assert isinstance(first, Embedding)
-        return Head(norm, first, vocab_size=spec.vocab_size, softcap=spec.logit_softcap, tp=tp)
+        return _head_of(spec, norm, first, tp)
     name, std = OUTPUT_NAME, spec.init_std
     if spec.is_tied:
         name = EMBEDDING_NAME
         std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
     output = OutputWeight(_vocab(spec, name, std, grid, tp), dtype)
-    return HeadSegment(
-        output, Head(norm, output, vocab_size=spec.vocab_size, softcap=spec.logit_softcap, tp=tp)
+    return HeadSegment(output, _head_of(spec, norm, output, tp))
+
+
+def _head_of(spec: GptSpec, norm: nn.Module, output: LaidOutModule, tp: TensorParallel) -> Head:
+    return Head(
+        norm,
+        output,
+        vocab_size=spec.vocab_size,
+        softcap=spec.logit_softcap,
+        z_loss_coeff=spec.z_loss_coeff,
+        tp=tp,
     )
 
 

@@ -39,6 +39,7 @@ class Head(nn.Module):
         norm: the final norm.
         output: the module that holds the output weight as `weight`: the embedding where they are tied on one stage.
         softcap: logits stay within this, by tanh; None: they are as they come.
+        z_loss_coeff: of the square of each token's log sum of exponentials, which is added to its loss.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Head(nn.Module):
         *,
         vocab_size: int,
         softcap: float | None,
+        z_loss_coeff: float,
         tp: TensorParallel,
     ) -> None:
         super().__init__()
@@ -55,24 +57,29 @@ class Head(nn.Module):
         self.tp = tp
         self.vocab_size = vocab_size
         self.softcap = softcap
+        self.z_loss_coeff = z_loss_coeff
         self.output = (output,)  # in a tuple, so that a tied weight is not counted here too
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
-        """Scaled loss of the micro-batch, a number; adds `lm_loss` and `tokens` to the sums.
+        """Scaled loss of the micro-batch, a number; adds `lm_loss`, `tokens` and, if there is one, `z_loss` to the sums.
 
-        Its gradient is that of info.loss_scale * (mean of the token losses that the mask counts).
+        Its gradient is that of info.loss_scale * (mean of the token losses that count, with their z-loss). What the
+        labels of other tokens are does not matter.
         """
         x = self._normed(hidden, info)
         (output,) = self.output
         assert isinstance(output.weight, Tensor)
-        mask = batch.loss_mask.t().flatten()
+        mask = batch.counts.t().flatten()
+        labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         tokens = mask.sum()
         token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / tokens.clamp(min=1).to(wide(x.dtype)))
-        losses, scaled = _HeadLoss.apply(
-            x, output.weight, output.weight_grads.get("weight"), batch.labels.t().flatten(), token_scale,
-            self._vocab(output.weight), self.softcap, info,
+        losses, z_losses, scaled = _HeadLoss.apply(
+            x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
+            self._vocab(output.weight), self.softcap, self.z_loss_coeff, info,
         )  # fmt: skip
         info.sums["lm_loss"] = (losses * mask).sum()
+        if self.z_loss_coeff:
+            info.sums["z_loss"] = (z_losses * mask).sum()
         info.sums["tokens"] = tokens
         loss: Tensor = scaled
         return loss
@@ -95,7 +102,7 @@ class Head(nn.Module):
 
 
 class _HeadLoss(Function):
-    """x [t, h], weight [v/tp, h], labels [t], token_scale [t] -> (token losses [t], their scaled sum)."""
+    """x [t, h], weight [v/tp, h], labels [t], token_scale [t] -> (losses [t], z-losses [t], scaled sum of both)."""
 
     @staticmethod
     def forward(
@@ -107,9 +114,11 @@ class _HeadLoss(Function):
         token_scale: Tensor,
         vocab: VocabShard,
         softcap: float | None,
+        z_loss_coeff: float,
         info: PassInfo,
-    ) -> tuple[Tensor, Tensor]:
-        losses, dx = torch.empty_like(token_scale), torch.empty_like(x) if info.is_training else None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
+        dx = torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
         chunk = chunk_rows(vocab.rows)
         for start in range(0, x.shape[0], chunk):
@@ -118,10 +127,12 @@ class _HeadLoss(Function):
             slope = None if softcap is None or dx is None else 1 - (logits / softcap).square()
             known = cross_entropy(logits, labels[part], vocab)
             losses[part] = known.losses
+            if z_loss_coeff:
+                z_losses[part] = known.log_sums.square() * z_loss_coeff
             if dx is None:
                 continue
             assert weight_grad is not None
-            dlogits = logits_gradient(known, token_scale[part], x.dtype)
+            dlogits = logits_gradient(known, token_scale[part], x.dtype, z_loss_coeff=z_loss_coeff)
             if slope is not None:
                 dlogits *= slope
             torch.mm(dlogits, weight, out=dx[part])
@@ -131,11 +142,11 @@ class _HeadLoss(Function):
                 accumulate_weight_gradient(weight_grad, dlogits, x[part])
         ctx.save_for_backward(dx)
         ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
-        ctx.mark_non_differentiable(losses)
-        return losses, (losses * token_scale).sum()
+        ctx.mark_non_differentiable(losses, z_losses)
+        return losses, z_losses, ((losses + z_losses) * token_scale).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None, None]:
         # In fused mode the weight gradient is formed already, so a loss that is scaled afterwards would be wrong.
         (dx,) = ctx.saved_tensors
         weight_grad, kept = ctx.weight_grad, ctx.kept
@@ -144,7 +155,7 @@ class _HeadLoss(Function):
             ctx.info.form_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
-        return dx * grads[1].to(dx.dtype), None, None, None, None, None, None, None
+        return dx * grads[2].to(dx.dtype), None, None, None, None, None, None, None, None
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

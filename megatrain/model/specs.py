@@ -108,6 +108,8 @@ class GptSpec:
     """Whether the residual stream is fp32 whatever the weights are."""
     logit_softcap: float | None = None
     """Logits stay within this, by tanh."""
+    z_loss_coeff: float = 0.0
+    """Of the square of each token's log sum of exponentials, which is added to its loss."""
 
 
 def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
@@ -163,6 +165,7 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
         hidden_dropout=model.hidden_dropout,
         is_residual_wide=model.fp32_residual_connection,
         logit_softcap=model.final_logit_softcapping,
+        z_loss_coeff=model.z_loss_coeff,
     )
 
 

@@ -50,6 +50,11 @@ class Batch:
     documents: Documents | None = None
     """None: attention sees the whole sample."""
 
+    @functools.cached_property
+    def counts(self) -> Tensor:
+        """The loss mask, with 0 also where a label is below 0, which marks a token to ignore; float32 [b, s]."""
+        return self.loss_mask.masked_fill(self.labels < 0, 0)
+
 
 @dataclass(kw_only=True)
 class PassInfo:
@@ -70,7 +75,7 @@ class PassInfo:
     splits_backward: bool = False
     """Whether the schedule forms weight gradients as actions of their own."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Named sums for the log, such as `lm_loss` (of token losses) and `tokens` (of the loss mask), fp32 or wider."""
+    """Named sums for the log, such as `lm_loss` (of token losses) and `tokens` (how many count), fp32 or wider."""
 
     def form_weight_gradient(self, work: Callable[[], None]) -> None:
         """Run `work` now, or keep it for the schedule's weight-gradient action."""

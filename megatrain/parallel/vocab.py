@@ -39,7 +39,9 @@ class TokenLosses(NamedTuple):
     """Losses, and what their gradient needs; wide tensors."""
 
     losses: Tensor
-    """[t]."""
+    """[t]; infinite for a label that is no id of the vocabulary."""
+    log_sums: Tensor
+    """Logarithm of the sum of the logits' exponentials, [t]."""
     probabilities: Tensor
     """Of this rank's ids, [t, v/tp]; zero for padding."""
     columns: Tensor
@@ -53,7 +55,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLos
 
     Args:
         logits: this rank's columns, [t, v/tp]; those of padding are left out of the softmax.
-        labels: ids, [t].
+        labels: ids, [t], from 0 on.
     """
     local = labels - vocab.first
     is_elsewhere = (local < 0) | (local >= vocab.rows)
@@ -65,15 +67,24 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLos
     largest = all_reduce(wide_logits.max(dim=-1).values, vocab.group, "max")
     shifted = wide_logits.sub_(largest[:, None])
     target = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(is_elsewhere, 0)
+    target.masked_fill_(labels >= vocab.vocab_size, float("-inf"))
     exponentials = shifted.exp_()
     sums = all_reduce(torch.stack((exponentials.sum(dim=-1), target)), vocab.group)
-    losses = sums[0].log() - sums[1]
-    return TokenLosses(losses, exponentials.div_(sums[0][:, None]), local, is_elsewhere)
+    log_sums = sums[0].log()
+    return TokenLosses(
+        log_sums - sums[1], log_sums + largest, exponentials.div_(sums[0][:, None]), local, is_elsewhere
+    )
 
 
-def logits_gradient(known: TokenLosses, token_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(p - onehot) * scale of each token, [t, v/tp] in `dtype`; uses up the probabilities."""
-    gradient = known.probabilities.mul_(token_scale[:, None])
+def logits_gradient(
+    known: TokenLosses, token_scale: Tensor, dtype: torch.dtype, *, z_loss_coeff: float = 0.0
+) -> Tensor:
+    """((1 + 2 * coefficient * log sum) * p - onehot) * scale of each token, [t, v/tp]; uses up the probabilities.
+
+    That is the gradient of scale * (loss + coefficient * log sum ** 2).
+    """
+    share = token_scale * (1 + 2 * z_loss_coeff * known.log_sums) if z_loss_coeff else token_scale
+    gradient = known.probabilities.mul_(share[:, None])
     minus = token_scale.masked_fill(known.is_elsewhere, 0).neg()
     gradient.scatter_add_(1, known.columns[:, None], minus[:, None])
     return gradient.to(dtype)

@@ -56,6 +56,11 @@ class Layout:
     loss_scale: float | None = None
     model: str = "llama"
     """One of `parity_models.MODELS`."""
+    has_z_loss: bool = False
+    has_ignored_labels: bool = False
+    """Whether some labels say that their tokens do not count, and others are no ids where the mask is 0."""
+    vocab_multiple: int = 1
+    """To which the vocabulary is padded, times tp."""
     groups: int | None = None
     """Query groups, in place of the model's."""
     recompute: str = ""
@@ -78,6 +83,9 @@ class Layout:
         parts += [self.recompute] if self.recompute else []
         parts += ["documents"] if self.has_documents else []
         parts += ["tokens"] if self.is_per_token else []
+        parts += ["z-loss"] if self.has_z_loss else []
+        parts += ["ignored"] if self.has_ignored_labels else []
+        parts += [f"padded{self.vocab_multiple}"] if self.vocab_multiple != 1 else []
         parts += [self.optimizer] if self.optimizer != "adam" else []
         parts += [f"scale{self.loss_scale:g}"] if self.loss_scale is not None else []
         parts += [f"batch{self.global_batch}"] if self.global_batch != 16 else []
@@ -91,6 +99,8 @@ class Layout:
             *([] if self.is_tied else ["--untie-embeddings-and-output-weights"]),
             *(["--reset-attention-mask", "--reset-position-ids"] if self.has_documents else []),
             *(["--calculate-per-token-loss"] if self.is_per_token else []),
+            *(["--z-loss-coeff", "0.01"] if self.has_z_loss else []),
+            *("--make-vocab-size-divisible-by", str(self.vocab_multiple)),
             *(["--loss-scale", str(self.loss_scale)] if self.loss_scale is not None else []),
             *(["--group-query-attention", "--num-query-groups", str(self.groups)] if self.groups else []),
             *RECOMPUTE[self.recompute].split(),
@@ -160,6 +170,11 @@ LAYOUTS = (
     Layout(tp=2, pp=2, dp=2, is_zero1=False, model="nemotron"),
     Layout(tp=2, sp=True, model="neox"),
     Layout(tp=2, dp=2, pp=2, is_tied=True, model="neox"),
+    Layout(tp=3, has_z_loss=True, has_ignored_labels=True),
+    Layout(tp=4, sp=True, is_tied=True, model="gemma2", has_z_loss=True),
+    Layout(tp=4, is_tied=True, has_z_loss=True, has_ignored_labels=True, vocab_multiple=40),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_per_token=True, has_z_loss=True, has_ignored_labels=True),
+    Layout(dp=4, is_per_token=True, has_ignored_labels=True),
     Layout(tp=4, groups=2),
     Layout(tp=8, sp=True, is_tied=True, groups=4),
     Layout(tp=4, dp=2, sp=True, is_tied=True, model="qwen", groups=2),
@@ -188,6 +203,7 @@ class Measured:
     """What one rank found."""
 
     losses: list[float]
+    """Of each step, with the z-loss behind it if there is one."""
     norms: list[float]
     gradients: list[Part]
     weights: list[Part]
@@ -271,7 +287,8 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
             engine.step(batches[step], rates, first_sample=step * layout.global_batch)
             for step in range(NUM_STEPS)
         ]
-    return Measured([r.lm_loss for r in reports], [r.grad_norm for r in reports], gradients, _weights(engine))
+    losses = [loss for r in reports for loss in (r.lm_loss, r.z_loss) if loss is not None]
+    return Measured(losses, [r.grad_norm for r in reports], gradients, _weights(engine))
 
 
 def tiny_plan(layout: Layout, world_size: int, *more_flags: str) -> Plan:
@@ -282,7 +299,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str) -> Plan:
     flags = (
         "--num-layers 4 --hidden-size 48 --num-attention-heads 24 --kv-channels 4 --ffn-hidden-size 96 "
         f"{MODELS[layout.model]} --init-method-std 0.1 --mock-data "
-        f"--seq-length {_SEQ} --tokenizer-type NullTokenizer --vocab-size {_VOCAB} --make-vocab-size-divisible-by 1 "
+        f"--seq-length {_SEQ} --tokenizer-type NullTokenizer --vocab-size {_VOCAB} "
         f"--micro-batch-size {_MICRO_BATCH} --global-batch-size {layout.global_batch} --train-iters {NUM_STEPS} "
         "--lr 1e-2 --weight-decay 0.1 --clip-grad 0.5 --params-dtype float64 --device cpu"
     )
@@ -295,12 +312,16 @@ def own_batches(step: int, layout: Layout, dp_rank: int) -> Iterator[Batch]:
     rng = np.random.default_rng(step)
     tokens = torch.from_numpy(rng.integers(0, _VOCAB, (layout.global_batch, _SEQ + 1)))
     mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
+    labels = tokens[:, 1:].clone()
+    if layout.has_ignored_labels:
+        labels[mask == 0] = 10 * _VOCAB
+        labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100
     for first in range(dp_rank * _MICRO_BATCH, layout.global_batch, layout.dp * _MICRO_BATCH):
         rows = slice(first, first + _MICRO_BATCH)
         documents = _documents(tokens[rows, :-1]) if layout.has_documents else None
         yield Batch(
             tokens=tokens[rows, :-1].contiguous(),
-            labels=tokens[rows, 1:].contiguous(),
+            labels=labels[rows],
             loss_mask=mask[rows],
             position_ids=_positions(documents),
             documents=documents,

@@ -40,7 +40,9 @@ class StepReport:
     """What a step did, equal on all ranks."""
 
     lm_loss: float
-    """Sum of the token losses that the mask counts over their number, of the whole global batch."""
+    """Sum of the token losses that count over their number, of the whole global batch."""
+    z_loss: float | None = None
+    """The same of what --z-loss-coeff adds to them, where it is given."""
     grad_norm: float
     """Before clipping, without the loss scale."""
     loss_scale: float
@@ -107,22 +109,30 @@ class Engine:
         logging = self.plan.config.logging
         scale = self.loss_scaler.scale
         with self.timers.time("forward-backward"):
-            loss = self.accumulate_gradients(batches, first_sample=first_sample)
+            losses = self.accumulate_gradients(batches, first_sample=first_sample)
         with self.timers.time("optimizer-clip-main-grad"):
             norm = self.optimizer.gradient_norm() / scale
         num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
         with self.timers.time("optimizer"):
             self.optimizer.step(
-                rates, norm=norm, gradient_scale=scale, is_finite=norm.isfinite() & loss.isfinite()
+                rates,
+                norm=norm,
+                gradient_scale=scale,
+                is_finite=norm.isfinite() & losses["lm_loss"].isfinite(),
             )
         self.buffers.clear_gradients()
-        lm_loss, grad_norm = torch.stack([loss, norm]).tolist()  # the one place where the host waits
+        grad_norm, *told = torch.stack(
+            [norm, *losses.values()]
+        ).tolist()  # the one place where the host waits
+        told_by_name = dict(zip(losses, told, strict=True))
+        lm_loss = told_by_name["lm_loss"]
         is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
         if not is_finite:
             self.optimizer.step_count -= 1
         self.loss_scaler.update(is_finite=is_finite)
         return StepReport(
             lm_loss=lm_loss,
+            z_loss=told_by_name.get("z_loss"),
             grad_norm=grad_norm,
             loss_scale=scale,
             is_finite=is_finite,
@@ -130,8 +140,8 @@ class Engine:
             num_zeros=num_zeros,
         )
 
-    def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Tensor:
-        """Forward and backward of all micro-batches, and the sums over ranks; returns the loss of the global batch, in fp64."""
+    def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, Tensor]:
+        """Forward and backward of all micro-batches, and the sums over ranks; returns losses a token of the global batch."""
         pp = self.grid.pp
         micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
         infos = [
@@ -145,7 +155,8 @@ class Engine:
         ]
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
         self.data_parallel.sum_partial_gradients()
-        return mean_loss(self._summed(infos))
+        names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
+        return dict(zip(names, mean_losses(self._summed(infos, [*names, "tokens"])), strict=True))
 
     def _loss_shares(self, batches: Sequence[Batch]) -> list[float | Tensor]:
         """What each micro-batch's mean loss counts in the step's, times the loss scale.
@@ -158,7 +169,7 @@ class Engine:
             return [scale / (len(batches) * self.grid.dp.size)] * len(batches)
         if not self.grid.pp.is_last:
             return [scale] * len(batches)  # only the head, on the last stage, reads it
-        tokens = [batch.loss_mask.sum(dtype=torch.float64) for batch in batches]
+        tokens = [batch.counts.sum(dtype=torch.float64) for batch in batches]
         total = all_reduce(torch.stack(tokens).sum(), self.grid.dp)
         return [scale * count / total.clamp(min=1) for count in tokens]
 
@@ -170,14 +181,14 @@ class Engine:
             for number, batch in enumerate(batches)
         ]
         self.executor.run(forward_only(pp.rank, pp.size, len(batches)), batches, infos)
-        return self._summed(infos)
+        return self._summed(infos, ["lm_loss", "tokens"])
 
-    def _summed(self, infos: Sequence[PassInfo]) -> Tensor:
-        """Loss and token sums over micro-batches and replicas, from the last stage to all: [2] in fp64."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def _summed(self, infos: Sequence[PassInfo], names: Sequence[str]) -> Tensor:
+        """Named sums over micro-batches and replicas, from the last stage to all: [names] in fp64."""
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         for info in infos:
             if info.sums:
-                sums += torch.stack([info.sums["lm_loss"].double(), info.sums["tokens"].double()])
+                sums += torch.stack([info.sums[name].double() for name in names])
         return all_reduce(all_reduce(sums, self.grid.dp), self.grid.pp)
 
 
@@ -259,6 +270,6 @@ def schedules_of(plan: Plan) -> Schedules:
     )
 
 
-def mean_loss(sums: Tensor) -> Tensor:
-    """Loss a token from the sums that `Engine.evaluate` returns; one number, where they are."""
-    return sums[0] / sums[1].clamp(min=1.0)
+def mean_losses(sums: Tensor) -> Tensor:
+    """Losses a token from sums of which the last is the number of tokens, as `Engine.evaluate` returns them."""
+    return sums[:-1] / sums[-1].clamp(min=1)

@@ -121,6 +121,7 @@ def log_line(
         f"learning rate: {values['learning_rate']:.6E}",
         f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
+        f"z loss: {values['z_loss']:.6E}" if values["z_loss"] is not None else None,
         f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
         f"num zeros: {values['num_zeros']}" if values["num_zeros"] is not None else None,

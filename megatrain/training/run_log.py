@@ -204,6 +204,7 @@ class RunLog:
             "consumed_tokens": consumed_samples * self._config.data.seq_length,
             "global_batch_size": batch,
             "lm_loss": report.lm_loss,
+            "z_loss": report.z_loss,
             "grad_norm": report.grad_norm,
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
@@ -259,7 +260,9 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     last = dict(interval[-1])
     trained = [values for values in interval if not values["skipped"]] or interval
-    last["lm_loss"] = sum(values["lm_loss"] for values in trained) / len(trained)
+    for name in ("lm_loss", "z_loss"):
+        if last[name] is not None:
+            last[name] = sum(values[name] for values in trained) / len(trained)
     for name in ("skipped", "nan"):
         last[name] = sum(values[name] for values in interval)
     milliseconds = sum(values["iteration_ms"] for values in interval)

@@ -24,6 +24,7 @@ def iteration_scalars(
         "learning-rate": values["learning_rate"],
         "batch-size": values["global_batch_size"],
         "lm loss": values["lm_loss"],
+        "z loss": values["z_loss"],
         "grad-norm": values["grad_norm"],
         "num-zeros": values["num_zeros"],
         "params-norm": values["params_norm"],

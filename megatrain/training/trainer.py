@@ -26,7 +26,7 @@ from megatrain.config.errors import MegatrainError
 from megatrain.config.plan import continues_optimizer
 from megatrain.config.training_rules import signal_number
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
-from megatrain.training.engine import Engine, mean_loss, schedules_of
+from megatrain.training.engine import Engine, mean_losses, schedules_of
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import write_status
@@ -294,7 +294,7 @@ class Trainer:
                 count = min(self.derived.num_eval_microbatches, evaluation.num_microbatches - done)
                 first = consumed + done * self.config.training.micro_batch_size * self.ranks.grid.dp.size
                 sums += self.engine.evaluate(evaluation.batches.microbatches(first, count))
-            losses[evaluation] = mean_loss(sums).item()
+            losses[evaluation] = mean_losses(sums).item()
         assert self.log is not None
         for evaluation, loss in losses.items():
             self.log.show_evaluation(

@@ -187,7 +187,7 @@ def step_with_a_fault(
 
         def spoiled(
             batches: Any, *, is_spoiled: bool = step == 0 and rank == 5, first_sample: int = 0
-        ) -> torch.Tensor:
+        ) -> dict[str, torch.Tensor]:
             loss = accumulate(batches, first_sample=first_sample)
             if is_spoiled:
                 engine.buffers.gradient_shards[1][0] = value

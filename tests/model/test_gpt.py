@@ -130,17 +130,25 @@ def plain_loss(weights: dict[str, Tensor], batches: list[Batch], spec: GptSpec) 
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         logits = plain_logits(weights, batch.tokens, spec)
-        losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-        mask = batch.loss_mask.flatten().double()
+        labels = batch.labels.flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none", ignore_index=-100)
+        losses = losses + spec.z_loss_coeff * logits.flatten(0, 1).logsumexp(-1).square()
+        mask = batch.loss_mask.flatten().double() * (labels != -100)
         total = total + (losses * mask).sum() / mask.sum() / len(batches)
     return total
 
 
+@pytest.mark.parametrize("z_loss_coeff", [0.0, 0.3])
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_loss_and_every_gradient_are_those_of_the_plain_model(is_tied: bool, is_split: bool) -> None:
-    spec = _spec(is_tied=is_tied)
+def test_loss_and_every_gradient_are_those_of_the_plain_model(
+    is_tied: bool, is_split: bool, z_loss_coeff: float
+) -> None:
+    spec = dataclasses.replace(_spec(is_tied=is_tied), z_loss_coeff=z_loss_coeff)
     built, batches = Built(spec), list(_batches(3))
+    batches[1] = dataclasses.replace(
+        batches[1], labels=batches[1].labels.masked_fill(batches[1].tokens < 30, -100)
+    )
     weights = {
         name: value.clone().requires_grad_() for name, value in built.gathered(built.buffers.weights).items()
     }
@@ -148,7 +156,9 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(is_tied: bool, is_
     loss.backward()
     actions = one_forward_one_backward(0, 1, 3)
     infos = built.run(batches, with_split_backward(actions) if is_split else actions)
-    found = sum(info.sums["lm_loss"] / info.sums["tokens"] / 3 for info in infos)
+    found = sum(
+        (info.sums["lm_loss"] + info.sums.get("z_loss", 0.0)) / info.sums["tokens"] / 3 for info in infos
+    )
     torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
     for name, gradient in built.gathered(built.buffers.gradients).items():
         torch.testing.assert_close(
@@ -158,7 +168,8 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(is_tied: bool, is_
 
 
 def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, cut, batches = Built(_spec(is_tied=False)), Built(_spec(is_tied=False)), list(_batches(1))
+    spec, batches = dataclasses.replace(_spec(is_tied=False), z_loss_coeff=0.3), list(_batches(1))
+    whole, cut = Built(spec), Built(spec)
     whole.run(batches, one_forward_one_backward(0, 1, 1))
     monkeypatch.setattr("megatrain.model.head._CHUNK_LOGITS", 128 * 5)
     cut.run(batches, one_forward_one_backward(0, 1, 1))
@@ -172,6 +183,30 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
         (info,) = Built(_spec(is_tied=True, padded=padded)).run(batches, one_forward_one_backward(0, 1, 1))
         losses.append(info.sums["lm_loss"].item())
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_the_z_loss_is_not_in_the_loss_that_is_told() -> None:
+    (batch,) = _batches(1)
+    told = []
+    for z_loss_coeff in (0.0, 0.3):
+        spec = dataclasses.replace(_spec(is_tied=True), z_loss_coeff=z_loss_coeff)
+        (info,) = Built(spec).run([batch], one_forward_one_backward(0, 1, 1))
+        told.append(info.sums)
+    assert told[0]["lm_loss"] == told[1]["lm_loss"]
+    assert "z_loss" not in told[0]
+    assert told[1]["z_loss"] > 0
+
+
+def test_labels_of_masked_tokens_may_be_anything_and_others_must_be_ids() -> None:
+    (batch,) = _batches(1)
+    hidden = dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 0, 10**9))
+    wrong = dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 1, VOCAB))
+    sums = [
+        Built(_spec(is_tied=True)).run([b], one_forward_one_backward(0, 1, 1))[0].sums
+        for b in (batch, hidden, wrong)
+    ]
+    assert sums[0]["lm_loss"] == sums[1]["lm_loss"]
+    assert sums[2]["lm_loss"] == math.inf
 
 
 def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> None:

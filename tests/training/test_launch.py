@@ -113,10 +113,10 @@ def wait_for(path: Path, *, lines: int) -> None:
 def test_a_crash_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = tmp_path / "run"
 
-    def poisoned(*_: Any, **__: Any) -> torch.Tensor:
-        return torch.tensor(float("nan"), dtype=torch.float64)
+    def poisoned(sums: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(sums[:-1], float("nan"))
 
-    monkeypatch.setattr("megatrain.training.engine.mean_loss", poisoned)
+    monkeypatch.setattr("megatrain.training.engine.mean_losses", poisoned)
     assert pretrain.main(command_line({"--save": str(save)})) == 1
     status = json.loads((save / "status.json").read_text())
     assert status["exit_code"] == 1

@@ -13,7 +13,7 @@ def gradients_of(layout: parity.Layout, batches: list[Batch]) -> tuple[float, to
     grid = RankGrid.build(GridShape(), 0)
     engine = Engine(parity.tiny_plan(layout, 1), grid, torch.device("cpu"))
     engine.initialize()
-    loss = engine.accumulate_gradients(batches).item()
+    loss = engine.accumulate_gradients(batches)["lm_loss"].item()
     return loss, torch.cat(engine.buffers.gradients) / engine.loss_scaler.scale
 
 

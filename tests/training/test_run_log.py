@@ -17,7 +17,7 @@ from megatrain.training.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
-    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "grad_norm": 1.5,
+    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "z_loss": None, "grad_norm": 1.5,
     "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip
@@ -45,7 +45,14 @@ def test_the_line_is_megatrons_with_speed_behind_it() -> None:
 
 def test_columns_that_were_not_asked_for_are_left_out() -> None:
     found = line({**VALUES, "num_zeros": None, "params_norm": None, "mfu": None}, has_throughput=False)
-    assert not any(words in found for words in ("zeros", "params", "throughput", "MFU"))
+    assert not any(words in found for words in ("z loss", "zeros", "params", "throughput", "MFU"))
+
+
+def test_the_z_loss_stands_beside_the_loss_that_is_without_it() -> None:
+    means = averaged(
+        [{**VALUES, "z_loss": 0.25}, {**VALUES, "skipped": 1, "z_loss": 9.0}, {**VALUES, "z_loss": 0.75}]
+    )
+    assert "| lm loss: 2.000000E+00 | z loss: 5.000000E-01 |" in line(means)
 
 
 def test_means_are_over_time_and_leave_out_skipped_losses() -> None:

@@ -22,12 +22,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step's loss is no number, and so are its gradients."""
     accumulate, calls = Engine.accumulate_gradients, []
 
-    def spoiled(self: Engine, batches: Any, **more: Any) -> torch.Tensor:
+    def spoiled(self: Engine, batches: Any, **more: Any) -> dict[str, torch.Tensor]:
         loss = accumulate(self, batches, **more)
         calls.append(None)
         if len(calls) == 2:
             self.buffers.gradients[0].fill_(float("nan"))
-            return torch.full_like(loss, float("nan"))
+            return {name: torch.full_like(value, float("nan")) for name, value in loss.items()}
         return loss
 
     monkeypatch.setattr(Engine, "accumulate_gradients", spoiled)
