@@ -60,6 +60,10 @@ _ACCEPTED: Final = (
     ),
     here("here every feature has a flag of its own, without a gate before it", "--enable-experimental"),
     # Parallelism
+    here(
+        "here --exp-avg-dtype and --exp-avg-sq-dtype work without it, also without the distributed optimizer",
+        "--use-precision-aware-optimizer",
+    ),
     here("here gradients are always summed in fp32, or in fp64", "--accumulate-allreduce-grads-in-fp32"),
     here("here pipeline stages do not overlap sending with computing yet", "--no-overlap-p2p-communication"),
     here(
@@ -288,9 +292,8 @@ _NOT_YET: Final = (
         instead="use --bf16",
     ),
     later(
-        "optimizer state in other number formats than fp32",
-        "--use-precision-aware-optimizer --exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --main-grads-dtype=fp32"
-        " --main-params-dtype=fp32",
+        "another number format of main weights and of sums of gradients than fp32",
+        "--main-grads-dtype=fp32 --main-params-dtype=fp32",
     ),
     later(
         "spreading what recomputation keeps over tensor ranks",
@@ -569,6 +572,8 @@ _NEVER: Final = (
 
 CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
     "--dataloader-type": ("external",),
+    "--exp-avg-dtype": ("fp16", "fp8"),
+    "--exp-avg-sq-dtype": ("fp16", "fp8"),
     "--optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap"),
     "--position-embedding-type": ("mrope", "relative", "yarn"),
     "--transformer-impl": ("inference_optimized",),

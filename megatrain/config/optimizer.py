@@ -26,6 +26,10 @@ class OptimizerConfig:
     """Decay of Adam's mean of squared gradients."""
     adam_eps: float = field(default=1e-8, metadata=in_range(above=0))
     """Added to the root of Adam's mean of squared gradients."""
+    exp_avg_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which Adam's mean of gradients is kept; arithmetic is fp32, bf16 is rounded to the nearest."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Number format in which Adam's mean of squared gradients is kept."""
     sgd_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
     """Decay of SGD's sum of gradients."""
     clip_grad: float = field(default=1.0, metadata=in_range(at_least=0))

@@ -131,6 +131,17 @@ def embedding_rates_are_in_order(draft: Draft) -> Problems:
         )
 
 
+def moments_belong_to_adam(draft: Draft) -> Problems:
+    optimizer = draft.config.optimizer
+    given = {"--exp-avg-dtype": optimizer.exp_avg_dtype, "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype}
+    for flag, dtype in given.items():
+        if optimizer.optimizer == "sgd" and dtype != "fp32":
+            yield Problem(
+                f"{flag} {dtype} has no effect with --optimizer sgd, which keeps no such mean",
+                f"leave {flag} out, or use --optimizer adam",
+            )
+
+
 def schedules_have_one_source(draft: Draft) -> Problems:
     schedule = draft.config.schedule
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
@@ -183,6 +194,7 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     wsd_decay_fits_the_schedule,
     weight_decay_says_how_it_moves,
     embedding_rates_are_in_order,
+    moments_belong_to_adam,
     schedules_have_one_source,
     number_formats_agree,
     loss_scale_is_in_range,

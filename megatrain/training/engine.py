@@ -87,6 +87,7 @@ class Engine:
             update_rule_of(plan),
             clip_grad=config.optimizer.clip_grad,
             main_dtype=main_dtype,
+            kept_dtypes=kept_dtypes_of(plan),
         )
         self.loss_scaler = loss_scaler_of(plan)
         rows = self.model.tp.sequence_rows(config.data.seq_length)
@@ -224,6 +225,13 @@ def update_rule_of(plan: Plan) -> UpdateRule:
     if optimizer.optimizer == "sgd":
         return SgdRule(momentum=optimizer.sgd_momentum)
     return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
+
+
+def kept_dtypes_of(plan: Plan) -> dict[str, torch.dtype]:
+    """What the optimizer keeps in fewer bits than its main weights."""
+    optimizer = plan.config.optimizer
+    dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+    return {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16"}
 
 
 def loss_scaler_of(plan: Plan) -> LossScaler:

@@ -37,6 +37,11 @@ CASES = {
         (f"{GQA} --num-query-groups 3", "", None,
          "--num-attention-heads 4 do not divide over --num-query-groups 3\n  fix: use --num-query-groups 2"),
     ],
+    "moments_belong_to_adam": [
+        ("--optimizer sgd --exp-avg-sq-dtype bf16", "", None,
+         ("--exp-avg-sq-dtype bf16 has no effect with --optimizer sgd, which keeps no such mean\n"
+          "  fix: leave --exp-avg-sq-dtype out, or use --optimizer adam")),
+    ],
     "query_groups_are_given": [
         (GQA, "", None, "--group-query-attention is on, and --num-query-groups is missing\n  fix: give --num-query-groups"),
         (f"{GQA} --num-query-groups auto", "", None, "--num-query-groups is missing"),

@@ -35,6 +35,7 @@ RUNS = {
     "fp16": (1, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6"),
     "fp16 tp2 dp2": (4, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6 --tensor-model-parallel-size 2"),
     "sgd dp2": (2, "--optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 5"),
+    "narrow moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
                           " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
 }  # fmt: skip
@@ -87,6 +88,26 @@ def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> No
     assert steps[4]["learning_rate"] == pytest.approx(1e-2)  # behind 16 samples of warm-up
     steps = [line for line in metrics(whole["steps dp2"]) if "lm_loss" in line]
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 4 + [16] * 5
+
+
+def test_moments_are_stored_as_they_are_kept_and_may_become_wide_again(
+    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    name = "narrow moments dp2"
+    found = newest_valid(whole[name])
+    assert found is not None
+    for tensor in read_manifest(found.path).tensors.values():
+        assert {kind: stored.dtype for kind, stored in tensor.kinds.items()} == {
+            "weight": "F32",
+            "exp_avg": "BF16",
+            "exp_avg_sq": "BF16",
+        }
+    assert train(pool, name, tmp_path, "--exit-interval", "5") == {75}
+    assert train(pool, name, tmp_path, "--exp-avg-sq-dtype", "fp32") == {0}
+    newest = newest_valid(tmp_path)
+    assert newest is not None
+    tensors = read_manifest(newest.path).tensors.values()
+    assert {tensor.kinds["exp_avg_sq"].dtype for tensor in tensors} == {"F32"}
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16 tp2 dp2"])
