@@ -141,8 +141,7 @@ def plan_chunks(
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> list[PlannedChunk]:
     """What this rank writes: the boxes of its shards, but for those of which another rank writes its copy."""
-    is_sharded = optimizer.parallel.shard_group.size > 1
-    if not is_sharded and not grid.dp.is_first:
+    if not grid.dp_copies.is_first:
         return []
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:

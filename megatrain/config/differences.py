@@ -25,6 +25,8 @@ class DifferentDefault:
     """The setting without which this one plays no role."""
     is_told: bool = True
     """Whether the plan names it; not where another note does."""
+    is_of_replicas: bool = False
+    """Whether it plays a role with data parallelism alone."""
 
 
 DIFFERENT_DEFAULTS: Final = (
@@ -39,6 +41,18 @@ DIFFERENT_DEFAULTS: Final = (
     ),
     DifferentDefault(
         "parallel.use_distributed_optimizer", "off", "it saves memory and changes no result (ZeRO-1)"
+    ),
+    DifferentDefault(
+        "parallel.overlap_grad_reduce",
+        "off",
+        "it hides communication and changes no bit of the result",
+        is_of_replicas=True,
+    ),
+    DifferentDefault(
+        "parallel.overlap_param_gather",
+        "off",
+        "it hides communication and changes no bit of the result",
+        is_of_replicas=True,
     ),
     DifferentDefault(
         "parallel.distributed_backend",
@@ -61,7 +75,8 @@ def default_differences(plan: Plan) -> Iterator[str]:
     for different in DIFFERENT_DEFAULTS:
         value = _shown(plan.config.get(different.path))
         is_given = plan.origins[different.path].kind in ("flag", "yaml")
-        plays_a_role = different.only_with is None or plan.config.get(different.only_with)
+        plays_a_role = different.only_with is None or bool(plan.config.get(different.only_with))
+        plays_a_role &= not different.is_of_replicas or plan.derived.data_parallel_size > 1
         if different.is_told and plays_a_role and not is_given and value != different.there:
             found.append(f"{flag_of(different.path)} {value} (there: {different.there})")
     if found:

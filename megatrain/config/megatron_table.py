@@ -65,6 +65,15 @@ _ACCEPTED: Final = (
         "--use-precision-aware-optimizer",
     ),
     here("here gradients are always summed in fp32, or in fp64", "--accumulate-allreduce-grads-in-fp32"),
+    here("here a bucket holds one layer's gradients", "--ddp-bucket-size=* --ddp-num-buckets=*"),
+    here(
+        "here each pipeline stage reduces and gathers as soon as it can",
+        "--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather",
+    ),
+    here(
+        "here --overlap-param-gather, which is on by default, begins as soon as a layer is updated",
+        "--overlap-param-gather-with-optimizer-step",
+    ),
     here("here pipeline stages do not overlap sending with computing yet", "--no-overlap-p2p-communication"),
     here(
         "here process groups have the backend of --distributed-backend alone", "--disable-gloo-process-groups"
@@ -156,14 +165,11 @@ _NOT_YET: Final = (
     ),
     later(
         "overlap of communication with computation",
-        "--overlap-grad-reduce --overlap-param-gather --overlap-param-gather-with-optimizer-step --tp-comm-overlap"
-        " --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend= --no-tp-comm-bulk-dgrad"
+        "--tp-comm-overlap --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend= --no-tp-comm-bulk-dgrad"
         " --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag"
         " --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs --no-tp-comm-split-ag"
         " --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs --delay-wgrad-compute"
-        " --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --overlap-p2p-communication-warmup-flush"
-        " --ddp-bucket-size= --ddp-num-buckets= --no-align-grad-reduce --disable-align-grad-reduce"
-        " --no-align-param-gather",
+        " --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --overlap-p2p-communication-warmup-flush",
         instead="leave this out: results are the same, and steps take longer",
     ),
     later(

@@ -20,6 +20,10 @@ class ParallelConfig:
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
     """Spread optimizer state over the data-parallel ranks (ZeRO-1). Megatron-LM leaves it off unless asked."""
+    overlap_grad_reduce: bool = True
+    """Sum each layer's gradients over the replicas while the backward pass goes on with the next ones. Off: when it has ended."""
+    overlap_param_gather: bool = True
+    """Gather updated weights while the optimizer and the next forward pass go on. Off: wait for each layer's before the next update."""
     distributed_backend: Literal["nccl", "gloo"] = AUTO
     """What carries collectives. Left open: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: int = field(default=10, metadata=in_range(at_least=1))

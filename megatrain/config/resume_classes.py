@@ -73,6 +73,7 @@ SAFE: Final = ResumeClass(
     settings="model: max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
     " transformer_impl fp32_residual_connection z_loss_coeff hidden_dropout attention_dropout;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer"
+    " overlap_grad_reduce overlap_param_gather"
     " distributed_backend distributed_timeout_minutes use_tp_pp_dp_mapping;"
     " optimizer: exp_avg_dtype exp_avg_sq_dtype;"
     " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"

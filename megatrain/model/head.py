@@ -19,7 +19,7 @@ from megatrain.kernels.elementwise import wide
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
-from megatrain.parallel.layout import LaidOutModule
+from megatrain.parallel.layout import Borrower, LaidOutModule
 from megatrain.parallel.tensor import TensorParallel, enter
 from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
 
@@ -32,7 +32,7 @@ def chunk_rows(columns: int) -> int:
     return max(1, _CHUNK_LOGITS // columns)
 
 
-class Head(nn.Module):
+class Head(Borrower):
     """The last segment.
 
     Args:
@@ -58,7 +58,7 @@ class Head(nn.Module):
         self.vocab_size = vocab_size
         self.softcap = softcap
         self.z_loss_coeff = z_loss_coeff
-        self.output = (output,)  # in a tuple, so that a tied weight is not counted here too
+        self.borrowed = (output,)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         """Scaled loss of the micro-batch, a number; adds `lm_loss`, `tokens` and, if there is one, `z_loss` to the sums.
@@ -67,7 +67,7 @@ class Head(nn.Module):
         labels of other tokens are does not matter.
         """
         x = self._normed(hidden, info)
-        (output,) = self.output
+        (output,) = self.borrowed
         assert isinstance(output.weight, Tensor)
         mask = batch.counts.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
@@ -86,7 +86,7 @@ class Head(nn.Module):
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Logits of the tokenizer's ids, [s, b, v]: for generation, where they are few."""
-        (output,) = self.output
+        (output,) = self.borrowed
         assert isinstance(output.weight, Tensor)
         x = self._normed(hidden, info)
         own = _capped(x @ output.weight.t(), self.softcap)

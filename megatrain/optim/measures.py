@@ -11,17 +11,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel.collectives import all_reduce
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 
 def parameter_norm(optimizer: ShardedOptimizer) -> float:
     """L2 norm of all main weights; called by all ranks."""
-    parts = [main[place] for main, place in _own_places(optimizer, optimizer.main)]
+    parts = [main[place] for main, place in _own_places(optimizer, optimizer.state(WEIGHT))]
     squares = torch.zeros((), dtype=torch.float64, device=optimizer.main[0].device)
     if parts:
         squares += torch.nn.utils.get_total_norm(parts).to(torch.float64).square()
-    return _over_ranks(squares, optimizer).sqrt().item()
+    return optimizer.parallel.sum_over_shards(squares).sqrt().item()
 
 
 def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
@@ -29,7 +28,7 @@ def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
     count = torch.zeros((), dtype=torch.int64, device=optimizer.main[0].device)
     for flat, place in _own_places(optimizer, optimizer.buffers.gradient_shards):
         count += flat[place].numel() - flat[place].count_nonzero()
-    return int(_over_ranks(count, optimizer).item())
+    return int(optimizer.parallel.sum_over_shards(count).item())
 
 
 def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
@@ -39,9 +38,3 @@ def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tu
         for piece, place in shard.pieces():
             if grid.is_first_of(piece.copies):
                 yield flat, place
-
-
-def _over_ranks(number: Tensor, optimizer: ShardedOptimizer) -> Tensor:
-    """The sum over ranks that count different elements. Replicas without shards of their own count all alike."""
-    grid = optimizer.parallel.grid
-    return all_reduce(number, grid.tp_pp if optimizer.parallel.shard_group.size == 1 else grid.world)

@@ -19,7 +19,6 @@ from megatrain.kernels.flat import FlatUpdate, Run
 from megatrain.optim.rules import UpdateRule
 from megatrain.optim.schedule import Rates
 from megatrain.parallel.buffers import FlatBuffers, Shard
-from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.layout import BoxRange, ParamGroup, ParamLayout
 
@@ -76,6 +75,7 @@ class ShardedOptimizer:
 
     def state(self, kind: str) -> list[Tensor]:
         """One flat tensor for each of the buffers' shards; `kind` is one of `kinds`."""
+        self.parallel.wait_for_weights()  # main weights may be parts of what is on its way
         return self.main if kind == WEIGHT else self.kept[kind]
 
     def fill(self, kind: str, source: WeightSource) -> None:
@@ -86,21 +86,19 @@ class ShardedOptimizer:
         """Derive the model's weights from the main ones, on all replicas."""
         for weights, main in zip(self.buffers.weight_shards, self.main, strict=True):
             weights.copy_(main)
-        self.parallel.gather_weights()
+        self.parallel.publish_all()
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over every element of the model, each counted once: a number in the widest dtype, equal on all ranks."""
         squares = torch.zeros((), dtype=torch.float64, device=self.main[0].device)
         if self._counted:
             squares += torch.nn.utils.get_total_norm(self._counted).to(torch.float64).square()
-        grid = self.parallel.grid
-        group = grid.tp_pp if self.parallel.shard_group.size == 1 else grid.world
-        return all_reduce(squares, group).sqrt()
+        return self.parallel.sum_over_shards(squares).sqrt()
 
     def step(
         self, rates: Rates, *, norm: Tensor, gradient_scale: float = 1.0, is_finite: Tensor | None = None
     ) -> None:
-        """One update with the gradients in the buffers, clipped by their `norm`; then weights are gathered.
+        """One update with the gradients in the buffers, clipped by their `norm`; each bucket's weights are then published.
 
         On a GPU the host waits for nothing, and so counts the step whether it was finite or not.
 
@@ -110,6 +108,7 @@ class ShardedOptimizer:
             gradient_scale: how many times too large the gradients in the buffers are.
             is_finite: one truth value, on the device; where it is false, nothing is updated.
         """
+        self.parallel.wait_for_weights()  # nobody may have asked for them since the last step
         self.step_count += 1
         scale = torch.full_like(norm, 1.0 / gradient_scale)
         if self.clip_grad > 0:
@@ -129,7 +128,7 @@ class ShardedOptimizer:
                 is_finite=is_finite,
             )
             self.rule.update(shard, {kind: kept[number] for kind, kept in self.kept.items()}, self.step_count)
-        self.parallel.gather_weights()
+            self.parallel.publish(number)
 
     def _gradients_counted_here(self) -> list[Tensor]:
         """Views of the gradients whose squares this rank adds: of copies, the first rank's."""

@@ -6,13 +6,13 @@
 
 A parameter is a view of a bucket's weights. Gradients of linear layers are accumulated straight into its
 gradients. Within a bucket, parameters that the optimizer treats alike stand together, so that it works on few ranges.
-A tied embedding has a bucket of its own: its shards then lie alike on the first and the last pipeline stage.
+A tied embedding has a bucket of its own, with shards that lie alike on the first and the last pipeline stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +39,10 @@ class Placed:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one segment that lie in one tensor."""
+    """Parameters that lie in one tensor: those of a segment, or a tied embedding."""
 
-    segment: int
+    users: tuple[int, ...]
+    """Segments that work with them: one, or more with a tied embedding."""
     size: int
     """Elements, with what aligns them."""
     placed: tuple[Placed, ...]
@@ -111,6 +112,10 @@ class FlatBuffers:
         self.registry = registry
         self.buckets = _cut_buckets(registry, shard_group.size)
         self.shards = _cut_shards(self.buckets, shard_group)
+        self._buckets_of: dict[int, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            for user in bucket.users:
+                self._buckets_of.setdefault(user, []).append(number)
         sizes = [bucket.size for bucket in self.buckets]
         self.weights = [torch.zeros(size, dtype=weight_dtype, device=device) for size in sizes]
         self.gradients = (
@@ -119,6 +124,10 @@ class FlatBuffers:
         self.weight_shards = self._own_parts(self.weights)
         self.gradient_shards = self._own_parts(self.gradients)
         self._give_memory()
+
+    def buckets_of(self, segment: int) -> Sequence[int]:
+        """Numbers of the buckets that a segment works with."""
+        return self._buckets_of.get(segment, ())
 
     def clear_gradients(self) -> None:
         """Set all gradients to zero."""
@@ -145,23 +154,21 @@ def _aligned(size: int, multiple: int) -> int:
 
 def _cut_buckets(registry: ParamRegistry, num_shards: int) -> list[Bucket]:
     buckets: list[Bucket] = []
-    for (segment, _), entries in _grouped(registry).items():
+    for entries in _grouped(registry):
         placed, at = [], 0
         for entry in entries:
             placed.append(Placed(entry, at))
             at = _aligned(at + entry.layout.numel, _ALIGNMENT)
-        buckets.append(Bucket(segment, _aligned(at, _ALIGNMENT * num_shards), tuple(placed)))
+        buckets.append(Bucket(entries[0].users, _aligned(at, _ALIGNMENT * num_shards), tuple(placed)))
     return buckets
 
 
-def _grouped(registry: ParamRegistry) -> dict[tuple[int, bool], list[ParamEntry]]:
+def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
+    """The parameters of each bucket, in order."""
     groups: dict[tuple[int, bool], list[ParamEntry]] = {}
     for entry in registry.entries.values():
-        is_tied = any(piece.grad_sum_group == "embedding" for piece in entry.layout.pieces)
-        groups.setdefault((entry.segment, is_tied), []).append(entry)
-    return {
-        key: sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)
-    }
+        groups.setdefault((entry.segment, entry.is_shared), []).append(entry)
+    return [sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)]
 
 
 def _cut_shards(buckets: list[Bucket], shard_group: RankGroup) -> list[Shard]:

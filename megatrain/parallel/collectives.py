@@ -19,11 +19,32 @@ from megatrain.parallel.grid import RankGroup
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
+class Transfer:
+    """A collective on its way. What it reads and writes lives, and stays as it is, until `wait`."""
+
+    def __init__(self, work: Any = None, *kept: Tensor) -> None:
+        self._work = work
+        self._kept = kept
+
+    def wait(self) -> None:
+        """Order what follows behind it: on a GPU the stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._kept = None, ()
+
+
 def all_reduce(x: Tensor, group: RankGroup, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
     """Combine `x` over the group, in place; returns `x`."""
     if group.size > 1:
         dist.all_reduce(x, op=_OPS[op], group=group.handle)
     return x
+
+
+def begin_all_reduce(x: Tensor, group: RankGroup) -> Transfer:
+    """Sum `x` over the group, in place."""
+    if group.size == 1:
+        return Transfer()
+    return Transfer(dist.all_reduce(x, group=group.handle, async_op=True), x)
 
 
 def all_gather(x: Tensor, group: RankGroup) -> Tensor:
@@ -37,15 +58,20 @@ def all_gather(x: Tensor, group: RankGroup) -> Tensor:
 
 def all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> None:
     """As `all_gather`, into `out`; `x` may be this rank's part of `out`."""
+    begin_all_gather_into(out, x, group).wait()
+
+
+def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
+    """Begin what `all_gather_into` does."""
     if group.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
-        return
+        return Transfer()
     if not x.is_cuda and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
         x = x.clone()  # gloo does not promise to work in place
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames it; torch 2.11 lacks the new name
-        dist.all_gather_into_tensor(out, x, group=group.handle)
+        return Transfer(dist.all_gather_into_tensor(out, x, group=group.handle, async_op=True), out, x)
 
 
 def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
@@ -54,10 +80,16 @@ def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
         return x
     assert x.shape[0] % group.size == 0, f"{x.shape[0]} rows do not split over {group.size} ranks"
     out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    begin_reduce_scatter_into(out, x.contiguous(), group).wait()
+    return out
+
+
+def begin_reduce_scatter_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
+    """Begin what `reduce_scatter` does, into `out`, which may be this rank's part of `x`."""
+    assert group.size > 1, "there is nothing to sum"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        dist.reduce_scatter_tensor(out, x.contiguous(), group=group.handle)
-    return out
+        return Transfer(dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True), out, x)
 
 
 def gather_json(value: Any, group: RankGroup, device: torch.device) -> list[Any]:

@@ -10,6 +10,7 @@ factorisation of their own of the same ranks, with the same pipelines.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class GridShape:
     kv_copies: int = 1
     """How many neighbours among the tensor ranks hold the same keys and values, where query groups are fewer than they."""
     order: str = DEFAULT_ORDER
+    dp_copies: int = 1
+    """Into how many runs of neighbours the ranks of a dp group are cut, each of which holds all optimizer state."""
 
     @property
     def world_size(self) -> int:
@@ -76,6 +79,20 @@ class GridShape:
         assert self.tp % size == 0, f"{self.tp} tensor ranks do not split into groups of {size}"
         return [ranks[i : i + size] for ranks in self.rank_lists("tp") for i in range(0, self.tp, size)]
 
+    def shard_lists(self) -> list[list[int]]:
+        """Neighbours along dp over which optimizer state is spread (Megatron-LM's optimizer instances)."""
+        size = self.dp // self.dp_copies
+        return [
+            ranks[first : first + size]
+            for ranks in self.rank_lists("dp")
+            for first in range(0, self.dp, size)
+        ]
+
+    def copies_lists(self) -> list[list[int]]:
+        """Ranks along dp that hold the same shard."""
+        size = self.dp // self.dp_copies
+        return [ranks[place::size] for ranks in self.rank_lists("dp") for place in range(size)]
+
     def embedding_lists(self) -> list[list[int]]:
         """First and last stage of each pipeline: the ranks that share a tied embedding."""
         return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.rank_lists("pp")]
@@ -115,6 +132,10 @@ class RankGrid:
     kv: RankGroup
     """Ranks of `tp` that hold the same keys and values; this rank alone, where each has its own."""
     dp: RankGroup
+    dp_shard: RankGroup
+    """The part of `dp` over which optimizer state is spread: all of it, neighbours, or this rank alone."""
+    dp_copies: RankGroup
+    """The ranks of `dp` that hold the same shard as this one."""
     pp: RankGroup
     pp_backward: RankGroup
     """The same ranks as `pp`: gradients travel on a channel of their own, so that neither direction waits for the other."""
@@ -144,6 +165,13 @@ class RankGrid:
             "embedding": shape.embedding_lists(),
         }
         groups = {name: _own_group(name, rank_lists, rank, make_handle) for name, rank_lists in lists.items()}
+        for name, rank_lists in (("dp_shard", shape.shard_lists()), ("dp_copies", shape.copies_lists())):
+            is_whole = rank_lists == lists["dp"]  # then they share one channel
+            groups[name] = (
+                dataclasses.replace(groups["dp"], name=name)
+                if is_whole
+                else _own_group(name, rank_lists, rank, make_handle)
+            )
         return cls(shape=shape, rank=rank, **groups)
 
     def is_first_of(self, names: Sequence[str]) -> bool:

@@ -167,6 +167,13 @@ class LaidOutModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(layout.shape, dtype=dtype, device="meta")))
 
 
+class Borrower(nn.Module):
+    """A module that also works with parameters of others, maybe of another segment."""
+
+    borrowed: tuple[LaidOutModule, ...]
+    """In a tuple, so that their parameters are not counted here too."""
+
+
 @dataclass(frozen=True)
 class ParamEntry:
     """One parameter of this rank's part of the model."""
@@ -177,6 +184,13 @@ class ParamEntry:
     attribute: str
     layout: ParamLayout
     segment: int
+    users: tuple[int, ...]
+    """All segments that work with it: its own, and those that borrow it."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several segments work with it, of this stage or with a copy on another one: a tied embedding."""
+        return len(self.users) > 1 or any(piece.grad_sum_group == "embedding" for piece in self.layout.pieces)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -194,11 +208,21 @@ class ParamRegistry:
     def of(cls, segments: list[nn.Module]) -> ParamRegistry:
         """Collect what the modules declared. A parameter without a layout is an error of our own code."""
         entries: dict[str, ParamEntry] = {}
+        borrowers = [
+            (number, lender)
+            for number, segment in enumerate(segments)
+            for module in segment.modules()
+            if isinstance(module, Borrower)
+            for lender in module.borrowed
+        ]
         for number, segment in enumerate(segments):
             for path, module in segment.named_modules():
                 for attribute, _ in module.named_parameters(recurse=False):
                     name = f"{number}.{path}.{attribute}" if path else f"{number}.{attribute}"
                     assert isinstance(module, LaidOutModule), f"{name} has no layout"
                     assert attribute in module.layouts, f"{name} has no layout"
-                    entries[name] = ParamEntry(name, module, attribute, module.layouts[attribute], number)
+                    users = {number, *(user for user, lender in borrowers if lender is module)}
+                    entries[name] = ParamEntry(
+                        name, module, attribute, module.layouts[attribute], number, tuple(sorted(users))
+                    )
         return cls(entries)

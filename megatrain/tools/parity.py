@@ -45,6 +45,8 @@ class Layout:
     sp: bool = False
     is_tied: bool = False
     is_zero1: bool = True
+    has_overlap: bool = True
+    """Whether gradients and weights travel beside the computation."""
     global_batch: int = 16
     """Samples a step, in micro-batches of two."""
     has_documents: bool = False
@@ -78,6 +80,7 @@ class Layout:
         ]
         parts += ["sp"] if self.sp else []
         parts += ["tied" if self.is_tied else "untied", "zero1" if self.is_zero1 else "zero0"]
+        parts += [] if self.has_overlap else ["no-overlap"]
         parts += [self.model] if self.model != "llama" else []
         parts += [f"groups{self.groups}"] if self.groups is not None else []
         parts += [self.recompute] if self.recompute else []
@@ -103,6 +106,7 @@ class Layout:
             *("--make-vocab-size-divisible-by", str(self.vocab_multiple)),
             *(["--loss-scale", str(self.loss_scale)] if self.loss_scale is not None else []),
             *(["--group-query-attention", "--num-query-groups", str(self.groups)] if self.groups else []),
+            *([] if self.has_overlap else ["--no-overlap-grad-reduce", "--no-overlap-param-gather"]),
             *RECOMPUTE[self.recompute].split(),
             "--use-distributed-optimizer" if self.is_zero1 else "--no-use-distributed-optimizer",
         ]
@@ -136,6 +140,8 @@ LAYOUTS = (
     Layout(tp=2, dp=2, pp=2),
     Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True),
     Layout(tp=2, dp=2, pp=2, sp=True, is_zero1=False),
+    Layout(dp=2, is_tied=True, has_overlap=False),
+    Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True, has_overlap=False),
     Layout(tp=2, sp=True, has_documents=True),
     Layout(dp=2, pp=4, is_tied=True, has_documents=True),
     Layout(tp=2, dp=2, pp=2, sp=True, has_documents=True),
@@ -355,6 +361,7 @@ def _gradients(engine: Engine) -> list[Part]:
 
 def _weights(engine: Engine) -> list[Part]:
     """The weights that the model computes with: every copy, not only what this rank's optimizer owns."""
+    engine.data_parallel.wait_for_weights()
     parts = []
     for bucket, weights in zip(engine.buffers.buckets, engine.buffers.weights, strict=True):
         for placed in bucket.placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from megatrain.model import functions
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.collectives import Transfer, all_reduce
 from megatrain.parallel.data import DataParallel
+from megatrain.parallel.data_gradients import GradientSums
+from megatrain.parallel.data_weights import WeightGathers
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.vocab import VocabShard
 from megatrain.training import engine
@@ -48,15 +51,29 @@ def _no_documents() -> AbstractContextManager[Any]:
 
 
 def _stale_gather() -> AbstractContextManager[Any]:
-    gather = DataParallel.gather_weights
-    calls: list[None] = []
+    return mock.patch.object(DataParallel, "publish", return_value=None)
 
-    def only_at_start(self: DataParallel) -> None:
-        calls.append(None)
-        if len(calls) == 1:
-            gather(self)
 
-    return mock.patch.object(DataParallel, "gather_weights", only_at_start)
+def _first_bucket_left_out() -> AbstractContextManager[Any]:
+    complete = GradientSums.complete
+
+    def skipping(self: GradientSums, number: int) -> None:
+        if number:
+            complete(self, number)
+
+    return mock.patch.object(GradientSums, "complete", skipping)
+
+
+def _one_gather_not_waited_for() -> AbstractContextManager[Any]:
+    """On a CPU it would be there in time by luck: the layer computes with what was there before."""
+    begin = WeightGathers.begin
+    seen: Counter[int] = Counter()
+
+    def only_at_start(self: WeightGathers, number: int) -> Transfer:
+        seen[number] += 1
+        return Transfer() if number == 1 and seen[number] > 1 else begin(self, number)
+
+    return mock.patch.object(WeightGathers, "begin", only_at_start)
 
 
 @contextmanager
@@ -70,7 +87,7 @@ def _double_counted_norm() -> Iterator[None]:
 
 def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager[Any]]:
     def plant() -> AbstractContextManager[Any]:
-        sum_partial = DataParallel.sum_partial_gradients
+        sum_partial = DataParallel.finish_gradients
 
         def skipping(self: DataParallel) -> None:
             with mock.patch("megatrain.parallel.data.all_reduce", _unless):
@@ -79,7 +96,7 @@ def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager
         def _unless(x: Any, group: Any) -> Any:
             return x if group.name == name else all_reduce(x, group)
 
-        return mock.patch.object(DataParallel, "sum_partial_gradients", skipping)
+        return mock.patch.object(DataParallel, "finish_gradients", skipping)
 
     return plant
 
@@ -117,6 +134,8 @@ FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, {"tp": 2}),
     "wrong scale": Fault(_wrong_scale, {"dp": 2}),
     "stale gather": Fault(_stale_gather, {"dp": 2}),
+    "reduction of one bucket left out": Fault(_first_bucket_left_out, {"dp": 2}),
+    "weights of one layer not waited for": Fault(_one_gather_not_waited_for, {"dp": 2}),
     "double-counted norm": Fault(_double_counted_norm, {"tp": 2}),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), {"tp": 2, "sp": True}),
     "missing gradient sum of copied keys and values": Fault(

@@ -1,6 +1,6 @@
 """The engine: model, memory, optimizer and executor of one rank, put together. Its `step` is what training is.
 
-    batches ─> executor (forward, backward, buckets reduced) ─> norm ─> optimizer ─> weights gathered ─> StepReport
+    batches ─> executor (forward, backward, buckets reduced beside it) ─> norm ─> optimizer, weights gathered behind it ─> StepReport
 
 Every layout runs this same step; parity checks it, the loop repeats it.
 """
@@ -27,8 +27,8 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.data import DataParallel, Overlap
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
@@ -72,16 +72,21 @@ class Engine:
         config, derived = plan.config, plan.derived
         dtype, main_dtype = getattr(torch, derived.params_dtype), getattr(torch, derived.main_dtype)
         self.model = build_model_of(plan, grid, device)
-        is_sharded = config.parallel.use_distributed_optimizer
-        self.shard_group = grid.dp if is_sharded else RankGroup("own", (grid.rank,), 0)
         self.buffers = FlatBuffers(
             self.model.registry,
-            shard_group=self.shard_group,
+            shard_group=grid.dp_shard,
             weight_dtype=dtype,
             grad_dtype=main_dtype,
             device=device,
         )
-        self.data_parallel = DataParallel(self.buffers, grid, self.shard_group)
+        self.data_parallel = DataParallel(
+            self.buffers,
+            grid,
+            Overlap(
+                reduces_gradients=config.parallel.overlap_grad_reduce,
+                gathers_weights=config.parallel.overlap_param_gather,
+            ),
+        )
         self.optimizer = ShardedOptimizer(
             self.data_parallel,
             update_rule_of(plan),
@@ -97,7 +102,7 @@ class Engine:
             hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
             dtype=self.model.hidden_dtype,
             device=device,
-            on_segment_done=self.data_parallel.reduce_segment,
+            hooks=self.data_parallel,
         )
 
     def initialize(self) -> None:
@@ -155,7 +160,7 @@ class Engine:
             for number, (batch, share) in enumerate(zip(batches, self._loss_shares(batches), strict=True))
         ]
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
-        self.data_parallel.sum_partial_gradients()
+        self.data_parallel.finish_gradients()
         names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
         return dict(zip(names, mean_losses(self._summed(infos, [*names, "tokens"])), strict=True))
 

@@ -151,6 +151,7 @@ def grid_shape(plan: Plan) -> GridShape:
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        dp_copies=1 if parallel.use_distributed_optimizer else plan.derived.data_parallel_size,
     )
 
 

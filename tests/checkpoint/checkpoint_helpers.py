@@ -5,6 +5,7 @@ A layout's ranks are built one after the other; what they would say to each othe
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import threading
@@ -86,14 +87,14 @@ def build_rank(
     main_dtype: torch.dtype = torch.float32,
     is_sharded: bool = True,
 ) -> Rank:
+    shape = dataclasses.replace(shape, dp_copies=1 if is_sharded else shape.dp)
     grid = RankGrid.build(shape, rank)
     model = build_model(spec, grid, seq_length=8, sequence_parallel=False, dtype=dtype, device=CPU)
-    shard_group = grid.dp if is_sharded else RankGroup("self", (rank,), 0)
     buffers = FlatBuffers(
-        model.registry, shard_group=shard_group, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU
+        model.registry, shard_group=grid.dp_shard, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU
     )
     rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
-    parallel = DataParallel(buffers, grid, shard_group)
+    parallel = DataParallel(buffers, grid)
     return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, main_dtype=main_dtype))
 
 

@@ -217,5 +217,6 @@ def step_with_a_fault(
         engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
         report = engine.step(list(parity.own_batches(step, layout, grid.dp.rank)), schedules_of(plan).at(0))
         assert engine.loss_scaler.scale == 512.0
+        engine.data_parallel.wait_for_weights()
         found.append((report.is_finite, torch.equal(before, torch.cat(engine.buffers.weights))))
     return found

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.data import DataParallel
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.executor import Executor, Use
 from megatrain.parallel.pipeline.schedule import Action, one_forward_one_backward, with_split_backward
 
 VOCAB, SEQ, BATCH = 101, 12, 2
@@ -36,6 +37,26 @@ def _spec(*, is_tied: bool, padded: int = 128) -> GptSpec:
     )  # fmt: skip
 
 
+class Recorded(DataParallel):
+    """Notes what the executor tells."""
+
+    def expect(self, uses: Sequence[Use]) -> None:
+        self.expected = list(uses)
+        self.begun: list[Use] = []
+        self.ended: list[Use] = []
+        self.formed: list[tuple[int, bool]] = []
+
+    def before(self, use: Use) -> None:
+        super().before(use)
+        self.begun.append(use)
+
+    def after(self, use: Use) -> None:
+        self.ended.append(use)
+
+    def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        self.formed.append((segment, is_last))
+
+
 class Built:
     def __init__(self, spec: GptSpec, dtype: torch.dtype = torch.float64) -> None:
         self.grid = RankGrid.build(GridShape(), 0)
@@ -50,10 +71,10 @@ class Built:
             device=CPU,
         )
         fill_shards(self.buffers.weight_shards, self.buffers, InitialWeights(3))
-        self.done: list[int] = []
+        self.hooks = Recorded(self.buffers, self.grid)
         self.executor = Executor(
             self.model.segments, self.grid, hidden_shape=(SEQ, BATCH, spec.hidden_size), dtype=dtype, device=CPU,
-            on_segment_done=self.done.append,
+            hooks=self.hooks,
         )  # fmt: skip
 
     def run(self, batches: list[Batch], actions: list[Action]) -> list[PassInfo]:
@@ -164,7 +185,11 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
         torch.testing.assert_close(
             gradient, weights[name].grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
         )
-    assert built.done == [3, 2, 1, 0]
+    hooks = built.hooks
+    assert hooks.expected == hooks.begun == hooks.ended
+    assert len(hooks.begun) == 3 * 4 * (3 if is_split else 2)
+    down = [3, 2, 1, 0]
+    assert hooks.formed == [(n, False) for n in down] * 2 + [(n, True) for n in down]
 
 
 def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:

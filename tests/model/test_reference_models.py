@@ -30,6 +30,7 @@ from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.data import DataParallel
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import BoxRange, ParamLayout
 from megatrain.parallel.pipeline.executor import Executor
@@ -97,7 +98,7 @@ class Ours:
         batch = Batch(tokens=tokens, labels=labels, loss_mask=torch.ones(tokens.shape), position_ids=places)
         executor = Executor(
             self.model.segments, self.grid, hidden_shape=(SEQ, len(tokens), 32), dtype=torch.float32,
-            device=torch.device("cpu"), on_segment_done=lambda _: None,
+            device=torch.device("cpu"), hooks=DataParallel(self.buffers, self.grid),
         )  # fmt: skip
         executor.run(one_forward_one_backward(0, 1, 1), [batch], [PassInfo()])
         found: Weights = {}

@@ -33,7 +33,7 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
         grad_dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    parallel = DataParallel(buffers, grid, grid.dp)
+    parallel = DataParallel(buffers, grid)
     optimizer = ShardedOptimizer(parallel, rule, clip_grad=clip_grad, main_dtype=torch.float32)
     optimizer.fill("weight", InitialWeights(1))
     optimizer.publish_weights()

@@ -85,6 +85,28 @@ def test_a_rank_knows_its_place() -> None:
     assert grid.embedding.ranks == (2, 6)
 
 
+def test_optimizer_instances_are_neighbours_along_dp() -> None:
+    shape = GridShape(tp=2, dp=4, dp_copies=2)
+    assert shape.shard_lists() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert shape.copies_lists() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    made: dict[str, Sequence[Sequence[int]]] = {}
+    grid = RankGrid.build(shape, 5, lambda name, lists: made.update({name: lists}) or "handle")
+    assert (grid.dp_shard.ranks, grid.dp_shard.rank) == ((5, 7), 0)
+    assert (grid.dp_copies.ranks, grid.dp_copies.rank) == ((1, 5), 1)
+    assert (made["dp_shard"], made["dp_copies"]) == (shape.shard_lists(), shape.copies_lists())
+
+
+@pytest.mark.parametrize(("copies", "is_sharded"), [(1, True), (4, False)])
+def test_what_is_all_of_dp_has_no_channel_of_its_own(copies: int, is_sharded: bool) -> None:
+    made: list[str] = []
+    shape = GridShape(dp=4, dp_copies=copies)
+    grid = RankGrid.build(shape, 1, lambda name, _lists: made.append(name) or name)
+    whole, alone = (grid.dp_shard, grid.dp_copies) if is_sharded else (grid.dp_copies, grid.dp_shard)
+    assert (whole.ranks, whole.handle) == (grid.dp.ranks, "dp")
+    assert (alone.ranks, alone.handle) == ((1,), None)
+    assert made == ["world", "dp"]
+
+
 def test_middle_stages_share_no_embedding() -> None:
     grid = RankGrid.build(GridShape(pp=4), 1)
     assert grid.embedding.ranks == (1,)

@@ -2,15 +2,16 @@
 
     batch -> [embedding] | [layer] | [layer] | [head] -> loss          | is where the graph is cut
 
-The executor knows segments only as callables. Because the graph is cut, it knows when a segment's gradients are
-complete: after its last weight gradient of the step. It then calls `on_segment_done`, and the segment's bucket is
-reduced; no autograd hooks. The same code runs with one stage and many, in training and evaluation.
+The executor knows segments only as callables. Because the graph is cut, it knows when a segment is needed and when its
+gradients are complete, and says so to its `hooks`, which bring weights and reduce gradients meanwhile; no autograd
+hooks. The same code runs with one stage and many, in training and evaluation.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +29,30 @@ class Segment(Protocol):
     """A part of the model. The first one ignores `hidden`; the last one returns the scaled loss of the micro-batch."""
 
     def __call__(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """A pass of a micro-batch through a segment: its forward, its backward or its weight gradients."""
+
+    kind: Kind
+    segment: int
+
+
+class SegmentHooks(Protocol):
+    """What happens around the work of segments, such as communication of their weights and gradients."""
+
+    def expect(self, uses: Sequence[Use]) -> None:
+        """A run begins that will make these uses, in this order."""
+
+    def before(self, use: Use) -> None:
+        """The next use begins."""
+
+    def after(self, use: Use) -> None:
+        """It has ended."""
+
+    def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        """All gradients of a micro-batch have been added to a segment's; `is_last`: and with them those of the step."""
 
 
 @dataclass
@@ -50,7 +75,7 @@ class Executor:
         grid: its `pp` group carries hidden states, `pp_backward` their gradients.
         hidden_shape: of what passes between stages, [s/tp, b, h] with sequence parallelism.
         dtype, device: of the hidden states.
-        on_segment_done: called with a segment's number when its gradients of the step are complete.
+        hooks: are told what happens.
     """
 
     def __init__(
@@ -61,14 +86,14 @@ class Executor:
         hidden_shape: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
-        on_segment_done: Callable[[int], None],
+        hooks: SegmentHooks,
     ) -> None:
         self.segments = segments
         self.grid = grid
         self.hidden_shape = hidden_shape
         self.dtype = dtype
         self.device = device
-        self.on_segment_done = on_segment_done
+        self.hooks = hooks
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run a schedule; sums for the log stay in the infos."""
@@ -79,6 +104,7 @@ class Executor:
         splits_backward = any(action.kind is Kind.WEIGHT for action in actions)
         for info in infos:
             info.splits_backward = splits_backward
+        self.hooks.expect(uses_of(actions, len(self.segments)))
         for action in actions:
             flight = flights[action.microbatch]
             match action.kind:
@@ -108,10 +134,11 @@ class Executor:
         hidden = flight.arrived
         flight.arrived = None
         with torch.set_grad_enabled(flight.info.is_training):
-            for segment in self.segments:
+            for number, segment in enumerate(self.segments):
                 if hidden is not None and flight.info.is_training:
                     hidden = hidden.detach().requires_grad_()
-                output = segment(hidden, batch, flight.info)
+                with self._use(Kind.FORWARD, number):
+                    output = segment(hidden, batch, flight.info)
                 if flight.info.is_training:
                     flight.inputs.append(hidden)
                     flight.outputs.append(output)
@@ -124,7 +151,8 @@ class Executor:
         gradient = flight.gradient
         for number in reversed(range(len(self.segments))):
             flight.info.deferred = [] if flight.info.splits_backward else None
-            torch.autograd.backward(flight.outputs.pop(), gradient)
+            with self._use(Kind.BACKWARD, number):
+                torch.autograd.backward(flight.outputs.pop(), gradient)
             hidden = flight.inputs.pop()
             gradient = hidden.grad if hidden is not None else None
             if flight.info.deferred is not None:
@@ -137,7 +165,7 @@ class Executor:
     @record_function("weight gradients")
     def _form_weights(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
         for number, work in zip(reversed(range(len(self.segments))), flight.weight_work, strict=True):
-            with torch.no_grad():
+            with torch.no_grad(), self._use(Kind.WEIGHT, number):
                 for form in work:
                     form()
             self._count(number, formed, num_microbatches)
@@ -145,11 +173,28 @@ class Executor:
 
     def _count(self, number: int, formed: list[int], num_microbatches: int) -> None:
         formed[number] += 1
-        if formed[number] == num_microbatches:
-            self.on_segment_done(number)
+        self.hooks.on_gradients(number, is_last=formed[number] == num_microbatches)
+
+    @contextmanager
+    def _use(self, kind: Kind, segment: int) -> Iterator[None]:
+        use = Use(kind, segment)
+        self.hooks.before(use)
+        yield
+        self.hooks.after(use)
 
     def _receive(self, group: RankGroup, step: int) -> Tensor:
         return receive(torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device), group, step)
+
+
+def uses_of(actions: Sequence[Action], num_segments: int) -> list[Use]:
+    """The uses that a schedule makes of a stage's segments: up in forward passes, down in the others."""
+    uses: list[Use] = []
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            uses += [Use(action.kind, number) for number in range(num_segments)]
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            uses += [Use(action.kind, number) for number in reversed(range(num_segments))]
+    return uses
 
 
 class _Sends:
