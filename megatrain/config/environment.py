@@ -37,6 +37,10 @@ class LaunchEnvironment:
     """None: nothing started several processes."""
     rendezvous: str = "env://"
     """Where the ranks meet, as torch.distributed names it."""
+    host: str = "127.0.0.1"
+    """Of rank 0."""
+    error_file: str | None = None
+    """Where torchrun looks for the reason of a failure."""
     binds_gpus: bool = False
     """Whether each process sees its own GPU alone."""
     taken: str = ""
@@ -118,12 +122,14 @@ def _found(source: _Source, variables: _Variables) -> LaunchEnvironment:
         local_rank=variables.count(source.local_rank, rank),
         local_world_size=variables.count(source.local_world_size, of_node),
         launcher=source.launcher,
+        error_file=variables.values.get("TORCHELASTIC_ERROR_FILE"),
         binds_gpus=variables.has("SLURM_GPUS_PER_TASK")
         or "gpu" in variables.values.get("SLURM_TRES_PER_TASK", ""),
     )
-    place, reason = _meeting_place(found, variables)
-    taken = f"{source.rank} {rank}, {source.world_size} {world_size}; they meet at {place.removeprefix('tcp://')} ({reason})"
-    return replace(found, rendezvous="env://" if source.launcher == "torchrun" else place, taken=taken)
+    host, port, reason = _meeting_place(found, variables)
+    taken = f"{source.rank} {rank}, {source.world_size} {world_size}; they meet at {host}:{port} ({reason})"
+    rendezvous = "env://" if source.launcher == "torchrun" else f"tcp://{host}:{port}"
+    return replace(found, host=host, rendezvous=rendezvous, taken=taken)
 
 
 def _alone(variables: _Variables) -> LaunchEnvironment:
@@ -168,7 +174,7 @@ def _check(found: LaunchEnvironment, sources: Sequence[_Source], variables: _Var
             )
 
 
-def _meeting_place(found: LaunchEnvironment, variables: _Variables) -> tuple[str, str]:
+def _meeting_place(found: LaunchEnvironment, variables: _Variables) -> tuple[str, int, str]:
     """Where rank 0 waits for the others, and which variables say so."""
     nodes = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     job = variables.first("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID")
@@ -185,12 +191,12 @@ def _meeting_place(found: LaunchEnvironment, variables: _Variables) -> tuple[str
             )
         )
     if variables.has("MASTER_PORT"):
-        return f"tcp://{host}:{variables.count('MASTER_PORT')}", f"{source}, MASTER_PORT"
+        return host, variables.count("MASTER_PORT"), f"{source}, MASTER_PORT"
     digits = re.match(r"\d+", variables.values[job]) if job else None
     if digits:
         port = _FIRST_DERIVED_PORT + int(digits[0]) % _NUM_DERIVED_PORTS
-        return f"tcp://{host}:{port}", f"{source}, {job}"
-    return f"tcp://{host}:{DEFAULT_PORT}", source
+        return host, port, f"{source}, {job}"
+    return host, DEFAULT_PORT, source
 
 
 def first_host(nodes: str) -> str:

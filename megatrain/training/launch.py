@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,11 +33,10 @@ from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridS
 from megatrain.parallel.groups import make_group
 from megatrain.training.console import Console
 from megatrain.training.facts import gather_facts
+from megatrain.training.failure import exit_code_of
 from megatrain.training.metrics import write_status
 from megatrain.training.phases import Phases
-
-_SECONDS_FOR_RANK_0 = 2
-"""How long another rank waits with its own end, so that a launcher does not stop rank 0 before it has told why."""
+from megatrain.training.rank_watch import RankWatch
 
 _TO_MEET = timedelta(hours=1)
 """How long ranks wait for others to start, and for rank 0 to read the inputs."""
@@ -57,6 +55,8 @@ class Ranks:
     """Among the ranks of its host."""
     phases: Phases
     """Times what this rank does."""
+    watch: RankWatch | None = None
+    """Over the other ranks; None: there are none, or another program watches them."""
 
     @property
     def console(self) -> Console:
@@ -75,20 +75,27 @@ def report_errors(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegatrainError as error:
-        exit_code = error.exit_code
         if not error.is_told:
             tell(error)
-        elif dist.is_initialized():
-            time.sleep(_SECONDS_FOR_RANK_0)
-    except Exception:  # noqa: BLE001 (whatever it was, it is printed, and the launcher hears of it)
-        exit_code = 1
-        sys.stdout.flush()
-        traceback.print_exc()
+        exit_code = exit_code_of(error)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not dist.is_initialized():
+            raise
+        _print_traceback()  # whatever it was, it is printed, and the launcher hears of it
+        exit_code = exit_code_of(error)
     if dist.is_initialized():
         # Leaving the process groups in order would wait for peers that wait for this rank in a collective.
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code
+
+
+def _print_traceback() -> None:
+    sys.stdout.flush()
+    environment = read_environment()
+    if environment.world_size > 1:
+        print(f"rank {environment.rank} of {environment.world_size} failed:", file=sys.stderr)
+    traceback.print_exc()
 
 
 def _allow_many_files() -> None:
@@ -115,17 +122,27 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     environment = read_environment()
     phases = phases or Phases(Console(is_quiet=environment.rank != 0))
     _check_launch(environment, phases.console)
-    with phases.phase("reading inputs and planning"):
+    with phases.phase("meeting the other ranks"):
         store = _join_store(environment) if environment.world_size > 1 else None
-        facts, plan = _agreed_plan(request, environment, store)
-    with phases.phase("joining process groups"):
-        device = _own_device(plan, environment)
-        if store is not None:
-            _join_world(plan, environment, store, device)
-        make_handle = make_group if store is not None else None
-        grid = RankGrid.build(grid_shape(plan), environment.rank, make_handle)
-        _warm(grid, device)
+        watch = RankWatch(environment, store) if store is not None else None
     try:
+        with phases.phase("reading inputs and planning"):
+            facts, plan = _agreed_plan(request, environment, store)
+    except BaseException as error:
+        if watch is not None and isinstance(error, MegatrainError):
+            watch.leave()  # all ranks have one, and end by themselves
+        elif watch is not None:
+            watch.fail(error)
+        raise
+    try:
+        with phases.phase("joining process groups"):
+            device = _own_device(plan, environment)
+            if store is not None:
+                _join_world(plan, environment, store, device)
+            grid = RankGrid.build(
+                grid_shape(plan), environment.rank, make_group if store is not None else None
+            )
+            _warm(grid, device)
         yield Ranks(
             request=request,
             plan=plan,
@@ -134,11 +151,18 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             device=device,
             local_rank=environment.local_rank,
             phases=phases,
+            watch=watch,
         )
+        if store is not None:
+            dist.barrier()  # without it, an early leaver can abort the others
+    except BaseException as error:
+        if watch is not None:
+            watch.fail(error)
+        raise
     finally:
         phases.console.remove_bar()
-    if store is not None:
-        dist.barrier()  # without it, an early leaver can abort the others
+    if watch is not None:
+        watch.leave()
         dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatrain.config.plan import continues_optimizer
 from megatrain.config.training_rules import signal_number
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
 from megatrain.training.engine import Engine, mean_losses, schedules_of
+from megatrain.training.failure import Failure, exit_code_of
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import write_status
@@ -70,6 +72,9 @@ class Trainer:
         )
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
+        self._status_lock = threading.Lock()
+        self._has_status = False
+        """Whether `status.json` says how another rank ended this run."""
 
     def _follow(self, plan: Plan) -> None:
         """Take over what a plan says about the steps to come."""
@@ -141,6 +146,8 @@ class Trainer:
         """
         self._open_data()
         self._open_outputs()
+        if self.ranks.watch is not None:
+            self.ranks.watch.before_end = self._note_end_of_another
         try:
             with self.phases.phase("opening logs"):
                 self.log = RunLog(
@@ -158,7 +165,7 @@ class Trainer:
                 error.exit_code = 1
                 error.is_told = isinstance(error, CheckpointError | NotFiniteError) and not self.ranks.is_main
                 reason = error.problems[0].text
-            self._write_status(1, reason)
+            self._note_own_end(exit_code_of(error), reason)
             raise
         finally:
             self._close()
@@ -374,6 +381,17 @@ class Trainer:
     def _write_status(self, exit_code: int | None, reason: str) -> None:
         if self.ranks.is_main and self.save_folder is not None and self.save_folder.is_dir():
             write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
+
+    def _note_end_of_another(self, failure: Failure) -> None:
+        """Another rank's end is this run's; what breaks here afterwards is not."""
+        with self._status_lock:
+            self._write_status(failure.exit_code, str(failure))
+            self._has_status = True
+
+    def _note_own_end(self, exit_code: int, reason: str) -> None:
+        with self._status_lock:
+            if not self._has_status:
+                self._write_status(exit_code, reason)
 
     def _close(self) -> None:
         self.batches.close()

@@ -1,0 +1,96 @@
+"""Whole runs of `pretrain.py` by several processes that share nothing but a launcher's variables, forked to save time."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import pretrain
+
+Plant = Callable[[int], None]
+"""Called in each rank's process, with its number, before the run."""
+
+
+class ForkedJob:
+    """Processes of one run. What each prints is in `folder`, as rank-N.txt.
+
+    Args:
+        flags: of all ranks.
+        num_ranks: processes to start.
+        folder: for their output.
+        plant: what goes wrong.
+    """
+
+    def __init__(self, flags: list[str], num_ranks: int, folder: Path, plant: Plant = lambda _: None) -> None:
+        self.folder = folder
+        self.exit_codes: dict[int, int] = {}
+        """Of the ranks that have ended; negative: by this signal."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        torch.set_num_threads(1)  # a fork from a process with torch's threads hangs
+        self.pids = []
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                self._live(rank, num_ranks, port, flags, plant)
+            self.pids.append(pid)
+
+    def output(self, rank: int) -> str:
+        return (self.folder / f"rank-{rank}.txt").read_text()
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[rank], number)
+
+    def is_running(self) -> bool:
+        """Whether any rank has not ended."""
+        for rank, pid in enumerate(self.pids):
+            if rank not in self.exit_codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    self.exit_codes[rank] = os.waitstatus_to_exitcode(status)
+        return len(self.exit_codes) < len(self.pids)
+
+    def wait(self, *, to_end_seconds: float = 90.0) -> float:
+        """Until all have ended; returns the seconds from the first end to the last. Ends them if it takes too long."""
+        deadline, first = time.monotonic() + to_end_seconds, None
+        while self.is_running():
+            now = time.monotonic()
+            if first is None and self.exit_codes:
+                first = now
+            if now > deadline:
+                late = [rank for rank in range(len(self.pids)) if rank not in self.exit_codes]
+                for rank in late:
+                    self.kill(rank)
+                raise AssertionError(
+                    f"ranks {late} did not end in {to_end_seconds} s; rank 0 said:\n{self.output(0)}"
+                )
+            time.sleep(0.02)
+        return time.monotonic() - (first or time.monotonic())
+
+    def wait_for_iteration(self, metrics: Path, iteration: int) -> None:
+        """Until the run has made that many steps."""
+        deadline = time.monotonic() + 90
+        while not metrics.exists() or metrics.read_text().count("\n") < iteration:
+            assert self.is_running(), self.output(0)
+            assert time.monotonic() < deadline, self.output(0)
+            time.sleep(0.02)
+
+    def _live(self, rank: int, num_ranks: int, port: int, flags: list[str], plant: Plant) -> None:
+        """A child's whole life."""
+        exit_code = 99
+        try:
+            descriptor = os.open(self.folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+            os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(port)}
+            plant(rank)
+            exit_code = pretrain.main(flags)
+        finally:
+            os._exit(exit_code)

@@ -1,0 +1,158 @@
+"""A rank that dies ends the others within 30 seconds; its traceback is last, its exit code all ranks' own."""
+
+import ctypes
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from forked_job import ForkedJob
+from run_here import MODEL, folder_flags
+
+from megatrain.checkpoint.find import find_checkpoints, newest_valid
+from megatrain.checkpoint.reader import verify
+from megatrain.config.errors import MegatrainError
+from megatrain.data.loader import BatchLoader
+from megatrain.training.engine import Engine
+
+FOREVER = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at-start"]
+
+
+def at_step(number, then):
+    """Call `then` before the step of this number."""
+    step, calls = Engine.step, []
+
+    def spoiled(engine, *arguments, **more):
+        calls.append(None)
+        if len(calls) == number:
+            then()
+        return step(engine, *arguments, **more)
+
+    Engine.step = spoiled
+
+
+def fails():
+    raise ValueError("planted in the step")
+
+
+def exits():
+    sys.exit(7)
+
+
+def leaves():
+    os._exit(5)
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuses():
+    raise MegatrainError("this rank's disk is full", fix="free some space")
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize(
+    ("dies", "exit_codes", "words"),
+    [
+        (fails, (1, 1), "ValueError: planted in the step\n"),
+        (exits, (7, 7), "SystemExit: 7\n"),
+        (refuses, (1, 1), "this rank's disk is full\n  fix: free some space\n"),
+        (leaves, (5, 1), None),
+        (is_killed, (-9, 1), None),
+    ],
+)
+def test_one_rank_ends_all(tmp_path: Path, culprit, dies, exit_codes, words) -> None:
+    save = tmp_path / "run"
+
+    def plant(rank):
+        if rank == culprit:
+            at_step(3, dies)
+
+    job = ForkedJob(
+        [*FOREVER, "--save", str(save), "--pipeline-model-parallel-size", "2"], 4, tmp_path, plant
+    )
+    assert job.wait() < 15
+    own, others = exit_codes
+    assert job.exit_codes == {rank: own if rank == culprit else others for rank in range(4)}
+    if words is not None:
+        assert job.output(culprit).endswith(words)
+    teller = 1 if culprit == 0 else 0
+    for rank in range(4):
+        told = (
+            job.output(rank).partition("iteration        1/")[2].splitlines()[1:]
+            if rank == 0
+            else job.output(rank).splitlines()
+        )
+        if rank != culprit:
+            assert len(told) == (1 if words is None and rank == teller else 0), told
+    if words is None:
+        assert f"rank {culprit} of 4 on" in job.output(teller)
+        assert "ended without a word" in job.output(teller)
+    status = json.loads((save / "status.json").read_text())
+    if words is not None or culprit != 0:
+        assert status["exit_code"] == others
+    if culprit != 0:
+        assert status["reason"].startswith(f"rank {culprit} of 4 on")
+
+
+def test_a_batch_that_a_thread_cannot_read_ends_all(tmp_path: Path) -> None:
+    def plant(rank):
+        fill = BatchLoader._fill
+
+        def broken(loader, block, step, number):
+            if rank == 1 and step.consumed_samples >= 16:
+                raise OSError(5, "Input/output error", "corpus.bin")
+            fill(loader, block, step, number)
+
+        BatchLoader._fill = broken
+
+    job = ForkedJob(FOREVER, 2, tmp_path, plant)
+    assert job.wait() < 15
+    assert job.exit_codes == {0: 1, 1: 1}
+    assert job.output(1).endswith("OSError: [Errno 5] Input/output error: 'corpus.bin'\n")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_any_moment_all_end_and_checkpoints_are_whole(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    culprit, save = chance.randrange(2), tmp_path / "run"
+    job = ForkedJob([*FOREVER, *folder_flags(save), "--save-interval", "1"], 2, tmp_path)
+    if seed:
+        job.wait_for_iteration(save / "metrics.jsonl", 1)
+    time.sleep(chance.uniform(0, 1.0))
+    job.kill(culprit)
+    assert job.wait(to_end_seconds=30) < 15
+    assert job.exit_codes == {culprit: -9, 1 - culprit: 1}
+    if seed:
+        newest = newest_valid(save)
+        assert newest is not None
+        assert verify(newest.path) == []
+        assert all(candidate.problem is None for candidate in find_checkpoints(save))
+
+
+def test_long_pauses_are_no_ends(tmp_path: Path) -> None:
+    """Python's lock held for seconds, and a process that is stopped for some."""
+
+    def holds_the_lock():
+        ctypes.PyDLL(None).sleep(6)
+
+    def stops():
+        waker = os.fork()
+        if waker == 0:
+            time.sleep(6)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def plant(rank):
+        at_step(3, holds_the_lock if rank == 0 else stops)
+
+    job = ForkedJob([*FOREVER, "--exit-interval", "6"], 2, tmp_path, plant)
+    job.wait()
+    assert job.exit_codes == {0: 75, 1: 75}
+    assert job.output(1) == ""
