@@ -21,7 +21,9 @@ from megatrain.config.data_plans import (
 from megatrain.config.errors import ConfigError
 from megatrain.config.flops import padded_vocabulary, training_flops
 from megatrain.config.model import ModelConfig
+from megatrain.config.mup import attention_scale, matrix_init_std
 from megatrain.config.plan import Activation, Answer, Draft
+from megatrain.config.rate_groups import rate_groups
 from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.values import INVALID, UnsettledError
 
@@ -54,6 +56,40 @@ def ffn_hidden_size(draft: Draft) -> Answer:
 
 def activation(draft: Draft) -> Answer:
     return Answer(*activation_of(draft.config.model))
+
+
+def mup_base_hidden_size(draft: Draft) -> Answer:
+    model = draft.config.model
+    if not model.use_mup:
+        return Answer(None, _WITHOUT_MUP)
+    return Answer(_settled(model.hidden_size), "this model's own hidden size")
+
+
+def mup_width_mult(draft: Draft) -> Answer:
+    model = draft.config.model
+    if not model.use_mup:
+        return Answer(1.0, _WITHOUT_MUP)
+    width, base = model.hidden_size, _settled(model.mup_base_hidden_size)
+    return Answer(width / base, f"hidden size {width} / base hidden size {base}")
+
+
+def mup_output_mult(draft: Draft) -> Answer:
+    model = draft.config.model
+    if not model.use_mup:
+        return Answer(1.0, _WITHOUT_MUP)
+    return Answer(1.0 / model.mup_width_mult, f"1 / width multiplier {model.mup_width_mult:g}")
+
+
+def scale_of_attention(draft: Draft) -> Answer:
+    return Answer(*attention_scale(draft.config.model))
+
+
+def init_std_of_matrices(draft: Draft) -> Answer:
+    return Answer(*matrix_init_std(draft.config.model))
+
+
+def rates(draft: Draft) -> Answer:
+    return Answer(*rate_groups(draft.config.model, draft.config.optimizer, draft.derived.schedule))
 
 
 def num_query_groups(draft: Draft) -> Answer:
@@ -332,6 +368,17 @@ def start_consumed_samples(draft: Draft) -> Answer:
     return Answer(stored.consumed_train_samples, f"{stored.path}") if stored else Answer(0, "a fresh run")
 
 
+def output_multiplier_by_width(draft: Draft) -> Answer | None:
+    model = draft.config.model
+    if not model.use_mup or model.mup_output_mult != 1 or model.mup_width_mult == 1:
+        return None
+    given = 1.0 / model.mup_width_mult
+    return Answer(
+        given,
+        f"--mup-output-mult 1 with --use-mup stands for 1 / width multiplier, as in Megatron-LM: {given:g}",
+    )
+
+
 def gloo_without_gpu(draft: Draft) -> Answer | None:
     is_misfit = draft.config.training.device == "cpu" and draft.config.parallel.distributed_backend == "nccl"
     return (
@@ -363,6 +410,9 @@ def activation_of(model: ModelConfig) -> tuple[Activation, str]:
     return "gelu_tanh", "GELU by tanh, as Megatron-LM fuses it with biases"
 
 
+_WITHOUT_MUP: Final = "--use-mup is off"
+
+
 def _whole(amount: int, parts: int) -> int:
     """The quotient, if it is whole; a rule reports it if not."""
     if amount % parts:
@@ -386,6 +436,11 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("model.num_query_groups", num_query_groups),
     ("derived.kv_copies", kv_copies),
     ("derived.activation", activation),
+    ("model.mup_base_hidden_size", mup_base_hidden_size),
+    ("model.mup_width_mult", mup_width_mult),
+    ("model.mup_output_mult", mup_output_mult),
+    ("derived.attention_scale", scale_of_attention),
+    ("derived.matrix_init_std", init_std_of_matrices),
     ("data.split", split),
     ("data.data_cache_path", data_cache_path),
     ("precision.params_dtype", params_dtype),
@@ -412,6 +467,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.lr_warmup_samples", lr_warmup_samples),
     ("derived.lr_wsd_decay_samples", lr_wsd_decay_samples),
     ("derived.schedule", schedule),
+    ("derived.rate_groups", rates),
     ("derived.vocab_size", vocab_size),
     ("derived.eod_id", eod_id),
     ("model.padded_vocab_size", padded_vocab_size),
@@ -421,6 +477,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
 )
 
 OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], Answer | None]], ...]] = (
+    ("model.mup_output_mult", output_multiplier_by_width),
     ("parallel.distributed_backend", gloo_without_gpu),
     ("data.split", even_split_of_mock_data),
 )

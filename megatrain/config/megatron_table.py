@@ -253,8 +253,7 @@ _NOT_YET: Final = (
     ),
     later(
         "this way of giving weights their initial values",
-        "--init-method-xavier-uniform --no-initialization --use-mup --mup-attn-scale-power="
-        " --mup-base-head-dim= --mup-base-hidden-size= --mup-embedding-mult= --mup-output-mult= --mup-width-mult=",
+        "--init-method-xavier-uniform --no-initialization",
         instead="leave this out, and use --init-method-std",
     ),
     later(
@@ -335,7 +334,6 @@ _NOT_YET: Final = (
         " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2=",
         instead="leave this out, and use --optimizer adam or sgd",
     ),
-    later("another choice of the weights that decay", "--apply-wd-to-qk-layernorm"),
     later("training no weight, or not all", "--freeze-all-layers"),
     # Checkpoints
     later(

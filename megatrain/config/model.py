@@ -114,6 +114,20 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections back to the residual stream divide it by sqrt(2 * layers)."""
     embedding_init_method_std: float | None = field(default=None, metadata=in_range(at_least=0))
     """Standard deviation of the embeddings' initial values; none: --init-method-std."""
+    use_mup: bool = False
+    """Scale initial values, learning rates, attention and logits with the width (muP), so that settings found for a narrow model hold."""
+    mup_base_hidden_size: int | None = field(default=AUTO, metadata=in_range(at_least=1))
+    """Hidden size that the learning rate and its like were found for. Left open with --use-mup: this model's own."""
+    mup_width_mult: float = field(default=AUTO, metadata=in_range(above=0))
+    """Hidden size divided by that. It follows from the two; another value is refused."""
+    mup_base_head_dim: float | None = field(default=None, metadata=in_range(above=0))
+    """Channels of a head of the base model: where given, --use-mup multiplies attention's scores with their square root."""
+    mup_attn_scale_power: float = 1.0
+    """With --use-mup, attention's scores are divided by the channels of a head to the power of this."""
+    mup_embedding_mult: float = field(default=1.0, metadata=in_range(above=0))
+    """With --use-mup, factor of the embedding's output."""
+    mup_output_mult: float = field(default=AUTO, metadata=in_range(above=0))
+    """With --use-mup, factor of the logits. Left open, or 1: 1 / the width multiplier."""
     make_vocab_size_divisible_by: int = field(default=128, metadata=in_range(at_least=1))
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
     padded_vocab_size: int = field(default=AUTO, metadata=in_range(at_least=1))

@@ -132,6 +132,47 @@ def norm_over_all_heads_is_rms(draft: Draft) -> Problems:
         )
 
 
+def width_settings_have_an_effect(draft: Draft) -> Problems:
+    model = draft.config.model
+    neutral = {
+        "mup_base_hidden_size": None,
+        "mup_width_mult": 1.0,
+        "mup_base_head_dim": None,
+        "mup_attn_scale_power": 1.0,
+        "mup_embedding_mult": 1.0,
+        "mup_output_mult": 1.0,
+    }
+    if not model.use_mup:
+        for name, value in neutral.items():
+            if getattr(model, name) != value:
+                yield Problem(
+                    f"{flag_of(name)} {getattr(model, name)} has no effect without --use-mup",
+                    "add --use-mup, or leave it out",
+                )
+    elif model.softmax_scale is not None and model.mup_base_head_dim is not None:
+        yield Problem(
+            f"--mup-base-head-dim {model.mup_base_head_dim:g} has no effect with --softmax-scale {model.softmax_scale:g}",
+            "give one of them",
+        )
+
+
+def width_multiplier_is_that_of_the_sizes(draft: Draft) -> Problems:
+    model = draft.config.model
+    if not model.use_mup:
+        return
+    base = model.mup_base_hidden_size
+    if base is None:
+        yield Problem(
+            "--mup-base-hidden-size none leaves --use-mup without a base", "leave it out, or give a size"
+        )
+    elif model.mup_width_mult != model.hidden_size / base:
+        yield Problem(
+            f"--mup-width-mult {model.mup_width_mult:g} is not --hidden-size {model.hidden_size} /"
+            f" --mup-base-hidden-size {base} (Megatron-LM ignores it silently)",
+            f"leave it out, or use --mup-width-mult {model.hidden_size / base:g}",
+        )
+
+
 def recomputation_says_what(draft: Draft) -> Problems:
     training = draft.config.training
     kind, method, layers = (
@@ -185,5 +226,7 @@ MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     layers_fit_their_patterns,
     window_looks_back,
     norm_over_all_heads_is_rms,
+    width_settings_have_an_effect,
+    width_multiplier_is_that_of_the_sizes,
     recomputation_says_what,
 )

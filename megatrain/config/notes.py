@@ -125,6 +125,28 @@ def attention_is_written_out(draft: Draft) -> Iterator[str]:
         )
 
 
+def width_is_its_own_base(draft: Draft) -> Iterator[str]:
+    model = draft.config.model
+    if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
+        yield (
+            f"--use-mup without --mup-base-hidden-size: the base is this model's own hidden size {model.hidden_size}, as in"
+            " Megatron-LM, and only attention's scores are scaled"
+        )
+
+
+def output_layer_is_slow(draft: Draft) -> Iterator[str]:
+    model, optimizer = draft.config.model, draft.config.optimizer
+    if not (model.use_mup and model.mup_width_mult != 1 and model.untie_embeddings_and_output_weights):
+        return
+    if optimizer.decoupled_lr is None:
+        m, is_sgd = model.mup_width_mult, optimizer.optimizer == "sgd"
+        slow, right = ("lr", f"lr * {m:g}") if is_sgd else (f"lr / {m:g}", "lr")
+        yield (
+            f"--use-mup: an output layer of its own moves at {slow}, as in Megatron-LM; muP itself (arXiv:2203.03466, table 8)"
+            f" has {right}, which --decoupled-lr {optimizer.lr * (m if is_sgd else 1):g} gives it"
+        )
+
+
 def stop_without_saving(draft: Draft) -> Iterator[str]:
     resilience = draft.config.resilience
     if draft.config.checkpoint.save is None and (
@@ -161,6 +183,8 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     end_of_document_was_guessed,
     positions_are_relative,
     attention_is_written_out,
+    width_is_its_own_base,
+    output_layer_is_slow,
     stop_without_saving,
     *LOG_NOTES,
     start_that_is_not_gone_on_with,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain.config.facts import Facts
+from megatrain.config.rate_groups import RateGroups
 from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.tree import Config, Origin
 from megatrain.config.values import INVALID
@@ -33,6 +34,10 @@ class Derived:
     device: Literal["cpu", "cuda"] = INVALID
     world_size: int = INVALID
     activation: Activation = INVALID
+    attention_scale: float | None = INVALID
+    """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
+    matrix_init_std: float = INVALID
+    """Standard deviation of initial matrices, before what the depth asks for."""
     model_parallel_size: int = INVALID
     """Ranks that hold one model replica: tp * pp."""
     kv_copies: int = INVALID
@@ -61,6 +66,8 @@ class Derived:
     """None: the decay is not WSD."""
     schedule: ScheduleValues = INVALID
     """The schedules that are followed: of the command line, or of the checkpoint where that is asked for."""
+    rate_groups: RateGroups = INVALID
+    """Learning rate of each kind of parameter."""
     vocab_size: int = INVALID
     """Tokens of the tokenizer, before padding."""
     padded_vocab_size: int = INVALID

@@ -45,7 +45,8 @@ FUNCTION: Final = ResumeClass(
     " rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
     " rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"
     " mscale mscale_all_dim yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq"
-    " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier",
+    " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
+    " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult",
 )
 ORDER: Final = ResumeClass(
     kind="consent",
@@ -81,7 +82,7 @@ SAFE: Final = ResumeClass(
     " dataloader_inter_document_masking allow_ambiguous_pad_tokens;"
     " tokenizer: tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
     " tokenizer_special_tokens tokenizer_hf_no_include_special_tokens null_tokenizer_eod_id null_tokenizer_pad_id;"
-    " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad;"
+    " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad apply_wd_to_qk_layernorm;"
     " precision: bf16 fp16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis;"
     " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad"

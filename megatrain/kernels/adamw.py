@@ -71,7 +71,7 @@ def _update_part(
     mean, mean_sq = exp_avg.to(main.dtype), exp_avg_sq.to(main.dtype)  # the states themselves, where as wide
     mean.lerp_(scaled, 1 - numbers.beta1)
     mean_sq.mul_(numbers.beta2).addcmul_(scaled, scaled, value=1 - numbers.beta2)
-    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps)
+    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps * run.eps_share)
     main.mul_(1 - run.lr * run.weight_decay).addcdiv_(mean, denominator, value=-run.lr / numbers.correction1)
     for state, wide in ((exp_avg, mean), (exp_avg_sq, mean_sq)):
         if wide is not state:

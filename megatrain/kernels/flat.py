@@ -15,6 +15,8 @@ class Run:
     stop: int
     lr: float
     weight_decay: float
+    eps_share: float = 1.0
+    """What Adam's eps is multiplied with."""
 
     @property
     def part(self) -> slice:

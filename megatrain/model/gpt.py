@@ -95,11 +95,11 @@ class LearnedPositions(LaidOutModule):
 
 
 class Scaled(nn.Module):
-    """x times a number that is rounded to the dtype of x first, as Gemma does."""
+    """x times a number."""
 
-    def __init__(self, factor: float, dtype: torch.dtype) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor = torch.tensor(factor, dtype=dtype).item()
+        self.factor = factor
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
         return x * self.factor
@@ -201,12 +201,14 @@ def _embedding(
         positions = LearnedPositions(layout, tp, dtype)
     end: list[Pointwise] = []
     if spec.embedding_multiplier != 1.0:
-        end.append(Scaled(spec.embedding_multiplier, dtype))
+        end.append(Scaled(torch.tensor(spec.embedding_multiplier, dtype=dtype).item()))
+    if spec.width_multiplier != 1.0:
+        end.append(Scaled(spec.width_multiplier))
     if hidden_dtype != dtype:
         end.append(Widened(hidden_dtype))
     if spec.hidden_dropout:
         end.append(leaves.dropout(spec.hidden_dropout, "embedding.hidden"))
-    return Embedding(_vocab(spec, EMBEDDING_NAME, std, grid, tp), positions, Chain(end), tp, dtype)
+    return Embedding(_vocab(spec, EMBEDDING_NAME, grid, tp), positions, Chain(end), tp, dtype)
 
 
 def _head(
@@ -216,36 +218,25 @@ def _head(
     assert isinstance(norm, nn.Module)
     if spec.is_tied and grid.pp.is_first:
         assert isinstance(first, Embedding)
-        return _head_of(spec, norm, first, tp)
-    name, std = OUTPUT_NAME, spec.init_std
-    if spec.is_tied:
-        name = EMBEDDING_NAME
-        std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
-    output = OutputWeight(_vocab(spec, name, std, grid, tp), dtype)
-    return HeadSegment(output, _head_of(spec, norm, output, tp))
+        return Head(norm, first, spec, tp)
+    name = EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME
+    output = OutputWeight(_vocab(spec, name, grid, tp), dtype)
+    return HeadSegment(output, Head(norm, output, spec, tp))
 
 
-def _head_of(spec: GptSpec, norm: nn.Module, output: LaidOutModule, tp: TensorParallel) -> Head:
-    return Head(
-        norm,
-        output,
-        vocab_size=spec.vocab_size,
-        softcap=spec.logit_softcap,
-        z_loss_coeff=spec.z_loss_coeff,
-        tp=tp,
-    )
-
-
-def _vocab(spec: GptSpec, name: str, std: float, grid: RankGrid, tp: TensorParallel) -> ParamLayout:
+def _vocab(spec: GptSpec, name: str, grid: RankGrid, tp: TensorParallel) -> ParamLayout:
+    is_embedding = name == EMBEDDING_NAME
+    std = spec.embedding_init_std if is_embedding else spec.head_init_std
     is_shared = spec.is_tied and grid.pp.size > 1
     return vocab_layout(
         name,
         spec.vocab_size,
         spec.padded_vocab_size,
         spec.hidden_size,
-        Init(std=std),
+        Init(std=spec.init_std if std is None else std),
         tp,
         is_shared=is_shared,
+        kind="embedding" if is_embedding else "output",
     )
 
 

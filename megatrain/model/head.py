@@ -9,6 +9,7 @@ In evaluation only the loss is formed. Padded ids are masked in the softmax.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.elementwise import wide
 from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
 from megatrain.parallel.layout import Borrower, LaidOutModule
@@ -32,32 +34,41 @@ def chunk_rows(columns: int) -> int:
     return max(1, _CHUNK_LOGITS // columns)
 
 
+@dataclass(frozen=True)
+class LogitCurve:
+    """What is done to products with the output weight before they are logits: cap * tanh(scale * product / cap)."""
+
+    scale: float
+    cap: float | None
+    """None: scale * product."""
+
+    def of(self, products: Tensor) -> Tensor:
+        """The logits; `products` is used up."""
+        if self.scale != 1.0:
+            products *= self.scale
+        return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """How logits move with scale * product; None: alike."""
+        return None if self.cap is None else 1 - (logits / self.cap).square()
+
+
 class Head(Borrower):
     """The last segment.
 
     Args:
         norm: the final norm.
         output: the module that holds the output weight as `weight`: the embedding where they are tied on one stage.
-        softcap: logits stay within this, by tanh; None: they are as they come.
-        z_loss_coeff: of the square of each token's log sum of exponentials, which is added to its loss.
+        spec: of the model; says how logits are scaled and capped, and what z-loss is added.
     """
 
-    def __init__(
-        self,
-        norm: nn.Module,
-        output: LaidOutModule,
-        *,
-        vocab_size: int,
-        softcap: float | None,
-        z_loss_coeff: float,
-        tp: TensorParallel,
-    ) -> None:
+    def __init__(self, norm: nn.Module, output: LaidOutModule, spec: GptSpec, tp: TensorParallel) -> None:
         super().__init__()
         self.norm = norm
         self.tp = tp
-        self.vocab_size = vocab_size
-        self.softcap = softcap
-        self.z_loss_coeff = z_loss_coeff
+        self.vocab_size = spec.vocab_size
+        self.curve = LogitCurve(spec.logit_scale, spec.logit_softcap)
+        self.z_loss_coeff = spec.z_loss_coeff
         self.borrowed = (output,)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
@@ -75,7 +86,7 @@ class Head(Borrower):
         token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / tokens.clamp(min=1).to(wide(x.dtype)))
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
-            self._vocab(output.weight), self.softcap, self.z_loss_coeff, info,
+            self._vocab(output.weight), self.curve, self.z_loss_coeff, info,
         )  # fmt: skip
         info.sums["lm_loss"] = (losses * mask).sum()
         if self.z_loss_coeff:
@@ -89,7 +100,7 @@ class Head(Borrower):
         (output,) = self.borrowed
         assert isinstance(output.weight, Tensor)
         x = self._normed(hidden, info)
-        own = _capped(x @ output.weight.t(), self.softcap)
+        own = self.curve.of(x @ output.weight.t())
         columns = own.t().contiguous()  # [v/tp, t]
         logits: Tensor = all_gather(columns, self.tp.group)[: self.vocab_size].t()
         return logits.view(-1, hidden.shape[1], self.vocab_size)
@@ -113,7 +124,7 @@ class _HeadLoss(Function):
         labels: Tensor,
         token_scale: Tensor,
         vocab: VocabShard,
-        softcap: float | None,
+        curve: LogitCurve,
         z_loss_coeff: float,
         info: PassInfo,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,8 +134,8 @@ class _HeadLoss(Function):
         chunk = chunk_rows(vocab.rows)
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = _capped(x[part] @ weight.t(), softcap)
-            slope = None if softcap is None or dx is None else 1 - (logits / softcap).square()
+            logits = curve.of(x[part] @ weight.t())
+            slope = None if dx is None else curve.slope(logits)
             known = cross_entropy(logits, labels[part], vocab)
             losses[part] = known.losses
             if z_loss_coeff:
@@ -132,7 +143,9 @@ class _HeadLoss(Function):
             if dx is None:
                 continue
             assert weight_grad is not None
-            dlogits = logits_gradient(known, token_scale[part], x.dtype, z_loss_coeff=z_loss_coeff)
+            dlogits = logits_gradient(
+                known, token_scale[part] * curve.scale, x.dtype, z_loss_coeff=z_loss_coeff
+            )
             if slope is not None:
                 dlogits *= slope
             torch.mm(dlogits, weight, out=dx[part])
@@ -156,7 +169,3 @@ class _HeadLoss(Function):
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
         return dx * grads[2].to(dx.dtype), None, None, None, None, None, None, None, None
-
-
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -224,10 +224,12 @@ def _head_norms(
 ) -> list[Pointwise]:
     """The norm of queries or keys, if there is one; `columns`: those that the projection gives them."""
     if spec.qk_norm == "head":
-        weight = heads_layout(f"{name}.weight", spec.head_channels, _ones(norm), tp)
-        bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp)
+        decays = spec.does_qk_norm_decay
+        weight = heads_layout(f"{name}.weight", spec.head_channels, _ones(norm), tp, decays=decays)
+        bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp, decays=decays)
         return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
     if spec.qk_norm == "all_heads":
         channels = dataclasses.replace(columns, name=f"{name}.weight")
-        return [leaves.split_norm(Weights(columns_bias_layout([channels], tp, _ones(norm))), norm)]
+        weight = columns_bias_layout([channels], tp, _ones(norm), decays=spec.does_qk_norm_decay)
+        return [leaves.split_norm(Weights(weight), norm)]
     return []

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatrain.config.rate_groups import ParamKind
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor import TensorParallel
@@ -53,12 +54,12 @@ def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: Te
 
 
 def columns_bias_layout(
-    tensors: Sequence[Columns], tp: TensorParallel, init: Init | None = None
+    tensors: Sequence[Columns], tp: TensorParallel, init: Init | None = None, *, decays: bool = False
 ) -> ParamLayout:
     """What belongs to the outputs of a column-parallel layer, one number each."""
     pieces = _cut_columns(tensors, (), tp)
     rows = sum(piece.local_shape[0] for piece in pieces)
-    return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=False)
+    return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=decays, kind="vector")
 
 
 def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], tp: TensorParallel) -> tuple[Piece, ...]:
@@ -88,15 +89,23 @@ def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], tp: TensorP
 def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
     """A number for each channel of the residual stream: the gain or bias of a norm, the bias of a row-parallel layer."""
     return ParamLayout(
-        shape=(size,), pieces=(_whole(name, (size,), tp, tp.norm_grad_sum),), init=init, decays=False
+        shape=(size,),
+        pieces=(_whole(name, (size,), tp, tp.norm_grad_sum),),
+        init=init,
+        decays=False,
+        kind="vector",
     )
 
 
-def heads_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
+def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays: bool) -> ParamLayout:
     """A number for each channel of a head: the ranks hold copies, and each sees its own heads."""
     grad_sum_group = tp.group.name if tp.size > 1 else None
     return ParamLayout(
-        shape=(size,), pieces=(_whole(name, (size,), tp, grad_sum_group),), init=init, decays=False
+        shape=(size,),
+        pieces=(_whole(name, (size,), tp, grad_sum_group),),
+        init=init,
+        decays=decays,
+        kind="vector",
     )
 
 
@@ -105,7 +114,9 @@ def positions_layout(
 ) -> ParamLayout:
     """Table with a row for each place in the sequence."""
     shape = (num_positions, num_columns)
-    return ParamLayout(shape=shape, pieces=(_whole(name, shape, tp, tp.norm_grad_sum),), init=init)
+    return ParamLayout(
+        shape=shape, pieces=(_whole(name, shape, tp, tp.norm_grad_sum),), init=init, kind="positions"
+    )
 
 
 def _whole(name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None) -> Piece:
@@ -122,6 +133,7 @@ def vocab_layout(
     tp: TensorParallel,
     *,
     is_shared: bool,
+    kind: ParamKind,
 ) -> ParamLayout:
     """Table with a row for each id. `is_shared`: the first and the last stage hold a copy each."""
     rows = padded_vocab_size // tp.size
@@ -135,5 +147,5 @@ def vocab_layout(
         grad_sum_group="embedding" if is_shared else None,
     )
     return ParamLayout(
-        shape=(rows, num_columns), pieces=(piece,) if first < stop else (), init=init, is_embedding=True
+        shape=(rows, num_columns), pieces=(piece,) if first < stop else (), init=init, kind=kind
     )

@@ -15,6 +15,7 @@ from typing import Literal
 
 from megatrain.config.derivations import activation_of
 from megatrain.config.model import ModelConfig
+from megatrain.config.mup import attention_scale, matrix_init_std
 from megatrain.config.patterns import layers_with, window_of
 from megatrain.config.plan import Activation
 from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling
@@ -51,6 +52,8 @@ class AttentionSpec:
     """Share of the probabilities that training drops."""
     qk_norm: Literal["none", "head", "all_heads"] = "none"
     """Whether queries and keys are normed, and over which channels."""
+    does_qk_norm_decay: bool = False
+    """Whether weight decay applies to those norms."""
     has_qkv_bias: bool = False
     has_bias: bool = False
     """Of the projection back to the residual stream."""
@@ -97,23 +100,33 @@ class GptSpec:
     """For the layers that write into the residual stream."""
     embedding_init_std: float | None = None
     """For the embedding; None: as for other layers."""
+    head_init_std: float | None = None
+    """For an output layer of its own; None: as for other layers."""
     norm: NormSpec = field(default_factory=NormSpec)
     norm_position: Literal["pre", "post", "both"] = "pre"
     num_positions: int | None = None
     """Rows of the table of learned positions; None: there is none."""
     embedding_multiplier: float = 1.0
+    """Of the embedding's output; rounded to its dtype first, as Gemma does."""
+    width_multiplier: float = 1.0
+    """Another one, as it is (muP)."""
     hidden_dropout: float = 0.0
     """Share of what the branches and the embedding add to the residual stream that training drops."""
     is_residual_wide: bool = False
     """Whether the residual stream is fp32 whatever the weights are."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
     logit_softcap: float | None = None
     """Logits stay within this, by tanh."""
     z_loss_coeff: float = 0.0
     """Of the square of each token's log sum of exponentials, which is added to its loss."""
 
 
-def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
+def gpt_spec(model: ModelConfig, *, vocab_size: int, does_qk_norm_decay: bool = False) -> GptSpec:
     """The spec that a resolved configuration describes."""
+    scale, init_std = attention_scale(model)[0], matrix_init_std(model)[0]
+    embedding_std = model.embedding_init_method_std
+    embedding_std = model.init_method_std if embedding_std is None else embedding_std
     has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
     has_rotary = layers_with(model.no_rope_freq, model.num_layers, one_means=False)
     left = window_of(model.window_size)
@@ -127,11 +140,12 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
                 head_channels=model.kv_channels,
                 rotary=rotary if has_rotary[number] else None,
                 window=left if has_window[number] else None,
-                scale=model.softmax_scale,
+                scale=scale,
                 softcap=model.attn_logit_softcapping,
                 sink=_SINKS[model.softmax_type],
                 dropout=model.attention_dropout,
                 qk_norm=model.qk_layernorm_width if model.qk_layernorm else "none",
+                does_qk_norm_decay=does_qk_norm_decay,
                 has_qkv_bias=has_bias or model.add_qkv_bias,
                 has_bias=has_bias,
             ),
@@ -151,9 +165,10 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
         padded_vocab_size=model.padded_vocab_size,
         layers=layers,
         is_tied=not model.untie_embeddings_and_output_weights,
-        init_std=model.init_method_std,
-        output_init_std=model.init_method_std / math.sqrt(2 * model.num_layers),
-        embedding_init_std=model.embedding_init_method_std,
+        init_std=init_std,
+        output_init_std=init_std / math.sqrt(2 * model.num_layers),
+        embedding_init_std=embedding_std,
+        head_init_std=embedding_std if model.use_mup else None,
         norm=NormSpec(
             kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
         ),
@@ -162,8 +177,10 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int) -> GptSpec:
         if model.position_embedding_type == "learned_absolute"
         else None,
         embedding_multiplier=model.embedding_multiplier,
+        width_multiplier=model.mup_embedding_mult if model.use_mup else 1.0,
         hidden_dropout=model.hidden_dropout,
         is_residual_wide=model.fp32_residual_connection,
+        logit_scale=model.mup_output_mult if model.use_mup else 1.0,
         logit_softcap=model.final_logit_softcapping,
         z_loss_coeff=model.z_loss_coeff,
     )

@@ -10,8 +10,11 @@ stays at `peak` after the decay's end. A step that was skipped does not count.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from megatrain.config.rate_groups import ParamKind
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -81,10 +84,21 @@ class Rates:
     """The numbers of one step that schedules give."""
 
     lr: float
-    embedding_lr: float
-    """Of the embedding and the output layer."""
+    """As logs show it."""
     weight_decay: float
     """Of the parameters that decay."""
+    by_kind: Mapping[ParamKind, float] = field(default_factory=dict)
+    """Of kinds of parameters with a rate of their own."""
+    eps_shares: Mapping[ParamKind, float] = field(default_factory=dict)
+    """What Adam's eps is multiplied with, for kinds where this is not 1."""
+
+    def of(self, kind: ParamKind) -> float:
+        """Learning rate of a kind of parameters."""
+        return self.by_kind.get(kind, self.lr)
+
+    def eps_share_of(self, kind: ParamKind) -> float:
+        """What Adam's eps is multiplied with for a kind of parameters."""
+        return self.eps_shares.get(kind, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +106,19 @@ class Schedules:
     """All that moves over a run."""
 
     lr: LearningRate
-    embedding_lr: LearningRate
     weight_decay: WeightDecay
+    by_kind: Mapping[ParamKind, LearningRate] = field(default_factory=dict)
+    """Of kinds of parameters with a rate of their own."""
+    eps_shares: Mapping[ParamKind, float] = field(default_factory=dict)
+    """What Adam's eps is multiplied with, for kinds where this is not 1; it does not move."""
 
     def at(self, samples: int) -> Rates:
         """The rates of the step that starts after `samples` samples of steps that were made."""
         return Rates(
             lr=self.lr.at(samples),
-            embedding_lr=self.embedding_lr.at(samples),
             weight_decay=self.weight_decay.at(samples),
+            by_kind={kind: rate.at(samples) for kind, rate in self.by_kind.items()},
+            eps_shares=self.eps_shares,
         )
 
 

@@ -152,8 +152,9 @@ def _run(group: ParamGroup, part: slice, rates: Rates) -> Run:
     return Run(
         part.start,
         part.stop,
-        lr=rates.embedding_lr if group.is_embedding else rates.lr,
+        lr=rates.of(group.kind),
         weight_decay=rates.weight_decay if group.decays else 0.0,
+        eps_share=rates.eps_share_of(group.kind),
     )
 
 

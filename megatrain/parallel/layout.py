@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatrain.config.rate_groups import ParamKind
+
 Box = tuple[tuple[int, int], ...]
 """Start and stop of each dimension, in a canonical tensor's own coordinates."""
 
@@ -57,8 +59,8 @@ class ParamGroup:
 
     decays: bool
     """Whether weight decay applies."""
-    is_embedding: bool
-    """Whether the rate is that of the embedding and the output layer."""
+    kind: ParamKind
+    """What decides its learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +73,13 @@ class ParamLayout:
     init: Init
     decays: bool = True
     """Whether weight decay applies (Megatron-LM's rule: not to biases and to parameters of one dimension)."""
-    is_embedding: bool = False
-    """Whether this is the embedding of tokens or the output layer, which may have a learning rate of their own."""
+    kind: ParamKind = "matrix"
+    """What this is to the learning rate."""
 
     @property
     def group(self) -> ParamGroup:
         """What the optimizer treats alike."""
-        return ParamGroup(self.decays, self.is_embedding)
+        return ParamGroup(self.decays, self.kind)
 
     @property
     def numel(self) -> int:

@@ -32,6 +32,11 @@ MODELS = {
         f"--squared-relu --apply-layernorm-1p --disable-bias-linear {_ROPE} --rotary-percent 0.5 --rotary-interleaved "
         f"--rotary-seq-len-interpolation-factor 2 --softmax-type off-by-one --qk-layernorm {_NO_DROPOUT}"
     ),
+    # muP at four times the base width, with every kind of parameter that has a rate of its own.
+    "mup": (
+        "--max-position-embeddings 30 --hidden-dropout 0 --attention-dropout 0 --use-mup --mup-base-hidden-size 12 "
+        "--mup-base-head-dim 2 --mup-embedding-mult 3 --qk-layernorm --apply-wd-to-qk-layernorm --adam-eps 1e-4"
+    ),
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by name; sizes are the same for all."""

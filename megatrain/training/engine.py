@@ -202,7 +202,11 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     """The model that a plan describes, without memory."""
     config = plan.config
     return build_model(
-        gpt_spec(config.model, vocab_size=plan.derived.vocab_size),
+        gpt_spec(
+            config.model,
+            vocab_size=plan.derived.vocab_size,
+            does_qk_norm_decay=config.optimizer.apply_wd_to_qk_layernorm,
+        ),
         grid,
         seq_length=config.data.seq_length,
         sequence_parallel=config.parallel.sequence_parallel,
@@ -269,11 +273,14 @@ def schedules_of(plan: Plan) -> Schedules:
         wsd_style=values.lr_wsd_decay_style,
         wsd_samples=values.lr_wsd_decay_samples,
     )
-    peak = values.lr if values.decoupled_lr is None else values.decoupled_lr
-    floor = values.min_lr if values.decoupled_min_lr is None else values.decoupled_min_lr
+    of_kind = {kind: group for group in plan.derived.rate_groups.groups for kind in group.kinds}
     return Schedules(
         lr=rate,
-        embedding_lr=dataclasses.replace(rate, peak=peak, floor=floor),
+        by_kind={
+            kind: dataclasses.replace(rate, peak=group.lr, floor=group.min_lr)
+            for kind, group in of_kind.items()
+        },
+        eps_shares={kind: group.eps_share for kind, group in of_kind.items()},
         weight_decay=WeightDecay(
             style=values.weight_decay_incr_style,
             start=values.start_weight_decay,

@@ -376,6 +376,20 @@ CASES = {
          ("--qk-layernorm-width all_heads is not there for --normalization LayerNorm\n"
          "  fix: use --normalization RMSNorm")),
     ],
+    "width_settings_have_an_effect": [
+        ("--mup-embedding-mult 2", "", None,
+         "--mup-embedding-mult 2.0 has no effect without --use-mup\n  fix: add --use-mup"),
+        ("--mup-base-hidden-size 32", "", None, "--mup-base-hidden-size 32 has no effect without --use-mup"),
+        ("--use-mup --mup-base-head-dim 8 --softmax-scale 0.5", "", None,
+         "--mup-base-head-dim 8 has no effect with --softmax-scale 0.5\n  fix: give one of them"),
+    ],
+    "width_multiplier_is_that_of_the_sizes": [
+        ("--use-mup --mup-base-hidden-size 32 --mup-width-mult 4", "", None,
+         ("--mup-width-mult 4 is not --hidden-size 64 / --mup-base-hidden-size 32 (Megatron-LM ignores it silently)\n"
+         "  fix: leave it out, or use --mup-width-mult 2")),
+        ("--use-mup --mup-base-hidden-size none --mup-width-mult 1 --mup-output-mult 1", "", None,
+         "--mup-base-hidden-size none leaves --use-mup without a base"),
+    ],
     "recomputation_says_what": [
         ("--recompute-granularity full", "", None,
          ("--recompute-granularity full is given without --recompute-method and --recompute-num-layers\n"

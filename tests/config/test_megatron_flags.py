@@ -91,6 +91,7 @@ def test_settings_take_what_megatrons_take(megatron):
 DECIDED_LATER = {
     "--dataloader-type": "single", "--tiktoken-pattern": "v2", "--exit-signal": "SIGTERM",
     "--yarn-beta-fast": "32", "--yarn-beta-slow": "1", "--yarn-correction-range-round-to-int": "True",
+    "--mup-width-mult": "None", "--mup-output-mult": "None",  # 1, which it replaces by what follows from the sizes
 }  # fmt: skip
 
 

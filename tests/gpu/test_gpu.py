@@ -63,9 +63,7 @@ def test_training_in_fp64_is_the_cpus(model: str, recompute: str) -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [[on_device(batch, device) for batch in own_batches(step, Layout(), 0)] for step in range(3)]
-        reports[device] = [
-            engine.step(batches, Rates(lr=1e-2, embedding_lr=1e-2, weight_decay=0.01)) for batches in moved
-        ]
+        reports[device] = [engine.step(batches, Rates(lr=1e-2, weight_decay=0.01)) for batches in moved]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
         assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
         assert cuda.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-10)
@@ -82,7 +80,7 @@ def test_training_in_16_bits_stays_near_fp32(narrow: list[str]) -> None:
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
         batches = [on_device(b, "cuda") for b in own_batches(0, Layout(), 0)]
-        rates = Rates(lr=1e-3, embedding_lr=1e-3, weight_decay=0.01)
+        rates = Rates(lr=1e-3, weight_decay=0.01)
         reports = [engine.step(batches, rates) for _ in range(10)]
         assert all(report.is_finite for report in reports)
         losses.append([report.lm_loss for report in reports])

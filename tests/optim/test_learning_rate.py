@@ -86,7 +86,7 @@ def test_a_command_line_gives_megatrons_schedule(case: dict[str, Any]) -> None:
     for iterations, lr, wd in case["values"]:
         rates = schedules.at(iterations * case["arguments"]["global_batch_size"])
         assert rates.lr == exactly(lr)
-        assert rates.embedding_lr == exactly(lr)
+        assert rates.of("embedding") == exactly(lr)
         assert rates.weight_decay == exactly(wd)
 
 
@@ -154,4 +154,6 @@ def test_embedding_and_output_layer_may_have_a_rate_of_their_own() -> None:
     )
     schedules = schedules_of(plan)
     assert [schedules.at(n).lr for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]
-    assert [schedules.at(n).embedding_lr for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
+    assert [schedules.at(n).of("embedding") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
+    assert [schedules.at(n).of("output") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
+    assert [schedules.at(n).of("positions") for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]

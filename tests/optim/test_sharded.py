@@ -13,7 +13,7 @@ from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
 
 ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
-RATES = Rates(lr=0.01, embedding_lr=0.03, weight_decay=0.1)
+RATES = Rates(lr=0.01, weight_decay=0.1, by_kind={"embedding": 0.03})
 
 
 def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
@@ -22,7 +22,11 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
     for name, shape in (("a", (5, 3)), ("b", (7,)), ("e", (11, 3))):
         pieces = (Piece(name, shape, tuple((0, size) for size in shape)),)
         layout = ParamLayout(
-            shape=shape, pieces=pieces, init=Init(std=1.0), decays=len(shape) > 1, is_embedding=name == "e"
+            shape=shape,
+            pieces=pieces,
+            init=Init(std=1.0),
+            decays=len(shape) > 1,
+            kind="embedding" if name == "e" else "matrix",
         )
         module.add_weight(name, layout, dtype)
     grid = RankGrid.build(GridShape(), 0)

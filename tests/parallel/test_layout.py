@@ -52,7 +52,7 @@ def _layouts(tp: TensorParallel) -> list[ParamLayout]:
         columns_bias_layout([Columns("k bias", 4, tp.kv)], tp),
         rows_layout("proj", 6, 8, init, tp),
         stream_layout("norm", 6, Init(mean=1.0), tp),
-        vocab_layout("embedding", 11, 16, 6, init, tp, is_shared=False),
+        vocab_layout("embedding", 11, 16, 6, init, tp, is_shared=False, kind="embedding"),
     ]
 
 

@@ -27,12 +27,14 @@ def adamw_fused(
 ) -> None:
     """As `kernels.adamw.adamw_reference`."""
     size = update.main.numel()
-    runs = [(1 - run.lr * run.weight_decay, run.lr / corrections[0]) for run in update.runs]
+    runs = [
+        (1 - run.lr * run.weight_decay, run.lr / corrections[0], eps * run.eps_share) for run in update.runs
+    ]
     launch(
         _adamw, (cdiv(size, _BLOCK),),
         update.main, exp_avg, exp_avg_sq, update.grad, update.weight,
         update.grad_scale, update.is_finite.view(torch.uint8), size, *borders_and_numbers(update.runs, runs),
-        1 - betas[0], betas[1], 1 - betas[1], 1 / corrections[1], eps,
+        1 - betas[0], betas[1], 1 - betas[1], 1 / corrections[1],
         WRITES_WEIGHT=update.is_main_apart, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
@@ -40,14 +42,15 @@ def adamw_fused(
 @jit
 def _adamw(
     MAIN, MEAN, MEAN_SQ, GRAD, WEIGHT, GRAD_SCALE, IS_FINITE, size, border1, border2, border3,
-    keep0, keep1, keep2, keep3, rate0, rate1, rate2, rate3,
-    one_minus_beta1, beta2, one_minus_beta2, inverse_correction2, eps,
+    keep0, keep1, keep2, keep3, rate0, rate1, rate2, rate3, eps0, eps1, eps2, eps3,
+    one_minus_beta1, beta2, one_minus_beta2, inverse_correction2,
     WRITES_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     wanted = at < size * tl.load(IS_FINITE).to(tl.int64)
     keep = pick(at, border1, border2, border3, keep0, keep1, keep2, keep3)
     rate = pick(at, border1, border2, border3, rate0, rate1, rate2, rate3)
+    eps = pick(at, border1, border2, border3, eps0, eps1, eps2, eps3)
     grad = tl.load(GRAD + at, mask=wanted, other=0).to(tl.float32) * tl.load(GRAD_SCALE)
     mean = tl.load(MEAN + at, mask=wanted, other=0).to(tl.float32)
     mean_sq = tl.load(MEAN_SQ + at, mask=wanted, other=0).to(tl.float32)

@@ -1,6 +1,6 @@
 """The runs of a shard as arguments of a kernel: at most four, so that no table needs to travel to the GPU.
 
-run 0 | run 1 | run 2 | run 3        borders 1 to 3, and two numbers a run, of which each element picks its own
+run 0 | run 1 | run 2 | run 3        borders 1 to 3, and numbers for each run, of which each element picks its own
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from megatrain.kernels.flat import Run
 from megatrain.kernels.fused.launching import jit, tl
 
 _MOST_RUNS = 4
-"""Weights decay or do not, and are embeddings or are not."""
+"""A segment is an embedding, a layer or the head, with matrices, vectors that decay and vectors that do not."""
 
 
-def borders_and_numbers(runs: Sequence[Run], numbers: Sequence[tuple[float, float]]) -> tuple[Any, ...]:
-    """Where runs 1 to 3 begin, the first number of all four, the second of all; runs that are missing begin at the end."""
+def borders_and_numbers(runs: Sequence[Run], numbers: Sequence[tuple[float, ...]]) -> tuple[Any, ...]:
+    """Where runs 1 to 3 begin, the first number of all four, the second of all, and so on; missing runs begin at the end."""
     assert 1 <= len(runs) <= _MOST_RUNS, f"{len(runs)} runs in a shard"
     missing = _MOST_RUNS - len(runs)
     borders = [run.start for run in runs[1:]] + [runs[-1].stop] * missing
     filled = [*numbers, *[numbers[-1]] * missing]
-    return (*borders, *(first for first, _ in filled), *(second for _, second in filled))
+    return (*borders, *(number for of_all in zip(*filled, strict=True) for number in of_all))
 
 
 @jit
