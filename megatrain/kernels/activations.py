@@ -1,9 +1,10 @@
-"""Activations of the MLP and their slopes, alone and behind a gate, in any dtype on any device.
+"""Activations of the MLP and their gradients, alone and behind a gate.
 
     alone    curve(x)                                  [..., f]   -> [..., f]
     gated    curve(gate) * (up + offset)               [..., 2 f] -> [..., f]     x is gate, then up
 
-These are the references that fused kernels are measured against. Arithmetic runs in `wide(dtype)`.
+On GPUs one fused kernel does each; the references here do the same in any dtype on any device. Arithmetic runs in
+`wide(dtype)`.
 """
 
 from __future__ import annotations
@@ -14,64 +15,97 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatrain.kernels.elementwise import wide
+from megatrain.kernels.fused import activation as fused
+from megatrain.kernels.fused.launching import is_fused
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A function of one number, and its derivative."""
+    """A function of one number, and its derivative; fused kernels know it by its name."""
 
+    name: str
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
-    """How a gated activation treats its two halves."""
+class Activation:
+    """What stands between the two linear layers of an MLP."""
 
     curve: Curve
+    is_gated: bool = False
     clamp: float | None = None
     """Largest gate, and largest size of `up`."""
     offset: float = 0.0
     """Added to `up`."""
 
 
-def activate(x: Tensor, curve: Curve) -> Tensor:
-    """curve(x), elementwise."""
-    return curve.value(x.to(wide(x.dtype))).to(x.dtype)
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """[..., f], or [..., 2 f] behind a gate -> [..., f]."""
+    return fused.activate(x, activation) if is_fused(x) else activate_reference(x, activation)
 
 
-def activate_backward(dy: Tensor, x: Tensor, curve: Curve) -> Tensor:
-    """Gradient of `activate`."""
-    xw = x.to(wide(x.dtype))
-    return (dy.to(xw.dtype) * curve.slope(xw)).to(x.dtype)
+def activate_backward(
+    dy: Tensor, x: Tensor, activation: Activation, *, again: Tensor | None = None
+) -> Tensor:
+    """Gradient of `activate`, in the shape of x. What is clamped has none.
+
+    `again`, [..., f], gets the activation a second time, where it was not kept: the same pass forms it.
+    """
+    if is_fused(x):
+        return fused.activate_backward(dy, x, activation, again)
+    if again is not None:
+        again.copy_(activate_reference(x, activation))
+    return activate_backward_reference(dy, x, activation)
 
 
-def activate_gated(x: Tensor, gate: Gate) -> Tensor:
-    """curve(gate) * (up + offset), where x is [..., 2 f]: gate, then up. Returns [..., f]."""
-    a, b = _clamped(x, gate)
-    return (gate.curve.value(a) * (b + gate.offset)).to(x.dtype)
+def activate_reference(x: Tensor, activation: Activation) -> Tensor:
+    """The same, written out."""
+    if not activation.is_gated:
+        return activation.curve.value(x.to(wide(x.dtype))).to(x.dtype)
+    if _is_plain_swiglu(activation):
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    a, b = _clamped(x, activation)
+    return (activation.curve.value(a) * (b + activation.offset)).to(x.dtype)
 
 
-def activate_gated_backward(dy: Tensor, x: Tensor, gate: Gate) -> Tensor:
-    """Gradient of `activate_gated`, [..., 2 f]. What is clamped has none."""
-    a, b = _clamped(x, gate)
+def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    """The same, written out."""
+    curve, clamp = activation.curve, activation.clamp
+    if not activation.is_gated:
+        xw = x.to(wide(x.dtype))
+        return (dy.to(xw.dtype) * curve.slope(xw)).to(x.dtype)
+    a, b = _clamped(x, activation)
     dyw = dy.to(a.dtype)
-    da = dyw * (b + gate.offset) * gate.curve.slope(a)
-    db = dyw * gate.curve.value(a)
-    if gate.clamp is not None:
+    if _is_plain_swiglu(activation):  # what CPUs train most with, in torch's own kernels
+        dx = torch.empty_like(x, dtype=a.dtype)
+        dgate, dup = dx.chunk(2, dim=-1)
+        dgate.copy_(torch.ops.aten.silu_backward(dyw * b, a))
+        torch.mul(dyw, F.silu(a), out=dup)
+        return dx.to(x.dtype)
+    da = dyw * (b + activation.offset) * curve.slope(a)
+    db = dyw * curve.value(a)
+    if clamp is not None:
         x_gate, x_up = x.chunk(2, dim=-1)
-        da = da.masked_fill(x_gate > gate.clamp, 0)
-        db = db.masked_fill(x_up.abs() > gate.clamp, 0)
+        da = da.masked_fill(x_gate > clamp, 0)
+        db = db.masked_fill(x_up.abs() > clamp, 0)
     return torch.cat((da, db), dim=-1).to(x.dtype)
 
 
-def _clamped(x: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def _is_plain_swiglu(activation: Activation) -> bool:
+    """Source: Shazeer, arXiv:2002.05202."""
+    return activation.curve is SILU and activation.clamp is None and not activation.offset
+
+
+def _clamped(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     a, b = x.to(wide(x.dtype)).chunk(2, dim=-1)
-    if gate.clamp is None:
+    if activation.clamp is None:
         return a, b
-    return a.clamp(max=gate.clamp), b.clamp(-gate.clamp, gate.clamp)
+    return a.clamp(max=activation.clamp), b.clamp(-activation.clamp, activation.clamp)
 
 
 _SQRT_HALF = math.sqrt(0.5)
@@ -124,12 +158,12 @@ def _squared_relu_slope(x: Tensor) -> Tensor:
     return 2 * x.clamp(min=0)
 
 
-GELU = Curve(_gelu, _gelu_slope)
+GELU = Curve("gelu", _gelu, _gelu_slope)
 """x times the normal distribution function, by the error function."""
-GELU_TANH = Curve(_gelu_tanh, _gelu_tanh_slope)
+GELU_TANH = Curve("gelu_tanh", _gelu_tanh, _gelu_tanh_slope)
 """Its approximation by tanh. Source: Hendrycks and Gimpel, arXiv:1606.08415."""
-QUICK_GELU = Curve(_quick_gelu, _quick_gelu_slope)
+QUICK_GELU = Curve("quick_gelu", _quick_gelu, _quick_gelu_slope)
 """Its approximation by a logistic function; same source."""
-SILU = Curve(_silu, _silu_slope)
-SQUARED_RELU = Curve(_squared_relu, _squared_relu_slope)
+SILU = Curve("silu", _silu, _silu_slope)
+SQUARED_RELU = Curve("squared_relu", _squared_relu, _squared_relu_slope)
 """Source: So et al., arXiv:2109.08668."""

@@ -7,33 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Dtype for sums over many elements: fp32, or the operand's own where that is wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up, where x is [..., 2 f]: gate, then up. Returns [..., f].
-
-    Source: Shazeer, arXiv:2002.05202.
-    """
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def swiglu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Gradient of `swiglu`, [..., 2 f]."""
-    xw = x.to(wide(x.dtype))
-    gate, up = xw.chunk(2, dim=-1)
-    dyw = dy.to(gate.dtype)
-    dx = torch.empty_like(xw)
-    dgate, dup = dx.chunk(2, dim=-1)
-    dgate.copy_(torch.ops.aten.silu_backward(dyw * up, gate))
-    torch.mul(dyw, F.silu(gate), out=dup)
-    return dx.to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

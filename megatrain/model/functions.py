@@ -8,14 +8,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels import elementwise, norms
-from megatrain.kernels.activations import (
-    Curve,
-    Gate,
-    activate,
-    activate_backward,
-    activate_gated,
-    activate_gated_backward,
-)
 from megatrain.kernels.elementwise import wide
 from megatrain.kernels.rotary import rotate_neighbours
 from megatrain.parallel.collectives import all_reduce
@@ -35,24 +27,6 @@ def norm(
 def split_rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
     """RMSNorm over channels that are split over the ranks of a group: [..., c/tp], with this rank's part of the weight."""
     out: Tensor = _SplitRmsNorm.apply(x, holder.weight, holder.weight_grads.get("weight"), eps, offset, group)
-    return out
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """`kernels.elementwise.swiglu`; keeps x."""
-    out: Tensor = _Swiglu.apply(x)
-    return out
-
-
-def activation(x: Tensor, curve: Curve) -> Tensor:
-    """`kernels.activations.activate`; keeps x."""
-    out: Tensor = _Activation.apply(x, curve)
-    return out
-
-
-def gated_activation(x: Tensor, gate: Gate) -> Tensor:
-    """`kernels.activations.activate_gated`; keeps x."""
-    out: Tensor = _GatedActivation.apply(x, gate)
     return out
 
 
@@ -147,44 +121,6 @@ class _SplitRmsNorm(Function):
         along = all_reduce((dnormed * normed).sum(-1, keepdim=True), ctx.group)
         dx = rstd * (dnormed - normed * (along / (x.shape[-1] * ctx.group.size)))
         return dx.to(x.dtype), None, None, None, None, None
-
-
-class _Swiglu(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return elementwise.swiglu(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return elementwise.swiglu_backward(grads[0], x)
-
-
-class _Activation(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, curve: Curve) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.curve = curve
-        return activate(x, curve)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return activate_backward(grads[0], x, ctx.curve), None
-
-
-class _GatedActivation(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Gate) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.gate = gate
-        return activate_gated(x, gate)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return activate_gated_backward(grads[0], x, ctx.gate), None
 
 
 class _Rotate(Function):

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.activations import Activation, activate, activate_backward
+from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
@@ -99,6 +101,22 @@ def row_linear(
 ) -> Tensor:
     """y = x W^T with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `leave`'s shape."""
     out: Tensor = leave(_Linear.apply(x, weight, weight_grad, info), tp)
+    return out
+
+
+def activated_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_grad: Tensor | None,
+    activation: Activation,
+    tp: TensorParallel,
+    info: PassInfo,
+) -> Tensor:
+    """`row_linear` of the activation of x, [s, b, f/tp] or behind a gate [s, b, 2 f/tp].
+
+    Where the activation is one fused kernel, its result is not kept: the backward pass forms it again on its way.
+    """
+    out: Tensor = leave(_ActivatedLinear.apply(x, weight, weight_grad, activation, info), tp)
     return out
 
 
@@ -200,6 +218,31 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         _form_weight_gradient(ctx.weight_grad, grads[0], x, ctx.info)
         return grads[0] @ weight, None, None, None
+
+
+class _ActivatedLinear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_grad: Tensor | None,
+        activation: Activation,
+        info: PassInfo,
+    ) -> Tensor:
+        y = activate(x, activation)
+        ctx.save_for_backward(x, weight, None if is_fused(x) else y)
+        ctx.weight_grad, ctx.activation, ctx.info = weight_grad, activation, info
+        return y @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, weight, y = ctx.saved_tensors
+        dy = grads[0] @ weight
+        again = torch.empty_like(dy) if y is None else None
+        dx = activate_backward(dy, x, ctx.activation, again=again)
+        _form_weight_gradient(ctx.weight_grad, grads[0], y if again is None else again, ctx.info)
+        return dx, None, None, None, None
 
 
 def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:

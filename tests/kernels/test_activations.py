@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from megatrain.kernels import activations as a
-from megatrain.kernels.activations import Gate
+from megatrain.kernels.activations import Activation
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -27,8 +27,7 @@ def test_a_curve_and_its_slope_are_torchs(name: str) -> None:
     x, dy = _random(4, 3, 10).requires_grad_(), _random(4, 3, 10)
     expected = plain(x)
     expected.backward(dy)
-    torch.testing.assert_close(a.activate(x.detach(), curve), expected.detach(), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(a.activate_backward(dy, x.detach(), curve), x.grad, rtol=1e-12, atol=1e-14)
+    check(x, dy, Activation(curve=curve), expected)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -43,14 +42,21 @@ def test_a_gated_activation_and_its_gradient_are_autograds(
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     expected = plain(gate) * (up + offset)
     expected.backward(dy)
-    spec = Gate(curve=curve, clamp=clamp, offset=offset)
-    torch.testing.assert_close(a.activate_gated(x.detach(), spec), expected.detach(), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(
-        a.activate_gated_backward(dy, x.detach(), spec), x.grad, rtol=1e-12, atol=1e-14
+    check(x, dy, Activation(curve=curve, is_gated=True, clamp=clamp, offset=offset), expected)
+
+
+def check(x: torch.Tensor, dy: torch.Tensor, activation: Activation, expected: torch.Tensor) -> None:
+    again = torch.empty_like(dy)
+    found, gradient = (
+        a.activate(x.detach(), activation),
+        a.activate_backward(dy, x.detach(), activation, again=again),
     )
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-14)
+    assert torch.equal(again, found)
 
 
 def test_narrow_input_is_computed_in_fp32() -> None:
     x = _random(64, 8).bfloat16()
     expected = F.gelu(x.float(), approximate="tanh").bfloat16()
-    assert torch.equal(a.activate(x, a.GELU_TANH), expected)
+    assert torch.equal(a.activate(x, Activation(curve=a.GELU_TANH)), expected)

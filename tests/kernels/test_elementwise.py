@@ -1,7 +1,6 @@
 """Hand-written backward passes against autograd, in fp64."""
 
 import torch
-from torch.nn import functional as F
 
 from megatrain.kernels import elementwise, rotary
 from megatrain.kernels.wgrad import accumulate_weight_gradient
@@ -9,14 +8,6 @@ from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 def _random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def test_swiglu_and_its_gradient_are_autograds() -> None:
-    x, dy = _random(4, 2, 12).requires_grad_(), _random(4, 2, 6)
-    expected = F.silu(x[..., :6]) * x[..., 6:]
-    expected.backward(dy)
-    torch.testing.assert_close(elementwise.swiglu(x.detach()), expected.detach())
-    torch.testing.assert_close(elementwise.swiglu_backward(dy, x.detach()), x.grad)
 
 
 def test_rotation_keeps_lengths_and_turns_by_relative_position() -> None:

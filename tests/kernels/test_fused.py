@@ -13,7 +13,9 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from megatrain.kernels import norms  # noqa: E402
+from megatrain.kernels import activations, norms  # noqa: E402
+from megatrain.kernels.activations import Activation  # noqa: E402
+from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
 from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
@@ -73,3 +75,30 @@ def test_a_norm_of_a_wide_residual_stream_is_narrow() -> None:
     assert (total.dtype, y.dtype) == (torch.float32, torch.float16)
     near(total, expected.total, torch.float32)
     near(y, expected.y, torch.float16)
+
+
+CURVES = [
+    activations.SILU, activations.QUICK_GELU, activations.GELU, activations.GELU_TANH, activations.SQUARED_RELU,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+@pytest.mark.parametrize(
+    ("is_gated", "clamp", "offset"), [(False, None, 0.0), (True, None, 0.0), (True, 1.5, 1.0)]
+)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 33), (3, 2500)])
+def test_activation(
+    dtype: torch.dtype, curve: activations.Curve, is_gated: bool, clamp: float | None, offset: float,
+    rows: int, columns: int,
+) -> None:  # fmt: skip
+    activation = Activation(curve=curve, is_gated=is_gated, clamp=clamp, offset=offset)
+    x = 2 * drawn(rows, 1, columns * (1 + is_gated), dtype=dtype)
+    dy = drawn(rows, 1, columns, dtype=dtype, seed=1)
+    again = torch.empty_like(dy)
+    y = fused_activation.activate(x, activation)
+    near(y, activations.activate_reference(x, activation), dtype)
+    dx = fused_activation.activate_backward(dy, x, activation, again)
+    near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
+    assert torch.equal(again, y)
+    assert torch.equal(fused_activation.activate_backward(dy, x, activation, None), dx)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.kernels.activations import GELU_TANH, QUICK_GELU, Gate
+from megatrain.kernels.activations import QUICK_GELU, Activation
 from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions
 from megatrain.model.implementations.local import LocalDropout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.tensor import TensorParallel, activated_row_linear
 
 ALONE = RankGroup("tp", (0,), 0)
 
@@ -55,14 +55,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, own: x * functions.as_leaf(own.weight, own.weight_grads["weight"]),
         lambda x, weight, bias: x * weight + 0 * bias,
     ),
-    "activation": (
-        lambda x, own: functions.activation(x, GELU_TANH),
-        lambda x, weight, bias: F.gelu(x, approximate="tanh") + 0 * weight + 0 * bias,
-    ),
-    "gated_activation": (
-        lambda x, own: functions.gated_activation(torch.cat((x, x), -1), Gate(curve=QUICK_GELU, clamp=0.5, offset=1)),
-        lambda x, weight, bias: x.clamp(max=0.5) * torch.sigmoid(1.702 * x.clamp(max=0.5)) * (x.clamp(-0.5, 0.5) + 1) + 0 * weight + 0 * bias,
-    ),
 }  # fmt: skip
 
 
@@ -80,6 +72,23 @@ def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> Non
     torch.testing.assert_close(ours.grad, theirs[0].grad, rtol=1e-11, atol=1e-12)
     for weight, their in zip(("weight", "bias"), theirs[1:], strict=True):
         torch.testing.assert_close(own.weight_grads[weight] - 1, their.grad, rtol=1e-11, atol=1e-12)
+
+
+def test_a_linear_layer_behind_an_activation_is_that_of_plain_torch() -> None:
+    activation = Activation(curve=QUICK_GELU, is_gated=True, clamp=0.5, offset=1)
+    x, weight, upstream = _random(5, 3, 32), _random(7, 16), _random(5, 3, 7)
+    theirs = [one.clone().requires_grad_() for one in (x, weight)]
+    gate, up = theirs[0].chunk(2, -1)
+    gate = gate.clamp(max=0.5)
+    expected = F.linear(gate * torch.sigmoid(1.702 * gate) * (up.clamp(-0.5, 0.5) + 1), theirs[1])
+    expected.backward(upstream)
+    ours, grad = x.clone().requires_grad_(), torch.ones_like(weight)
+    tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
+    found = activated_row_linear(ours, weight, grad, activation, tp, PassInfo())
+    found.backward(upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(ours.grad, theirs[0].grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(grad - 1, theirs[1].grad, rtol=1e-11, atol=1e-12)
 
 
 def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.kernels import activations
-from megatrain.kernels.activations import Curve, Gate
+from megatrain.kernels.activations import Activation, Curve
 from megatrain.kernels.dropout import keep_mask
 from megatrain.kernels.normal import stream_key
 from megatrain.model import functions
@@ -18,7 +18,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
-from megatrain.parallel.tensor import TensorParallel, column_linear, row_linear
+from megatrain.parallel.tensor import TensorParallel, activated_row_linear, column_linear, row_linear
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,9 @@ class LocalLeaves:
         return LocalRowLinear(self, linear)
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
-        if spec.activation == "swiglu" and spec.clamp is None and not spec.offset:
-            return LocalSwigluRowLinear(self, linear)
-        if spec.is_gated:
-            gate = Gate(curve=_CURVES[spec.activation], clamp=spec.clamp, offset=spec.offset)
-            return LocalGatedRowLinear(self, linear, gate)
-        return LocalActivationRowLinear(self, linear, _CURVES[spec.activation])
+        curve = _CURVES[spec.activation]
+        activation = Activation(curve=curve, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
+        return LocalActivationRowLinear(self, linear, activation)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         if spec.softcap is None and spec.sink == "none" and not spec.dropout:
@@ -148,37 +145,25 @@ class LocalRowLinear(LaidOutModule):
             self.add_weight("bias", linear.bias, leaves.dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        out = row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        out = self.product(x, info)
         return functions.add_bias(out, self) if self.has_bias else out
 
-
-class LocalSwigluRowLinear(LocalRowLinear):
-    """The same behind a gated activation: [s, b, 2 f/tp] -> [s/tp, b, h]."""
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return super().forward(functions.swiglu(x), info)
-
-
-class LocalGatedRowLinear(LocalRowLinear):
-    """The same with any curve, clamp and offset."""
-
-    def __init__(self, leaves: LocalLeaves, linear: Weights, gate: Gate) -> None:
-        super().__init__(leaves, linear)
-        self.gate = gate
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return super().forward(functions.gated_activation(x, self.gate), info)
+    def product(self, x: Tensor, info: PassInfo) -> Tensor:
+        """The linear layer but for its bias."""
+        return row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info)
 
 
 class LocalActivationRowLinear(LocalRowLinear):
-    """Behind an activation without a gate: [s, b, f/tp] -> [s/tp, b, h]."""
+    """The same behind an activation: [s, b, f/tp], gated [s, b, 2 f/tp] -> [s/tp, b, h]."""
 
-    def __init__(self, leaves: LocalLeaves, linear: Weights, curve: Curve) -> None:
+    def __init__(self, leaves: LocalLeaves, linear: Weights, activation: Activation) -> None:
         super().__init__(leaves, linear)
-        self.curve = curve
+        self.activation = activation
 
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return super().forward(functions.activation(x, self.curve), info)
+    def product(self, x: Tensor, info: PassInfo) -> Tensor:
+        return activated_row_linear(
+            x, self.weight, self.weight_grads.get("weight"), self.activation, self.tp, info
+        )
 
 
 class LocalDropout(nn.Module):

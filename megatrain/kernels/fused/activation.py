@@ -1,0 +1,137 @@
+"""`kernels.activations` in one pass each way; the backward pass forms the activation again on its way, if asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
+
+if TYPE_CHECKING:
+    from megatrain.kernels.activations import Activation
+
+_BLOCK = 2048
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """As `kernels.activations.activate`."""
+    x = x.contiguous()
+    columns = x.shape[-1] // (2 if activation.is_gated else 1)
+    y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    grid, block = _grid(y, columns)
+    launch(
+        _forward,
+        grid,
+        x,
+        y,
+        columns,
+        activation.offset,
+        activation.clamp or 0.0,
+        **_kind(activation),
+        BLOCK=block,
+    )
+    return y
+
+
+def activate_backward(dy: Tensor, x: Tensor, activation: Activation, again: Tensor | None) -> Tensor:
+    """As `kernels.activations.activate_backward`."""
+    x, dy = x.contiguous(), dy.contiguous()
+    columns = dy.shape[-1]
+    dx = torch.empty_like(x)
+    grid, block = _grid(dy, columns)
+    launch(
+        _backward, grid, dy, x, dx, dx if again is None else again, columns, activation.offset, activation.clamp or 0.0,
+        **_kind(activation), HAS_AGAIN=again is not None, BLOCK=block,
+    )  # fmt: skip
+    return dx
+
+
+def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
+    block = min(_BLOCK, power_of_two(columns))
+    return (y.numel() // max(columns, 1), cdiv(columns, block)), block
+
+
+def _kind(activation: Activation) -> dict[str, object]:
+    return {
+        "CURVE": activation.curve.name,
+        "IS_GATED": activation.is_gated,
+        "HAS_CLAMP": activation.is_gated and activation.clamp is not None,
+    }
+
+
+@jit
+def _tanh(x):
+    return 2 / (1 + tl.exp(-2 * x)) - 1
+
+
+@jit
+def _value_and_slope(x, CURVE: tl.constexpr):
+    if CURVE == "silu":
+        sigmoid = 1 / (1 + tl.exp(-x))
+        return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+    if CURVE == "quick_gelu":
+        steepness = 1.702
+        sigmoid = 1 / (1 + tl.exp(-steepness * x))
+        return x * sigmoid, sigmoid * (1 + steepness * x * (1 - sigmoid))
+    if CURVE == "gelu":
+        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        return x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    if CURVE == "gelu_tanh":
+        tanh = _tanh(0.7978845608028654 * x * (1 + 0.044715 * x * x))
+        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
+        return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+    tl.static_assert(CURVE == "squared_relu", "a curve that this kernel does not know")
+    positive = tl.maximum(x, 0.0)
+    return positive * positive, 2 * positive
+
+
+@jit
+def _forward(
+    X, Y, columns, offset, clamp,
+    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    start = row * columns * (2 if IS_GATED else 1) + column
+    x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
+    if HAS_CLAMP:
+        x = tl.minimum(x, clamp)
+    y, _ = _value_and_slope(x, CURVE)
+    if IS_GATED:
+        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
+        if HAS_CLAMP:
+            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+        y *= up + offset
+    tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    DY, X, DX, Y, columns, offset, clamp,
+    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    start = row * columns * (2 if IS_GATED else 1) + column
+    x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
+    dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
+    y, slope = _value_and_slope(tl.minimum(x, clamp) if HAS_CLAMP else x, CURVE)
+    if IS_GATED:
+        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
+        kept = tl.minimum(tl.maximum(up, -clamp), clamp) if HAS_CLAMP else up
+        dup = dy * y
+        dx = dy * (kept + offset) * slope
+        if HAS_CLAMP:
+            dup = tl.where(tl.abs(up) > clamp, 0.0, dup)
+            dx = tl.where(x > clamp, 0.0, dx)
+        tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
+        y *= kept + offset
+    else:
+        dx = dy * slope
+    tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
+    if HAS_AGAIN:
+        tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
