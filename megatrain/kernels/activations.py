@@ -42,10 +42,15 @@ class Activation:
     offset: float = 0.0
     """Added to `up`."""
 
+    @property
+    def numbers(self) -> tuple[str, bool, float | None, float]:
+        """As fused kernels take it."""
+        return self.curve.name, self.is_gated, self.clamp, self.offset
+
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """[..., f], or [..., 2 f] behind a gate -> [..., f]."""
-    return fused.activate(x, activation) if is_fused(x) else activate_reference(x, activation)
+    return fused.activate(x, *activation.numbers) if is_fused(x) else activate_reference(x, activation)
 
 
 def activate_backward(
@@ -56,7 +61,7 @@ def activate_backward(
     `again`, [..., f], gets the activation a second time, where it was not kept: the same pass forms it.
     """
     if is_fused(x):
-        return fused.activate_backward(dy, x, activation, again)
+        return fused.activate_backward(dy, x, again, *activation.numbers)
     if again is not None:
         again.copy_(activate_reference(x, activation))
     return activate_backward_reference(dy, x, activation)

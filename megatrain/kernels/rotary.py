@@ -1,4 +1,4 @@
-"""Rotary position embeddings: wavelengths, their stretching for longer sequences, tables, and the two pairings.
+"""Rotary position embeddings: wavelengths, their stretching for longer sequences, and tables.
 
     base, channels ──> inverse wavelengths ──> stretched (linear, Llama 3, YaRN) ──> cos and sin of each position
 
@@ -82,13 +82,6 @@ def tables(
     positions = torch.arange(length, dtype=torch.float64, device=device) / spec.interpolation
     angles = torch.outer(positions, frequencies)[:, None, None, :]
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-
-
-def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `elementwise.rotate`, where channel 2 i pairs with channel 2 i + 1."""
-    xw = x.to(cos.dtype)
-    a, b = xw[..., 0::2], xw[..., 1::2]
-    return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def _llama(frequencies: Tensor, scaling: LlamaScaling) -> Tensor:

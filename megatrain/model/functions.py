@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import elementwise, norms
+from megatrain.kernels import norms, turning
 from megatrain.kernels.elementwise import wide
-from megatrain.kernels.rotary import rotate_neighbours
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
@@ -30,16 +30,18 @@ def split_rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float, 
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`kernels.elementwise.rotate`; keeps nothing but the tables."""
-    out: Tensor = _Rotate.apply(x, cos, sin)
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """`kernels.turning.turn`; keeps nothing but the tables."""
+    out: Tensor = _Turn.apply(x, cos, sin, is_interleaved)
     return out
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`kernels.rotary.rotate_neighbours`; keeps nothing but the tables."""
-    out: Tensor = _RotatePairs.apply(x, cos, sin)
-    return out
+def turn_heads(
+    qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.turning.turn_heads`; keeps nothing but the tables. Nothing may read `qkv` afterwards."""
+    q, k, v = _TurnHeads.apply(qkv, sizes, cos, sin, is_interleaved)
+    return q, k, v
 
 
 def add_bias(x: Tensor, holder: LaidOutModule) -> Tensor:
@@ -123,28 +125,34 @@ class _SplitRmsNorm(Function):
         return dx.to(x.dtype), None, None, None, None, None
 
 
-class _Rotate(Function):
+class _Turn(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return elementwise.rotate(x, cos, sin)
+        ctx.is_interleaved = is_interleaved
+        return turning.turn(x, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return elementwise.rotate(grads[0], cos, -sin), None, None
+        dx = turning.turn(grads[0], cos, sin, is_interleaved=ctx.is_interleaved, is_back=True)
+        return dx, None, None, None
 
 
-class _RotatePairs(Function):
+class _TurnHeads(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, is_interleaved: bool
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        return rotate_neighbours(x, cos, sin)
+        ctx.is_interleaved = is_interleaved
+        return turning.turn_heads(qkv.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return rotate_neighbours(grads[0], cos, -sin), None, None
+        dqkv = turning.turn_heads_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
+        return dqkv, None, None, None, None
 
 
 class _AddBias(Function):

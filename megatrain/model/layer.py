@@ -10,13 +10,13 @@ The end of a branch is a norm, dropout, both or nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megatrain.kernels.rotary import RotarySpec, tables
-from megatrain.model.functions import rotate, rotate_pairs
+from megatrain.model import functions
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layouts import (
     Columns,
@@ -56,18 +56,16 @@ class Rotation(nn.Module):
     ) -> None:
         super().__init__()
         self.tables = tables(spec, head_channels, length, dtype=dtype, device=device)
-        self.turn: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-            rotate_pairs if spec.is_interleaved else rotate
-        )
-        turned = spec.turned_channels(head_channels)
-        self.parts = [turned, head_channels - turned]
+        self.is_interleaved = spec.is_interleaved
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a part gets it)
         cos, sin = (table[: x.shape[0]] for table in self.tables)
-        if not self.parts[1]:
-            return self.turn(x, cos, sin)
-        turned, passed = x.split(self.parts, dim=-1)
-        return torch.cat((self.turn(turned, cos, sin), passed), dim=-1)
+        return functions.turn(x, cos, sin, is_interleaved=self.is_interleaved)
+
+    def heads(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys turned, and values, of [s, b, n + 2 g, d], which nothing may read afterwards."""
+        cos, sin = (table[: qkv.shape[0]] for table in self.tables)
+        return functions.turn_heads(qkv, sizes, cos, sin, is_interleaved=self.is_interleaved)
 
 
 class Attention(nn.Module):
@@ -95,10 +93,13 @@ class Attention(nn.Module):
                 columns_bias_layout(_qkv(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
             ),
         )
-        turn: list[Pointwise] = [] if rotation is None else [rotation]
-        q, k, _ = _qkv(spec, prefix, "norm", tp)
-        self.queries = Chain([*_head_norms(spec, f"{prefix}.q_norm", q, gpt.norm, leaves, tp), *turn])
-        self.keys = Chain([*_head_norms(spec, f"{prefix}.k_norm", k, gpt.norm, leaves, tp), *turn])
+        norms = [
+            _head_norms(spec, f"{prefix}.{x}_norm", columns, gpt.norm, leaves, tp)
+            for x, columns in zip("qk", _qkv(spec, prefix, "norm", tp)[:2], strict=True)
+        ]
+        self.rotation = None if any(norms) else rotation
+        turn: list[Pointwise] = [] if rotation is None or self.rotation is not None else [rotation]
+        self.queries, self.keys = (Chain([*norm, *turn]) for norm in norms)
         sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
         core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
         assert isinstance(core, nn.Module)
@@ -117,9 +118,15 @@ class Attention(nn.Module):
         self, hidden: Tensor, info: PassInfo
     ) -> tuple[Tensor, Tensor]:  # [s/tp, b, h] -> (residual, delta)
         residual, qkv = self.qkv(hidden, None, info)
-        q, k, v = qkv.unflatten(-1, (-1, self.spec.head_channels)).split(self.sizes, dim=2)
-        q, k = self.queries(q, info), self.keys(k, info)
+        q, k, v = self._heads(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
         return residual, self.end(self.proj(self.core(q, k, v, info), info), info)
+
+    def _heads(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of [s, b, n + 2 g, d]."""
+        if self.rotation is not None:
+            return self.rotation.heads(qkv, self.sizes)
+        q, k, v = qkv.split(self.sizes, dim=2)
+        return self.queries(q, info), self.keys(k, info), v
 
 
 class Mlp(nn.Module):

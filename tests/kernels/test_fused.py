@@ -1,6 +1,6 @@
 """Fused kernels against their references, over shapes, dtypes and odd sizes.
 
-On a GPU they are compiled; elsewhere Triton's interpreter runs them (TRITON_INTERPRET=1), where Triton is there at all.
+On a GPU they are compiled; elsewhere Triton's interpreter runs them, where it is installed: `TRITON_INTERPRET=1 pytest ...`.
 """
 
 import os
@@ -9,14 +9,15 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from megatrain.kernels import activations, norms  # noqa: E402
+from megatrain.kernels import activations, norms, rotary, turning  # noqa: E402
 from megatrain.kernels.activations import Activation  # noqa: E402
 from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
 from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
+from megatrain.kernels.fused import rotary as fused_rotary  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -96,9 +97,36 @@ def test_activation(
     x = 2 * drawn(rows, 1, columns * (1 + is_gated), dtype=dtype)
     dy = drawn(rows, 1, columns, dtype=dtype, seed=1)
     again = torch.empty_like(dy)
-    y = fused_activation.activate(x, activation)
+    y = fused_activation.activate(x, *activation.numbers)
     near(y, activations.activate_reference(x, activation), dtype)
-    dx = fused_activation.activate_backward(dy, x, activation, again)
+    dx = fused_activation.activate_backward(dy, x, again, *activation.numbers)
     near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
     assert torch.equal(again, y)
-    assert torch.equal(fused_activation.activate_backward(dy, x, activation, None), dx)
+    assert torch.equal(fused_activation.activate_backward(dy, x, None, *activation.numbers), dx)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "d", "share"), [((4, 2, 2), 8, 1.0), ((40, 1, 1), 64, 1.0), ((3, 3, 3), 24, 0.5)]
+)
+def test_rotary(
+    dtype: torch.dtype, is_interleaved: bool, heads: tuple[int, ...], d: int, share: float
+) -> None:
+    s, b = 5, 2
+    spec = rotary.RotarySpec(base=10000.0, share=share)
+    cos, sin = rotary.tables(spec, d, s, dtype=torch.float32, device=torch.device(DEVICE))
+    kind = {"is_interleaved": is_interleaved}
+    qkv = drawn(s, b, sum(heads), d, dtype=dtype)
+    for is_back in (False, True):
+        found = fused_rotary.turn(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back)
+        near(found, turning.turn_reference(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back), dtype)
+    gradients = [drawn(s, b, n, d, dtype=dtype, seed=seed) for seed, n in enumerate(heads)]
+    gradients[1] = gradients[1].transpose(0, 1).contiguous().transpose(0, 1)
+    near(
+        fused_rotary.turn_heads_backward(gradients, cos, sin, **kind),
+        turning.turn_heads_backward_reference(gradients, cos, sin, **kind), dtype,
+    )  # fmt: skip
+    expected = turning.turn_heads_reference(qkv, heads, cos, sin, **kind)
+    for one, other in zip(fused_rotary.turn_heads(qkv, heads, cos, sin, **kind), expected, strict=True):
+        near(one, other, dtype)

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from megatrain.kernels import elementwise
-from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling, rotate_neighbours, tables
+from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling, tables
 
 CPU = torch.device("cpu")
 
@@ -59,20 +58,3 @@ def test_yarn_keeps_fast_channels_stretches_slow_ones_and_concentrates() -> None
     torch.testing.assert_close(scaled[turns > 40], plain[turns > 40])
     torch.testing.assert_close(scaled[turns < 0.8], plain[turns < 0.8] / 16)
     assert ((scaled / plain).diff() <= 1e-12).all()
-
-
-def test_neighbours_turn_as_halves_do_once_permuted() -> None:
-    cos, sin = tables(RotarySpec(base=100.0), 8, 6, dtype=torch.float64, device=CPU)
-    x = torch.randn(6, 2, 3, 8, dtype=torch.float64)
-    halves = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
-    turned = elementwise.rotate(halves, cos, sin)
-    expected = torch.stack(turned.chunk(2, -1), -1).flatten(-2)
-    torch.testing.assert_close(rotate_neighbours(x, cos, sin), expected)
-
-
-def test_the_turn_back_is_the_gradient_of_the_turn() -> None:
-    cos, sin = tables(RotarySpec(base=100.0), 8, 6, dtype=torch.float64, device=CPU)
-    x, dy = (torch.randn(6, 2, 3, 8, dtype=torch.float64) for _ in range(2))
-    x.requires_grad_()
-    rotate_neighbours(x, cos, sin).backward(dy)
-    torch.testing.assert_close(rotate_neighbours(dy, cos, -sin), x.grad)

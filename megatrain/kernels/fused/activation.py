@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
-if TYPE_CHECKING:
-    from megatrain.kernels.activations import Activation
-
 _BLOCK = 2048
 
 
-def activate(x: Tensor, activation: Activation) -> Tensor:
-    """As `kernels.activations.activate`."""
+def activate(x: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float) -> Tensor:
+    """As `kernels.activations.activate`, with the curve by its name."""
     x = x.contiguous()
-    columns = x.shape[-1] // (2 if activation.is_gated else 1)
+    columns = x.shape[-1] // (2 if is_gated else 1)
     y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     grid, block = _grid(y, columns)
     launch(
@@ -27,23 +22,31 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
         x,
         y,
         columns,
-        activation.offset,
-        activation.clamp or 0.0,
-        **_kind(activation),
+        offset,
+        clamp or 0.0,
+        **_kind(curve, is_gated, clamp),
         BLOCK=block,
     )
     return y
 
 
-def activate_backward(dy: Tensor, x: Tensor, activation: Activation, again: Tensor | None) -> Tensor:
+def activate_backward(
+    dy: Tensor,
+    x: Tensor,
+    again: Tensor | None,
+    curve: str,
+    is_gated: bool,
+    clamp: float | None,
+    offset: float,
+) -> Tensor:
     """As `kernels.activations.activate_backward`."""
     x, dy = x.contiguous(), dy.contiguous()
     columns = dy.shape[-1]
     dx = torch.empty_like(x)
     grid, block = _grid(dy, columns)
     launch(
-        _backward, grid, dy, x, dx, dx if again is None else again, columns, activation.offset, activation.clamp or 0.0,
-        **_kind(activation), HAS_AGAIN=again is not None, BLOCK=block,
+        _backward, grid, dy, x, dx, dx if again is None else again, columns, offset, clamp or 0.0,
+        **_kind(curve, is_gated, clamp), HAS_AGAIN=again is not None, BLOCK=block,
     )  # fmt: skip
     return dx
 
@@ -53,12 +56,8 @@ def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
     return (y.numel() // max(columns, 1), cdiv(columns, block)), block
 
 
-def _kind(activation: Activation) -> dict[str, object]:
-    return {
-        "CURVE": activation.curve.name,
-        "IS_GATED": activation.is_gated,
-        "HAS_CLAMP": activation.is_gated and activation.clamp is not None,
-    }
+def _kind(curve: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
+    return {"CURVE": curve, "IS_GATED": is_gated, "HAS_CLAMP": is_gated and clamp is not None}
 
 
 @jit
