@@ -11,6 +11,7 @@ from typing import Final
 
 from megatrain.config.data_rules import DATA_RULES
 from megatrain.config.errors import Problem
+from megatrain.config.features import features_are_proven
 from megatrain.config.log_rules import LOG_RULES
 from megatrain.config.model_rules import MODEL_RULES
 from megatrain.config.plan import Draft
@@ -199,5 +200,6 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     missing_checkpoint_has_one_answer,
     *LOG_RULES,
     *UNSUPPORTED_RULES,
+    features_are_proven,
     *RESUME_RULES,
 )

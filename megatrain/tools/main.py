@@ -61,6 +61,7 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
         metavar="WORD",
         help="only layouts with all of these words, such as `tp2 sp` (default: all)",
     )
+    parity.add_argument("--quick", action="store_true", help="at most 60 layouts, in at most 3 minutes")
     parity.add_argument(
         "--self-test", action="store_true", help="plant known faults instead, which must be found"
     )

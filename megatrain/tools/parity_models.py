@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_GQA = "--group-query-attention --num-query-groups 12"
+_GQA = "--group-query-attention --num-query-groups 24"
 _NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 _ROPE = "--position-embedding-type rope"
 
@@ -26,7 +26,7 @@ MODELS = {
     "gpt-oss": (
         f"{_GQA} --normalization RMSNorm --quick-geglu --activation-func-clamp-value 1 --glu-linear-offset 1 {_NO_DROPOUT} "
         "--softmax-type learnable --window-size 6,0 --window-attn-skip-freq [1,0]*2 --position-embedding-type yarn "
-        "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8"
+        "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 --no-yarn-correction-range-round-to-int"
     ),
     "nemotron": (
         f"--squared-relu --apply-layernorm-1p --disable-bias-linear {_ROPE} --rotary-percent 0.5 --rotary-interleaved "
@@ -40,11 +40,3 @@ MODELS = {
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by name; sizes are the same for all."""
-
-RECOMPUTE = {
-    "": "",
-    "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
-    "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-    "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
-}
-"""What is computed twice, by name."""

@@ -426,6 +426,7 @@ ELSEWHERE = {
     "tokenizer_is_the_stored_one",
     "schedules_are_the_stored_ones",
     "checkpoint_holds_the_optimizer",
+    "features_are_proven",
 }
 
 

@@ -1,38 +1,24 @@
 """What data parallelism does beside the computation changes no bit of the result."""
 
-import dataclasses
-
 import numpy as np
 import pytest
-import torch
 
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
-from megatrain.tools import parity
+from megatrain.tools.parity_measure import NUM_STEPS, engine_of, own_batches, tiny_plan
+from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import Engine, schedules_of
-from megatrain.training.launch import grid_shape
+from megatrain.training.engine import schedules_of
 
 BF16 = ("--bf16", "--params-dtype", "bfloat16")
-NO_OVERLAP = ("--no-overlap-grad-reduce", "--no-overlap-param-gather")
-
-
-def made(rank: int, world_size: int, layout: parity.Layout, flags: tuple[str, ...]) -> Engine:
-    plan = parity.tiny_plan(layout, world_size, *flags)
-    grid = RankGrid.build(grid_shape(plan), rank, make_group)
-    engine = Engine(plan, grid, torch.device("cpu"))
-    engine.initialize()
-    return engine
 
 
 def trained(
-    rank: int, world_size: int, layout: parity.Layout, flags: tuple[str, ...]
+    rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]
 ) -> tuple[list[tuple[float, float]], list[np.ndarray]]:
     """Loss and norm of three steps, the sums behind one more evaluation, and this rank's state."""
-    engine = made(rank, world_size, layout, flags)
+    engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
     found = []
-    for step in range(parity.NUM_STEPS):
-        batches = list(parity.own_batches(step, layout, engine.grid.dp.rank))
+    for step in range(NUM_STEPS):
+        batches = list(own_batches(step, layout, engine.grid.dp.rank))
         report = engine.step(
             batches, schedules_of(engine.plan).at(0), first_sample=step * layout.global_batch
         )
@@ -45,18 +31,16 @@ def trained(
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        (parity.Layout(dp=3, is_tied=True, global_batch=12), ()),
-        (parity.Layout(dp=4), BF16),
-        (parity.Layout(dp=2, is_zero1=False), BF16),
-        (parity.Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True), BF16),
+        (Layout.of("dp3 zero1 overlap tied batch12"), ()),
+        (Layout.of("dp4 zero1 overlap"), BF16),
+        (Layout.of("dp2 overlap"), BF16),
+        (Layout.of("tp2 sp dp2 pp2 zero1 overlap tied"), BF16),
     ],
-    ids=lambda value: value.name if isinstance(value, parity.Layout) else "-".join(value),
+    ids=lambda value: value.name if isinstance(value, Layout) else "-".join(value),
 )
-def test_overlap_changes_no_bit(pool: WorkerPool, layout: parity.Layout, flags: tuple[str, ...]) -> None:
+def test_overlap_changes_no_bit(pool: WorkerPool, layout: Layout, flags: tuple[str, ...]) -> None:
     with_overlap = pool.run(layout.world_size, trained, layout, flags)
-    without = pool.run(
-        layout.world_size, trained, dataclasses.replace(layout, has_overlap=False), (*flags, *NO_OVERLAP)
-    )
+    without = pool.run(layout.world_size, trained, layout.but("nooverlap"), flags)
     for (numbers, state), (expected_numbers, expected_state) in zip(with_overlap, without, strict=True):
         assert numbers == expected_numbers
         assert all(np.array_equal(a, b) for a, b in zip(state, expected_state, strict=True))

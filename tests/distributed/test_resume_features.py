@@ -13,12 +13,10 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.reader import hash_tensors
 from megatrain.optim.loss_scale import DynamicLossScale
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
-from megatrain.tools import parity
+from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import Engine, schedules_of
-from megatrain.training.launch import grid_shape
+from megatrain.training.engine import schedules_of
 
 RAMP = (
     "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "
@@ -187,20 +185,16 @@ def test_a_pretrained_start_is_for_the_first_job_alone(
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_all_ranks_skip_what_one_finds_not_finite(pool: WorkerPool, value: float) -> None:
-    layout = parity.Layout(tp=2, dp=2, pp=2, sp=True, is_tied=True)
+    layout = Layout.of("tp2 sp dp2 zero1 pp2 tied")
     answers = pool.run(8, step_with_a_fault, layout, value)
     assert answers == [answers[0]] * 8
     assert answers[0] == [(False, True), (True, False)]
 
 
-def step_with_a_fault(
-    rank: int, world_size: int, layout: parity.Layout, value: float
-) -> list[tuple[bool, bool]]:
+def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) -> list[tuple[bool, bool]]:
     """Whether each of two steps was finite, and left the weights alone; rank 5 spoils a gradient of the first."""
-    plan = parity.tiny_plan(layout, world_size)
-    grid = RankGrid.build(grid_shape(plan), rank, make_group)
-    engine = Engine(plan, grid, torch.device("cpu"))
-    engine.initialize()
+    plan = tiny_plan(layout, world_size)
+    engine = engine_of(plan, rank)
     engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)
     accumulate, found = engine.accumulate_gradients, []
     for step in range(2):
@@ -215,7 +209,7 @@ def step_with_a_fault(
             return loss
 
         engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
-        report = engine.step(list(parity.own_batches(step, layout, grid.dp.rank)), schedules_of(plan).at(0))
+        report = engine.step(list(own_batches(step, layout, engine.grid.dp.rank)), schedules_of(plan).at(0))
         assert engine.loss_scaler.scale == 512.0
         engine.data_parallel.wait_for_weights()
         found.append((report.is_finite, torch.equal(before, torch.cat(engine.buffers.weights))))

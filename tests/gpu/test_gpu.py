@@ -13,8 +13,9 @@ from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weigh
 from megatrain.optim.schedule import Rates
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity import Layout, own_batches, tiny_plan
+from megatrain.tools.parity_measure import own_batches, tiny_plan
 from megatrain.tools.parity_models import MODELS
+from megatrain.tools.parity_rows import Layout
 from megatrain.training.engine import Engine
 
 SMALL = (
@@ -55,14 +56,16 @@ def test_weight_gradients_accumulate_in_fp32(shape: tuple[int, int, int]) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("recompute", ["", "uniform"])
+@pytest.mark.parametrize("recompute", ["keepall", "uniform"])
 def test_training_in_fp64_is_the_cpus(model: str, recompute: str) -> None:
     reports = {}
     for device in ("cpu", "cuda"):
-        plan = tiny_plan(Layout(is_tied=model != "llama", model=model, recompute=recompute), 1)
+        plan = tiny_plan(Layout.of(f"{'untied' if model == 'llama' else 'tied'} {model} {recompute}"), 1)
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
-        moved = [[on_device(batch, device) for batch in own_batches(step, Layout(), 0)] for step in range(3)]
+        moved = [
+            [on_device(batch, device) for batch in own_batches(step, Layout.of(""), 0)] for step in range(3)
+        ]
         reports[device] = [engine.step(batches, Rates(lr=1e-2, weight_decay=0.01)) for batches in moved]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
         assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
@@ -79,7 +82,7 @@ def test_training_in_16_bits_stays_near_fp32(narrow: list[str]) -> None:
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
-        batches = [on_device(b, "cuda") for b in own_batches(0, Layout(), 0)]
+        batches = [on_device(b, "cuda") for b in own_batches(0, Layout.of(""), 0)]
         rates = Rates(lr=1e-3, weight_decay=0.01)
         reports = [engine.step(batches, rates) for _ in range(10)]
         assert all(report.is_finite for report in reports)

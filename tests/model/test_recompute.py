@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity import Layout, own_batches, tiny_plan
-from megatrain.tools.parity_models import RECOMPUTE
-from megatrain.training.engine import Engine
+from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity_rows import OPTIONS, Layout
 
 
 def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
     """The gradients, and how many bytes the forward passes keep (recomputed parts keep theirs elsewhere)."""
-    layout = Layout(model=model, recompute=recompute, global_batch=4)
-    engine = Engine(tiny_plan(layout, 1), RankGrid.build(GridShape(), 0), torch.device("cpu"))
-    engine.initialize()
+    layout = Layout.of(f"{recompute} {model}")
+    engine = engine_of(tiny_plan(layout, 1), 0)
     kept = 0
 
     def count(x: torch.Tensor) -> torch.Tensor:
@@ -30,8 +27,8 @@ def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_gradients_are_the_same_bits_and_less_is_kept(model: str) -> None:
-    expected, all_of_it = run("", model)
-    found = {name: run(name, model) for name in RECOMPUTE if name}
+    expected, all_of_it = run("keepall", model)
+    found = {name: run(name, model) for name in OPTIONS["recomputation"]}
     for name in ("block", "selective"):
         assert torch.equal(found[name][0], expected), name
     chunked = found["uniform"][0]  # chunks are segments, whose parameters lie elsewhere

@@ -24,8 +24,9 @@ from megatrain.model import functions
 from megatrain.parallel import tensor, vocab
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity import Layout, own_batches, tiny_plan
-from megatrain.tools.parity_models import MODELS, RECOMPUTE
+from megatrain.tools.parity_measure import own_batches, tiny_plan
+from megatrain.tools.parity_models import MODELS
+from megatrain.tools.parity_rows import OPTIONS, Layout
 from megatrain.training.dry_run import examine
 from megatrain.training.dry_run_report import DryRun
 from megatrain.training.dry_run_text import as_text
@@ -110,10 +111,10 @@ def test_ranks_are_shown_in_the_order_that_is_asked_for() -> None:
     assert "ranks of the stages  0: 0 1 4 5, 1: 2 3 6 7" in shown
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", OPTIONS["recomputation"])
 @pytest.mark.parametrize("model", sorted(MODELS))
 def test_formulas_tell_what_forward_passes_keep(model: str, recompute: str) -> None:
-    layout = Layout(model=model, recompute=recompute, global_batch=4)
+    layout = Layout.of(f"{recompute} {model}")
     plan = tiny_plan(layout, 1)
     engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
@@ -132,7 +133,7 @@ def test_formulas_hold_for_a_part_of_each_layer(
         for name, stand_in in STAND_INS.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
-    layout = Layout(model=model, tp=2, sp=sequence_parallel, global_batch=4)
+    layout = Layout.of(f"tp2 {'sp' if sequence_parallel else ''} {model}")
     plan = tiny_plan(layout, 2)
     engine = Engine(plan, RankGrid.build(GridShape(tp=2), 0), torch.device("cpu"))
     told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept

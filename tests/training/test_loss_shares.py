@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools import parity
-from megatrain.training.engine import Engine
+from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity_rows import Layout
 
 
-def gradients_of(layout: parity.Layout, batches: list[Batch]) -> tuple[float, torch.Tensor]:
-    grid = RankGrid.build(GridShape(), 0)
-    engine = Engine(parity.tiny_plan(layout, 1), grid, torch.device("cpu"))
-    engine.initialize()
+def gradients_of(layout: Layout, batches: list[Batch]) -> tuple[float, torch.Tensor]:
+    engine = engine_of(tiny_plan(layout, 1), 0)
     loss = engine.accumulate_gradients(batches)["lm_loss"].item()
     return loss, torch.cat(engine.buffers.gradients) / engine.loss_scaler.scale
 
@@ -23,20 +20,20 @@ def joined(batches: list[Batch]) -> list[Batch]:
     return [Batch(**{name: torch.cat([getattr(one, name) for one in batches]) for name in fields})]
 
 
-@pytest.mark.parametrize("loss_scale", [None, 1000.0])
-def test_by_tokens_micro_batches_make_no_difference(loss_scale: float | None) -> None:
-    layout = parity.Layout(is_per_token=True, loss_scale=loss_scale)
-    batches = list(parity.own_batches(0, layout, 0))
+@pytest.mark.parametrize("scale", ["noscale", "scale"])
+def test_by_tokens_micro_batches_make_no_difference(scale: str) -> None:
+    layout = Layout.of(f"tokens {scale}")
+    batches = list(own_batches(0, layout, 0))
     loss, found = gradients_of(layout, batches)
     # A single micro-batch is its own mean, whichever rule is followed.
-    whole, expected = gradients_of(parity.Layout(), joined(batches))
+    whole, expected = gradients_of(Layout.of(""), joined(batches))
     assert loss == pytest.approx(whole, rel=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_by_micro_batches_each_has_the_same_weight() -> None:
-    layout = parity.Layout()
-    batches = list(parity.own_batches(0, layout, 0))
+    layout = Layout.of("")
+    batches = list(own_batches(0, layout, 0))
     loss, found = gradients_of(layout, batches)
     singles = [gradients_of(layout, [batch]) for batch in batches]
     torch.testing.assert_close(
@@ -50,8 +47,8 @@ def test_by_micro_batches_each_has_the_same_weight() -> None:
 
 
 def test_a_batch_without_tokens_has_no_gradient() -> None:
-    layout = parity.Layout(is_per_token=True)
-    (batch,) = joined(list(parity.own_batches(0, layout, 0)))
+    layout = Layout.of("tokens")
+    (batch,) = joined(list(own_batches(0, layout, 0)))
     batch.loss_mask.zero_()
     loss, found = gradients_of(layout, [batch])
     assert loss == 0.0

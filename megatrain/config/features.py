@@ -1,0 +1,349 @@
+"""The features that `megatrain parity` proves against one another, and the pairs of them that are refused.
+
+    OPTIONS ──> the rows of `megatrain parity`: every pair of values in one row at least (tools/parity_rows.py)
+       └──────> a rule of `resolve`: a run uses features of this table, and no pair that REFUSED names
+
+So what is proven and what is allowed are one table. It holds features, never sizes: tensor parallelism is proven for
+sizes of 2, 3, 4 and 8, and allowed for any.
+
+A new value of an option is one line here: a `Feature`, with the flags that ask for it and how it is recognised in a
+configuration that is filled in. A new option is an `Option` with two features or more; the first one is what a row has
+that does not say otherwise. A new model is a line in tools/parity_models.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft, Plan
+from megatrain.config.tree import flag_of
+
+Decided = Draft | Plan
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One value of an option."""
+
+    name: str
+    flags: str
+    """How a user asks for it; none: by giving nothing."""
+    is_used: Callable[[Decided], bool]
+    needs: str | None = None
+    """The feature without which it has no effect, so that no row proves it."""
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """What parity tries it with: a word for the row, and its flags. Left out: its name and `flags`."""
+
+    def words(self) -> Mapping[str, str]:
+        """The words that stand for it in parity's rows, and the flags of each."""
+        return self.rows or {self.name: self.flags}
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is one way or another in each run: one of its features, or several."""
+
+    name: str
+    settings: tuple[str, ...]
+    """Paths that decide it."""
+    features: tuple[Feature, ...]
+    is_layout: bool = False
+    """Whether it says how work is done, not what is computed: parity's one process does without it."""
+
+    def words(self) -> dict[str, str]:
+        """The words of all features, and the flags of each. The first is what holds where nothing is said."""
+        return {word: flags for feature in self.features for word, flags in feature.words().items()}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Two features that do not go together (yet)."""
+
+    pair: tuple[str, str]
+    why: str
+    fix: str
+
+
+def _sizes(flag: str, word: str, *sizes: int) -> dict[str, str]:
+    return {f"{word}{size}": f"{flag} {size}".strip() if flag else "" for size in sizes}
+
+
+def _tp(plan: Decided) -> int:
+    return plan.config.parallel.tensor_model_parallel_size
+
+
+def _overlaps(plan: Decided) -> tuple[bool, bool]:
+    return plan.config.parallel.overlap_grad_reduce, plan.config.parallel.overlap_param_gather
+
+
+def _recomputes(plan: Decided) -> bool:
+    training = plan.config.training
+    return training.recompute_granularity is not None or training.recompute_activations
+
+
+def _separates(plan: Decided) -> bool:
+    return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
+
+
+_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+
+OPTIONS: Final[tuple[Option, ...]] = (
+    Option(
+        "tensor parallelism",
+        ("parallel.tensor_model_parallel_size",),
+        (
+            Feature("tp1", "", lambda p: _tp(p) == 1),
+            Feature(
+                "tp",
+                _TP,
+                lambda p: _tp(p) > 1,
+                rows=_sizes(_TP, "tp", 2, 3, 4, 8),
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "copies of keys and values",
+        ("model.num_query_groups",),
+        (
+            Feature("nocopies", "", lambda p: p.config.model.num_query_groups >= _tp(p)),
+            Feature(
+                "copies",
+                "less --num-query-groups than tensor ranks",
+                lambda p: p.config.model.num_query_groups < _tp(p),
+                needs="tp",
+                rows=_sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4),
+            ),
+        ),
+    ),
+    Option(
+        "sequence parallelism",
+        ("parallel.sequence_parallel",),
+        (
+            Feature("nosp", "", lambda p: not p.config.parallel.sequence_parallel),
+            Feature("sp", "--sequence-parallel", lambda p: p.config.parallel.sequence_parallel, needs="tp"),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "data parallelism",
+        ("derived.data_parallel_size",),
+        (
+            Feature("dp1", "", lambda p: p.derived.data_parallel_size == 1),
+            Feature(
+                "dp",
+                "more ranks than hold the model",
+                lambda p: p.derived.data_parallel_size > 1,
+                rows=_sizes("", "dp", 2, 3, 4, 8),
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "pipeline parallelism",
+        ("parallel.pipeline_model_parallel_size",),
+        (
+            Feature("pp1", "", lambda p: p.config.parallel.pipeline_model_parallel_size == 1),
+            Feature(
+                "pp",
+                _PP,
+                lambda p: p.config.parallel.pipeline_model_parallel_size > 1,
+                rows=_sizes(_PP, "pp", 2, 4),
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "numbering of ranks",
+        ("parallel.use_tp_pp_dp_mapping",),
+        (
+            Feature("dpfirst", "", lambda p: not p.config.parallel.use_tp_pp_dp_mapping),
+            Feature(
+                "ppfirst",
+                "--use-tp-pp-dp-mapping",
+                lambda p: p.config.parallel.use_tp_pp_dp_mapping,
+                needs="pp",
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "sharding over replicas",
+        ("parallel.use_distributed_optimizer",),
+        (
+            Feature(
+                "zero0",
+                "--no-use-distributed-optimizer",
+                lambda p: not p.config.parallel.use_distributed_optimizer,
+            ),
+            Feature(
+                "zero1",
+                "--use-distributed-optimizer",
+                lambda p: p.config.parallel.use_distributed_optimizer,
+                needs="dp",
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "overlap",
+        ("parallel.overlap_grad_reduce", "parallel.overlap_param_gather"),
+        (
+            Feature(
+                "nooverlap",
+                "--no-overlap-grad-reduce --no-overlap-param-gather",
+                lambda p: _overlaps(p) == (False, False),
+            ),
+            Feature(
+                "overlap",
+                "--overlap-grad-reduce --overlap-param-gather",
+                lambda p: _overlaps(p) == (True, True),
+                needs="dp",
+            ),
+            Feature(
+                "overlapgrads",
+                "--overlap-grad-reduce --no-overlap-param-gather",
+                lambda p: _overlaps(p) == (True, False),
+                needs="dp",
+            ),
+            Feature(
+                "overlapweights",
+                "--no-overlap-grad-reduce --overlap-param-gather",
+                lambda p: _overlaps(p) == (False, True),
+                needs="dp",
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "recomputation",
+        (
+            "training.recompute_granularity",
+            "training.recompute_activations",
+            "training.recompute_method",
+            "training.recompute_num_layers",
+            "training.recompute_modules",
+        ),
+        (
+            Feature("keepall", "", lambda p: not _recomputes(p)),
+            Feature(
+                "uniform",
+                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
+                lambda p: p.config.training.recompute_method == "uniform",
+            ),
+            Feature(
+                "block",
+                "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+                lambda p: p.config.training.recompute_method == "block",
+            ),
+            Feature(
+                "selective",
+                "--recompute-granularity selective --recompute-modules core_attn mlp",
+                lambda p: _recomputes(p) and p.config.training.recompute_granularity != "full",
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "embeddings",
+        ("model.untie_embeddings_and_output_weights",),
+        (
+            Feature(
+                "untied",
+                "--untie-embeddings-and-output-weights",
+                lambda p: p.config.model.untie_embeddings_and_output_weights,
+            ),
+            Feature("tied", "", lambda p: not p.config.model.untie_embeddings_and_output_weights),
+        ),
+    ),
+    Option(
+        "documents",
+        ("data.reset_attention_mask", "data.reset_position_ids"),
+        (
+            Feature("whole", "", lambda p: not _separates(p)),
+            Feature("documents", "--reset-attention-mask --reset-position-ids", _separates),
+        ),
+    ),
+    Option(
+        "loss",
+        ("training.calculate_per_token_loss",),
+        (
+            Feature("means", "", lambda p: not p.config.training.calculate_per_token_loss),
+            Feature(
+                "tokens",
+                "--calculate-per-token-loss",
+                lambda p: p.config.training.calculate_per_token_loss,
+            ),
+        ),
+    ),
+    Option(
+        "z-loss",
+        ("model.z_loss_coeff",),
+        (
+            Feature("nozloss", "", lambda p: p.config.model.z_loss_coeff == 0),
+            Feature("zloss", "--z-loss-coeff 0.01", lambda p: p.config.model.z_loss_coeff > 0),
+        ),
+    ),
+    Option(
+        "loss scale",
+        ("precision.loss_scale",),
+        (
+            Feature("noscale", "", lambda p: p.config.precision.loss_scale is None),
+            Feature("scale", "--loss-scale 30000", lambda p: p.config.precision.loss_scale is not None),
+        ),
+    ),
+    Option(
+        "optimizer",
+        ("optimizer.optimizer",),
+        (
+            Feature("adam", "--optimizer adam", lambda p: p.config.optimizer.optimizer == "adam"),
+            Feature("sgd", "--optimizer sgd", lambda p: p.config.optimizer.optimizer == "sgd"),
+        ),
+    ),
+    Option(
+        "learning rate",
+        ("optimizer.decoupled_lr",),
+        (
+            Feature("onerate", "", lambda p: p.config.optimizer.decoupled_lr is None),
+            Feature("tworates", "--decoupled-lr 3e-3", lambda p: p.config.optimizer.decoupled_lr is not None),
+        ),
+    ),
+    Option(
+        "clipping",
+        ("optimizer.clip_grad",),
+        (
+            Feature("clip", "--clip-grad 0.5", lambda p: p.config.optimizer.clip_grad > 0),
+            Feature("noclip", "--clip-grad 0", lambda p: p.config.optimizer.clip_grad == 0),
+        ),
+    ),
+)
+
+REFUSED: Final[tuple[Refused, ...]] = ()
+"""Pairs whose other values go together. A row of parity never has one, and `resolve` says why not."""
+
+
+def features_of(plan: Decided, options: Sequence[Option] = OPTIONS) -> dict[str, Feature]:
+    """The features that a plan uses, by name; those without effect are left out."""
+    used = {
+        feature.name: feature for option in options for feature in option.features if feature.is_used(plan)
+    }
+    return {name: feature for name, feature in used.items() if feature.needs is None or feature.needs in used}
+
+
+def features_are_proven(
+    draft: Draft, options: Sequence[Option] = OPTIONS, refused: Sequence[Refused] = REFUSED
+) -> Iterator[Problem]:
+    """A rule: each option is used in a way that is in the table, and no two features are that do not go together."""
+    for option in options:
+        if not any(feature.is_used(draft) for feature in option.features):
+            values = " ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in option.settings)
+            known = " or ".join(feature.flags for feature in option.features if feature.flags)
+            yield Problem(f"{values} is not proven by `megatrain parity`", f"use {known}")
+    used = features_of(draft, options)
+    for one in refused:
+        first, second = (used.get(name) for name in one.pair)
+        if first is not None and second is not None:
+            yield Problem(f"{first.flags} and {second.flags} do not go together: {one.why}", one.fix)

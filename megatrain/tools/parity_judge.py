@@ -1,0 +1,93 @@
+"""How far what the ranks of a layout found is from what one process found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.parallel.layout import Box
+from megatrain.tools.parity_measure import Measured, Part
+
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a layout is from one process: relative to the largest value of each tensor."""
+
+    loss: float
+    norm: float
+    gradient: float
+    gradient_name: str
+    weight: float
+    weight_name: str
+
+    @property
+    def is_good(self) -> bool:
+        return max(self.loss, self.norm, self.gradient, self.weight) <= TOLERANCE
+
+
+def judge(reference: Measured, answers: Sequence[Measured]) -> Verdict:
+    """Compare what the ranks found with what one process found. Every element must be held by some rank."""
+    idle = _without_gradient(reference.gradients)
+    gradient, gradient_name = _furthest(reference.gradients, [p for a in answers for p in a.gradients], idle)
+    weight, weight_name = _furthest(reference.weights, [p for a in answers for p in a.weights], idle)
+    return Verdict(
+        loss=_relative([a.losses for a in answers], reference.losses),
+        norm=_relative([a.norms for a in answers], reference.norms),
+        gradient=gradient,
+        gradient_name=gradient_name,
+        weight=weight,
+        weight_name=weight_name,
+    )
+
+
+def _without_gradient(reference: Sequence[Part]) -> set[str]:
+    """Tensors whose gradient is 0 but for rounding, such as biases of keys, which a softmax does not see.
+
+    They are measured against the largest value of all tensors: their own values are nothing but noise.
+    """
+    largest: dict[str, float] = {}
+    for part in reference:
+        largest[part.name] = max(largest.get(part.name, 0.0), float(np.max(np.abs(part.values), initial=0.0)))
+    return {name for name, value in largest.items() if value <= 1e-12 * max(largest.values())}
+
+
+def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: set[str]) -> tuple[float, str]:
+    whole: dict[str, npt.NDArray[np.float64]] = {}
+    for part in reference:
+        shape = tuple(
+            max(p.box[d][1] for p in reference if p.name == part.name) for d in range(len(part.box))
+        )
+        whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values
+    is_seen = {name: np.zeros(values.shape, dtype=bool) for name, values in whole.items()}
+    largest = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in whole.items()}
+    largest.update(dict.fromkeys(idle, max(largest.values())))
+    worst, worst_name = 0.0, "-"
+    for part in parts:
+        expected = whole[part.name][_slices(part.box)]
+        is_seen[part.name][_slices(part.box)] = True
+        error = float(np.max(np.abs(part.values - expected)) / max(largest[part.name], 1e-300))
+        if not error <= worst:
+            worst, worst_name = _finite(error), part.name
+    missing = [name for name, seen in is_seen.items() if not seen.all()]
+    return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _relative(found: Any, expected: Any) -> float:
+    error = np.max(np.abs(np.asarray(found) - np.asarray(expected)) / np.abs(np.asarray(expected)))
+    return _finite(float(error))
+
+
+def _finite(error: float) -> float:
+    """NaN is as far as can be."""
+    return float("inf") if math.isnan(error) else error

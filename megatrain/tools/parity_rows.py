@@ -1,0 +1,183 @@
+"""The rows of `megatrain parity`: layouts of the tiny model, made from the table of features.
+
+    config/features.py  ─┐
+    parity_models.py    ─┼─> OPTIONS: words and their flags ──> covering.py ──> rows in which every pair of words meets
+    batch sizes         ─┘
+
+A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
+first word. To add a word, see config/features.py. What is not a row: more than eight ranks, a batch that does not
+divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
+keys and values are to be copied, a feature without the one that it needs, a pair that the table refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatrain.config.features import OPTIONS as FEATURE_OPTIONS
+from megatrain.config.features import REFUSED, Option
+from megatrain.tools.covering import Partial, covering_rows, possible_pairs
+from megatrain.tools.parity_models import MODELS
+
+MAX_RANKS = 8
+MICRO_BATCH = 2
+MAX_PASSES = 4
+QUICK_ROWS = 60
+
+_BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
+
+OPTIONS: dict[str, dict[str, str]] = {
+    **{option.name: option.words() for option in FEATURE_OPTIONS},
+    "labels": {"labelled": "", "ignored": ""},
+    "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
+    "model": MODELS,
+    "batch": _BATCHES,
+}
+"""Words by option, and the flags of each. `ignored`: some labels say that their tokens do not count, and others are no
+ids where the mask is 0. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
+
+_WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
+_NAMES = tuple(OPTIONS)
+_SIZED = (
+    "tensor parallelism",
+    "data parallelism",
+    "pipeline parallelism",
+    "copies of keys and values",
+    "batch",
+)
+_IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
+_FEATURE_OF = {
+    word: feature for option in FEATURE_OPTIONS for feature in option.features for word in feature.words()
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the table: a word of each option, in their order."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Layout:
+        """The layout that a text such as `tp2 sp gpt2` names."""
+        return cls(tuple(next(iter(words)) for words in OPTIONS.values())).but(text)
+
+    def but(self, text: str) -> Layout:
+        """The same with other words."""
+        words = list(self.words)
+        for word in text.split():
+            words[_WORDS[word]] = word
+        return Layout(tuple(words))
+
+    def has(self, word: str) -> bool:
+        return word in self.words
+
+    def size(self, option: str) -> int:
+        """The number at the end of an option's word, such as 2 of `tp2`."""
+        return _number(self.words[_NAMES.index(option)])
+
+    @property
+    def tp(self) -> int:
+        return self.size("tensor parallelism")
+
+    @property
+    def dp(self) -> int:
+        return self.size("data parallelism")
+
+    @property
+    def pp(self) -> int:
+        return self.size("pipeline parallelism")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp * self.pp
+
+    @property
+    def global_batch(self) -> int:
+        return self.size("batch")
+
+    @property
+    def name(self) -> str:
+        """The words that differ from the first ones of their options."""
+        plain = Layout.of("").words
+        return (
+            " ".join(word for word, usual in zip(self.words, plain, strict=True) if word != usual)
+            or "one process"
+        )
+
+    @property
+    def alone(self) -> Layout:
+        """The same mathematics in one process: what it is compared with."""
+        plain = Layout.of("").words
+        return Layout(
+            tuple(
+                usual if option in _IS_LAYOUT else word
+                for option, word, usual in zip(OPTIONS, self.words, plain, strict=True)
+            )
+        )
+
+    def flags(self) -> list[str]:
+        """Of `pretrain.py`; the model's come first, so that an option may change a part of it."""
+        texts = [OPTIONS[option][word] for option, word in zip(OPTIONS, self.words, strict=True)]
+        model = texts.pop(_NAMES.index("model"))
+        return " ".join([model, *texts]).split()
+
+
+def is_row(words: Partial, options: Sequence[Option] = FEATURE_OPTIONS) -> bool:
+    """Whether this is a row, or can become one by words for the options that are open (None)."""
+    known = dict(zip(_NAMES, words, strict=True))
+    if not _sizes_fit({name: _number(word) for name in _SIZED if (word := known[name]) is not None}):
+        return False
+    used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
+    for feature in used.values():
+        if (
+            feature.needs is not None
+            and feature.needs not in used
+            and _is_decided(feature.needs, known, options)
+        ):
+            return False
+    return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED)
+
+
+def _sizes_fit(sizes: Mapping[str, int]) -> bool:
+    """Whether the sizes that are known go together."""
+    tp, dp, pp = (sizes.get(name, 1) for name in _SIZED[:3])
+    if tp * dp * pp > MAX_RANKS:
+        return False
+    if "batch" in sizes and "data parallelism" in sizes:
+        passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
+        if left_over or passes > MAX_PASSES:
+            return False
+    groups = sizes.get("copies of keys and values", 0)
+    return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
+
+
+def _is_decided(feature: str, known: dict[str, str | None], options: Sequence[Option]) -> bool:
+    """Whether the option that a feature belongs to has its word already."""
+    return any(
+        known[option.name] is not None and feature in (one.name for one in option.features)
+        for option in options
+    )
+
+
+@functools.cache
+def pairwise_rows() -> tuple[Layout, ...]:
+    """Rows in which every pair of words that can meet does, those with the most new pairs first."""
+    return tuple(Layout(row) for row in covering_rows(_values(), is_row))
+
+
+@functools.cache
+def all_pairs() -> frozenset[tuple[int, str, int, str]]:
+    """The pairs that can meet in a row."""
+    return frozenset(possible_pairs(_values(), is_row))
+
+
+def _values() -> list[tuple[str, ...]]:
+    return [tuple(words) for words in OPTIONS.values()]
+
+
+def _number(word: str) -> int:
+    """The number at the end of a word; 0 if there is none."""
+    return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)

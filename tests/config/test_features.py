@@ -1,0 +1,72 @@
+"""What `megatrain parity` has not proven is refused by name; settings that parity does not vary are known ones."""
+
+import dataclasses
+
+import pytest
+
+from megatrain.config.features import OPTIONS, Refused, features_are_proven, features_of
+from megatrain.config.tree import settings
+
+APART = {
+    "parallel.distributed_backend": "carries the same sums",
+    "optimizer.apply_wd_to_qk_layernorm": "is on in a model of parity",
+    "optimizer.exp_avg_dtype": "a number format, measured against its noise",
+    "optimizer.exp_avg_sq_dtype": "a number format, measured against its noise",
+    "precision.bf16": "a number format, measured against its noise",
+    "precision.fp16": "a number format, measured against its noise",
+    "precision.params_dtype": "a number format, measured against its noise",
+    "training.decrease_batch_size_if_needed": "says how many samples a batch has, before anything is split",
+    "training.check_for_nan_in_loss_and_grad": "tells what follows from a norm that parity compares",
+    "training.skip_train": "leaves training out",
+    "training.eval_at_start": "is an evaluation more",
+    "training.deterministic_mode": "chooses kernels",
+    "training.manual_gc": "frees memory",
+    "training.manual_gc_eval": "frees memory",
+    "training.device": "where to compute",
+    "training.dry_run": "computes nothing",
+}
+"""Choices that no option of parity varies, and why they need none."""
+
+
+@pytest.mark.parametrize("section", ["parallel", "optimizer", "precision", "training"])
+def test_a_choice_is_an_option_of_parity_or_known_to_be_none(section):
+    choices = {
+        setting.path
+        for setting in settings()
+        if setting.section == section and (setting.choices or setting.kind is bool)
+    }
+    varied = {path for option in OPTIONS for path in option.settings}
+    apart = {path for path in APART if path.startswith(f"{section}.")}
+    assert choices - varied == apart, "add a Feature to config/features.py, or a reason here"
+
+
+def test_an_option_names_settings_that_are_there():
+    known = {setting.path for setting in settings()} | {"derived.data_parallel_size"}
+    assert {path for option in OPTIONS for path in option.settings} <= known
+
+
+def test_a_refused_pair_is_named_with_its_flags(plan_of):
+    refused = (Refused(("zero0", "sgd"), "the reason.", "use --optimizer adam"),)
+    plan = plan_of("--optimizer sgd --no-use-distributed-optimizer")
+    (problem,) = features_are_proven(plan, refused=refused)
+    assert str(problem) == (
+        "--no-use-distributed-optimizer and --optimizer sgd do not go together: the reason.\n  fix: use --optimizer adam"
+    )
+    assert list(features_are_proven(plan_of("--optimizer sgd"), refused=refused)) == []
+
+
+def test_a_feature_without_effect_is_refused_with_nothing(plan_of):
+    refused = (Refused(("sp", "adam"), "the reason", ""),)
+    assert "sp" not in features_of(plan_of("--sequence-parallel"))
+    assert list(features_are_proven(plan_of("--sequence-parallel"), refused=refused)) == []
+
+
+def test_a_value_that_is_not_in_the_table_is_not_proven(plan_of):
+    options = [
+        dataclasses.replace(option, features=option.features[:1]) if option.name == "optimizer" else option
+        for option in OPTIONS
+    ]
+    (problem,) = features_are_proven(plan_of("--optimizer sgd"), options)
+    assert str(problem) == (
+        "--optimizer sgd is not proven by `megatrain parity`\n  fix: use --optimizer adam"
+    )
