@@ -84,6 +84,10 @@ def _recomputes(plan: Decided) -> bool:
     return training.recompute_granularity is not None or training.recompute_activations
 
 
+def _recomputes_layers(plan: Decided) -> bool:
+    return plan.config.training.recompute_granularity == "full"
+
+
 def _separates(plan: Decided) -> bool:
     return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
 
@@ -232,17 +236,17 @@ OPTIONS: Final[tuple[Option, ...]] = (
             Feature(
                 "uniform",
                 "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
-                lambda p: p.config.training.recompute_method == "uniform",
+                lambda p: _recomputes_layers(p) and p.config.training.recompute_method != "block",
             ),
             Feature(
                 "block",
                 "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-                lambda p: p.config.training.recompute_method == "block",
+                lambda p: _recomputes_layers(p) and p.config.training.recompute_method == "block",
             ),
             Feature(
                 "selective",
                 "--recompute-granularity selective --recompute-modules core_attn mlp",
-                lambda p: _recomputes(p) and p.config.training.recompute_granularity != "full",
+                lambda p: _recomputes(p) and not _recomputes_layers(p),
             ),
         ),
         is_layout=True,
