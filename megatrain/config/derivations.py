@@ -9,6 +9,7 @@ import os.path
 from collections.abc import Callable
 from typing import Any, Final
 
+from megatrain.config.attention import attention_backend
 from megatrain.config.batch_sizes import BatchSizes, batch_sizes, parse_steps
 from megatrain.config.data_plans import (
     requested_test_samples,
@@ -446,6 +447,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("precision.params_dtype", params_dtype),
     ("derived.params_dtype", resolved_params_dtype),
     ("derived.main_dtype", main_dtype),
+    ("derived.attention_backend", attention_backend),
     ("derived.world_size", world_size),
     ("derived.model_parallel_size", model_parallel_size),
     ("derived.data_parallel_size", data_parallel_size),

@@ -28,8 +28,8 @@ _ACCEPTED: Final = (
     # The model
     here("there is one model definition here", "--use-mcore-models"),
     here(
-        "here the implementation picks the kernel of attention, by device and settings",
-        "--use-flash-attn --attention-backend=auto|flash|fused|unfused|local",
+        "--attention-backend picks the kernel of attention; auto is the fastest that is there",
+        "--use-flash-attn",
     ),
     here(
         "a GPT layer is built from --normalization, --swiglu and their like, of the parts that --transformer-impl names",

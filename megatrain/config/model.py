@@ -134,3 +134,7 @@ class ModelConfig:
     """Rows of the embedding. Left open: the tokenizer's vocabulary, padded."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Where the parts of layers come from: our own, or NVIDIA Transformer Engine's."""
+    attention_backend: Literal[
+        "auto", "flash", "fused", "unfused", "local", "flash4", "flash2", "cudnn", "sdpa", "math"
+    ] = "auto"
+    """Kernel of attention: by Megatron-LM's names, or flash4 (flash-attn-4), flash2, cudnn, sdpa (torch's choice), math."""

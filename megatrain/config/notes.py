@@ -125,6 +125,11 @@ def attention_is_written_out(draft: Draft) -> Iterator[str]:
         )
 
 
+def attention_kernel(draft: Draft) -> Iterator[str]:
+    if draft.derived.device == "cuda" or not draft.is_default("model.attention_backend"):
+        yield draft.origins["derived.attention_backend"].detail
+
+
 def width_is_its_own_base(draft: Draft) -> Iterator[str]:
     model = draft.config.model
     if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
@@ -183,6 +188,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     end_of_document_was_guessed,
     positions_are_relative,
     attention_is_written_out,
+    attention_kernel,
     width_is_its_own_base,
     output_layer_is_slow,
     stop_without_saving,

@@ -36,6 +36,8 @@ class Derived:
     activation: Activation = INVALID
     attention_scale: float | None = INVALID
     """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
+    attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math"] = INVALID
+    """The kernel of attention."""
     matrix_init_std: float = INVALID
     """Standard deviation of initial matrices, before what the depth asks for."""
     model_parallel_size: int = INVALID

@@ -157,6 +157,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    attention: str = "sdpa",
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> Model:
     """This rank's part of the model that `spec` describes.
@@ -166,10 +167,11 @@ def build_model(
         dtype: of the weights and of the computation.
         device: of the position tables (weights have no memory yet).
         seed: of dropout.
+        attention: its kernel, as `derived.attention_backend` names it.
         recompute: what runs twice, to keep less.
     """
     tp = TensorParallel(grid.tp, grid.kv, sequence_parallel)
-    leaves = LocalLeaves(tp, dtype, spec.norm, seed)
+    leaves = LocalLeaves(tp, dtype, spec.norm, seed, attention)
     rotations = _Rotations(seq_length, dtype, device)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype
     segments: list[nn.Module] = []

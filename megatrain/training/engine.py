@@ -213,6 +213,7 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         dtype=getattr(torch, plan.derived.params_dtype),
         device=device,
         seed=config.training.seed,
+        attention=plan.derived.attention_backend,
         recompute=recompute_of(plan),
     )
 

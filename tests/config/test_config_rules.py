@@ -42,6 +42,17 @@ CASES = {
          ("--exp-avg-sq-dtype bf16 has no effect with --optimizer sgd, which keeps no such mean\n"
           "  fix: leave --exp-avg-sq-dtype out, or use --optimizer adam")),
     ],
+    "attention_backend_is_there": [
+        ("--attention-backend flash4", "", None,
+         ("--attention-backend flash4 computes in bf16 or fp16 on a GPU, and this run in float32 on cpu\n"
+         "  fix: use --attention-backend auto")),
+        ("--attention-backend flash4 --bf16", "", CUDA,
+         ("--attention-backend flash4: flash-attn-4 is not installed\n"
+         "  fix: install it (pip install flash-attn-4), or use --attention-backend auto")),
+        ("--attention-backend cudnn --kv-channels 192 --bf16", "", CUDA,
+         ("--attention-backend cudnn: it takes heads of at most 128 channels in multiples of 8, and --kv-channels is 192\n"
+         "  fix: use --attention-backend auto")),
+    ],
     "query_groups_are_given": [
         (GQA, "", None, "--group-query-attention is on, and --num-query-groups is missing\n  fix: give --num-query-groups"),
         (f"{GQA} --num-query-groups auto", "", None, "--num-query-groups is missing"),

@@ -130,12 +130,7 @@ def is_same_default(here, there):
     ("argv", "words"),
     [
         ("--use-mcore-models", "--use-mcore-models: there is one model definition here"),
-        ("--use_flash_attn", "--use-flash-attn: here the implementation picks"),
-        ("--attention-backend auto", "--attention-backend auto: here the implementation picks"),
-        ("--attention-backend flash", "--attention-backend flash: here the implementation picks"),
-        ("--attention-backend fused", "--attention-backend fused: here the implementation picks"),
-        ("--attention-backend unfused", "--attention-backend unfused: here the implementation picks"),
-        ("--attention-backend local", "--attention-backend local: here the implementation picks"),
+        ("--use_flash_attn", "--use-flash-attn: --attention-backend picks"),
         ("--spec local", "--spec local: a GPT layer is built from --normalization"),
         (
             "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
@@ -249,7 +244,7 @@ def test_flags_of_one_feature_are_one_problem():
     [
         ("--use-mcore-models 3", "--use-mcore-models 3 has a value, and takes none"),
         ("--ckpt-format", "--ckpt-format has no value\n  fix: give --ckpt-format a value"),
-        ("--attention-backend flsh", "use --attention-backend auto or flash or fused or unfused or local"),
+        ("--attention-backend flsh", "--attention-backend flsh"),
         ("--use-rotary-position-embeddings 1", "1 has a value, and takes none\n  fix: use --position-embedding-type rope"),
         ("--encoder-seq-length x", "--encoder-seq-length x is not a whole number"),
         ("--max-tokens-to-oom 1 2", "2 stands alone, without a flag before it"),

@@ -9,9 +9,9 @@ from megatrain.config.tree import settings
 def test_float32_on_a_gpu_is_told_unless_it_was_asked_for(plan_of):
     on_gpu = Facts(device="cuda")
     assert any(note.startswith("weights and arithmetic are float32") for note in plan_of(facts=on_gpu).notes)
-    assert (
-        plan_of("--bf16", facts=on_gpu).notes == plan_of("--params-dtype float32", facts=on_gpu).notes == ()
-    )
+    for flags in ("--bf16", "--params-dtype float32"):
+        [note] = plan_of(flags, facts=on_gpu).notes
+        assert note.startswith("--attention-backend auto: ")
 
 
 def test_dropout_by_default_is_told():

@@ -1,5 +1,6 @@
 """Core attention: documents packed into samples see themselves alone."""
 
+import importlib.util
 import itertools
 
 import pytest
@@ -7,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.model.implementations.local_attention import LocalCoreAttention
+from megatrain.model.implementations.local_attention import LocalCoreAttention, LocalMathAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor import TensorParallel
 
+ALONE = RankGroup("tp", (0,), 0)
 S, B, HEADS, GROUPS, D = 24, 2, 4, 2, 16
 BORDERS = [0, 1, 9, 24, 24, 40, 48]
 """Of the samples laid end to end: a document of one token, one that fills half a sample, an empty one."""
@@ -21,7 +25,9 @@ def attend(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output [s, b, n d] and the gradients of q, k and v."""
     q, k, v = (one.clone().requires_grad_() for one in x)
-    core = LocalCoreAttention(AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D))
+    core = LocalCoreAttention(
+        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D), "sdpa"
+    )
     out = core(q, k, v, PassInfo(documents=documents))
     out.backward(upstream)
     return out.detach(), [one.grad for one in (q, k, v) if one.grad is not None]
@@ -70,3 +76,37 @@ def test_documents_see_themselves_alone_on_a_gpu(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     for found, wanted in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def has_flash4() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["flash4", "flash2", "cudnn", "sdpa"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize(("s", "heads", "groups", "d"), [(300, 4, 2, 64), (257, 8, 1, 128), (64, 2, 2, 32)])
+def test_kernels_agree_with_attention_written_out(
+    backend: str, window: int | None, has_documents: bool, s: int, heads: int, groups: int, d: int
+) -> None:
+    if backend == "flash4" and not has_flash4():
+        pytest.skip("needs flash-attn-4")
+    spec = AttentionSpec(num_heads=heads, num_query_groups=groups, head_channels=d, window=window)
+    torch.manual_seed(0)
+    qkv = torch.randn(s, 2, heads + 2 * groups, d, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(s, 2, heads * d, device="cuda", dtype=torch.bfloat16)
+    borders = torch.tensor([0, 1, s // 3, s, 2 * s], dtype=torch.int32, device="cuda")
+    info = PassInfo(documents=Documents(borders, s, 2) if has_documents else None)
+    tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
+    found = []
+    for core, x in (
+        (LocalCoreAttention(spec, backend), qkv),
+        (LocalMathAttention(spec, None, 0, tp, torch.float64), qkv.double()),
+    ):
+        x = x.clone().requires_grad_()
+        out = core(*x.split([heads, groups, groups], dim=2), info)
+        out.backward(upstream.to(out.dtype))
+        found.append((out.detach().double(), x.grad.double()))
+    for one, other in zip(*found, strict=True):
+        assert ((one - other).abs().max() / other.abs().max()).item() < 2e-2

@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:
     triton, tl = None, None
 
-__all__ = ["cdiv", "is_fused", "jit", "launch", "power_of_two", "tl"]
+__all__ = ["cdiv", "is_fake", "is_fused", "jit", "launch", "power_of_two", "tl"]
 
 
 def is_fused(x: Tensor) -> bool:
@@ -34,11 +34,14 @@ def jit(function: Callable[..., None]) -> Any:
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Start a kernel; on fake tensors and on those without memory nothing is to be done."""
-    if 0 in grid or any(
-        isinstance(a, FakeTensor) or (isinstance(a, Tensor) and a.is_meta) for a in arguments
-    ):
+    if 0 in grid or any(isinstance(a, Tensor) and is_fake(a) for a in arguments):
         return
     kernel[grid](*arguments, **constants)
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a plan is being made: there is a shape, and no memory."""
+    return isinstance(x, FakeTensor) or x.is_meta
 
 
 def cdiv(a: int, b: int) -> int:

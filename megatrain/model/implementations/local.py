@@ -30,6 +30,8 @@ class LocalLeaves:
     norms: NormSpec
     seed: int
     """Of dropout."""
+    attention: str = "sdpa"
+    """Kernel of attention, as `derived.attention_backend` names it."""
 
     def norm(self, weights: Weights, spec: NormSpec) -> LocalNorm:
         return LocalNorm(weights, spec, self.dtype)
@@ -49,8 +51,9 @@ class LocalLeaves:
         return LocalActivationRowLinear(self, linear, activation)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
-        if spec.softcap is None and spec.sink == "none" and not spec.dropout:
-            return LocalCoreAttention(spec)
+        is_fused = spec.softcap is None and spec.sink == "none" and not spec.dropout
+        if is_fused and self.attention != "math":
+            return LocalCoreAttention(spec, self.attention)
         return LocalMathAttention(spec, sink, stream_key(self.seed, f"{name}.dropout"), self.tp, self.dtype)
 
     def dropout(self, p: float, name: str) -> Pointwise:

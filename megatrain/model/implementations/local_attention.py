@@ -1,6 +1,6 @@
 """Core attention of the `local` implementation.
 
-LocalCoreAttention   torch's fused kernels; windows and documents
+LocalCoreAttention   fused kernels, of torch and of flash-attn-4; windows and documents
 LocalMathAttention   written out, with all scores in memory: softcap, sinks, dropout
 """
 
@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import inspect
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from megatrain.kernels.dropout import keep_mask
 from megatrain.kernels.elementwise import wide
+from megatrain.kernels.fused.launching import is_fake
 from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel
+
+try:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+except ImportError:  # the plan takes it only where it is installed
+    flash_attn_func = flash_attn_varlen_func = None
 
 # torch 2.11 takes grouped queries as they come, later versions want to be told.
 _GROUPED: dict[str, Any] = (
@@ -29,25 +37,49 @@ _GROUPED: dict[str, Any] = (
 )
 
 
-class LocalCoreAttention(nn.Module):
-    """torch's scaled-dot-product attention."""
+_TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
 
-    def __init__(self, spec: AttentionSpec) -> None:
+
+class LocalCoreAttention(nn.Module):
+    """Scaled-dot-product attention by a fused kernel, which `backend` names as `derived.attention_backend` does."""
+
+    def __init__(self, spec: AttentionSpec, backend: str) -> None:
         super().__init__()
+        self.backend = backend
         self.has_groups = spec.num_query_groups < spec.num_heads
         self.window = spec.window
         self.scale = spec.scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
+        if self.backend == "flash4" and not is_fake(q):
+            return self._flash4(q, k, v, info.documents)
         has_mask = info.documents is not None or self.window is not None
         if has_mask and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
             return self._by_length(q, k, v, info.documents or _whole_samples(q))
         mask = visible(q.shape[0], info.documents, self.window, q.device) if has_mask else None
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n/tp, s, d]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.has_groups
-        )
+        with sdpa_kernel(_TORCHS[self.backend]) if self.backend in _TORCHS else nullcontext():
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=self.has_groups
+            )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _flash4(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+        s, b = q.shape[:2]
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        window = (None, None) if self.window is None else (self.window, 0)
+        how: dict[str, Any] = {"causal": True, "softmax_scale": self.scale, "window_size": window}
+        if documents is None:
+            out = flash_attn_func(q, k, v, **how)
+        else:
+            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+            borders, longest = documents.cu_seqlens, documents.max_seqlen
+            how |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
+            how |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+            out = flash_attn_varlen_func(q, k, v, **how)
+        out = out[0] if isinstance(out, tuple) else out
+        assert isinstance(out, Tensor)
+        return out.view(b, s, -1).transpose(0, 1)
 
     def _by_length(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """Documents of any length laid end to end: no mask is formed."""
