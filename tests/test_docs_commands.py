@@ -1,0 +1,216 @@
+"""Every command in README.md and docs/, run as a reader would: after the quickstart, in the folder of the repository.
+
+    ```bash blocks   `$ ` lines of other blocks   `program argument` in sentences and tables
+
+What is changed about a command before it runs is in SMALLER, what does not run is in NOT_RUN; both are kept short by tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("docs")  # one process, and so one checkout, for all pages
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+
+SMALLER = {
+    "--data-path runs/corpus_text_document --save runs/one": "--train-iters 3 --lr-warmup-iters 1 --eval-iters 1",
+    "--pipeline-model-parallel-size 2 --save runs/eight --load runs/eight": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
+    "--save runs/second --load runs/second": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
+    "--save runs/third --load runs/third": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
+    "megatrain parity": "--layouts tp2 dp2",
+    "--save runs/timed --load runs/timed": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
+    "configs/benchmarks/a1.yaml --metrics-file a1.jsonl": "--dry-run",
+}
+"""Flags that are put behind these words."""
+
+NOT_RUN = {
+    "git clone": "its address is yet to be known",
+    "bash scripts/quickstart.sh": "it has run before, on a smaller corpus and for fewer iterations",
+    "bash scripts/test.sh": "it runs this test",
+    "megatrain parity --self-test": "tests/distributed/test_parity.py plants the same faults",
+    "bash scripts/gpu_check.sh": "it needs a GPU",
+    "python scripts/benchmark_data.py": "it takes minutes, 10 billion tokens and 64 MB of text",
+    "python scripts/benchmark_initialization.py": "it draws a billion weights",
+    "pip install": "it needs a network",
+}
+"""Commands that begin with these words, and why."""
+
+
+@dataclass(frozen=True)
+class Example:
+    command: str
+    output: str = ""
+    """What the page shows below it, in the same block."""
+
+
+def examples(page: str) -> Iterator[Example]:
+    """The commands of a page, in the order in which a reader meets them."""
+    pattern = (
+        r"^```bash\n(?P<block>.*?)^```|^```\n(?P<shell>\$ .*?)^```|^```.*?^```|(?<!`)`(?P<words>[^`\n]+)`"
+    )
+    for found in re.finditer(pattern, page, re.DOTALL | re.MULTILINE):
+        if found["block"]:
+            yield Example(found["block"])
+        elif found["shell"]:
+            command = re.match(r"\$ ((?:.*\\\n)*.*\n)", found["shell"])
+            assert command
+            yield Example(command[1], found["shell"][command.end() :])
+        elif found["words"] and re.match(
+            r"(python|torchrun|bash|pip|\./|scripts/\S+\.sh|\S*pretrain\.py|megatrain [a-z]+) [^|]+$",
+            found["words"],
+        ):
+            yield Example(found["words"] + "\n")
+
+
+def as_run(command: str) -> str:
+    """Without what is not run, and smaller where that is said above."""
+    lines = [line for line in command.splitlines() if not line.startswith(tuple(NOT_RUN)) or is_another(line)]
+    text = "\n".join(lines) + "\n"
+    for words, flags in SMALLER.items():
+        text = text.replace(words, f"{words} {flags}")
+    return text
+
+
+def is_another(line: str) -> bool:
+    """Whether the line begins like a command that is not run, and goes on otherwise."""
+    return any(re.match(re.escape(words) + r"[-\w.]", line) for words in NOT_RUN)
+
+
+class Checkout:
+    """A folder that looks like the repository's after the quickstart, with this environment's programs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("scripts", "pretrain.py", "preprocess_data.py", "pyproject.toml"):
+            (folder / name).symlink_to(ROOT / name)
+        programs = folder / ".venv" / "bin"
+        programs.mkdir(parents=True)
+        for name, words in {
+            "python": "",
+            "megatrain": "-m megatrain.tools.main",
+            "torchrun": "-m torch.distributed.run",
+        }.items():
+            script = programs / name
+            script.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+            script.chmod(0o755)
+        (programs / "python3").symlink_to("python")
+        (programs / "activate").write_text(f"export PATH={programs}:$PATH\n")
+
+    def run(self, commands: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRAIN")}
+        environment |= {
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "PATH": f"{self.folder / '.venv' / 'bin'}:{os.environ['PATH']}",
+            "MEGATRAIN_PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+        }
+        ended = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands],
+            cwd=self.folder, env=environment, check=False, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert ended.returncode == 0, f"{commands}\n{ended.stdout}\n{ended.stderr}"
+        return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """After `scripts/quickstart.sh` on 2 MB of text and for 42 iterations: with it, all that the pages build on."""
+    made = Checkout(tmp_path_factory.mktemp("checkout"))
+    made.run("python scripts/quickstart_corpus.py --output runs/quickstart/corpus.jsonl --limit-mb 2")
+    (made.folder / "configs").mkdir()
+    config = (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
+    for words, fewer in {
+        "train_iters: 800": "train_iters: 42",
+        "save_interval: 100": "save_interval: 5",
+    }.items():
+        assert words in config
+        config = config.replace(words, fewer)
+    (made.folder / "configs" / "quickstart.yaml").write_text(config, encoding="utf-8")
+    said = made.run("bash scripts/quickstart.sh")
+    assert "killed with SIGKILL" in said
+    assert "resumed from the last checkpoint" in said
+    assert "What to look at next" in said
+    (made.folder / "configs" / "quickstart.yaml").unlink()
+    (made.folder / "configs").rmdir()
+    (made.folder / "configs").symlink_to(ROOT / "configs")
+    return made
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, path in PAGES.items() if list(examples(path.read_text(encoding="utf-8")))]
+)
+def test_the_commands_of_a_page_work(name: str, checkout: Checkout) -> None:
+    page = PAGES[name].read_text(encoding="utf-8")
+    printed: dict[str, str] = {}
+    for example in examples(page):
+        package = re.match(r"# needs the package (\w+)\n", example.command)
+        command = as_run(example.command)
+        if command.strip() and (package is None or find_spec(package[1]) is not None):
+            printed[example.command] = checkout.run(command)
+        if example.output:
+            words_are_printed(example.output, printed[example.command])
+    SHOWN.get(name, lambda *_: None)(page, list(printed.values()))
+
+
+def words_are_printed(shown: str, printed: str) -> None:
+    """Each line that is shown begins with the word of a line that is printed, numbers apart: the corpus is another."""
+    beginnings = {beginning(line) for line in printed.splitlines()}
+    for line in shown.splitlines():
+        if re.match(r" {0,2}\S", line) and line.strip() != "...":
+            assert beginning(line) in beginnings, line
+
+
+def beginning(line: str) -> str:
+    return re.sub(r"[\d.,]+", "0", line.split()[0]) if line.strip() else ""
+
+
+def start_is_printed(page: str, printed: list[str]) -> None:
+    """What the page shows of the start is what is printed, but for what the next setting or another machine changes."""
+    lines = {" ".join(line.split()) for line in printed[0].splitlines()}
+    shown = page.split("## At start")[1].split("## Each", maxsplit=1)[0]
+    changing = ("started in", "loss", "---", "settings have their defaults")
+    for line in re.findall(r"^    (.*)$", shown, re.MULTILINE):
+        assert any(word in line for word in changing) or " ".join(line.split()) in lines, line
+
+
+def all_is_printed(page: str, printed: list[str]) -> None:
+    lines = {" ".join(line.split()) for text in printed for line in text.splitlines()}
+    shown = re.findall(r"^    (.*)$", page, re.MULTILINE)
+    assert len(shown) > 60
+    assert [line for line in shown if " ".join(line.split()) not in lines] == []
+
+
+SHOWN = {"docs/watching.md": start_is_printed, "docs/planning.md": all_is_printed}
+"""What is held, page by page, of outputs that stand apart from their commands."""
+
+
+def test_little_is_left_out() -> None:
+    """Commands that are not run, or are made smaller, are few, and all are there."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
+    assert [words for words in (*SMALLER, *NOT_RUN) if words not in text] == []
+    assert len(NOT_RUN) <= 8
+    assert len(SMALLER) <= 8
+
+
+def test_commands_are_found() -> None:
+    page = "a `python x.py --y` b `megatrain data` `megatrain a|b c`\n```bash\nA\n  B\n```\n```\n$ C \\\n  D\nE\n```\n```\nF\n```\n"
+    assert list(examples(page)) == [
+        Example("python x.py --y\n"),
+        Example("A\n  B\n"),
+        Example("C \\\n  D\n", "E\n"),
+    ]
+    number = sum(len(list(examples(path.read_text(encoding="utf-8")))) for path in PAGES.values())
+    assert number >= 20
