@@ -86,11 +86,17 @@ class _Collect(argparse.Action):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows `--flag VALUE`: that argparse sees every value as optional is not for the user."""
+    """Shows `--flag VALUE`, as that argparse sees every value as optional is not for the user; tears no flag apart."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         metavar = f" {action.metavar}" if action.metavar else ""
         return ", ".join(action.option_strings) + metavar
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
 
 
 def _parser(
@@ -104,8 +110,12 @@ def _parser(
     """
     parser = argparse.ArgumentParser(
         prog=program,
-        usage=f"{program} [--config FILE] [--flag VALUE ...]",
-        description="Pretrain a language model. Flags win over --config files, later files over earlier ones.",
+        usage=f"{program} [--config FILE] [--flag VALUE ...]\n"
+        f"       torchrun --nproc-per-node 8 {program} [--config FILE] [--flag VALUE ...]\n"
+        f"       {program} [--config FILE] [--flag VALUE ...] --dry-run [--world-size RANKS]",
+        description="Pretrain a language model. Flags win over --config files, later files over earlier ones. A run needs"
+        f" {', '.join(setting.flag for setting in settings() if setting.is_required)}, a length (--train-iters), data"
+        " (--data-path, or --mock-data) and a tokenizer (--tokenizer-type).",
         epilog="What is said about Megatron-LM's other flags: docs/differences.md.",
         add_help=False,
         allow_abbrev=False,

@@ -30,15 +30,6 @@ def float32_by_default(draft: Draft) -> Iterator[str]:
         yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
 
 
-def distributed_optimizer_by_default(draft: Draft) -> Iterator[str]:
-    path = "parallel.use_distributed_optimizer"
-    if draft.is_default(path) and draft.derived.data_parallel_size > 1:
-        yield (
-            "optimizer state is spread over the data-parallel ranks; Megatron-LM does so only with"
-            " --use-distributed-optimizer (--no-use-distributed-optimizer turns it off)"
-        )
-
-
 def samples_left_over(draft: Draft) -> Iterator[str]:
     samples, read = draft.config.training.train_samples, draft.derived.train_samples
     if samples is not None and samples > read:
@@ -177,7 +168,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     dropout_by_default,
     float32_by_default,
     sequence_parallel_alone,
-    distributed_optimizer_by_default,
     samples_left_over,
     batch_is_decreased,
     schedules_start_anew,

@@ -18,6 +18,7 @@ from megatrain.config.differences import default_differences
 from megatrain.config.plan import Plan
 
 _WIDTH: Final = 100
+_NO_BREAK: Final = "\u00a0"
 _SAID_ELSEWHERE: Final = frozenset(
     f"derived.{name}"
     for name in (
@@ -34,6 +35,8 @@ _SAID_ELSEWHERE: Final = frozenset(
     )
 ) | {"data.data_cache_path", "training.eval_global_batch_size"}
 """Of little use to most readers, who find it under --print-config full."""
+_OF_NO_ACCOUNT: Final = (("derived.kv_copies", 1),)
+"""Likewise, as long as it has this value. What is none says nothing either."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def _given(plan: Plan) -> list[str]:
             continue
         source = "on the command line" if origin.kind == "flag" else f"by {origin.detail.rpartition(':')[0]}"
         section, name = path.split(".")
-        shown = f"{name} {_shown(plan.config.get(path))}"
+        shown = f"{name}{_NO_BREAK}{_shown(plan.config.get(path))}"
         sources.setdefault(source, {}).setdefault(section, []).append(shown)
     lines = []
     for source in sorted(sources, key=lambda source: source == "on the command line"):
@@ -81,7 +84,7 @@ def _derived(plan: Plan) -> list[str]:
         holder = plan.derived if section == "derived" else getattr(plan.config, section)
         value = getattr(holder, name)
         is_one_plan = section == "derived" and name.endswith("_plan") and len(value) == 1
-        if not is_one_plan:
+        if not is_one_plan and value is not None and (path, value) not in _OF_NO_ACCOUNT:
             rows.append(_Row(name, _shown(value), origin.detail))
     return ["derived", *_table(rows)]
 
@@ -121,8 +124,8 @@ def _row_lines(row: _Row, name_width: int, value_width: int) -> list[str]:
 
 
 def _wrapped(text: str, head: str, margin: str) -> list[str]:
-    """Lines of `text`; flags and file names are not torn apart."""
-    return textwrap.wrap(
+    """Lines of `text`; flags, file names, and a setting's name and value are not torn apart."""
+    lines = textwrap.wrap(
         text,
         _WIDTH,
         initial_indent=head,
@@ -130,6 +133,7 @@ def _wrapped(text: str, head: str, margin: str) -> list[str]:
         break_on_hyphens=False,
         break_long_words=False,
     )
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _shown(value: Any) -> str:

@@ -155,6 +155,9 @@ def _ranks_of(shown: Sequence[int], size: int) -> str:
 
 def _pipeline(found: DryRun) -> Iterator[str]:
     pipeline = found.pipeline
+    if pipeline.num_stages == 1:
+        yield f"pipeline: one stage, micro-batches {pipeline.num_microbatches}"
+        return
     yield (
         f"pipeline: {pipeline.schedule}, stages {pipeline.num_stages}, micro-batches {pipeline.num_microbatches},"
         f" bubble {pipeline.bubble_share:.1%} of the time"

@@ -192,7 +192,6 @@ def test_rules_are_named_and_listed_once():
     ("flags", "words"),
     [
         ("--sequence-parallel", "--sequence-parallel has no effect with --tensor-model-parallel-size 1"),
-        ("", "optimizer state is spread over the data-parallel ranks"),
         ("--exit-interval 5", "the run will stop early without saving anything"),
     ],
 )
@@ -203,10 +202,6 @@ def test_notes_tell_what_is_not_wrong(plan_of, flags, words):
 def test_left_over_samples_are_noted(plan_of):
     notes = plan_of("--train-samples 21", without="--train-iters").notes
     assert notes == ("the last 1 of --train-samples 21 do not fill a global batch and are left out",)
-
-
-def test_an_explicit_distributed_optimizer_needs_no_note(plan_of):
-    assert plan_of("--use-distributed-optimizer", facts=Facts(world_size=2)).notes == ()
 
 
 def test_facts_survive_json():
