@@ -8,6 +8,13 @@ The conjugate pairs (forward / backward): gather / reduce-scatter, copy / all-re
 all-reduce / copy. At tp 1 all of them return their argument. Weight gradients never reach autograd: they are added
 to the views of the gradient buffer, at once or when the schedule says (`PassInfo.form_weight_gradient`).
 
+Backward pass of a column-parallel layer, where two of its three products hide what travels:
+
+    gather x        |--------|
+    dx = dy W       |------------|
+    reduce dx                    |----------|
+    dW += dy^T x                 |------------|
+
 Sources: Shoeybi et al., arXiv:1909.08053 (tensor), Korthikanti et al., arXiv:2205.05198 (sequence).
 """
 
@@ -24,7 +31,15 @@ from megatrain.kernels.activations import Activation, activate, activate_backwar
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megatrain.parallel.collectives import (
+    Transfer,
+    all_gather,
+    all_reduce,
+    begin_all_gather_into,
+    begin_all_reduce,
+    begin_reduce_scatter_into,
+    reduce_scatter,
+)
 from megatrain.parallel.grid import RankGroup
 
 
@@ -199,11 +214,38 @@ class _ColumnLinear(Function):
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         dy = grads[0]
-        dx = dy @ weight
-        dx = reduce_scatter(dx, tp.group) if tp.sequence_parallel else all_reduce(dx, tp.group)
-        whole = all_gather(x, tp.group) if tp.sequence_parallel else x
-        _form_weight_gradient(ctx.weight_grad, dy, whole, ctx.info)
-        return dx, None, None, None, None
+        whole = _begin_gather(x, tp)
+        dx = _begin_reduction(dy @ weight, tp)
+        _form_weight_gradient(ctx.weight_grad, dy, whole.arrived(), ctx.info)
+        return dx.arrived(), None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Underway:
+    """A tensor that a collective is writing."""
+
+    tensor: Tensor
+    transfer: Transfer
+
+    def arrived(self) -> Tensor:
+        self.transfer.wait()
+        return self.tensor
+
+
+def _begin_gather(x: Tensor, tp: TensorParallel) -> _Underway:
+    """The whole sequence of `x`, as `enter` gives it."""
+    if tp.size == 1 or not tp.sequence_parallel:
+        return _Underway(x, Transfer())
+    out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
+    return _Underway(out, begin_all_gather_into(out, x.contiguous(), tp.group))
+
+
+def _begin_reduction(x: Tensor, tp: TensorParallel) -> _Underway:
+    """The sum of the ranks' `x`, as `leave` gives it; `x` is used up."""
+    if tp.size == 1 or not tp.sequence_parallel:
+        return _Underway(x, begin_all_reduce(x, tp.group))
+    out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
+    return _Underway(out, begin_reduce_scatter_into(out, x, tp.group))
 
 
 class _Linear(Function):

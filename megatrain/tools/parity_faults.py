@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from megatrain.model import functions
+import torch
+import torch.distributed as dist
+
+from megatrain.kernels.dropout import keep_mask
+from megatrain.model import functions, head
+from megatrain.model.implementations import local_attention
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import tensor
-from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.collectives import Transfer, all_reduce
+from megatrain.parallel import tensor, vocab
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.data_gradients import GradientSums
 from megatrain.parallel.data_weights import WeightGathers
@@ -112,6 +117,39 @@ def _shifted_vocabulary() -> AbstractContextManager[Any]:
     return mock.patch.object(VocabShard, "first", property(lambda self: self.group.rank * (self.rows + 1)))
 
 
+def _z_loss_of_each_rank() -> AbstractContextManager[Any]:
+    def counted_twice(*known: Any, z_loss_coeff: float) -> Any:
+        return vocab.logits_gradient(*known, z_loss_coeff=2 * z_loss_coeff)
+
+    return mock.patch.object(head, "logits_gradient", counted_twice)
+
+
+def _mask_of_the_first_rank_alone() -> AbstractContextManager[Any]:
+    def counts(batch: Batch) -> torch.Tensor:
+        return batch.loss_mask if dist.get_rank() == 0 else torch.ones_like(batch.loss_mask)
+
+    return mock.patch.object(Batch, "counts", property(counts))
+
+
+def _gathered_backwards() -> AbstractContextManager[Any]:
+    def turned(x: torch.Tensor, group: Any) -> torch.Tensor:
+        return torch.cat(all_gather(x, group).chunk(group.size)[::-1])
+
+    return mock.patch.object(tensor, "all_gather", turned)
+
+
+def _heads_that_draw_alike() -> AbstractContextManager[Any]:
+    def as_on_the_first_rank(rows: torch.Tensor, *columns: int, **stream: Any) -> torch.Tensor:
+        num_heads, s = rows.shape[-2:]
+        return keep_mask(rows - dist.get_rank() * num_heads * s, *columns, **stream)
+
+    return mock.patch.object(local_attention, "keep_mask", as_on_the_first_rank)
+
+
+def _rows_of_each_rank() -> AbstractContextManager[Any]:
+    return mock.patch.object(tensor.TensorParallel, "first_row", lambda self, rows: self.rank * rows)
+
+
 def _own_token_count() -> AbstractContextManager[Any]:
     return mock.patch.object(
         engine, "all_reduce", lambda x, group: x if not x.dim() else all_reduce(x, group)
@@ -146,6 +184,11 @@ FAULTS = {
     "missing gradient sum of a norm of heads": Fault(_without_partial_sums_over("tp"), "tp2 qwen"),
     "norm over a rank's own heads alone": Fault(_own_heads_alone, "tp2 olmo2"),
     "places of another rank's rows under sp": Fault(_first_rows_everywhere, "tp2 sp gpt2"),
+    "z-loss counted by each rank": Fault(_z_loss_of_each_rank, "tp2 z-loss"),
+    "loss mask heeded on one rank alone": Fault(_mask_of_the_first_rank_alone, "tp2"),
+    "sequence gathered in another order": Fault(_gathered_backwards, "tp2 sp"),
+    "dropout that draws alike for all ranks' heads": Fault(_heads_that_draw_alike, "tp2 gpt2"),
+    "dropout of whole rows that differs between ranks": Fault(_rows_of_each_rank, "tp2 qwen"),
     "dropout that draws alike for all samples": Fault(_samples_of_the_step, "dp2 zero1 overlap gpt2"),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), "pp2 tied"),
 }
