@@ -11,15 +11,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatrain.kernels.squares import sum_of_squares
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 
 def parameter_norm(optimizer: ShardedOptimizer) -> float:
     """L2 norm of all main weights; called by all ranks."""
     parts = [main[place] for main, place in _own_places(optimizer, optimizer.state(WEIGHT))]
-    squares = torch.zeros((), dtype=torch.float64, device=optimizer.main[0].device)
-    if parts:
-        squares += torch.nn.utils.get_total_norm(parts).to(torch.float64).square()
+    squares = sum_of_squares(parts, optimizer.main[0].device)
     return optimizer.parallel.sum_over_shards(squares).sqrt().item()
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.flat import FlatUpdate, Run
+from megatrain.kernels.squares import sum_of_squares
 from megatrain.optim.rules import UpdateRule
 from megatrain.optim.schedule import Rates
 from megatrain.parallel.buffers import FlatBuffers, Shard
@@ -90,9 +91,7 @@ class ShardedOptimizer:
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over every element of the model, each counted once: a number in the widest dtype, equal on all ranks."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.main[0].device)
-        if self._counted:
-            squares += torch.nn.utils.get_total_norm(self._counted).to(torch.float64).square()
+        squares = sum_of_squares(self._counted, self.main[0].device)
         return self.parallel.sum_over_shards(squares).sqrt()
 
     def step(
