@@ -57,8 +57,9 @@ def layer(
     assert weight.grad is None
     if deferred is not None:
         assert not weight_grad.any()
-        for work in deferred:
-            work()
+        with torch.no_grad():
+            for work in deferred:
+                work()
     return {"y": y.detach(), "dx": x.grad, "dw": weight_grad}
 
 
