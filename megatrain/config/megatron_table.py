@@ -164,12 +164,16 @@ _NOT_YET: Final = (
         instead="leave this out and train a dense model",
     ),
     later(
+        "overlap of tensor-parallel communication within one product, and so in forward passes,",
+        "--tp-comm-overlap --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend="
+        " --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs"
+        " --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs",
+        instead="leave this out: backward passes run the gather of a layer's input and the reduction of its gradient"
+        " beside products anyway, and results are the same",
+    ),
+    later(
         "overlap of communication with computation",
-        "--tp-comm-overlap --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend= --no-tp-comm-bulk-dgrad"
-        " --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag"
-        " --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs --no-tp-comm-split-ag"
-        " --disable-tp-comm-split-ag --no-tp-comm-split-rs --disable-tp-comm-split-rs --delay-wgrad-compute"
-        " --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --overlap-p2p-communication-warmup-flush",
+        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --overlap-p2p-communication-warmup-flush",
         instead="leave this out: results are the same, and steps take longer",
     ),
     later(
@@ -420,6 +424,11 @@ _NOT_YET: Final = (
 
 _NEVER: Final = (
     # Names that Megatron-LM has given up itself
+    never(
+        "the gather and the reduction of a column-parallel layer's backward pass always run beside its products",
+        "--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad",
+        instead="leave this out: results are the same bits",
+    ),
     never(
         "the name of long ago", "--batch-size=", instead="use --micro-batch-size, samples of a rank at once"
     ),
