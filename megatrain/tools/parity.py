@@ -95,8 +95,11 @@ def _self_test(comparer: Comparer) -> bool:
     """Plant each known fault, which the comparison must find."""
     print("planted faults: each must be found")
     is_good = True
+    width = max(map(len, FAULTS))
     for name, fault in FAULTS.items():
         verdict = comparer.compare(Layout.of(fault.layout), fault=name)
         is_good &= not verdict.is_good
-        print(f"{name:<44} {fault.layout:<24} {'found' if not verdict.is_good else 'MISSED'}", flush=True)
+        print(
+            f"{name:<{width}} {fault.layout:<24} {'found' if not verdict.is_good else 'MISSED'}", flush=True
+        )
     return is_good

@@ -184,7 +184,7 @@ FAULTS = {
     "missing gradient sum of a norm of heads": Fault(_without_partial_sums_over("tp"), "tp2 qwen"),
     "norm over a rank's own heads alone": Fault(_own_heads_alone, "tp2 olmo2"),
     "places of another rank's rows under sp": Fault(_first_rows_everywhere, "tp2 sp gpt2"),
-    "z-loss counted by each rank": Fault(_z_loss_of_each_rank, "tp2 z-loss"),
+    "z-loss counted by each rank": Fault(_z_loss_of_each_rank, "tp2 zloss"),
     "loss mask heeded on one rank alone": Fault(_mask_of_the_first_rank_alone, "tp2"),
     "sequence gathered in another order": Fault(_gathered_backwards, "tp2 sp"),
     "dropout that draws alike for all ranks' heads": Fault(_heads_that_draw_alike, "tp2 gpt2"),

@@ -57,9 +57,8 @@ def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Me
             engine.step(batches[step], rates, first_sample=step * layout.global_batch)
             for step in range(NUM_STEPS)
         ]
-    return Measured(
-        [r.lm_loss for r in reports], [r.grad_norm for r in reports], gradients, weights_of(engine)
-    )
+    losses = [loss for r in reports for loss in (r.lm_loss, r.z_loss) if loss is not None]
+    return Measured(losses, [r.grad_norm for r in reports], gradients, weights_of(engine))
 
 
 def engine_of(plan: Plan, rank: int) -> Engine:
