@@ -174,7 +174,7 @@ def words_are_printed(shown: str, printed: str) -> None:
 
 
 def beginning(line: str) -> str:
-    return re.sub(r"[\d.,]+", "0", line.split()[0]) if line.strip() else ""
+    return re.sub(r"[\d.,]+", "0", line.split(maxsplit=1)[0]) if line.strip() else ""
 
 
 def start_is_printed(page: str, printed: list[str]) -> None:

@@ -92,7 +92,7 @@ class PrecisionConfig:
     """Dynamic loss scale of the first step."""
     min_loss_scale: float = field(default=1.0, metadata=in_range(above=0))
     """Smallest dynamic loss scale."""
-    loss_scale_window: float = field(default=1000, metadata=in_range(above=0))
+    loss_scale_window: float = field(default=1000.0, metadata=in_range(above=0))
     """Steps with finite gradients in a row after which the dynamic loss scale doubles."""
     hysteresis: int = field(default=2, metadata=in_range(at_least=1))
     """Steps with gradients that are not finite before the dynamic loss scale halves."""

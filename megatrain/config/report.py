@@ -10,12 +10,14 @@ derived
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from megatrain.config.differences import default_differences
 from megatrain.config.plan import Plan
+from megatrain.config.tree import settings
 
 _WIDTH: Final = 100
 _NO_BREAK: Final = "\u00a0"
@@ -56,12 +58,20 @@ def render_plan(plan: Plan) -> str:
 
 
 def _given(plan: Plan) -> list[str]:
-    """Settings by the file or command line that they come from, a paragraph for each section."""
+    """Settings by the file or command line that they come from, a paragraph for each section.
+
+    A file may name all settings, as `config.yaml` of a run does: those that have their defaults there are counted.
+    """
+    defaults = {setting.path: setting.default for setting in settings()}
+    as_default: Counter[str] = Counter()
     sources: dict[str, dict[str, list[str]]] = {}
     for path, origin in plan.origins.items():
         if origin.kind not in ("flag", "yaml"):
             continue
         source = "on the command line" if origin.kind == "flag" else f"by {origin.detail.rpartition(':')[0]}"
+        if origin.kind == "yaml" and plan.config.get(path) == defaults[path]:
+            as_default[source] += 1
+            continue
         section, name = path.split(".")
         shown = f"{name}{_NO_BREAK}{_shown(plan.config.get(path))}"
         sources.setdefault(source, {}).setdefault(section, []).append(shown)
@@ -70,6 +80,8 @@ def _given(plan: Plan) -> list[str]:
         lines.append(f"given {source}")
         for section, values in sources[source].items():
             lines += _wrapped(", ".join(values), f"  {section:<12}  ", " " * 16)
+        if as_default[source]:
+            lines.append(f"  and {as_default[source]} with the value of their default")
     return lines
 
 

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         loss = one.summary["loss"]
         shown = f", loss {loss:.4f}" if loss is not None else ""
         print(f"{one.name}: {one.summary['iterations']:,} iterations{shown}")
-    print(f"{output}: {len(text) / 1e6:.1f} MB, to be opened in a browser")
+    print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, to be opened in a browser")
     return 0
 
 

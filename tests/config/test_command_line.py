@@ -10,7 +10,7 @@ from megatrain import __version__
 from megatrain.config import ConfigError, Origin, docs_reference, parse
 from megatrain.config.help_text import field_help
 from megatrain.config.tree import settings
-from megatrain.config.values import AUTO, REQUIRED
+from megatrain.config.values import AUTO, REQUIRED, is_settled
 
 
 def value(path, *argv):
@@ -127,6 +127,16 @@ def test_no_two_flags_are_spelled_alike():
     spellings = [setting.flag for setting in settings()]
     spellings += [setting.opposite_flag for setting in settings() if setting.kind is bool]
     assert len(set(spellings)) == len(spellings)
+
+
+def test_a_default_is_what_a_file_that_names_it_gives():
+    """1000 and 1000.0 would be told as different settings."""
+    defaults = [(setting, setting.default) for setting in settings() if is_settled(setting.default)]
+    assert [
+        setting.path
+        for setting, default in defaults
+        if default is not None and not setting.is_list and type(default) is not setting.kind
+    ] == []
 
 
 def test_every_field_has_a_sentence():

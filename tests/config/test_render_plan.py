@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config import Facts, parse, render_plan
+from megatrain.config import Facts, parse, render_plan, resolve, to_yaml
 
 PLAN = "--save /very/long/folder/name/for/checkpoints --sequence-parallel"
 
@@ -38,6 +38,20 @@ def test_each_file_has_its_own_paragraphs(plan_of, tmp_path):
     given, on_the_command_line = text.split("given on the command line")
     assert given == f"given by {file}\n  optimizer     adam_eps 0.5\n"
     assert "lr 0.001" in on_the_command_line
+
+
+def test_a_saved_configuration_is_shown_by_what_is_no_default(plan_of, tmp_path):
+    plan = plan_of("--seed 7")
+    (tmp_path / "config.yaml").write_text(to_yaml(plan.config, plan.origins))
+    again = resolve(parse(["--config", str(tmp_path / "config.yaml")]), Facts())
+    assert again.config == plan.config
+    lines = render_plan(again).splitlines()
+    given = lines[: lines.index("derived")]
+    assert any("seed 7" in line for line in given)
+    assert not any("adam_eps" in line for line in given)
+    assert given[-1].startswith("  and 1")
+    assert given[-1].endswith(" with the value of their default")
+    assert len(given) < 16
 
 
 @pytest.mark.parametrize(
