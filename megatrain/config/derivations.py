@@ -21,6 +21,7 @@ from megatrain.config.data_plans import (
 )
 from megatrain.config.errors import ConfigError
 from megatrain.config.flops import padded_vocabulary, training_flops
+from megatrain.config.layer_sizes import LayersError, condensed, layer_table
 from megatrain.config.model import ModelConfig
 from megatrain.config.mup import attention_scale, matrix_init_std
 from megatrain.config.plan import Activation, Answer, Draft
@@ -100,9 +101,34 @@ def num_query_groups(draft: Draft) -> Answer:
     return Answer(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
 
 
+def heterogeneous_layers_config_encoded_json(draft: Draft) -> Answer:
+    path, text = draft.config.model.heterogeneous_layers_config_path, draft.facts.layers_config
+    if path is None:
+        return Answer(None, "--heterogeneous-layers-config-path is not given")
+    if text is None:
+        raise UnsettledError  # The facts say why it could not be read.
+    return Answer(condensed(text), f"read from {path}")
+
+
+def sizes_of_layers(draft: Draft) -> Answer:
+    model = draft.config.model
+    text = _settled(model.heterogeneous_layers_config_encoded_json)
+    try:
+        table = layer_table(model)
+    except LayersError:
+        raise UnsettledError from None  # The rule `layers_are_understood` reports it.
+    for layer in table.layers:
+        hash(layer)  # trips over sizes that are not known
+    where = model.heterogeneous_layers_config_path or "--heterogeneous-layers-config-encoded-json"
+    return Answer(table, "equals --num-layers" if text is None else f"by {where}")
+
+
 def kv_copies(draft: Draft) -> Answer:
-    groups, tp = draft.config.model.num_query_groups, draft.config.parallel.tensor_model_parallel_size
-    if tp <= groups:
+    tp, table = draft.config.parallel.tensor_model_parallel_size, draft.derived.layer_table
+    counts = {layer.num_query_groups for layer in table.layers if layer.num_heads}
+    fewer = [count for count in counts if count < tp]
+    groups = fewer[0] if fewer else draft.config.model.num_query_groups
+    if tp <= groups or not counts:
         return Answer(1, f"{groups} key and value heads for {tp} tensor ranks")
     return Answer(_whole(tp, groups), f"{tp} tensor ranks for {groups} key and value heads")
 
@@ -352,7 +378,10 @@ def tokens_per_iteration(draft: Draft) -> Answer:
 def flops_per_iteration(draft: Draft) -> Answer:
     tokens = draft.derived.tokens_per_iteration
     operations = training_flops(
-        draft.config.model, num_tokens=tokens, sum_of_squared_lengths=tokens * draft.config.data.seq_length
+        draft.config.model,
+        draft.derived.layer_table,
+        num_tokens=tokens,
+        sum_of_squared_lengths=tokens * draft.config.data.seq_length,
     )
     return Answer(
         operations, f"{operations / tokens:.4g} for each of {tokens} tokens, recomputation not counted"
@@ -435,6 +464,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("model.kv_channels", kv_channels),
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
+    ("model.heterogeneous_layers_config_encoded_json", heterogeneous_layers_config_encoded_json),
+    ("derived.layer_table", sizes_of_layers),
     ("derived.kv_copies", kv_copies),
     ("derived.activation", activation),
     ("model.mup_base_hidden_size", mup_base_hidden_size),

@@ -104,6 +104,8 @@ class Facts:
     tokenizer_note: str | None = None
     """What a user should hear about it, such as how its end-of-document token was found."""
     checkpoint: StoredRun | None = None
+    layers_config: str | None = None
+    """What --heterogeneous-layers-config-path names holds."""
     datasets: tuple[DatasetFacts, ...] = ()
     """What --data-path and its kin name, split by split in their order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()

@@ -252,10 +252,6 @@ _NOT_YET: Final = (
         " --mhc-recompute-layer-num= --mhc-sinkhorn-iterations=",
     ),
     later(
-        "layers that differ from each other",
-        "--heterogeneous-layers-config-encoded-json= --heterogeneous-layers-config-path=",
-    ),
-    later(
         "this way of giving weights their initial values",
         "--init-method-xavier-uniform --no-initialization",
         instead="leave this out, and use --init-method-std",

@@ -114,6 +114,10 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections back to the residual stream divide it by sqrt(2 * layers)."""
     embedding_init_method_std: float | None = field(default=None, metadata=in_range(at_least=0))
     """Standard deviation of the embeddings' initial values; none: --init-method-std."""
+    heterogeneous_layers_config_path: str | None = None
+    """JSON file with the sizes of each layer, as Megatron-LM and the models of NVIDIA's Puzzle have it."""
+    heterogeneous_layers_config_encoded_json: str | None = AUTO
+    """What that file holds, in place of the file. Left open: read from it."""
     use_mup: bool = False
     """Scale initial values, learning rates, attention and logits with the width (muP), so that settings found for a narrow model hold."""
     mup_base_hidden_size: int | None = field(default=AUTO, metadata=in_range(at_least=1))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain.config.facts import Facts
+from megatrain.config.layer_sizes import LayerTable
 from megatrain.config.rate_groups import RateGroups
 from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.tree import Config, Origin
@@ -34,6 +35,8 @@ class Derived:
     device: Literal["cpu", "cuda"] = INVALID
     world_size: int = INVALID
     activation: Activation = INVALID
+    layer_table: LayerTable = INVALID
+    """The sizes of each layer."""
     attention_scale: float | None = INVALID
     """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
     attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math"] = INVALID

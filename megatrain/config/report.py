@@ -35,7 +35,11 @@ _SAID_ELSEWHERE: Final = frozenset(
         "start_iteration",
         "start_consumed_samples",
     )
-) | {"data.data_cache_path", "training.eval_global_batch_size"}
+) | {
+    "model.heterogeneous_layers_config_encoded_json",
+    "data.data_cache_path",
+    "training.eval_global_batch_size",
+}
 """Of little use to most readers, who find it under --print-config full."""
 _OF_NO_ACCOUNT: Final = (("derived.kv_copies", 1),)
 """Likewise, as long as it has this value. What is none says nothing either."""

@@ -16,6 +16,9 @@ from megatrain.config.resume_classes import OPTIMIZER_STATE, SCHEDULE, SHAPE, Re
 from megatrain.config.tree import flag_of, settings, unit_of
 from megatrain.config.values import is_settled
 
+_LONGEST: Final = 160
+"""Characters of a value that are shown."""
+
 
 def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
@@ -208,7 +211,8 @@ def _bare(value: Any) -> str:
         return " ".join(map(str, value)) or "none"
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else str(value)
+    text = "none" if value is None else str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
 def _spelled(path: str, value: Any) -> str:

@@ -28,7 +28,7 @@ SHAPE: Final = ResumeClass(
     kind="refused",
     reason="the shape or the meaning of the weights depends on it",
     settings="model: num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention"
-    " num_query_groups normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
+    " num_query_groups heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
     " quick_geglu position_embedding_type softmax_type untie_embeddings_and_output_weights disable_bias_linear"
     " add_qkv_bias",
 )
@@ -99,7 +99,7 @@ SAFE: Final = ResumeClass(
 )
 SILENT: Final = ResumeClass(
     kind="silent",
-    settings="model: padded_vocab_size; parallel: world_size; data: num_workers data_cache_path;"
+    settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path;"
     " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run;"
     " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint",
 )

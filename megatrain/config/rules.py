@@ -12,6 +12,7 @@ from typing import Final
 from megatrain.config.data_rules import DATA_RULES
 from megatrain.config.errors import Problem
 from megatrain.config.features import features_are_proven
+from megatrain.config.layer_rules import LAYER_RULES
 from megatrain.config.log_rules import LOG_RULES
 from megatrain.config.model_rules import MODEL_RULES
 from megatrain.config.plan import Draft
@@ -181,6 +182,7 @@ def missing_checkpoint_has_one_answer(draft: Draft) -> Problems:
 RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     *SIZE_RULES,
     *MODEL_RULES,
+    *LAYER_RULES,
     training_has_one_length,
     samples_fill_a_batch,
     warmup_has_one_length,

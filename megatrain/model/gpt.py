@@ -19,7 +19,7 @@ from megatrain.model.implementations.local import LocalLeaves
 from megatrain.model.layer import Chain, Rotation, TransformerLayer, norm_weights
 from megatrain.model.layouts import positions_layout, vocab_layout
 from megatrain.model.recompute import Recompute, layer_segments
-from megatrain.model.specs import GptSpec
+from megatrain.model.specs import AttentionSpec, GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
@@ -180,7 +180,7 @@ def build_model(
     layers: list[nn.Module] = []
     for number in stage_layers(len(spec.layers), grid.pp.rank, grid.pp.size):
         layer = spec.layers[number]
-        rotation = rotations.of(layer.mixer.rotary, layer.mixer.head_channels)
+        rotation = rotations.of(layer.mixer)
         layers.append(TransformerLayer(layer, spec, number, leaves, tp, rotation, recompute))
     segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
@@ -249,9 +249,10 @@ class _Rotations:
         self.length, self.dtype, self.device = length, wide(dtype), device
         self.made: dict[tuple[RotarySpec, int], Rotation] = {}
 
-    def of(self, spec: RotarySpec | None, head_channels: int) -> Rotation | None:
-        if spec is None:
+    def of(self, attention: AttentionSpec | None) -> Rotation | None:
+        if attention is None or attention.rotary is None:
             return None
+        spec, head_channels = attention.rotary, attention.head_channels
         if (spec, head_channels) not in self.made:
             self.made[spec, head_channels] = Rotation(
                 spec, head_channels, self.length, self.dtype, self.device

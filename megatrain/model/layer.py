@@ -84,7 +84,7 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         d, h = spec.head_channels, gpt.hidden_size
-        own_groups = spec.num_query_groups * tp.kv.size // tp.size
+        own_groups = max(1, spec.num_query_groups // tp.size)
         self.sizes = [spec.num_heads // tp.size, own_groups, own_groups]
         self.qkv = leaves.column_linear(
             _first_norm(gpt, prefix, tp),
@@ -114,10 +114,8 @@ class Attention(nn.Module):
         )
         self.end = _branch_end(gpt, prefix, leaves, tp)
 
-    def forward(
-        self, hidden: Tensor, info: PassInfo
-    ) -> tuple[Tensor, Tensor]:  # [s/tp, b, h] -> (residual, delta)
-        residual, qkv = self.qkv(hidden, None, info)
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+        residual, qkv = self.qkv(residual, delta, info)
         q, k, v = self._heads(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
         return residual, self.end(self.proj(self.core(q, k, v, info), info), info)
 
@@ -156,7 +154,7 @@ class Mlp(nn.Module):
         )
         self.end = _branch_end(gpt, prefix, leaves, tp)
 
-    def forward(self, residual: Tensor, delta: Tensor, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, x = self.fc1(residual, delta, info)
         return residual, self.end(self.fc2(x, info), info)
 
@@ -176,15 +174,20 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         prefix = f"decoder.layers.{number}"
-        self.attention = Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotation, recompute)
-        mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
-        self.mlp: nn.Module = Recomputed(mlp) if recompute.has_part("mlp") else mlp
+        self.branches = nn.ModuleList()
+        if spec.mixer is not None:
+            self.branches.append(
+                Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotation, recompute)
+            )
+        if spec.mlp is not None:
+            mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
+            self.branches.append(Recomputed(mlp) if recompute.has_part("mlp") else mlp)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets the batch)
-        residual, delta = self.attention(hidden, info)
-        residual, delta = self.mlp(residual, delta, info)
-        out: Tensor = residual + delta
-        return out
+        residual, delta = hidden, None  # a branch first adds what the one before it gave
+        for branch in self.branches:
+            residual, delta = branch(residual, delta, info)
+        return residual if delta is None else residual + delta
 
 
 def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> Weights:
@@ -219,10 +222,11 @@ def _branch_end(gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -
 def _qkv(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
     """What belongs to the outputs of the first projection: queries, keys and values."""
     queries, keys = spec.num_heads * spec.head_channels, spec.num_query_groups * spec.head_channels
+    copies = tp.kv if spec.num_query_groups < tp.size else None
     return [
         Columns(f"{prefix}.q.{kind}", queries),
-        Columns(f"{prefix}.k.{kind}", keys, copies=tp.kv),
-        Columns(f"{prefix}.v.{kind}", keys, copies=tp.kv),
+        Columns(f"{prefix}.k.{kind}", keys, copies=copies),
+        Columns(f"{prefix}.v.{kind}", keys, copies=copies),
     ]
 
 

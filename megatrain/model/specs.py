@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatrain.config.derivations import activation_of
+from megatrain.config.layer_sizes import layer_table
 from megatrain.config.model import ModelConfig
 from megatrain.config.mup import attention_scale, matrix_init_std
 from megatrain.config.patterns import layers_with, window_of
@@ -80,8 +81,10 @@ class MlpSpec:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec
-    mlp: MlpSpec
+    mixer: AttentionSpec | None
+    """None: the layer has no attention."""
+    mlp: MlpSpec | None
+    """None: the layer has no MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,41 +127,10 @@ class GptSpec:
 
 def gpt_spec(model: ModelConfig, *, vocab_size: int, does_qk_norm_decay: bool = False) -> GptSpec:
     """The spec that a resolved configuration describes."""
-    scale, init_std = attention_scale(model)[0], matrix_init_std(model)[0]
+    init_std = matrix_init_std(model)[0]
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
-    has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
-    has_rotary = layers_with(model.no_rope_freq, model.num_layers, one_means=False)
-    left = window_of(model.window_size)
-    rotary = _rotary(model)
-    has_bias = not model.disable_bias_linear
-    layers = tuple(
-        LayerSpec(
-            mixer=AttentionSpec(
-                num_heads=model.num_attention_heads,
-                num_query_groups=model.num_query_groups,
-                head_channels=model.kv_channels,
-                rotary=rotary if has_rotary[number] else None,
-                window=left if has_window[number] else None,
-                scale=scale,
-                softcap=model.attn_logit_softcapping,
-                sink=_SINKS[model.softmax_type],
-                dropout=model.attention_dropout,
-                qk_norm=model.qk_layernorm_width if model.qk_layernorm else "none",
-                does_qk_norm_decay=does_qk_norm_decay,
-                has_qkv_bias=has_bias or model.add_qkv_bias,
-                has_bias=has_bias,
-            ),
-            mlp=MlpSpec(
-                ffn_hidden_size=model.ffn_hidden_size,
-                activation=activation_of(model)[0],
-                clamp=model.activation_func_clamp_value,
-                offset=model.glu_linear_offset,
-                has_bias=has_bias,
-            ),
-        )
-        for number in range(model.num_layers)
-    )
+    layers = _layers(model, attention_scale(model)[0], does_qk_norm_decay)
     return GptSpec(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
@@ -184,6 +156,44 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int, does_qk_norm_decay: bool = 
         logit_softcap=model.final_logit_softcapping,
         z_loss_coeff=model.z_loss_coeff,
     )
+
+
+def _layers(model: ModelConfig, scale: float | None, does_qk_norm_decay: bool) -> tuple[LayerSpec, ...]:
+    has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
+    has_rotary = layers_with(model.no_rope_freq, model.num_layers, one_means=False)
+    left = window_of(model.window_size)
+    rotary = _rotary(model)
+    has_bias = not model.disable_bias_linear
+    layers = []
+    for number, sizes in enumerate(layer_table(model).layers):
+        attention = AttentionSpec(
+            num_heads=sizes.num_heads,
+            num_query_groups=sizes.num_query_groups,
+            head_channels=sizes.head_channels,
+            rotary=rotary if has_rotary[number] else None,
+            window=left if has_window[number] else None,
+            scale=scale,
+            softcap=model.attn_logit_softcapping,
+            sink=_SINKS[model.softmax_type],
+            dropout=model.attention_dropout,
+            qk_norm=model.qk_layernorm_width if model.qk_layernorm else "none",
+            does_qk_norm_decay=does_qk_norm_decay,
+            has_qkv_bias=has_bias or model.add_qkv_bias,
+            has_bias=has_bias,
+        )
+        mlp = MlpSpec(
+            ffn_hidden_size=sizes.ffn_hidden_size,
+            activation=activation_of(model)[0],
+            clamp=model.activation_func_clamp_value,
+            offset=model.glu_linear_offset,
+            has_bias=has_bias,
+        )
+        layers.append(
+            LayerSpec(
+                mixer=attention if sizes.num_heads else None, mlp=mlp if sizes.ffn_hidden_size else None
+            )
+        )
+    return tuple(layers)
 
 
 _SINKS: dict[str, Literal["none", "zero", "learned"]] = {

@@ -37,6 +37,16 @@ MODELS = {
         "--max-position-embeddings 30 --hidden-dropout 0 --attention-dropout 0 --use-mup --mup-base-hidden-size 12 "
         "--mup-base-head-dim 2 --mup-embedding-mult 3 --qk-layernorm --apply-wd-to-qk-layernorm --adam-eps 1e-4"
     ),
+    # Layers with other sizes, without attention, without an MLP, and without either.
+    "puzzle": (
+        f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 --attention-dropout 0 "
+        "--heterogeneous-layers-config-encoded-json "
+        '{"block_configs":['
+        '{"attention":{"num_query_groups":1},"mlp":{"ffn_hidden_size":48}},'
+        '{"attention":{"no_op":true},"ffn":{"ffn_hidden_size":192}},'
+        '{"attention":{"n_heads_in_group":1},"ffn":{"no_op":true}},'
+        '{"attention":{"no_op":true},"mlp":{"no_op":true}}]}'
+    ),
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by name; sizes are the same for all."""

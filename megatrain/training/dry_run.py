@@ -133,7 +133,10 @@ def _flops(plan: Plan) -> Flops:
         per_token=derived.flops_per_iteration / derived.tokens_per_iteration,
         per_rank_and_iteration=derived.flops_per_iteration / derived.world_size,
         whole_run=training_flops(
-            plan.config.model, num_tokens=samples * length, sum_of_squared_lengths=samples * length**2
+            plan.config.model,
+            plan.derived.layer_table,
+            num_tokens=samples * length,
+            sum_of_squared_lengths=samples * length**2,
         ),
     )
 

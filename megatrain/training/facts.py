@@ -146,6 +146,16 @@ def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
         found |= _tokenizer_facts(request)
     except ConfigError as error:
         problems += error.problems
+    path = request.known("model.heterogeneous_layers_config_path")
+    if path is not None and request.known("model.heterogeneous_layers_config_encoded_json") is None:
+        try:
+            found["layers_config"] = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(
+                Problem(
+                    f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
+                )
+            )
     datasets, data_problems = _data_facts(request, found)
     return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
 

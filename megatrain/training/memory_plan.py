@@ -18,7 +18,7 @@ from megatrain.config import Plan
 from megatrain.kernels.elementwise import wide
 from megatrain.model.head import chunk_rows
 from megatrain.model.recompute import Recompute
-from megatrain.model.specs import GptSpec, LayerSpec
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.parallel.grid import RankGrid
 from megatrain.training.engine import Engine, recompute_of
 
@@ -102,7 +102,7 @@ class Kept:
     q   heads * channels                 k   query groups * channels; both, as f and n heads, of this tensor rank
     w   bytes of the model's dtype       W   of sums, at least 4          H   of the residual stream
 
-    between layers        r h H           one more than there are segments with layers
+    between layers        r h H           one more than there are segments with layers that have parts
     norm                  r W (RMSNorm), 2 r W (LayerNorm)   its input is kept anyway, or counted where it is made
     norm + qkv            r h w (the normed input; not without a first norm, where H = w) + t (q + 2 k) w
     queries and keys      t (q + k) w      where they are turned or normed, + t 2 n W or so for the norms
@@ -162,8 +162,8 @@ class Kept:
             n = recompute.num_layers
             chunks = [whole[first : first + n] for first in range(0, per_stage, n)]
             again = max(sum(chunk) + (len(chunk) - 1) * border for chunk in chunks)
-            return StageActivations(ends + (len(chunks) + 1) * border, again)
-        borders = (per_stage + 1) * border
+            return StageActivations(ends + (1 + sum(map(any, chunks))) * border, again)
+        borders = (1 + sum(map(bool, whole))) * border  # a layer without parts hands on what it gets
         if recompute.kind == "block":
             n = recompute.num_layers
             return StageActivations(ends + borders + sum(whole[n:]), max(whole[:n]))
@@ -175,21 +175,11 @@ class Kept:
 
     def layer(self, layer: LayerSpec, parts: tuple[str, ...] = ()) -> int:
         """Of one layer, of which `parts` are computed again, without what enters and leaves it."""
-        stream = self.rows * self.spec.hidden_size
-        attention = self._entry(is_residual_kept=True) + self._attention(layer, "core_attn" in parts)
-        attention += self._branch_end()
-        if "mlp" in parts:
-            return attention + stream * self.width
-        matrices = 2 if layer.mlp.is_gated else 1
-        inner = self.tokens * layer.mlp.ffn_hidden_size // self.tp * self.width
-        has_norm = self.spec.norm_position != "post"
-        return (
-            attention
-            + (stream * self.hidden if has_norm else 0)
-            + self._entry(is_residual_kept=has_norm)
-            + (matrices + 1) * inner
-            + self._branch_end()
-        )
+        attention = 0
+        if layer.mixer is not None:
+            attention = self._entry(is_residual_kept=True) + self._branch_end()
+            attention += self._attention(layer.mixer, "core_attn" in parts)
+        return attention + (0 if layer.mlp is None else self._mlp(layer, layer.mlp, "mlp" in parts))
 
     def logits(self) -> int:
         """One chunk: logits, wide logits where they are other, what is left of the largest, and the cap's slope."""
@@ -197,6 +187,21 @@ class Kept:
         bytes_each = self.width + self.wide + (self.wide if self.wide > self.width else 0)
         bytes_each += self.width if self.spec.logit_softcap is not None else 0
         return min(self.tokens, chunk_rows(columns)) * columns * bytes_each
+
+    def _mlp(self, layer: LayerSpec, mlp: MlpSpec, is_computed_again: bool) -> int:
+        """The second branch, or the only one; what enters that is counted as what is between layers."""
+        stream, is_second = self.rows * self.spec.hidden_size, layer.mixer is not None
+        if is_computed_again:
+            return stream * self.width if is_second else 0
+        matrices = 2 if mlp.is_gated else 1
+        inner = self.tokens * mlp.ffn_hidden_size // self.tp * self.width
+        has_norm = self.spec.norm_position != "post"
+        return (
+            (stream * self.hidden if has_norm and is_second else 0)
+            + self._entry(is_residual_kept=has_norm or not is_second)
+            + (matrices + 1) * inner
+            + self._branch_end()
+        )
 
     def _entry(self, *, is_residual_kept: bool) -> int:
         """What the first linear layer of a branch keeps of its input."""
@@ -214,8 +219,8 @@ class Kept:
         norm = 0 if self.spec.norm_position == "pre" else stream * self.width + self._norm(self.rows)
         return norm + (stream if self.spec.hidden_dropout else 0)
 
-    def _attention(self, layer: LayerSpec, is_computed_again: bool) -> int:
-        spec, t, w = layer.mixer, self.tokens, self.width
+    def _attention(self, spec: AttentionSpec, is_computed_again: bool) -> int:
+        t, w = self.tokens, self.width
         heads, groups = spec.num_heads // self.tp, max(1, spec.num_query_groups // self.tp)
         q, k = t * heads * spec.head_channels * w, t * groups * spec.head_channels * w
         numbers = {
@@ -230,7 +235,7 @@ class Kept:
             return numbers + inputs + q
         if not is_fused:
             normed_inputs = q + 2 * k if spec.qk_norm != "none" else 0
-            return numbers + normed_inputs + self._written_out(layer) + q
+            return numbers + normed_inputs + self._written_out(spec) + q
         has_mask = self.has_documents or spec.window is not None
         if has_mask and self.runs_by_lengths and t > self.seq_length:
             inputs = q + 2 * k + (q + 2 * k if spec.qk_norm != "none" else 0)
@@ -239,14 +244,14 @@ class Kept:
             mask = self.seq_length**2 * (t // self.seq_length if self.has_documents else 1)
         return numbers + inputs + q + t * heads * 4 + mask
 
-    def _written_out(self, layer: LayerSpec) -> int:
+    def _written_out(self, spec: AttentionSpec) -> int:
         """Scaled queries and keys, wide, and values, for each head; then scores.
 
         softcap     W   the tangent
         softmax     W   and a column more with a sink
         dropout     1 + w, else w where w is not W
         """
-        spec, t = layer.mixer, self.tokens
+        t = self.tokens
         heads = spec.num_heads // self.tp
         q = t * heads * spec.head_channels
         scores = t * heads * self.seq_length

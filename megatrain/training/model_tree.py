@@ -132,7 +132,8 @@ def _blocks(pieces: Sequence[Piece]) -> list[Block]:
     blocks: list[Block] = []
     for (_, layer), tensors in by_layer.items():
         last = blocks[-1] if blocks else None
-        if layer is not None and last and last.first_layer is not None and last.tensors == tuple(tensors):
+        is_next = last and last.first_layer is not None and layer == last.first_layer + last.num_layers
+        if last and is_next and last.tensors == tuple(tensors):
             blocks[-1] = Block(
                 first_layer=last.first_layer, num_layers=last.num_layers + 1, tensors=last.tensors
             )

@@ -7,6 +7,7 @@ import pytest
 
 from megatrain.config import ModelConfig
 from megatrain.config.flops import padded_vocabulary, training_flops
+from megatrain.config.layer_sizes import layer_table
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LATER = (
@@ -40,10 +41,12 @@ def test_flops_are_megatrons(case):
     model = ModelConfig(
         **{name: arguments[name] for name in names},
         num_query_groups=arguments["num_query_groups"] or arguments["num_attention_heads"],
+        heterogeneous_layers_config_encoded_json=None,
     )
     length, packed = arguments["seq_length"], case.get("packed", {})
     found = training_flops(
         model,
+        layer_table(model),
         num_tokens=packed.get("total_real_tokens_in_batch", case["batch_size"] * length),
         sum_of_squared_lengths=packed.get("seqlen_squared_sum_in_batch", case["batch_size"] * length**2),
     )

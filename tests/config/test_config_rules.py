@@ -17,6 +17,20 @@ def dataset(prefix, num_sequences, *, split="all", weight=None):
     )
 
 
+LAYERS = "--heterogeneous-layers-config-encoded-json"
+
+
+def layers(groups, width, other_groups="4"):
+    """A layer with these sizes, and three others."""
+    sizes = [(groups, width), *[(other_groups, "96")] * 3]
+    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
+    return f'{{"block_configs":[{",".join(parts)}]}}'
+
+
+THREE = "--tensor-model-parallel-size 3 --hidden-size 48 --num-attention-heads 12 --ffn-hidden-size 96"
+FULL, EMPTY = '{"attention":{},"mlp":{}}', '{"attention":{"no_op":true},"mlp":{"no_op":true}}'
+NO_SECOND = f'{{"block_configs":[{FULL},{EMPTY},{FULL},{FULL}]}}'
+
 CASES = {
     "heads_divide_over_tp_ranks": [
         ("--num-attention-heads 4 --tensor-model-parallel-size 8", "", Facts(world_size=8),
@@ -386,6 +400,26 @@ CASES = {
         ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,
          ("--qk-layernorm-width all_heads is not there for --normalization LayerNorm\n"
          "  fix: use --normalization RMSNorm")),
+    ],
+    "layers_are_understood": [
+        (f"{LAYERS} [{{}}]", "", None, "--heterogeneous-layers-config-encoded-json: there is no list `block_configs`"),
+    ],
+    "layers_divide_over_tp_ranks": [
+        (f"{LAYERS} {layers('6', '64')}", "", None,
+         "layer 0 (from 0) has 6 query groups, which do not divide its 4 heads\n  fix: use a divisor"),
+        (f"{LAYERS} {layers('4', '65')} --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("layer 0 (from 0) has an MLP of width 65, which does not divide over --tensor-model-parallel-size 2\n"
+         "  fix: use 66")),
+        (f"{LAYERS} {layers('4', '96', '3')} {THREE}", "", Facts(world_size=3),
+         "layer 0 (from 0) has 4 query groups, which do not divide over --tensor-model-parallel-size 3"),
+        (f"{LAYERS} {layers('1', '64', '2')} --tensor-model-parallel-size 4", "", Facts(world_size=4),
+         ("the query groups 1 (layer 0) and 2 (layer 1) are both fewer than --tensor-model-parallel-size 4, and key and"
+         " value heads with different numbers of copies are not there yet\n  fix: use --tensor-model-parallel-size 1")),
+    ],
+    "stages_hold_something": [
+        (f"{LAYERS} {NO_SECOND} --pipeline-model-parallel-size 4 --global-batch-size 8", "", Facts(world_size=4),
+         ("layers 1 to 1 (from 0) have no parts, and are all of stage 1 of --pipeline-model-parallel-size 4\n"
+         "  fix: use fewer stages")),
     ],
     "width_settings_have_an_effect": [
         ("--mup-embedding-mult 2", "", None,

@@ -1,0 +1,87 @@
+"""Sizes of each layer: what the JSON means, and what is said where it means nothing."""
+
+import json
+
+import pytest
+
+from megatrain.config import Facts
+
+LAYERS = "--heterogeneous-layers-config-encoded-json"
+FULL = {"attention": {}, "mlp": {}}
+
+
+def flags(*blocks):
+    return f"{LAYERS} {json.dumps({'block_configs': list(blocks)}, separators=(',', ':'))}"
+
+
+def sizes(plan):
+    return [(layer.num_query_groups, layer.ffn_hidden_size) for layer in plan.derived.layer_table.layers]
+
+
+def test_layers_are_alike_without_a_file(plan_of):
+    plan = plan_of("--group-query-attention --num-query-groups 2 --ffn-hidden-size 96")
+    assert sizes(plan) == [(2, 96)] * 4
+
+
+def test_each_layer_has_its_own_sizes(plan_of):
+    plan = plan_of(
+        flags(
+            {"attention": {"num_query_groups": 2}, "mlp": {"ffn_hidden_size": 96}},
+            {
+                "attention": {"n_heads_in_group": 4, "no_op": False},
+                "ffn": {"ffn_mult": 2.625, "sparsify": None},
+            },
+            {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"ffn_mult": None}},
+            {"attention": {"num_query_groups": None}, "mlp": {"no_op": True}},
+        )
+        + " --ffn-hidden-size 80"
+    )
+    assert sizes(plan) == [(2, 96), (1, 256), (0, 80), (4, 0)]  # 2/3 * 2.625 * 64 = 112, up to 256
+    assert str(plan.derived.layer_table) == (
+        "4 layers, query groups 1 to 4, ffn 80 to 256, 1 without attention, 1 without MLP"
+    )
+
+
+def test_operations_follow_the_layers(plan_of):
+    """Two layers, of which one has no MLP and the other no attention, are one whole layer."""
+    whole = plan_of("--num-layers 1 --ffn-hidden-size 96").derived.flops_per_iteration
+    parts = flags({"attention": {}, "mlp": {"no_op": True}}, {"attention": {"no_op": True}, "mlp": {}})
+    assert plan_of(f"--num-layers 2 --ffn-hidden-size 96 {parts}").derived.flops_per_iteration == whole
+
+
+def test_a_file_is_kept_in_the_configuration_and_read_once(plan_of):
+    text = json.dumps({"hidden_size": 1, "block_configs": [FULL] * 4}, indent=2)
+    path = "--heterogeneous-layers-config-path sizes.json"
+    plan = plan_of(path, facts=Facts(layers_config=text))
+    kept = plan.config.model.heterogeneous_layers_config_encoded_json
+    assert kept == json.dumps({"block_configs": [FULL] * 4}, separators=(",", ":"))
+    assert plan_of(f"{path} {LAYERS} {kept}").derived == plan.derived
+
+
+def broken(block):
+    return flags(block, FULL, FULL, FULL)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (f'{LAYERS} {{"block_configs":', "line 1, column 18: Expecting value"),
+        (flags(FULL), "block_configs has 1 layers, and --num-layers is 4"),
+        (broken([]), "block_configs[0] is not an object"),
+        (broken({"mlp": {}}), "block_configs[0] has no object `attention`"),
+        (broken({"attention": {}}), "block_configs[0] has no object `mlp` or `ffn`"),
+        (broken({**FULL, "ffn": {}}), "block_configs[0] has mlp and ffn together"),
+        (broken({**FULL, "moe": {"n": 1}}), 'block_configs[0].moe {"n": 1} has no meaning here'),
+        (broken({"attention": {"window_length": 8}, "mlp": {}}), "block_configs[0].attention.window_length 8 has no meaning"),
+        (broken({"attention": {}, "ffn": {"replace_with_linear": True}}), "block_configs[0].ffn.replace_with_linear is not there yet"),
+        (broken({"attention": {"num_query_groups": 1.5}, "mlp": {}}), "block_configs[0].attention.num_query_groups 1.5 is not a whole number above 0"),
+        (broken({"attention": {"n_heads_in_group": 3}, "mlp": {}}), "block_configs[0].attention.n_heads_in_group 3 does not divide --num-attention-heads 4"),
+        (broken({"attention": {}, "mlp": {"ffn_hidden_size": 0}}), "block_configs[0].mlp.ffn_hidden_size 0 is not a whole number above 0"),
+        (broken({"attention": {}, "mlp": {"ffn_mult": "2"}}), 'block_configs[0].mlp.ffn_mult "2" is not a number above 0'),
+        (broken({"attention": {"no_op": 1}, "mlp": {}}), "block_configs[0].attention.no_op 1 is not true or false"),
+        (broken({"attention": {}, "mlp": {"no_op": True, "ffn_hidden_size": 8}}), "block_configs[0].mlp has no_op and a size"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_named(problems_of, given, words):
+    (problem,) = problems_of(given.replace(", ", ",").replace('": ', '":'))
+    assert words in problem
