@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.collectives import gather_json
 from megatrain.parallel.grid import RankGroup
@@ -34,7 +32,7 @@ class MismatchError(CheckpointError):
     """A whole checkpoint that this model or this program cannot take."""
 
 
-def agree(work: Callable[[], Any], group: RankGroup, device: torch.device) -> list[Any]:
+def agree(work: Callable[[], Any], group: RankGroup) -> list[Any]:
     """Do `work` on every rank of the group; returns all results (anything that JSON holds), in the order of the ranks.
 
     Raises:
@@ -45,7 +43,7 @@ def agree(work: Callable[[], Any], group: RankGroup, device: torch.device) -> li
         value = work()
     except Exception as error:  # noqa: BLE001 (whatever happened here, the others wait for an answer)
         failure = error
-    answers = gather_json({"value": value, "failure": _described(failure)}, group, device)
+    answers = gather_json({"value": value, "failure": _described(failure)}, group)
     failures = [
         (*answer["failure"], rank)
         for rank, answer in zip(group.ranks, answers, strict=True)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
@@ -43,7 +41,6 @@ def load_checkpoint(
     folder: Path,
     optimizer: ShardedOptimizer,
     grid: RankGrid,
-    device: torch.device,
     *,
     with_optimizer: bool = True,
     iteration: int | None = None,
@@ -51,7 +48,6 @@ def load_checkpoint(
     """Continue from the newest whole checkpoint in `folder`, or from that of `iteration`; called by all ranks.
 
     Args:
-        device: for communication.
         with_optimizer: whether the moments and the step count are loaded too.
 
     Raises:
@@ -59,9 +55,9 @@ def load_checkpoint(
         MismatchError: a whole checkpoint is not of this model.
     """
     passed_over: list[tuple[Candidate, str]] = []
-    for candidate in _agreed_candidates(folder, iteration, grid, device):
+    for candidate in _agreed_candidates(folder, iteration, grid):
         try:
-            manifest = _load_candidate(candidate, optimizer, grid, device, with_optimizer=with_optimizer)
+            manifest = _load_candidate(candidate, optimizer, grid, with_optimizer=with_optimizer)
         except DamagedError as error:
             passed_over.append((candidate, error.problems[0].text))
             continue
@@ -138,9 +134,7 @@ def fill_from(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_opt
         optimizer.step_count = reader.manifest.optimizer_step_count
 
 
-def _agreed_candidates(
-    folder: Path, iteration: int | None, grid: RankGrid, device: torch.device
-) -> list[Candidate]:
+def _agreed_candidates(folder: Path, iteration: int | None, grid: RankGrid) -> list[Candidate]:
     """What rank 0 sees."""
 
     def listed() -> list[tuple[int, str, str | None]]:
@@ -152,7 +146,7 @@ def _agreed_candidates(
             if iteration in (None, candidate.iteration)
         ]
 
-    found = agree(listed, grid.world, device)[0]
+    found = agree(listed, grid.messages)[0]
     return [Candidate(number, folder / name, problem) for number, name, problem in found]
 
 
@@ -160,7 +154,6 @@ def _load_candidate(
     candidate: Candidate,
     optimizer: ShardedOptimizer,
     grid: RankGrid,
-    device: torch.device,
     *,
     with_optimizer: bool,
 ) -> Manifest:
@@ -178,12 +171,12 @@ def _load_candidate(
         return opened[0].manifest.checksum, used
 
     try:
-        answers = agree(start, grid.world, device)
+        answers = agree(start, grid.messages)
         if len({checksum for checksum, _ in answers}) > 1:
             raise DamagedError(f"{candidate.path}: not all ranks see the same manifest")
         reader = opened[0]
         check_all_used(reader, [used for _, used in answers])
-        agree(lambda: fill_from(reader, optimizer, with_optimizer=with_optimizer), grid.world, device)
+        agree(lambda: fill_from(reader, optimizer, with_optimizer=with_optimizer), grid.messages)
     finally:
         for reader in opened:
             reader.close()

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatrain.checkpoint.disk import Disk, write_file
@@ -71,7 +70,6 @@ def save_checkpoint(
     consumed_train_samples: int,
     optimizer: ShardedOptimizer,
     grid: RankGrid,
-    device: torch.device,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int | None = None,
@@ -82,7 +80,6 @@ def save_checkpoint(
 
     Args:
         folder: that all ranks see; made if missing.
-        device: for communication.
         state, config: anything JSON; rank 0's are kept.
         keep: number of checkpoints up to this one that stay (None: all).
         disk: how to write.
@@ -98,7 +95,7 @@ def save_checkpoint(
     kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
     plan = plan_chunks(optimizer, grid, kinds)
     offer = {"mark": secrets.token_hex(4), "bytes": sum(chunk.num_bytes for chunk in plan)}
-    answers = agree(lambda: offer, grid.world, device)
+    answers = agree(lambda: offer, grid.messages)
     final = folder / folder_name(iteration)
     temporary = final.with_name(f"{final.name}.tmp-{answers[0]['mark']}")
     is_leader = grid.world.is_first
@@ -120,9 +117,9 @@ def save_checkpoint(
             commit_save(temporary, final, manifest, disk)
 
     try:
-        agree(begin, grid.world, device)
-        reports = agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.world, device)
-        agree(lambda: commit(reports), grid.world, device)
+        agree(begin, grid.messages)
+        reports = agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.messages)
+        agree(lambda: commit(reports), grid.messages)
     except CheckpointError as error:
         if is_leader:
             give_up(temporary, disk)

@@ -29,6 +29,8 @@ from megatrain.config.rate_groups import rate_groups
 from megatrain.config.schedule_values import ScheduleValues
 from megatrain.config.values import INVALID, UnsettledError
 
+_LEAST_STARTUP_MINUTES: Final = 60
+
 
 def device(draft: Draft) -> Answer:
     name = draft.facts.device_name
@@ -180,6 +182,25 @@ def model_parallel_size(draft: Draft) -> Answer:
 def data_parallel_size(draft: Draft) -> Answer:
     world, replica = draft.derived.world_size, draft.derived.model_parallel_size
     return Answer(_whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
+
+
+def startup_timeout_seconds(draft: Draft) -> Answer:
+    minutes = draft.config.parallel.distributed_timeout_minutes
+    if minutes > _LEAST_STARTUP_MINUTES:
+        return Answer(60 * minutes, "--distributed-timeout-minutes")
+    return Answer(
+        60 * _LEAST_STARTUP_MINUTES, "an hour at least: ranks wait for each other's indices and caches"
+    )
+
+
+def collective_timeout_seconds(draft: Draft) -> Answer:
+    parallel = draft.config.parallel
+    if parallel.distributed_timeout_seconds_after_init is not None:
+        return Answer(
+            _settled(parallel.distributed_timeout_seconds_after_init),
+            "--distributed-timeout-seconds-after-init",
+        )
+    return Answer(60 * parallel.distributed_timeout_minutes, "--distributed-timeout-minutes")
 
 
 def global_batch_size(draft: Draft) -> Answer:
@@ -482,6 +503,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.world_size", world_size),
     ("derived.model_parallel_size", model_parallel_size),
     ("derived.data_parallel_size", data_parallel_size),
+    ("derived.startup_timeout_seconds", startup_timeout_seconds),
+    ("derived.collective_timeout_seconds", collective_timeout_seconds),
     ("training.global_batch_size", global_batch_size),
     ("derived.num_microbatches", num_microbatches),
     ("training.eval_global_batch_size", eval_global_batch_size),

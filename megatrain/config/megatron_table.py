@@ -198,11 +198,6 @@ _NOT_YET: Final = (
         instead="leave this out: gradients are summed in fp32",
     ),
     later("a run without its ranks", "--fake-process-group"),
-    later(
-        "another timeout once training runs",
-        "--distributed-timeout-seconds-after-init=",
-        instead="use --distributed-timeout-minutes",
-    ),
     # The model
     later(
         "multi-latent attention (MLA)",

@@ -27,6 +27,8 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] = AUTO
     """What carries collectives. Left open: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: int = field(default=10, metadata=in_range(at_least=1))
-    """Minutes that a collective may take before the run fails."""
+    """Minutes that a collective may take before the run fails; 60 at least until the first iteration has ended."""
+    distributed_timeout_seconds_after_init: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Seconds that a collective may take once the first iteration has ended, in place of --distributed-timeout-minutes."""
     world_size: int | None = field(default=None, metadata=in_range(at_least=1))
     """Ranks that --dry-run takes to be started. Left out: those that are, or as many as hold the model once."""

@@ -48,6 +48,10 @@ class Derived:
     kv_copies: int = INVALID
     """How many tensor ranks hold the same keys and values."""
     data_parallel_size: int = INVALID
+    startup_timeout_seconds: int = INVALID
+    """That a collective may take until the first iteration has ended: a rank may wait for another's index or cache."""
+    collective_timeout_seconds: int = INVALID
+    """The same from then on."""
     num_microbatches: int = INVALID
     """Micro-batches that each rank runs in an iteration, once the batch has its full size."""
     num_eval_microbatches: int = INVALID

@@ -25,6 +25,8 @@ _SAID_ELSEWHERE: Final = frozenset(
     f"derived.{name}"
     for name in (
         "world_size",
+        "startup_timeout_seconds",
+        "collective_timeout_seconds",
         "model_parallel_size",
         "num_eval_microbatches",
         "requested_train_samples",

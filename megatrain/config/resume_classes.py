@@ -75,7 +75,7 @@ SAFE: Final = ResumeClass(
     " transformer_impl attention_backend fp32_residual_connection z_loss_coeff hidden_dropout attention_dropout;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer"
     " overlap_grad_reduce overlap_param_gather"
-    " distributed_backend distributed_timeout_minutes use_tp_pp_dp_mapping;"
+    " distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init use_tp_pp_dp_mapping;"
     " optimizer: exp_avg_dtype exp_avg_sq_dtype;"
     " data: data_path data_args_path train_data_path valid_data_path test_data_path per_split_data_args_path"
     " no_mmap_bin_files full_validation multiple_validation_sets reset_position_ids reset_attention_mask eod_mask_loss"

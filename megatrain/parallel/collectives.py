@@ -92,15 +92,18 @@ def begin_reduce_scatter_into(out: Tensor, x: Tensor, group: RankGroup) -> Trans
         return Transfer(dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True), out, x)
 
 
-def gather_json(value: Any, group: RankGroup, device: torch.device) -> list[Any]:
-    """Every rank's value (anything that JSON holds), in the order of the ranks, on every rank."""
+def gather_json(value: Any, group: RankGroup) -> list[Any]:
+    """Every rank's value (anything that JSON holds), in the order of the ranks, on every rank.
+
+    `group` is one of CPUs, such as the grid's `messages`: a long wait here holds up no device.
+    """
     if group.size == 1:
         return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = all_gather(torch.tensor([text.numel()], device=device), group).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = all_gather(torch.tensor([text.numel()]), group).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: text.numel()] = text
-    rows = all_gather(padded[None], group).cpu()
+    rows = all_gather(padded[None], group)
     return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -128,6 +128,8 @@ class RankGrid:
     shape: GridShape
     rank: int
     world: RankGroup
+    messages: RankGroup
+    """The same ranks as `world`, for text, by way of CPUs: who waits here for a slow disk delays no collective."""
     tp: RankGroup
     kv: RankGroup
     """Ranks of `tp` that hold the same keys and values; this rank alone, where each has its own."""
@@ -156,6 +158,7 @@ class RankGrid:
         """
         lists = {
             "world": [list(range(shape.world_size))],
+            "messages": [list(range(shape.world_size))],
             "tp": shape.rank_lists("tp"),
             "kv": shape.kv_lists(),
             "dp": shape.rank_lists("dp"),

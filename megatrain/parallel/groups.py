@@ -4,26 +4,33 @@
                                                                             gloo: each list by its own members alone
 
 Neither way asks a rank to wait for groups that it is not in, so that start-up does not grow with their number.
+Collectives have a generous limit while a run starts, and another one from its first step on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megatrain.parallel.grid import RankGrid, RankGroup
 
 
 def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> Any:
     """The group of the list that this rank is in, made by all ranks of the world; None where it is in no list.
 
-    The lists are disjoint. The world's own process group is used for a list of all ranks.
+    The lists are disjoint. The world's own process group is used for `world`, and CPUs for `messages`.
     """
     world = dist.group.WORLD
     assert world is not None, "the world is joined before its parts"
     if name == "world":
         return world
+    if name == "messages":
+        return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
     if world.bound_device_id is not None:
         lists = [list(ranks) for ranks in rank_lists]
         return dist.split_group(world, lists, timeout=timeout, group_desc=name)
@@ -34,3 +41,16 @@ def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timed
                 list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
             )
     return None
+
+
+def limit_collectives(grid: RankGrid, *, seconds: float) -> None:
+    """From now on a collective that takes longer than this fails; messages keep their limit."""
+    for group in groups_of(grid):
+        if group.name != "messages":
+            _set_pg_timeout(timedelta(seconds=seconds), group.handle)
+
+
+def groups_of(grid: RankGrid) -> list[RankGroup]:
+    """All groups that this rank shares with others."""
+    found = [getattr(grid, field.name) for field in dataclasses.fields(grid)]
+    return [group for group in found if isinstance(group, RankGroup) and group.handle is not None]

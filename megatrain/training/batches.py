@@ -180,7 +180,7 @@ def _built_in_turns(ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> tup
             except Exception as error:  # noqa: BLE001 (whatever happened here, the others wait for an answer)
                 failure = error
         answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
-        answers = gather_json(answer, ranks.grid.world, ranks.device)
+        answers = gather_json(answer, ranks.grid.messages)
         _raise_together(ranks, failure, [found["failed"] for found in answers])
         lengths = _Lengths(**answers[0]["lengths"])  # rank 0 is on the first stage, whatever the layout
     return splits, lengths

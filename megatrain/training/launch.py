@@ -8,7 +8,7 @@ flags) it tells itself. Nobody enters a collective before all may.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import os
 import resource
@@ -30,7 +30,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, describe
 from megatrain.config.tree import flag_of, settings
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.groups import groups_of, make_group
 from megatrain.training.console import Console
 from megatrain.training.facts import gather_facts
 from megatrain.training.failure import exit_code_of
@@ -139,9 +139,9 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             device = _own_device(plan, environment)
             if store is not None:
                 _join_world(plan, environment, store, device)
-            grid = RankGrid.build(
-                grid_shape(plan), environment.rank, make_group if store is not None else None
-            )
+            timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
+            make = functools.partial(make_group, timeout=timeout) if store is not None else None
+            grid = RankGrid.build(grid_shape(plan), environment.rank, make)
             _warm(grid, device)
         yield Ranks(
             request=request,
@@ -300,22 +300,19 @@ def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
 
 
 def _join_world(plan: Plan, environment: LaunchEnvironment, store: dist.Store, device: torch.device) -> None:
-    timeout = timedelta(minutes=plan.config.parallel.distributed_timeout_minutes)
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,
         rank=environment.rank,
         world_size=environment.world_size,
-        timeout=timeout,
+        timeout=timedelta(seconds=plan.derived.startup_timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
 
 
 def _warm(grid: RankGrid, device: torch.device) -> None:
     """Connect every group now, so that a broken link shows at start and not in the middle of a step."""
-    ones = torch.ones(1, device=device)
-    for field in dataclasses.fields(RankGrid):
-        group = getattr(grid, field.name)
-        if hasattr(group, "handle"):
-            all_reduce(ones, group)
-    ones.item()  # on a GPU, only now the connections are known to work
+    for group in groups_of(grid):
+        on = torch.device("cpu") if group.name == "messages" else device
+        count = all_reduce(torch.ones(1, device=on), group).item()
+        assert count == group.size, f"{group.name} counts {count} of {group.size} ranks"

@@ -238,7 +238,7 @@ class RunLog:
         console.say(line)
         if logging.timing_log_level:
             own = mean_times(self._interval)
-            times = gather_json(own, self._ranks.grid.world, self._ranks.device)
+            times = gather_json(own, self._ranks.grid.messages)
             console.say(across_ranks(times, logging.timing_log_option))
         self._interval = []
 

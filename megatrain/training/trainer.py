@@ -26,6 +26,7 @@ from megatrain.config.data_plans import evaluations
 from megatrain.config.errors import MegatrainError
 from megatrain.config.plan import continues_optimizer
 from megatrain.config.training_rules import signal_number
+from megatrain.parallel.groups import limit_collectives
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
 from megatrain.training.engine import Engine, mean_losses, schedules_of
 from megatrain.training.failure import Failure, exit_code_of
@@ -97,7 +98,6 @@ class Trainer:
                 Path(stored.path).parent,
                 self.engine.optimizer,
                 self.ranks.grid,
-                self.ranks.device,
                 with_optimizer=with_optimizer,
             )
         for line in loaded.skipped:
@@ -240,6 +240,7 @@ class Trainer:
             report = self.engine.step(batches, rates, first_sample=consumed)
         if is_first:
             self._say(self.phases.start_summary())
+            limit_collectives(self.ranks.grid, seconds=self.derived.collective_timeout_seconds)
         self.iteration += 1
         self.consumed_train_samples += batch
         if report.is_finite:
@@ -332,7 +333,6 @@ class Trainer:
                 consumed_train_samples=self.consumed_train_samples,
                 optimizer=self.engine.optimizer,
                 grid=self.ranks.grid,
-                device=self.ranks.device,
                 state=self._state(),
                 config=self.config.to_dict(),
                 with_optimizer=not self.config.checkpoint.no_save_optim,

@@ -117,13 +117,12 @@ def save(folder: Path, rank: Rank, iteration: int, **options: Any) -> Path:
         consumed_train_samples=8 * iteration,
         optimizer=rank.optimizer,
         grid=rank.grid,
-        device=CPU,
         **{"state": {"seen": iteration}, "config": {"training": {"seed": 1}}} | options,
     )
 
 
 def load(folder: Path, rank: Rank, **options: Any) -> Loaded:
-    return load_checkpoint(folder, rank.optimizer, rank.grid, CPU, **options)
+    return load_checkpoint(folder, rank.optimizer, rank.grid, **options)
 
 
 def save_all(
@@ -163,7 +162,7 @@ class Meeting:
         self.barrier = threading.Barrier(num_ranks)
         self.said: dict[int, str] = {}
 
-    def gather(self, value: Any, group: RankGroup, device: torch.device) -> list[Any]:
+    def gather(self, value: Any, group: RankGroup) -> list[Any]:
         self.said[group.rank] = json.dumps(value)
         self.barrier.wait(timeout=30)
         heard = [json.loads(self.said[rank]) for rank in range(group.size)]

@@ -215,3 +215,17 @@ def test_facts_survive_json():
     )
     assert Facts.from_json(facts.to_json()) == facts
     assert Facts.from_json(Facts().to_json()) == Facts()
+
+
+@pytest.mark.parametrize(
+    ("flags", "startup", "later"),
+    [
+        ("", 3600, 600),
+        ("--distributed-timeout-minutes 30", 3600, 1800),
+        ("--distributed-timeout-minutes 90", 5400, 5400),
+        ("--distributed-timeout-seconds-after-init 45", 3600, 45),
+    ],
+)
+def test_collectives_may_take_longer_while_a_run_starts(plan_of, flags, startup, later):
+    derived = plan_of(flags).derived
+    assert (derived.startup_timeout_seconds, derived.collective_timeout_seconds) == (startup, later)

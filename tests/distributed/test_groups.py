@@ -1,0 +1,55 @@
+"""Process groups among real processes: who is in them, and how long they wait."""
+
+import time
+from typing import Any
+
+import torch
+
+from megatrain.parallel.collectives import all_gather, all_reduce, gather_json
+from megatrain.parallel.grid import STAGES_BEFORE_REPLICAS, GridShape, RankGrid
+from megatrain.parallel.groups import groups_of, limit_collectives, make_group
+from megatrain.tools.worker_pool import WorkerPool
+
+SHAPE = GridShape(tp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
+
+
+def members(rank: int, _: int) -> dict[str, tuple[list[int], list[int]]]:
+    """Of each group: whom this rank hears, and whom the grid says it does."""
+    grid = RankGrid.build(SHAPE, rank, make_group)
+    return {
+        group.name: (all_gather(torch.tensor([rank]), group).tolist(), list(group.ranks))
+        for group in groups_of(grid)
+    }
+
+
+def test_groups_hold_the_ranks_that_the_grid_names(pool: WorkerPool) -> None:
+    for rank, found in enumerate(pool.run(8, members)):
+        assert set(found) == {
+            "world", "messages", "tp", "dp", "pp", "pp_backward", "tp_pp", "embedding",
+        }  # fmt: skip
+        for heard, named in found.values():
+            assert heard == named
+            assert rank in named
+
+
+def impatient(rank: int, _: int, text: bool) -> Any:
+    """What rank 0 gets when rank 1 comes two seconds late, to a tensor's meeting or a message's."""
+    grid = RankGrid.build(GridShape(dp=2), rank, make_group)
+    limit_collectives(grid, seconds=1)
+    if rank == 1:
+        time.sleep(2)
+    try:
+        return (
+            gather_json({"rank": rank}, grid.messages) if text else all_reduce(torch.ones(1), grid.dp).item()
+        )
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_collectives_have_a_limit_and_messages_wait(pool: WorkerPool) -> None:
+    assert pool.run(2, impatient, True) == [[{"rank": 0}, {"rank": 1}]] * 2
+    try:
+        first = pool.run(2, impatient, False)[0]
+    finally:
+        pool.close()
+    assert "Timed out waiting 1000ms" in first
