@@ -61,7 +61,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
         data_problems=tuple(problems),
-        libraries=_libraries(),
+        libraries=library_versions(),
         **found,
     )
 
@@ -87,7 +87,7 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
         world_size=world_size,
         checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
         data_problems=tuple(problems),
-        libraries=_libraries(),
+        libraries=library_versions(),
         **found,
     )
 
@@ -238,7 +238,8 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     }
 
 
-def _libraries() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """Of those that make a difference here and are installed."""
     versions = {}
     for name in _LIBRARIES:
         try:

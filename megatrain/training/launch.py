@@ -1,15 +1,13 @@
-"""From a request to joined ranks: facts, plan, process groups; and from errors to exit codes.
+"""From a request to joined ranks: the launcher's word, one plan, process groups; and from errors to exit codes.
 
-    rank 0: facts, plan ──store──> every rank: the same plan, or an error ──> all may start ──> process groups ──> grid
+    environment ─> store, watch over the ranks ─> agreed plan ─> process groups ─> grid ─> the run ─> leave together
 
-What all ranks find wrong is rank 0's to tell, once; what one rank finds alone (a file that is not on its node, other
-flags) it tells itself. Nobody enters a collective before all may.
+Nobody enters a collective before all ranks have the same plan; whoever fails afterwards ends all.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import resource
 import sys
@@ -18,23 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatrain.config import Facts, Plan, Request, resolve
+from megatrain.config import Facts, Plan, Request
 from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.config.errors import ConfigError, MegatrainError, describe
-from megatrain.config.tree import flag_of, settings
+from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, RankGrid
 from megatrain.parallel.groups import groups_of, make_group
+from megatrain.training.agreement import agreed_plan, tell
 from megatrain.training.console import Console
-from megatrain.training.facts import gather_facts
 from megatrain.training.failure import exit_code_of
-from megatrain.training.metrics import write_status
 from megatrain.training.phases import Phases
 from megatrain.training.rank_watch import RankWatch
 
@@ -105,13 +99,6 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def tell(error: MegatrainError) -> None:
-    """Print an error, under this rank's number where it is not rank 0."""
-    rank = read_environment().rank
-    sys.stdout.flush()
-    print(f"{f'rank {rank}: ' if rank else ''}{describe(error)}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ranks]:
     """Resolve the plan, join the process groups, and leave them at the end. `phases`: those before, if there were.
@@ -127,7 +114,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
         watch = RankWatch(environment, store) if store is not None else None
     try:
         with phases.phase("reading inputs and planning"):
-            facts, plan = _agreed_plan(request, environment, store)
+            facts, plan = agreed_plan(request, environment, store)
     except BaseException as error:
         if watch is not None and isinstance(error, MegatrainError):
             watch.leave()  # all ranks have one, and end by themselves
@@ -203,91 +190,6 @@ def _join_store(environment: LaunchEnvironment) -> dist.Store:
         ) from error
     joined: dist.Store = dist.PrefixStore("megatrain", store)
     return joined
-
-
-def _agreed_plan(
-    request: Request, environment: LaunchEnvironment, store: dist.Store | None
-) -> tuple[Facts, Plan]:
-    """Facts and plan, equal on all ranks; an error on any of them is an error on all."""
-    try:
-        if store is None or environment.rank == 0:
-            agreed = _plan_of_rank_0(request, environment, store)
-        else:
-            agreed = _plan_of_another_rank(request, store)
-    except MegatrainError as error:
-        if not error.is_told:
-            tell(error)
-            error.is_told = True
-        if store is not None:
-            store.set("may start", "no")
-        raise
-    if store is not None:
-        if store.add("ready", 1) == environment.world_size:
-            store.set("may start", "yes")
-        if store.get("may start") != b"yes":
-            elsewhere = _told_elsewhere(2)
-            if environment.rank == 0:
-                _write_failure(request, elsewhere)
-            raise elsewhere
-    return agreed
-
-
-def _plan_of_rank_0(
-    request: Request, environment: LaunchEnvironment, store: dist.Store | None
-) -> tuple[Facts, Plan]:
-    """Facts are rank 0's alone, so that thousands of ranks neither read the same files nor disagree about them."""
-    answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
-    try:
-        facts = gather_facts(request, environment)
-        answer["facts"] = facts.to_json()
-        plan = resolve(request, facts)
-        answer["config"] = plan.config.to_dict()
-    except MegatrainError as error:
-        tell(error)  # before another rank can end, upon which the launcher would stop this one
-        error.is_told = True
-        _write_failure(request, error)
-        answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
-        raise
-    finally:
-        if store is not None:
-            store.set("rank 0", json.dumps(answer))
-    return facts, plan
-
-
-def _plan_of_another_rank(request: Request, store: dist.Store) -> tuple[Facts, Plan]:
-    answer = json.loads(store.get("rank 0"))
-    if answer["facts"] is None:
-        raise _told_elsewhere(answer["exit_code"])
-    facts = Facts.from_json(answer["facts"])
-    try:
-        plan = resolve(request, facts)
-    except ConfigError as error:
-        error.is_told = [str(problem) for problem in error.problems] == answer["problems"]
-        raise
-    if answer["config"] is None:
-        raise _told_elsewhere(answer["exit_code"])
-    own = plan.config.to_dict()
-    for setting in settings():
-        here, there = own[setting.section][setting.name], answer["config"][setting.section][setting.name]
-        if here != there:
-            raise ConfigError(
-                f"{flag_of(setting.name)} is {here} on this rank and {there} on rank 0",
-                fix="start all ranks with the same command line and the same files",
-            )
-    return facts, plan
-
-
-def _told_elsewhere(exit_code: int) -> MegatrainError:
-    error = MegatrainError("another rank could not start", fix="see its message")
-    error.is_told, error.exit_code = True, exit_code
-    return error
-
-
-def _write_failure(request: Request, error: MegatrainError) -> None:
-    """`status.json` for a run that did not start, where --save names a folder that is there."""
-    save = request.known("checkpoint.save")
-    if save is not None and Path(save).is_dir():
-        write_status(Path(save), exit_code=error.exit_code, reason=error.problems[0].text, iteration=None)
 
 
 def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
