@@ -149,8 +149,16 @@ class Engine:
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, Tensor]:
         """Forward and backward of all micro-batches, and the sums over ranks; returns losses a token of the global batch."""
         pp = self.grid.pp
+        infos = self.passes(batches, first_sample=first_sample)
+        self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+        self.data_parallel.finish_gradients()
+        names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
+        return dict(zip(names, mean_losses(self._summed(infos, [*names, "tokens"])), strict=True))
+
+    def passes(self, batches: Sequence[Batch], *, first_sample: int) -> list[PassInfo]:
+        """What each micro-batch's pass knows, of a global batch that starts at this sample."""
         micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
-        infos = [
+        return [
             PassInfo(
                 microbatch=number,
                 first_sample=first_sample + (number * dp.size + dp.rank) * micro,
@@ -159,10 +167,6 @@ class Engine:
             )
             for number, (batch, share) in enumerate(zip(batches, self._loss_shares(batches), strict=True))
         ]
-        self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
-        self.data_parallel.finish_gradients()
-        names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
-        return dict(zip(names, mean_losses(self._summed(infos, [*names, "tokens"])), strict=True))
 
     def _loss_shares(self, batches: Sequence[Batch]) -> list[float | Tensor]:
         """What each micro-batch's mean loss counts in the step's, times the loss scale.

@@ -33,6 +33,7 @@ from megatrain.training.failure import Failure, exit_code_of
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import write_status
+from megatrain.training.not_finite import explain
 from megatrain.training.profiling import Profiling
 from megatrain.training.run_log import RunLog
 from megatrain.training.stopping import StopRequest
@@ -246,10 +247,10 @@ class Trainer:
         if report.is_finite:
             self.scheduled_samples += batch
         elif not self.engine.loss_scaler.skips(report.lm_loss):
+            where, fix = explain(self.engine, batches, first_sample=consumed)
             raise NotFiniteError(
-                f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}",
-                fix="nothing was updated or saved; go on from the last checkpoint with a smaller --lr, or look at "
-                f"samples {self.consumed_train_samples - batch} to {self.consumed_train_samples - 1}",
+                f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}; {where}",
+                fix=fix,
             )
         self.log.show_iteration(
             report,

@@ -1,0 +1,196 @@
+"""Where infinities and NaNs come from. Searched only once a step was not finite, by running that step a second time.
+
+    weights ─> data ─> forward of each segment ─> backward of each segment ─> gradients        the first that is wrong
+
+The second pass computes the same again, as dropout is keyed by samples, and looks at what passes between segments;
+nothing is summed over replicas in it, so that each rank sees its own. What does not come again was no arithmetic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.collectives import gather_json
+from megatrain.parallel.layout import ParamEntry
+from megatrain.parallel.pipeline.executor import Executor, Segment, Use
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+from megatrain.training.engine import Engine
+
+Stage = Literal["weight", "data", "forward", "backward", "gradient"]
+_STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "gradient")
+_MAX_FINDINGS = 100
+_LOOK_AT_SAMPLES = (
+    "go on from the last checkpoint, with a smaller --lr or --clip-grad; or look at the samples"
+)
+_FIXES: Final[dict[str, str]] = {
+    "weight": "nothing was updated or saved; go on from the last checkpoint, and from an older one if it comes again",
+    "data": "nothing was updated or saved; look at these samples, and go on from the last checkpoint",
+    "nothing": "nothing was updated or saved; go on from the last checkpoint, and test the hardware if it comes again",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One place where something was not finite."""
+
+    stage: Stage
+    rank: int
+    text: str
+    order: int = 0
+    """Among those of a stage, the earlier the smaller."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return _STAGES.index(self.stage), self.order, self.rank
+
+
+def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> tuple[str, str]:
+    """What was not finite first, and what to do about it; equal on all ranks, which all call this."""
+    own = sorted(_search(engine, batches, first_sample), key=lambda finding: finding.key)
+    told = gather_json([asdict(finding) for finding in own[:_MAX_FINDINGS]], engine.grid.messages)
+    found = sorted((Finding(**one) for rank in told for one in rank), key=lambda finding: finding.key)
+    if not found:
+        return (
+            "a second pass over the same samples found nothing wrong, as after a fault of the hardware",
+            _FIXES["nothing"],
+        )
+    first = found[0]
+    others = len({one.rank for one in found if one.key[:2] == first.key[:2]}) - 1
+    also = f" (and the same on {others} other{'s' if others > 1 else ''})" if others else ""
+    return f"first on rank {first.rank}{also}: {first.text}", _FIXES.get(
+        first.stage, f"nothing was updated or saved; {_LOOK_AT_SAMPLES}"
+    )
+
+
+def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list[Finding]:
+    rank, registry = engine.grid.rank, engine.model.registry
+    engine.data_parallel.wait_for_weights()
+    engine.buffers.clear_gradients()
+    found = []
+    for name, count in _bad_pieces((entry, entry.parameter.detach()) for entry in registry.entries.values()):
+        found.append(Finding(stage="weight", rank=rank, text=f"{count} values of the weight {name}"))
+    infos = engine.passes(batches, first_sample=first_sample)
+    for batch, info in zip(batches, infos, strict=True):
+        if not _is_finite(batch.loss_mask):
+            text = f"the loss mask of {_samples(batch, info)}"
+            found.append(Finding(stage="data", rank=rank, text=text, order=info.microbatch))
+    second = _SecondPass(engine)
+    second.run(batches, infos)
+    found += second.found
+    grads = ((entry, entry.module.weight_grads[entry.attribute]) for entry in registry.entries.values())
+    for name, count in _bad_pieces(grads):
+        found.append(Finding(stage="gradient", rank=rank, text=f"{count} values of the gradient of {name}"))
+    engine.buffers.clear_gradients()
+    return found
+
+
+class _SecondPass:
+    """The step's passes again, with a look at all that comes out of segments. It is the executor's `SegmentHooks`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.found: list[Finding] = []
+        segments = engine.model.segments
+        names = [_segment_name(number, engine) for number in range(len(segments))]
+        self.watched = [
+            _Watched(segment, self, number, name)
+            for number, (segment, name) in enumerate(zip(segments, names, strict=True))
+        ]
+
+    def run(self, batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
+        engine, pp = self.engine, self.engine.grid.pp
+        executor = Executor(
+            self.watched,
+            engine.grid,
+            hidden_shape=engine.executor.hidden_shape,
+            dtype=engine.executor.dtype,
+            device=engine.device,
+            hooks=self,
+        )
+        executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+
+    def note(self, stage: Stage, place: int, name: str, batch: Batch, info: PassInfo) -> None:
+        """Segment `place` of this pipeline stage made something of finite input that is not finite."""
+        pp, count = self.engine.grid.pp, len(self.watched)
+        depth = pp.rank * 10_000 + place
+        last = pp.size * 10_000 + count
+        order = info.microbatch * last + (depth if stage == "forward" else last - depth)
+        text = f"the {stage} pass of {name} in micro-batch {info.microbatch}, {_samples(batch, info)}"
+        self.found.append(Finding(stage=stage, rank=self.engine.grid.rank, text=text, order=order))
+
+    def expect(self, uses: Sequence[Use]) -> None:
+        """See `SegmentHooks`."""
+        self.engine.data_parallel.expect(uses)
+
+    def before(self, use: Use) -> None:
+        """See `SegmentHooks`."""
+        self.engine.data_parallel.before(use)
+
+    def after(self, use: Use) -> None:
+        """See `SegmentHooks`."""
+        self.engine.data_parallel.after(use)
+
+    def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        """See `SegmentHooks`. Gradients stay this rank's own."""
+
+
+class _Watched:
+    """A segment whose output, and gradients on both sides, are looked at."""
+
+    def __init__(self, segment: Segment, second: _SecondPass, number: int, name: str) -> None:
+        self.segment, self.second, self.number, self.name = segment, second, number, name
+
+    def __call__(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+        output = self.segment(hidden, batch, info)
+        if not _is_finite(output) and (hidden is None or _is_finite(hidden)):
+            self.second.note("forward", self.number, self.name, batch, info)
+        arrived_finite: list[bool] = []
+        output.register_hook(lambda gradient: arrived_finite.append(_is_finite(gradient)))
+
+        def look(gradient: Tensor) -> None:
+            if arrived_finite[-1] and not _is_finite(gradient):
+                self.second.note("backward", self.number, self.name, batch, info)
+
+        if hidden is not None:
+            hidden.register_hook(look)
+        return output
+
+
+def _bad_pieces(tensors: Iterator[tuple[ParamEntry, Tensor]]) -> Iterator[tuple[str, int]]:
+    """Canonical names of what is not finite, and how many values of each."""
+    for entry, tensor in tensors:
+        if _is_finite(tensor):
+            continue
+        for piece in entry.layout.pieces:
+            rows = tensor[piece.row : piece.row + piece.local_shape[0]]
+            count = int((~rows.isfinite()).sum())
+            if count:
+                yield piece.name, count
+
+
+def _segment_name(number: int, engine: Engine) -> str:
+    """Which layers a segment is, by the canonical names of its parameters."""
+    entries = [entry for entry in engine.model.registry.entries.values() if entry.segment == number]
+    names = [piece.name for entry in entries for piece in entry.layout.pieces]
+    layers = sorted(
+        {int(found[1]) for name in names if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
+    )
+    if layers:
+        return f"decoder.layers.{layers[0]}" + (f" to {layers[-1]}" if len(layers) > 1 else "")
+    return "the head" if number else "the embedding" if engine.grid.pp.is_first else "the head"
+
+
+def _samples(batch: Batch, info: PassInfo) -> str:
+    last = info.first_sample + batch.tokens.shape[0] - 1
+    return f"samples {info.first_sample} to {last}"
+
+
+def _is_finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())

@@ -1,0 +1,119 @@
+"""NaNs planted under tp2 dp2 pp2: the message names rank, place, micro-batch and samples, on all ranks alike."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from run_here import LAYOUTS, make_trainer
+
+from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.trainer import NotFiniteError, Trainer
+
+WORLD_SIZE, FLAGS = LAYOUTS["tp2 dp2 pp2"]
+ITERATION = 3
+"""That the plants begin in."""
+
+
+def plant_weight(trainer: Trainer) -> None:
+    """One value of the key weights in layer 2. On one replica alone, the other one's would heal it behind the step."""
+    entries = trainer.engine.model.registry.entries.values()
+    for entry in entries:
+        for piece in entry.layout.pieces:
+            if piece.name == "decoder.layers.2.attention.k.weight":
+                entry.parameter.data[piece.row, 0] = torch.nan
+
+
+def plant_gradient(trainer: Trainer) -> None:
+    """The gradient inside of layer 1, of the second micro-batch."""
+    layer = trainer.engine.model.segments[2]  # behind the embedding and layer 0
+
+    def spoil_input(_module, arguments):
+        info = next(x for x in arguments if hasattr(x, "microbatch"))
+        if info.microbatch == 1 and info.is_training:
+            arguments[0].register_hook(lambda gradient: gradient * torch.nan)
+
+    layer.register_forward_pre_hook(spoil_input)
+
+
+def plant_activation(trainer: Trainer) -> None:
+    """An infinity in what layer 3 makes of the first micro-batch."""
+
+    def spoil(_module, arguments, output):
+        info = next(x for x in arguments if hasattr(x, "microbatch"))
+        return output * torch.inf if info.microbatch == 0 and info.is_training else output
+
+    trainer.engine.model.segments[1].register_forward_hook(spoil)
+
+
+def plant_data(trainer: Trainer) -> None:
+    """The loss mask of the second micro-batch."""
+    loader = trainer.batches.train
+    assert loader is not None
+    read = loader.microbatches
+
+    def spoiled(*arguments):
+        batches = read(*arguments)
+        mask = batches[1].loss_mask.clone()
+        mask[0, 3] = torch.nan
+        batches[1] = dataclasses.replace(batches[1], loss_mask=mask)
+        return batches
+
+    loader.microbatches = spoiled  # type: ignore[method-assign]
+
+
+def plant_once(trainer: Trainer) -> None:
+    """A gradient that is spoiled once, as no arithmetic would do."""
+    finish = trainer.engine.data_parallel.finish_gradients
+
+    def spoiled():
+        finish()
+        trainer.engine.buffers.gradient_shards[0][0] = torch.nan
+
+    trainer.engine.data_parallel.finish_gradients = spoiled  # type: ignore[method-assign]
+
+
+def told(
+    rank: int, world_size: int, plant: Callable[[Trainer], None], culprits: tuple[int, ...], flags: list[str]
+) -> str:
+    """What a run says whose `culprits` are spoiled before the step of `ITERATION`."""
+    trainer = make_trainer(rank, world_size, [*FLAGS, "--eval-iters", "0", *flags])
+    trainer.resume()
+    iterate = trainer._iterate
+
+    def planted(**more):
+        if trainer.iteration == ITERATION - 1 and rank in culprits:
+            plant(trainer)
+        iterate(**more)
+
+    trainer._iterate = planted  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    except NotFiniteError as error:
+        return str(error)
+    return "no error"
+
+
+CASES = [
+    (plant_weight, (5, 7),
+     "first on rank 5 (and the same on 1 other): 1 values of the weight decoder.layers.2.attention.k.weight"),
+    (plant_activation, (6,), "first on rank 6: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
+    (plant_gradient, (2,), "first on rank 2: the backward pass of decoder.layers.1 in micro-batch 1, samples 22 to 23"),
+    (plant_data, (7,), "first on rank 7: the loss mask of samples 22 to 23"),
+    (plant_once, (0,), "a second pass over the same samples found nothing wrong, as after a fault of the hardware"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plant", "culprits", "words"), CASES, ids=lambda x: getattr(x, "__name__", ""))
+def test_the_first_place_is_named(
+    pool: WorkerPool, plant: Callable[[Trainer], None], culprits: tuple[int, ...], words: str
+) -> None:
+    answers = pool.run(WORLD_SIZE, told, plant, culprits, [])
+    for answer in answers:
+        assert answer.startswith(f"iteration {ITERATION}: lm loss is ")
+        assert words in answer
+        assert "\n  fix: nothing was updated or saved; " in answer
+
+
+def test_an_overflow_under_a_dynamic_scale_is_no_error(pool: WorkerPool) -> None:
+    assert set(pool.run(WORLD_SIZE, told, plant_once, (0,), ["--fp16", "--train-iters", "6"])) == {"no error"}
