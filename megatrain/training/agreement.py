@@ -12,6 +12,7 @@ import hashlib
 import json
 import platform
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,7 @@ from megatrain.config.tree import flag_of, settings
 from megatrain.training.facts import gather_facts, library_versions
 from megatrain.training.metrics import write_status
 
+_SECONDS_TO_END: Final = 10.0
 _SAME_COMMAND: Final = "start all ranks with the same command line and the same files"
 _SAME_SOFTWARE: Final = "give all hosts the same code and the same packages"
 
@@ -45,16 +47,26 @@ def agreed_plan(
             error.is_told = True
         if store is not None:
             store.set("may start", "no")
+            _end_together(environment, store)
         raise
     if store is not None:
         if store.add("ready", 1) == environment.world_size:
             store.set("may start", "yes")
         if store.get("may start") != b"yes":
             elsewhere = _told_elsewhere(2)
+            _end_together(environment, store)
             if environment.rank == 0:
                 _write_failure(request, elsewhere)
             raise elsewhere
     return agreed
+
+
+def _end_together(environment: LaunchEnvironment, store: dist.Store) -> None:
+    """Rank 0 goes last: the store may be its own, and all ranks have yet to read in it that they shall end."""
+    num_ended, deadline = store.add("ended", 1), time.monotonic() + _SECONDS_TO_END
+    while environment.rank == 0 and num_ended < environment.world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
+        num_ended = store.add("ended", 0)
 
 
 def _plan_of_rank_0(
