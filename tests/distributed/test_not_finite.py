@@ -99,7 +99,8 @@ CASES = [
      "first on rank 5 (and the same on 1 other): 1 values of the weight decoder.layers.2.attention.k.weight"),
     (plant_activation, (6,), "first on rank 6: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
     (plant_gradient, (2,), "first on rank 2: the backward pass of decoder.layers.1 in micro-batch 1, samples 22 to 23"),
-    (plant_data, (7,), "first on rank 7: the loss mask of samples 22 to 23"),
+    (plant_data, (7,), ("first on rank 7: the loss mask of samples 22 to 23\n"
+     "  fix: nothing was updated or saved; look at these samples, and go on from the last checkpoint")),
     (plant_once, (0,), "a second pass over the same samples found nothing wrong, as after a fault of the hardware"),
 ]  # fmt: skip
 

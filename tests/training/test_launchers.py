@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_broken_command_lines import ROOT, command_line
@@ -70,3 +71,34 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         in told
     )
     assert "fix: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a port that is free there" in told
+
+
+@pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (75, True), (1, False)])
+def test_the_slurm_script_queues_a_job_again_that_stopped_early(
+    tmp_path: Path, code: int, is_queued_again: bool
+) -> None:
+    for name, then in (("srun", f"exit {code}"), ("scontrol", "exit 0")):
+        command = tmp_path / name
+        command.write_text(f'#!/bin/sh\necho {name} "$@"\n{then}\n')
+        command.chmod(0o755)
+    environment = own_environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    ended = subprocess.run(
+        ["bash", "scripts/slurm.sh", "--config", "my run.yaml"], check=False, cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stderr
+    assert "srun --kill-on-bad-exit=1 python pretrain.py --config my run.yaml" in ended.stdout
+    assert ("scontrol requeue 77" in ended.stdout) is is_queued_again
+
+
+def test_the_page_shows_what_is_told() -> None:
+    """The words of docs/launching.md are held by the tests that make the program say them."""
+    page = (ROOT / "docs" / "launching.md").read_text()
+    told = [line.strip() for line in page.splitlines() if line.startswith("    ")]
+    tests = "".join(
+        path.read_text()
+        for folder in ("training", "distributed")
+        for path in (ROOT / "tests" / folder).glob("*.py")
+    )
+    for line in told:
+        words = line.removeprefix("error: iteration 3: lm loss is nan, gradient norm nan; ")
+        assert words in tests, f"no test holds: {words}"
