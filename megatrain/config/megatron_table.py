@@ -383,7 +383,7 @@ _NOT_YET: Final = (
     later("OpenTelemetry", "--otel-enabled --otel-service-name= --otel-span-groups="),
     later(
         "watching for faulty or slow hardware",
-        "--check-weight-hash-across-dp-replicas-interval= --check-for-large-grads --check-for-spiky-loss"
+        "--check-weight-hash-across-dp-replicas-interval="
         " --gpu-sniff-test-interval= --log-straggler --disable-straggler-on-startup --straggler-ctrlr-port="
         " --straggler-minmax-count= --rerun-mode=disabled --result-rejected-tracker-filename= --train-sync-interval=",
     ),

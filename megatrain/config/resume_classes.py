@@ -85,7 +85,7 @@ SAFE: Final = ResumeClass(
     " optimizer: adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad apply_wd_to_qk_layernorm;"
     " precision: bf16 fp16 params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis;"
     " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
-    " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad"
+    " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_at_start deterministic_mode"
     " manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations device;"

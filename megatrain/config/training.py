@@ -28,6 +28,10 @@ class TrainingConfig:
     """Each token that counts has the same weight in an iteration. Otherwise each micro-batch has, whatever number of its tokens count."""
     check_for_nan_in_loss_and_grad: bool = True
     """End the run at a loss or gradient that is not finite. Off: such an iteration is skipped and counted."""
+    check_for_large_grads: bool = False
+    """Tell of a gradient norm of more than 10 times the largest of the first 100 iterations since the start."""
+    check_for_spiky_loss: bool = False
+    """The same of the loss."""
     seed: int = field(default=1234, metadata=in_range(at_least=0))
     """Seed of initial weights and of the order of samples."""
     eval_interval: int | None = field(default=None, metadata=in_range(at_least=1))

@@ -36,6 +36,7 @@ from megatrain.training.metrics import write_status
 from megatrain.training.not_finite import explain
 from megatrain.training.profiling import Profiling
 from megatrain.training.run_log import RunLog
+from megatrain.training.spikes import SpikeWatch
 from megatrain.training.stopping import StopRequest
 from megatrain.training.summary import describe
 
@@ -72,6 +73,9 @@ class Trainer:
             interval=self.config.training.manual_gc_interval,
             around_evaluation=self.config.training.manual_gc_eval,
         )
+        training = self.config.training
+        self.spikes = {"grad_norm": SpikeWatch("gradient norm")} if training.check_for_large_grads else {}
+        self.spikes |= {"lm_loss": SpikeWatch("lm loss")} if training.check_for_spiky_loss else {}
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
         self._status_lock = threading.Lock()
@@ -252,6 +256,9 @@ class Trainer:
                 f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}; {where}",
                 fix=fix,
             )
+        for spike in (watch.look(getattr(report, name)) for name, watch in self.spikes.items()):
+            if spike is not None:
+                self._say(f"> iteration {self.iteration}: {spike}")
         self.log.show_iteration(
             report,
             iteration=self.iteration,
