@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -88,7 +89,7 @@ def exit_code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code or 1
-    return 1
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def first_of(failures: Sequence[Failure]) -> Failure:

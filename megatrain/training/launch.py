@@ -72,8 +72,8 @@ def report_errors(run: Callable[[], int]) -> int:
         if not error.is_told:
             tell(error)
         exit_code = exit_code_of(error)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not dist.is_initialized():
+    except BaseException as error:
+        if not (isinstance(error, Exception) or dist.is_initialized()):
             raise
         _print_traceback()  # whatever it was, it is printed, and the launcher hears of it
         exit_code = exit_code_of(error)

@@ -43,6 +43,10 @@ def exits():
     sys.exit(7)
 
 
+def is_interrupted():
+    raise KeyboardInterrupt
+
+
 def leaves():
     os._exit(5)
 
@@ -61,6 +65,7 @@ def refuses():
     [
         (fails, (1, 1), "ValueError: planted in the step\n"),
         (exits, (7, 7), "SystemExit: 7\n"),
+        (is_interrupted, (130, 130), "KeyboardInterrupt\n"),
         (refuses, (1, 1), "this rank's disk is full\n  fix: free some space\n"),
         (leaves, (5, 1), None),
         (is_killed, (-9, 1), None),
