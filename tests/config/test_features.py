@@ -17,6 +17,8 @@ APART = {
     "precision.params_dtype": "a number format, measured against its noise",
     "training.decrease_batch_size_if_needed": "says how many samples a batch has, before anything is split",
     "training.check_for_nan_in_loss_and_grad": "tells what follows from a norm that parity compares",
+    "training.check_for_large_grads": "the same",
+    "training.check_for_spiky_loss": "tells what follows from a loss that parity compares",
     "training.skip_train": "leaves training out",
     "training.eval_at_start": "is an evaluation more",
     "training.deterministic_mode": "chooses kernels",
