@@ -42,6 +42,8 @@ def impatient(rank: int, _: int, text: bool) -> Any:
         )
     except RuntimeError as error:
         return str(error)
+    finally:
+        limit_collectives(grid, seconds=60)  # for the end of the job
 
 
 def test_collectives_have_a_limit_and_messages_wait(pool: WorkerPool) -> None:
