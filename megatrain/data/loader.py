@@ -217,7 +217,7 @@ def _documents(samples: Sequence[Sample]) -> Documents:
     length = len(samples[0].tokens)
     starts = [number * length + sample.document_starts for number, sample in enumerate(samples)]
     borders = np.concatenate([*starts, [len(samples) * length]]).astype(np.int32)
-    return Documents(torch.from_numpy(borders), int(np.diff(borders).max()), len(samples))
+    return Documents(torch.from_numpy(borders), int(np.diff(borders).max()), len(samples), length)
 
 
 def _enter_device(device: torch.device) -> None:

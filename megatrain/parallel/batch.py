@@ -23,14 +23,16 @@ class Documents:
     """Tokens of the longest one."""
     num_samples: int
     """b."""
+    seq_length: int
+    """s."""
 
     @functools.cached_property
     def mask(self) -> Tensor:
         """True where query i may see key j: both in one document, and j no later than i. Bool [b, 1, s, s]."""
         borders = self.cu_seqlens
-        places = torch.arange(int(borders[-1]), device=borders.device)
-        document = torch.bucketize(places, borders, right=True).view(self.num_samples, 1, -1)
-        s = document.shape[-1]
+        s = self.seq_length
+        places = torch.arange(self.num_samples * s, device=borders.device)
+        document = torch.bucketize(places, borders, right=True).view(self.num_samples, 1, s)
         is_same = document.unsqueeze(-1) == document.unsqueeze(-2)
         return is_same & torch.ones(s, s, dtype=torch.bool, device=borders.device).tril()
 

@@ -1,5 +1,6 @@
 """Communication within a `RankGroup`: every function returns at once where the group has one rank.
 
+Tensors without memory, on the meta device, travel nowhere: what plans a run needs no other ranks.
 Nothing here knows autograd; the differentiable forms are in `tensor.py`. This is the one module through which tensors
 travel, so that torch.distributed's changing names are met in one place.
 """
@@ -35,7 +36,7 @@ class Transfer:
 
 def all_reduce(x: Tensor, group: RankGroup, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
     """Combine `x` over the group, in place; returns `x`."""
-    if group.size > 1:
+    if group.size > 1 and not x.is_meta:
         dist.all_reduce(x, op=_OPS[op], group=group.handle)
     return x
 
@@ -44,6 +45,8 @@ def begin_all_reduce(x: Tensor, group: RankGroup) -> Transfer:
     """Sum `x` over the group, in place."""
     if group.size == 1:
         return Transfer()
+    if x.is_meta:
+        return Transfer(None, x)
     return Transfer(dist.all_reduce(x, group=group.handle, async_op=True), x)
 
 
@@ -69,6 +72,8 @@ def begin_all_gather_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
         return Transfer()
     if not x.is_cuda and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
         x = x.clone()  # gloo does not promise to work in place
+    if x.is_meta:
+        return Transfer(None, out, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames it; torch 2.11 lacks the new name
         return Transfer(dist.all_gather_into_tensor(out, x, group=group.handle, async_op=True), out, x)
@@ -87,6 +92,8 @@ def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
 def begin_reduce_scatter_into(out: Tensor, x: Tensor, group: RankGroup) -> Transfer:
     """Begin what `reduce_scatter` does, into `out`, which may be this rank's part of `x`."""
     assert group.size > 1, "there is nothing to sum"
+    if x.is_meta:
+        return Transfer(None, out, x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return Transfer(dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True), out, x)
@@ -109,11 +116,15 @@ def gather_json(value: Any, group: RankGroup) -> list[Any]:
 
 def send(x: Tensor, group: RankGroup, step: int) -> Any:
     """Begin to send `x` to the rank `step` places on; returns a handle to wait on. `x` must live until then."""
+    if x.is_meta:
+        return Transfer(None, x)
     return dist.isend(x, group.ranks[group.rank + step], group=group.handle)
 
 
 def receive(x: Tensor, group: RankGroup, step: int) -> Tensor:
     """Fill `x` from the rank `step` places on."""
+    if x.is_meta:
+        return x
     work = dist.irecv(x, group.ranks[group.rank + step], group=group.handle)
     assert work is not None
     work.wait()

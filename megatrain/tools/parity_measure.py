@@ -111,7 +111,7 @@ def _documents(tokens: torch.Tensor) -> Documents:
     flat = torch.cat([torch.nn.functional.pad(row % 7 == 0, (1, 0))[:-1] for row in tokens])
     flat[::_SEQ] = True
     borders = torch.cat([flat.nonzero().flatten(), torch.tensor([len(flat)])]).to(torch.int32)
-    return Documents(borders, int(borders.diff().max()), len(tokens))
+    return Documents(borders, int(borders.diff().max()), *tokens.shape)
 
 
 def _positions(documents: Documents | None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """`--dry-run`: what a run would be, for any number of ranks, without a GPU and without memory for the model.
 
-    request ─> facts, plan ─> an engine for each pipeline stage, on the meta device ─> DryRun ─> text, or one JSON object
+    request ─> facts, plan ─> a step of each pipeline stage without memory ─> DryRun ─> text, or one JSON object
 
 Problems are those of a real start. Nothing is written, no process group is joined, and no index is built.
 """
@@ -18,7 +18,7 @@ from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.flops import training_flops
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
-from megatrain.parallel.pipeline.simulator import Simulation, simulate
+from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.training.dry_run_data import dataset_uses
 from megatrain.training.dry_run_report import Axis, DryRun, Flops, Pipeline, RankLayout
 from megatrain.training.dry_run_text import as_text
@@ -26,7 +26,7 @@ from megatrain.training.dry_run_timeline import timeline_of
 from megatrain.training.engine import Engine
 from megatrain.training.facts import gather_facts
 from megatrain.training.launch import grid_shape
-from megatrain.training.memory_plan import stage_memory
+from megatrain.training.memory_plan import planned_memory
 from megatrain.training.model_tree import model_tree
 
 
@@ -51,19 +51,16 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     facts = gather_facts(request, elsewhere)
     plan = _plan(request, facts)
     shape = grid_shape(plan)
-    pipeline, simulation = _pipeline(plan)
+    pipeline = _pipeline(plan)
     engines = [
         Engine(plan, RankGrid.build(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
     ]
-    memory = tuple(
-        stage_memory(plan, engine, microbatches_in_flight=peak)
-        for engine, peak in zip(engines, simulation.peak_activations, strict=True)
-    )
+    memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
     return DryRun(
         plan=plan,
         model=model_tree([engine.model.registry for engine in engines]),
         flops=_flops(plan),
-        memory=memory,
+        memory=tuple(memory),
         device_memory_bytes=_device_memory(plan),
         ranks=_rank_layout(plan, reason),
         data=tuple(dataset_uses(plan, facts)),
@@ -79,8 +76,7 @@ def to_dict(found: DryRun) -> dict[str, Any]:
         field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "plan"
     }
     memory = [
-        dataclasses.asdict(stage)
-        | {"held_total": stage.held.total, "activations": stage.activations, "total": stage.total}
+        dataclasses.asdict(stage) | {"held_total": stage.held.total, "total": stage.total}
         for stage in found.memory
     ]
     shown = {
@@ -147,17 +143,16 @@ def _device_memory(plan: Plan) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def _pipeline(plan: Plan) -> tuple[Pipeline, Simulation]:
+def _pipeline(plan: Plan) -> Pipeline:
     stages, count = plan.config.parallel.pipeline_model_parallel_size, plan.derived.num_microbatches
     simulation = simulate([one_forward_one_backward(stage, stages, count) for stage in range(stages)])
-    pipeline = Pipeline(
+    return Pipeline(
         schedule="1F1B",
         num_stages=stages,
         num_microbatches=count,
         bubble_share=simulation.bubble_fraction,
         microbatches_in_flight=simulation.peak_activations,
     )
-    return pipeline, simulation
 
 
 def _rank_layout(plan: Plan, reason: str) -> RankLayout:

@@ -19,10 +19,12 @@ _MEMORY_TITLES: Final = (
     "gradients",
     "main",
     "optimizer",
-    "loss",
     "activations",
+    "temporaries",
+    "communication",
+    "other",
     "total",
-    "in flight",
+    "peak",
 )
 
 
@@ -81,12 +83,11 @@ def _memory(found: DryRun) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_MEMORY_TITLES))]
     for row in rows:
         cells = [
-            cell.rjust(width) if number else cell.ljust(width)
+            cell.rjust(width) if 0 < number < len(row) - 1 else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield f"  {'  '.join(cells)}".rstrip()
-    yield "  activations: micro-batches in flight * what each keeps, and what one is computed again"
-    yield "  on top of it: temporaries, buffers of collectives, losses of the allocator, the CUDA context"
+    yield "  other: position tables, batches, cuBLAS; beside all of it: the CUDA context, NCCL, the allocator's losses"
     limit, largest = found.device_memory_bytes, max(stage.total for stage in found.memory)
     if limit is not None:
         words = "fits into" if largest <= limit else "is more than"
@@ -109,14 +110,13 @@ def _memory_rows(memory: Sequence[StageMemory]) -> Iterator[tuple[str, ...]]:
             held.gradients,
             held.main_weights,
             held.optimizer_state,
-            stage.loss,
             stage.activations,
+            stage.temporaries,
+            stage.communication,
+            stage.other,
             stage.total,
         )
-        again = stage.activations_computed_again
-        flights = f"{stage.microbatches_in_flight} * {_gigabytes(stage.activations_per_microbatch)}"
-        flights += f" + {_gigabytes(again)}" if again else ""
-        yield (_stages(stages), *(_gigabytes(number) for number in numbers), flights)
+        yield (_stages(stages), *(_gigabytes(number) for number in numbers), stage.peak_at)
 
 
 def _ranks(found: DryRun) -> Iterator[str]:

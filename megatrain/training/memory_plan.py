@@ -1,26 +1,37 @@
-"""How much memory a rank of each pipeline stage needs, by class, from the plan alone.
+"""How much memory a rank of each pipeline stage needs at the peak of a step, and for what.
 
-weights, gradients, main weights, optimizer state   as `Engine` makes them, on a device without memory
-loss                                                 one chunk of logits
-activations                                          micro-batches in flight * what one keeps, by the formulas below
+    plan ─> the engine's own step in a `shadow`, on the meta device ─> `Ledger` ─> bytes by class at the peak
 
-Temporaries of single operations, buffers of collectives, the allocator's losses and the CUDA context (about 1 GB)
-come on top.
+Every tensor that a step makes is one that the engine, its executor and its kernels make when they run; there is no
+formula for any of them. Told by rule are the sizes that the CUDA allocator rounds to, what attention's backward
+kernels take for themselves, and cuBLAS's work space. Not in it: the CUDA context, NCCL's own buffers, and what the
+allocator holds in pieces that fit nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from megatrain.config import Plan
-from megatrain.kernels.elementwise import wide
-from megatrain.model.head import chunk_rows
-from megatrain.model.recompute import Recompute
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
+from megatrain.parallel import collectives
+from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
-from megatrain.training.engine import Engine, recompute_of
+from megatrain.parallel.pipeline import executor
+from megatrain.parallel.pipeline.executor import SegmentHooks, Use
+from megatrain.parallel.pipeline.schedule import Kind
+from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.model_tree import layer_numbers, segment_name
+from megatrain.training.shadow import shadow
+from megatrain.training.storage_ledger import Ledger, Peak, Run, Storage, run_as_it_is
+
+CUBLAS_BYTES: Final = 32 << 20
+"""Work space of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,237 +51,279 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes of a rank of a pipeline stage, at the peak of a step."""
+    """Bytes of a rank of a pipeline stage at the peak of a step."""
 
     held: Held
-    loss: int
-    """Logits and what the loss makes of them, of one chunk."""
-    microbatches_in_flight: int
-    """At most, between forward and backward."""
-    activations_per_microbatch: int
-    activations_computed_again: int
-    """Of the part that is computed again before its backward pass, for one micro-batch."""
-
-    @property
-    def activations(self) -> int:
-        return self.microbatches_in_flight * self.activations_per_microbatch + self.activations_computed_again
+    activations: int
+    """What forward passes keep for their backward passes, of all micro-batches in flight."""
+    temporaries: int
+    """Of what goes on at the peak, with what is computed again."""
+    communication: int
+    """Of collectives, and of messages between stages: hidden states that have arrived, and what is still on its way."""
+    other: int
+    """Position tables, the step's batches, cuBLAS's work space, and what the allocator adds by rounding to `held`."""
+    peak_at: str
+    """What goes on at the peak, and in which function."""
 
     @property
     def total(self) -> int:
-        return self.held.total + self.loss + self.activations
+        return self.held.total + self.activations + self.temporaries + self.communication + self.other
 
 
 def held_by(engine: Engine) -> Held:
     """What an engine has made, which may be on the meta device."""
-    buffers, optimizer = engine.buffers, engine.optimizer
-    is_own_memory = optimizer.main[0].dtype != buffers.weights[0].dtype
-    return Held(
-        weights=sum(t.nbytes for t in buffers.weights),
-        gradients=sum(t.nbytes for t in buffers.gradients),
-        main_weights=sum(t.nbytes for t in optimizer.main) if is_own_memory else 0,
-        optimizer_state=sum(t.nbytes for kind in optimizer.rule.kinds for t in optimizer.state(kind)),
-    )
+    sizes = {
+        name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _held_tensors(engine).items()
+    }
+    return Held(**sizes)
 
 
-def stage_memory(plan: Plan, engine: Engine, *, microbatches_in_flight: int) -> StageMemory:
-    """Memory of the ranks of a stage, of which `engine` is one."""
-    kept = Kept.of(plan, engine.model.spec, engine.grid)
-    stage = kept.stage(engine.grid, recompute_of(plan))
-    return StageMemory(
-        held=held_by(engine),
-        loss=kept.logits() if engine.grid.pp.is_last else 0,
-        microbatches_in_flight=microbatches_in_flight,
-        activations_per_microbatch=stage.kept,
-        activations_computed_again=stage.computed_again,
-    )
-
-
-@dataclass(frozen=True)
-class StageActivations:
-    """Bytes of one micro-batch on one stage."""
-
-    kept: int
-    computed_again: int
+def _held_tensors(engine: Engine) -> dict[str, list[Tensor]]:
+    optimizer, weights = engine.optimizer, engine.buffers.weights
+    return {
+        "weights": weights,
+        "gradients": engine.buffers.gradients,
+        "main_weights": optimizer.main if optimizer.main[0].dtype != weights[0].dtype else [],
+        "optimizer_state": [x for kind in optimizer.rule.kinds for x in optimizer.state(kind)],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """What the `local` implementation keeps of a micro-batch for the backward pass, in bytes.
+class FollowedStep:
+    """What a step of one rank made."""
 
-    t   tokens, s * b                    r   tokens between layers, t / tp with sequence parallelism, else t
-    h   hidden size                      f   width of the MLP, m matrices into it (2 if gated, else 1)
-    q   heads * channels                 k   query groups * channels; both, as f and n heads, of this tensor rank
-    w   bytes of the model's dtype       W   of sums, at least 4          H   of the residual stream
+    engine: Engine
+    by_class: dict[str, int]
+    """Bytes at the peak, under the names of `StageMemory`."""
+    peak: Peak
 
-    between layers        r h H           one more than there are segments with layers that have parts
-    norm                  r W (RMSNorm), 2 r W (LayerNorm)   its input is kept anyway, or counted where it is made
-    norm + qkv            r h w (the normed input; not without a first norm, where H = w) + t (q + 2 k) w
-    queries and keys      t (q + k) w      where they are turned or normed, + t 2 n W or so for the norms
-    fused attention       t q w + 4 t n    output and logarithms; with windows or documents copies instead of views
-    attention written out n b s s * (...)  see `_written_out`
-    residual in between   r h H            input of the second norm
-    norm + fc1            r h w + t m f w
-    activation + fc2      t f w
-    end of a branch       r h w and a norm's numbers with a norm, r h for dropout's mask
-    head                  r W + t h w      the gradient of the hidden states is there after the forward pass
+    def memory(self) -> StageMemory:
+        """With names."""
+        return StageMemory(
+            held=held_by(self.engine),
+            peak_at=_told(self.engine, self.peak.moment, self.peak.maker),
+            **self.by_class,
+        )
 
-    Recomputation of whole layers leaves what is between the segments; of `core_attn` it leaves queries, keys and
-    values; of `mlp` it leaves what attention adds, r h w.
+
+def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[int]) -> list[StageMemory]:
+    """The memory that ranks of the stages would need.
+
+    Of stages that are alike but for how far they run ahead, the first and the last are followed: between them memory
+    grows evenly from stage to stage, as what a micro-batch in flight keeps is always the same.
+
+    Args:
+        engines: of one rank of each stage, without memory.
+        in_flight: for each stage, how many micro-batches it holds at most between forward and backward.
     """
+    of_gpu, device = plan.derived.device == "cuda", torch.device("meta")
+    found: list[StageMemory] = []
+    with shadow(of_gpu=of_gpu) as sizes:
+        for run in _alike(plan, engines, in_flight):
+            ends = [
+                follow_step(
+                    plan,
+                    engines[stage].grid,
+                    device,
+                    num_microbatches=_steady(plan, engines[stage], in_flight[stage]),
+                    ledger=counting_ledger(of_gpu=of_gpu, run=sizes.run),
+                )
+                for stage in {run.start: None, run.stop - 1: None}
+            ]
+            for place, stage in enumerate(run):
+                first, last = ends[0].by_class, ends[-1].by_class
+                by_class = {
+                    name: first[name] + (last[name] - first[name]) * place // max(len(run) - 1, 1)
+                    for name in first
+                }
+                known = FollowedStep(engine=engines[stage], by_class=by_class, peak=ends[0].peak)
+                found.append(known.memory())
+    return found
 
-    spec: GptSpec
-    tokens: int
-    rows: int
-    seq_length: int
-    tp: int
-    width: int
-    wide: int
-    hidden: int
-    runs_by_lengths: bool
-    """Whether attention with windows or documents runs by lengths, which needs no mask: on a GPU in 16 bits."""
-    has_documents: bool
 
-    @classmethod
-    def of(cls, plan: Plan, spec: GptSpec, grid: RankGrid) -> Kept:
-        """Of the micro-batches of a plan."""
-        config, dtype = plan.config, getattr(torch, plan.derived.params_dtype)
-        seq_length, micro = config.data.seq_length, config.training.micro_batch_size
-        tokens, tp = seq_length * micro, grid.tp.size
-        by_lengths = plan.derived.device == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        wide_bytes = wide(dtype).itemsize
-        return cls(
-            spec=spec,
-            tokens=tokens,
-            rows=tokens // tp if config.parallel.sequence_parallel else tokens,
-            seq_length=seq_length,
-            tp=tp,
-            width=dtype.itemsize,
-            wide=wide_bytes,
-            hidden=wide_bytes if spec.is_residual_wide else dtype.itemsize,
-            runs_by_lengths=by_lengths,
-            has_documents=config.data.reset_attention_mask or config.data.dataloader_inter_document_masking,
-        )
+def counting_ledger(*, of_gpu: bool, run: Run = run_as_it_is) -> Ledger:
+    """Counts as the device's allocator does, and what its kernels take for themselves."""
+    if not of_gpu:
+        return Ledger(run=run)
+    return Ledger(run=run, rounded=allocated, work_space=work_space)
 
-    def stage(self, grid: RankGrid, recompute: Recompute) -> StageActivations:
-        """What a stage keeps of a micro-batch, and what it has of it for a while where it computes again."""
-        per_stage = len(self.spec.layers) // grid.pp.size
-        layers = self.spec.layers[grid.pp.rank * per_stage : (grid.pp.rank + 1) * per_stage]
-        border = self.rows * self.spec.hidden_size * self.hidden
-        ends = (self._embedding() if grid.pp.is_first else 0) + (self._head() if grid.pp.is_last else 0)
-        whole = [self.layer(layer) for layer in layers]
-        if recompute.kind == "uniform":
-            n = recompute.num_layers
-            chunks = [whole[first : first + n] for first in range(0, per_stage, n)]
-            again = max(sum(chunk) + (len(chunk) - 1) * border for chunk in chunks)
-            return StageActivations(ends + (1 + sum(map(any, chunks))) * border, again)
-        borders = (1 + sum(map(bool, whole))) * border  # a layer without parts hands on what it gets
-        if recompute.kind == "block":
-            n = recompute.num_layers
-            return StageActivations(ends + borders + sum(whole[n:]), max(whole[:n]))
-        if recompute.kind == "parts":
-            kept = [self.layer(layer, recompute.parts) for layer in layers]
-            again = max(0, *(full - less for full, less in zip(whole, kept, strict=True)))
-            return StageActivations(ends + borders + sum(kept), again)
-        return StageActivations(ends + borders + sum(whole), 0)
 
-    def layer(self, layer: LayerSpec, parts: tuple[str, ...] = ()) -> int:
-        """Of one layer, of which `parts` are computed again, without what enters and leaves it."""
-        attention = 0
-        if layer.mixer is not None:
-            attention = self._entry(is_residual_kept=True) + self._branch_end()
-            attention += self._attention(layer.mixer, "core_attn" in parts)
-        return attention + (0 if layer.mlp is None else self._mlp(layer, layer.mlp, "mlp" in parts))
+def follow_step(
+    plan: Plan, grid: RankGrid, device: torch.device, *, num_microbatches: int, ledger: Ledger
+) -> FollowedStep:
+    """Run one step of a new engine on `device`, and account for its storages.
 
-    def logits(self) -> int:
-        """One chunk: logits, wide logits where they are other, what is left of the largest, and the cap's slope."""
-        columns = self.spec.padded_vocab_size // self.tp
-        bytes_each = self.width + self.wide + (self.wide if self.wide > self.width else 0)
-        bytes_each += self.width if self.spec.logit_softcap is not None else 0
-        return min(self.tokens, chunk_rows(columns)) * columns * bytes_each
+    Micro-batches of the plan that are left out count with their ids alone.
+    """
+    with ledger:
+        engine = Engine(plan, grid, device)
+        before = ledger.num_bytes
+        batches = [_batch(plan, device, reads_labels=grid.pp.is_last) for _ in range(num_microbatches)]
+        of_a_batch = (ledger.num_bytes - before) // num_microbatches
+        watched = _Watched(engine.executor.hooks)
+        engine.executor.hooks, ledger.moment = watched, lambda: watched.moment
+        ledger.peak = Peak()  # of the step, whatever building took
+        began = ledger.num_events
+        engine.step(batches, schedules_of(plan).at(0))
+    by_class = dict.fromkeys(("activations", "temporaries", "communication", "other"), 0)
+    for storage in ledger.living_at_peak():
+        by_class["other" if storage.born <= began else _class_of(storage)] += storage.num_bytes
+    by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * of_a_batch
+    by_class["other"] += (CUBLAS_BYTES if plan.derived.device == "cuda" else 0) - held_by(engine).total
+    by_class["temporaries"] += ledger.peak.work_space
+    return FollowedStep(engine=engine, by_class=by_class, peak=ledger.peak)
 
-    def _mlp(self, layer: LayerSpec, mlp: MlpSpec, is_computed_again: bool) -> int:
-        """The second branch, or the only one; what enters that is counted as what is between layers."""
-        stream, is_second = self.rows * self.spec.hidden_size, layer.mixer is not None
-        if is_computed_again:
-            return stream * self.width if is_second else 0
-        matrices = 2 if mlp.is_gated else 1
-        inner = self.tokens * mlp.ffn_hidden_size // self.tp * self.width
-        has_norm = self.spec.norm_position != "post"
-        return (
-            (stream * self.hidden if has_norm and is_second else 0)
-            + self._entry(is_residual_kept=has_norm or not is_second)
-            + (matrices + 1) * inner
-            + self._branch_end()
-        )
 
-    def _entry(self, *, is_residual_kept: bool) -> int:
-        """What the first linear layer of a branch keeps of its input."""
-        stream = self.rows * self.spec.hidden_size
-        if self.spec.norm_position != "post":
-            return self._norm(self.rows) + stream * self.width
-        is_same_tensor = is_residual_kept and self.hidden == self.width
-        return 0 if is_same_tensor else stream * self.width
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """One use of a segment; another object for each."""
 
-    def _norm(self, vectors: int) -> int:
-        return vectors * self.wide * (2 if self.spec.norm.kind == "LayerNorm" else 1)
+    kind: Kind
+    segment: int
 
-    def _branch_end(self) -> int:
-        stream = self.rows * self.spec.hidden_size
-        norm = 0 if self.spec.norm_position == "pre" else stream * self.width + self._norm(self.rows)
-        return norm + (stream if self.spec.hidden_dropout else 0)
 
-    def _attention(self, spec: AttentionSpec, is_computed_again: bool) -> int:
-        t, w = self.tokens, self.width
-        heads, groups = spec.num_heads // self.tp, max(1, spec.num_query_groups // self.tp)
-        q, k = t * heads * spec.head_channels * w, t * groups * spec.head_channels * w
-        numbers = {
-            "none": 0,
-            "head": self._norm(t * (heads + groups)),
-            "all_heads": 2 * t * self.wide,
-        }[spec.qk_norm]
-        has_own_tensors = spec.rotary is not None or spec.qk_norm != "none"
-        inputs = q + 2 * k + (q + k if has_own_tensors else 0)
-        is_fused = spec.softcap is None and spec.sink == "none" and not spec.dropout
-        if is_computed_again:
-            return numbers + inputs + q
-        if not is_fused:
-            normed_inputs = q + 2 * k if spec.qk_norm != "none" else 0
-            return numbers + normed_inputs + self._written_out(spec) + q
-        has_mask = self.has_documents or spec.window is not None
-        if has_mask and self.runs_by_lengths and t > self.seq_length:
-            inputs = q + 2 * k + (q + 2 * k if spec.qk_norm != "none" else 0)
-        mask = 0
-        if has_mask and not self.runs_by_lengths:
-            mask = self.seq_length**2 * (t // self.seq_length if self.has_documents else 1)
-        return numbers + inputs + q + t * heads * 4 + mask
+class _Watched:
+    """An executor's hooks, that also tell what it does."""
 
-    def _written_out(self, spec: AttentionSpec) -> int:
-        """Scaled queries and keys, wide, and values, for each head; then scores.
+    def __init__(self, hooks: SegmentHooks) -> None:
+        self.hooks = hooks
+        self.moment: object = None
+        """A `Moment`; between them something else, None before and after all passes."""
+        self._left = 0
 
-        softcap     W   the tangent
-        softmax     W   and a column more with a sink
-        dropout     1 + w, else w where w is not W
-        """
-        t = self.tokens
-        heads = spec.num_heads // self.tp
-        q = t * heads * spec.head_channels
-        scores = t * heads * self.seq_length
-        each = self.wide
-        if spec.softcap is not None:
-            each += self.wide
-        if spec.dropout:
-            each += 1 + self.width
-        elif self.width != self.wide:
-            each += self.width
-        column = t * heads * self.wide if spec.sink != "none" else 0
-        mask = self.seq_length**2 * (t // self.seq_length if self.has_documents else 1)
-        return q * (2 * self.wide + self.width) + scores * each + column + mask
+    def expect(self, uses: Sequence[Use]) -> None:
+        self._left = len(uses)
+        self.hooks.expect(uses)
 
-    def _embedding(self) -> int:
-        """Ids and a mark, for each token; as much for learned positions; dropout's mask."""
-        positions = self.rows * 9 if self.spec.num_positions is not None else 0
-        mask = self.rows * self.spec.hidden_size if self.spec.hidden_dropout else 0
-        return self.tokens * 9 + positions + mask
+    def before(self, use: Use) -> None:
+        self.moment = Moment(use.kind, use.segment)
+        self.hooks.before(use)
 
-    def _head(self) -> int:
-        return self._norm(self.rows) + self.tokens * self.spec.hidden_size * self.width
+    def after(self, use: Use) -> None:
+        self.hooks.after(use)
+        self._left -= 1
+        self.moment = object() if self._left else None
+
+    def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        self.hooks.on_gradients(segment, is_last=is_last)
+
+
+def _steady(plan: Plan, engine: Engine, in_flight: int) -> int:
+    """Micro-batches after which a step of the stage has all in memory that more of them would bring.
+
+    Those in flight, and messages that are still kept, of which there may be as many as stages.
+    """
+    return min(plan.derived.num_microbatches, in_flight + engine.grid.pp.size + 1)
+
+
+def _alike(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[int]) -> list[range]:
+    """The stages in runs whose memory grows evenly: the same layers, and each time as many more micro-batches in flight."""
+    runs: list[range] = []
+    for stage, engine in enumerate(engines):
+        last = runs[-1] if runs else range(0)
+        is_steady = in_flight[stage] + engine.grid.pp.size < plan.derived.num_microbatches
+        if last and is_steady and _parts(engines[last.start]) == _parts(engine):
+            steps = {in_flight[a] - in_flight[a + 1] for a in range(last.start, stage)}
+            starts_steady = in_flight[last.start] + engine.grid.pp.size < plan.derived.num_microbatches
+            if len(steps) == 1 and starts_steady:
+                runs[-1] = range(last.start, stage + 1)
+                continue
+        runs.append(range(stage, stage + 1))
+    return runs
+
+
+def _parts(engine: Engine) -> list[object]:
+    """What a stage is made of: the same list for stages whose tensors have the same sizes."""
+    registry, layers = engine.model.registry, engine.model.spec.layers
+    shapes = [(entry.segment, entry.layout.shape) for entry in registry.entries.values()]
+    return [*shapes, *(layers[number] for number in layer_numbers(registry))]
+
+
+def allocated(num_bytes: int) -> int:
+    """What the CUDA caching allocator counts for a tensor of so many bytes.
+
+    Blocks are multiples of 512 bytes. From 10 MiB on, memory is taken in multiples of 2 MiB, of which a rest of at
+    most 1 MiB stays with the block. Source: c10/cuda/CUDACachingAllocator.cpp.
+    """
+    size = max(_rounded_up(num_bytes, 512), 512)
+    if size < 10 << 20:
+        return size
+    segment = _rounded_up(size, 2 << 20)
+    return segment if segment - size <= 1 << 20 else size
+
+
+def work_space(func: Any, args: tuple[Any, ...]) -> int:
+    """What the backward kernels of attention take for themselves, in bytes.
+
+    The gradient of queries is summed in fp32, a number a query is kept in fp32, and the flash kernel forms the
+    gradients of keys and values for each head of the queries before it sums those of a group.
+    Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    if func not in _ATTENTION_BACKWARD:
+        return 0
+    query, key = args[1], args[2]
+    heads_dim = -3 if query.dim() == 4 else -2
+    numbers = query.numel() // query.shape[-1]
+    expanded = 0
+    if query.shape[heads_dim] != key.shape[heads_dim] and "flash" in func.name():
+        groups = query.shape[heads_dim] // key.shape[heads_dim]
+        expanded = 2 * groups * key.numel() * key.element_size()
+    return int(4 * query.numel() + 4 * numbers + expanded)
+
+
+_ATTENTION_BACKWARD = {
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._flash_attention_backward.default,
+}
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _batch(plan: Plan, device: torch.device, *, reads_labels: bool) -> Batch:
+    """A micro-batch of the plan's sizes. Where documents matter, each sample is one.
+
+    Args:
+        reads_labels: whether the batch will keep which of them count.
+    """
+    data, b = plan.config.data, plan.config.training.micro_batch_size
+    s = data.seq_length
+    documents = None
+    if data.reset_attention_mask or data.dataloader_inter_document_masking:
+        borders = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=device)
+        documents = Documents(borders, s, b, s)
+    ids = [torch.zeros(b, s, dtype=torch.int64, device=device) for _ in range(3)]
+    batch = Batch(
+        tokens=ids[0],
+        labels=ids[1],
+        loss_mask=torch.ones(b, s, device=device),
+        position_ids=ids[2],
+        documents=documents,
+    )
+    if reads_labels:
+        batch.counts  # noqa: B018 (formed once)
+    return batch
+
+
+def _class_of(storage: Storage) -> str:
+    """Of what a step makes."""
+    is_forward = isinstance(storage.moment, Moment) and storage.moment.kind is Kind.FORWARD
+    if is_forward and storage.outlives_moment:
+        return "activations"
+    if storage.maker is not None and storage.maker.co_filename in _COMMUNICATION:
+        return "communication"
+    return "temporaries"
+
+
+_COMMUNICATION = (collectives.__file__, executor.__file__)
+
+
+def _told(engine: Engine, moment: object, maker: CodeType | None) -> str:
+    """`backward pass of layer 3, in rms_norm_backward`."""
+    function = "" if maker is None else f", in {maker.co_name}"
+    if not isinstance(moment, Moment):
+        return f"{'optimizer' if moment is None else 'between segments'}{function}"
+    names = {Kind.FORWARD: "forward pass", Kind.BACKWARD: "backward pass", Kind.WEIGHT: "weight gradients"}
+    return f"{names[moment.kind]} of {segment_name(engine.model.registry, moment.segment)}{function}"

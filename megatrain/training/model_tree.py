@@ -92,6 +92,25 @@ def part_of(name: str) -> str:
     return "attention" if ".attention." in name else "mlp"
 
 
+def segment_name(registry: ParamRegistry, segment: int) -> str:
+    """What a segment is: `embedding`, `layer 3`, `layers 4 to 7`, `head`."""
+    entries = {name: entry for name, entry in registry.entries.items() if entry.segment == segment}
+    layers = layer_numbers(ParamRegistry(entries))
+    if layers:
+        return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
+    return (
+        "embedding"
+        if any(part_of(p.name) == "embedding" for p in _pieces(registry)) and segment == 0
+        else "head"
+    )
+
+
+def layer_numbers(registry: ParamRegistry) -> list[int]:
+    """Global numbers of the layers whose parameters these are, in order."""
+    matches = (_LAYER.match(piece.name) for piece in _pieces(registry))
+    return sorted({int(match.group(1)) for match in matches if match})
+
+
 def _pieces(registry: ParamRegistry) -> list[Piece]:
     return [piece for entry in registry.entries.values() for piece in entry.layout.pieces]
 

@@ -162,7 +162,7 @@ def test_a_mask_is_that_of_its_definition():
         b, s = map(int, random.integers(1, [4, 12]))
         inner = np.flatnonzero(random.random(b * s) < 0.3)
         borders = sorted({0, b * s, *(s * np.arange(b)).tolist(), *inner.tolist()})
-        mask = Documents(torch.tensor(borders, dtype=torch.int32), 1, b).mask
+        mask = Documents(torch.tensor(borders, dtype=torch.int32), 1, b, s).mask
         for sample, i, j in np.ndindex(b, s, s):
             cut = any(sample * s + j < border <= sample * s + i for border in borders)
             assert mask[sample, 0, i, j] == (j <= i and not cut)

@@ -37,7 +37,7 @@ def inputs(device: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Documen
     torch.manual_seed(0)
     x = tuple(torch.randn(S, B, n, D, dtype=torch.float64) for n in (HEADS, GROUPS, GROUPS))
     upstream = torch.randn(S, B, HEADS * D, dtype=torch.float64).to(device, dtype)
-    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32, device=device), 16, B)
+    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32, device=device), 16, B, S)
     return tuple(one.to(device, dtype) for one in x), documents, upstream
 
 
@@ -97,7 +97,7 @@ def test_kernels_agree_with_attention_written_out(
     qkv = torch.randn(s, 2, heads + 2 * groups, d, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn(s, 2, heads * d, device="cuda", dtype=torch.bfloat16)
     borders = torch.tensor([0, 1, s // 3, s, 2 * s], dtype=torch.int32, device="cuda")
-    info = PassInfo(documents=Documents(borders, s, 2) if has_documents else None)
+    info = PassInfo(documents=Documents(borders, s, 2, s) if has_documents else None)
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
     found = []
     for core, x in (

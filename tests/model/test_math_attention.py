@@ -83,7 +83,7 @@ def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_tra
     shapes = [(S, B, HEADS, D), (S, B, GROUPS, D), (S, B, GROUPS, D), (HEADS,)]
     inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
     upstream = torch.randn(S, B, HEADS * D, dtype=torch.float64, generator=generator)
-    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32), 8, B) if has_documents else None
+    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32), 8, B, S) if has_documents else None
     info = PassInfo(documents=documents, first_sample=10, is_training=is_training)
 
     theirs = [x.clone().requires_grad_() for x in inputs]
@@ -119,7 +119,7 @@ def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         borders = torch.tensor(BORDERS, dtype=torch.int32, device=device)
-        info = PassInfo(documents=Documents(borders, 8, B) if has_documents else None)
+        info = PassInfo(documents=Documents(borders, 8, B, S) if has_documents else None)
         x = [one.detach().to(device, dtype).requires_grad_() for one in inputs]
         out = core(*x, info)
         out.backward(torch.ones_like(out))

@@ -20,18 +20,12 @@ import pretrain
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.indexed_writer import IndexedWriter
-from megatrain.model import functions
-from megatrain.parallel import tensor, vocab
-from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity_measure import own_batches, tiny_plan
-from megatrain.tools.parity_models import MODELS
-from megatrain.tools.parity_rows import OPTIONS, Layout
 from megatrain.training.dry_run import examine
 from megatrain.training.dry_run_report import DryRun
 from megatrain.training.dry_run_text import as_text
-from megatrain.training.engine import Engine, recompute_of
-from megatrain.training.memory_plan import Kept, held_by
+from megatrain.training.engine import Engine
+from megatrain.training.memory_plan import held_by
 
 LARGE = {
     "--num-layers": "128", "--hidden-size": "16384", "--ffn-hidden-size": "53248", "--num-attention-heads": "128",
@@ -55,9 +49,9 @@ def printed(capsys: pytest.CaptureFixture[str], changed: dict[str, str | None]) 
 
 
 def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     found = printed(capsys, {**LARGE, "--world-size": "4096"})
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
     model = found["model"]
     assert model["parameters"] == sum(model["by_part"].values()) == 412_228_796_416
     assert [tree["stages"] for tree in model["stages"]] == [[0], list(range(1, 15)), [15]]
@@ -81,8 +75,7 @@ def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
         "plan", "model", "flops", "memory", "device_memory_bytes", "ranks", "data", "timeline", "pipeline"
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
-        "held", "held_total", "loss", "microbatches_in_flight", "activations_per_microbatch",
-        "activations_computed_again", "activations", "total",
+        "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at"
     }  # fmt: skip
 
 
@@ -109,65 +102,6 @@ def test_ranks_are_shown_in_the_order_that_is_asked_for() -> None:
     shown = as_text(examined({**changed, "--use-tp-pp-dp-mapping": ""}))
     assert "pp  4 groups of 2: 0 2 | ... | 5 7" in shown
     assert "ranks of the stages  0: 0 1 4 5, 1: 2 3 6 7" in shown
-
-
-@pytest.mark.parametrize("recompute", OPTIONS["recomputation"])
-@pytest.mark.parametrize("model", sorted(MODELS))
-def test_formulas_tell_what_forward_passes_keep(model: str, recompute: str) -> None:
-    layout = Layout.of(f"{recompute} {model}")
-    plan = tiny_plan(layout, 1)
-    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
-    engine.initialize()
-    kept = bytes_kept(engine, layout)
-    told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept
-    assert told == pytest.approx(kept, rel=0.1)
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "gemma2", "olmo2"])
-def test_formulas_hold_for_a_part_of_each_layer(
-    model: str, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Collectives are replaced by what gives tensors of the same sizes: their values do not matter here."""
-    for module in (tensor, vocab, functions):
-        for name, stand_in in STAND_INS.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
-    layout = Layout.of(f"tp2 {'sp' if sequence_parallel else ''} {model}")
-    plan = tiny_plan(layout, 2)
-    engine = Engine(plan, RankGrid.build(GridShape(tp=2), 0), torch.device("cpu"))
-    told = Kept.of(plan, engine.model.spec, engine.grid).stage(engine.grid, recompute_of(plan)).kept
-    assert told == pytest.approx(bytes_kept(engine, layout), rel=0.1)
-
-
-STAND_INS = {
-    "all_gather": lambda x, group: torch.cat([x] * group.size),
-    "reduce_scatter": lambda x, group: x[: x.shape[0] // group.size].clone(),
-    "all_reduce": lambda x, _group, *_: x,
-}
-
-
-def bytes_kept(engine: Engine, layout: Layout) -> int:
-    """Of one micro-batch behind its forward pass: each storage once, without weights and position tables."""
-    tables = [t for s in engine.model.segments for m in s.modules() for t in getattr(m, "tables", ())]
-    held = {t.untyped_storage().data_ptr() for t in (*engine.buffers.weights, *tables)}
-    found: dict[int, torch.UntypedStorage] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in held:
-            found[storage.data_ptr()] = storage  # alive, so that no other takes its place
-        return x
-
-    batch = next(iter(own_batches(0, layout, 0)))
-    info, hidden = PassInfo(documents=batch.documents), None
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        for number, segment in enumerate(engine.model.segments):
-            hidden = segment(hidden, batch, info)
-            if number < len(engine.model.segments) - 1:
-                hidden = hidden.detach().requires_grad_()
-                keep(hidden)
-    return sum(storage.nbytes() for storage in found.values())
 
 
 def test_landmarks_are_those_of_the_schedules() -> None:

@@ -169,4 +169,4 @@ def _whole_samples(q: Tensor) -> Documents:
     """Each sample is a document."""
     s, b = q.shape[:2]
     borders = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
-    return Documents(borders, s, b)
+    return Documents(borders, s, b, s)

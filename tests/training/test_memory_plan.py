@@ -1,0 +1,160 @@
+"""The planned memory is that of a real step: storage for storage on a CPU, and by hand for a model that is small enough."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from test_broken_command_lines import command_line
+
+from megatrain.config import Plan, parse
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+from megatrain.parallel.pipeline.simulator import simulate
+from megatrain.tools.parity_measure import tiny_plan
+from megatrain.tools.parity_models import MODELS
+from megatrain.tools.parity_rows import OPTIONS, Layout
+from megatrain.training.dry_run import examine
+from megatrain.training.engine import Engine
+from megatrain.training.memory_plan import (
+    CUBLAS_BYTES,
+    FollowedStep,
+    StageMemory,
+    allocated,
+    counting_ledger,
+    follow_step,
+    planned_memory,
+)
+from megatrain.training.shadow import shadow
+from megatrain.training.storage_ledger import Ledger
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def followed(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches: int = 2) -> FollowedStep:
+    """A step on a CPU, with memory or without."""
+    if device == CPU:
+        ledger = counting_ledger(of_gpu=False)
+        return follow_step(plan, grid, CPU, num_microbatches=num_microbatches, ledger=ledger)
+    with shadow(of_gpu=False) as sizes:
+        ledger = counting_ledger(of_gpu=False, run=sizes.run)
+        return follow_step(plan, grid, META, num_microbatches=num_microbatches, ledger=ledger)
+
+
+@pytest.mark.parametrize("recompute", OPTIONS["recomputation"])
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_step_without_memory_makes_the_storages_of_a_real_one(model: str, recompute: str) -> None:
+    layout = Layout.of(f"{recompute} {model} {'documents' if model == 'gemma2' else ''}")
+    plan, grid = tiny_plan(layout, 1), RankGrid.build(GridShape(), 0)
+    real, planned = followed(plan, grid, CPU), followed(plan, grid, META)
+    assert planned.by_class == real.by_class
+    assert planned.memory().peak_at == real.memory().peak_at
+
+
+@pytest.mark.parametrize("flags", [{"--bf16": ""}, {"--fp16": ""}, {"--optimizer": "sgd"}])
+def test_other_dtypes_and_optimizers_too(flags: dict[str, str | None]) -> None:
+    plan = examine(parse(command_line({**flags, "--dry-run": ""})), LaunchEnvironment()).plan
+    grid = RankGrid.build(GridShape(), 0)
+    assert followed(plan, grid, META).by_class == followed(plan, grid, CPU).by_class
+
+
+def planned(changed: dict[str, str | None]) -> StageMemory:
+    return examine(parse(command_line({**changed, "--dry-run": ""})), LaunchEnvironment()).memory[0]
+
+
+LLAMA = {
+    "--num-layers": "1", "--hidden-size": "512", "--ffn-hidden-size": "1024", "--num-attention-heads": "4",
+    "--seq-length": "1024", "--micro-batch-size": "2", "--global-batch-size": "2", "--vocab-size": "1024",
+    "--normalization": "RMSNorm", "--swiglu": "", "--position-embedding-type": "rope", "--disable-bias-linear": "",
+    "--untie-embeddings-and-output-weights": "", "--device": "cpu",
+}  # fmt: skip
+
+
+T, H, F = 2 * 1024, 512, 1024
+
+
+def test_a_small_model_counted_by_hand() -> None:
+    """One layer on a CPU, in fp32, at its peak: in the backward pass of the MLP, which holds all that was kept."""
+    found = planned(LLAMA)
+    assert found.peak_at.startswith("backward pass of layer 0, in activate")
+    ids = T * 8 + T  # and whether another rank has them
+    borders = 2 * T * H * 4  # what enters the layer, and what enters the head
+    norms = 2 * (T * 4 + T * H * 4)
+    attention = T * 3 * H * 4 + 2 * T * H * 4 + T * H * 4 + T * 4 * 4  # joined, turned, out and logarithms
+    residual = T * H * 4
+    mlp = T * 2 * F * 4 + T * F * 4
+    sums = 2 * 4  # of the loss and of the tokens
+    assert found.activations == ids + borders + norms + attention + residual + mlp + sums
+    # Position tables; ids, labels and places; the loss mask and what of it counts.
+    assert found.other == 2 * 1024 * 64 * 4 + T * (3 * 8 + 4 + 4)
+    # The gradients of the layer's output, of what the activation gives and of what it gets.
+    assert found.temporaries >= T * H * 4 + T * F * 4 + T * 2 * F * 4
+    assert found.communication == 0
+
+
+def test_recomputation_takes_its_bytes_off() -> None:
+    """The MLP keeps what attention adds instead of the sum, its norm, and what is inside."""
+    parts = {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
+    saved = planned(LLAMA).activations - planned({**LLAMA, **parts}).activations
+    assert saved == T * (H * 4 + H * 4 + 4 + 3 * F * 4 - H * 4)
+
+
+def test_on_a_gpu_the_work_space_of_cublas_is_counted() -> None:
+    found = planned({**LLAMA, "--device": "cuda", "--bf16": ""})
+    assert CUBLAS_BYTES < found.other < CUBLAS_BYTES + 2**20
+
+
+@pytest.mark.parametrize("is_few", [False, True])
+def test_stages_between_the_first_and_last_of_a_kind_are_as_if_followed(*, is_few: bool) -> None:
+    plan = examine(
+        parse(
+            command_line({
+                "--num-layers": "6", "--pipeline-model-parallel-size": "6", "--micro-batch-size": "1",
+                "--global-batch-size": "8" if is_few else "20", "--dry-run": "",
+            })
+        ),
+        LaunchEnvironment(),
+    ).plan  # fmt: skip
+    count = plan.derived.num_microbatches
+    assert count == (8 if is_few else 20)
+    shape = GridShape(pp=6)
+    engines = [Engine(plan, RankGrid.build(shape, stage), META) for stage in range(6)]
+    flights = simulate([one_forward_one_backward(stage, 6, count) for stage in range(6)]).peak_activations
+    found = planned_memory(plan, engines, flights)
+    whole = [followed(plan, engine.grid, META, count).memory() for engine in engines]
+    assert found[:5] == whole[:5]
+    # The head's two sums of a micro-batch stay until the step ends.
+    followed_there = min(count, flights[5] + 6 + 1)
+    assert whole[5].total - found[5].total == (count - followed_there) * 2 * 4
+
+
+def test_a_ledger_sees_births_deaths_and_the_peak() -> None:
+    with Ledger(work_space=lambda func, args: 1000 if func is torch.ops.aten.mul.Tensor else 0) as ledger:
+        ledger.moment = lambda: "first"
+        kept = torch.ones(10, dtype=torch.float64)
+        view = kept[2:]
+        gone = view + 1
+        del gone
+        ledger.moment = lambda: "second"
+        again = kept * 2
+        del kept
+        gc.collect()
+    assert [(s.num_bytes, s.moment, s.died is None) for s in ledger.storages] == [
+        (80, "first", True), (64, "first", False), (80, "second", True),
+    ]  # fmt: skip
+    assert ledger.peak.num_bytes == 80 + 80 + 1000
+    assert [s.num_bytes for s in ledger.living_at_peak()] == [80, 80]
+    assert (view.numel(), again.numel()) == (8, 10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [
+        (0, 512), (1, 512), (513, 1024), (1 << 20, 1 << 20), ((3 << 20) + 1, (3 << 20) + 512),
+        ((11 << 20) + 1, 12 << 20), ((10 << 20) + 1, (10 << 20) + 512), (64 << 20, 64 << 20),
+    ],
+)  # fmt: skip
+def test_bytes_are_counted_as_the_allocator_counts_them(asked: int, given: int) -> None:
+    assert allocated(asked) == given
