@@ -155,7 +155,7 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch: pytest
 def test_our_own_mistakes_stop_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that writes what another one holds must not be committed."""
     ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
-    monkeypatch.setattr("megatrain.checkpoint.save._is_written_here", lambda placed, grid: True)
+    monkeypatch.setattr("megatrain.parallel.grid.RankGrid.is_first_of", lambda grid, names: True)
     answers = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4), monkeypatch)
     assert all("chunks hold 32 elements of 16" in str(answer) for answer in answers)
     assert list(tmp_path.iterdir()) == []
