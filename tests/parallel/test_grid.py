@@ -107,6 +107,15 @@ def test_what_is_all_of_dp_has_no_channel_of_its_own(copies: int, is_sharded: bo
     assert made == ["world", "dp"]
 
 
+def test_neighbours_among_tensor_ranks_hold_the_same_keys() -> None:
+    shape = GridShape(tp=4, dp=2, kv_copies=2)
+    assert shape.kv_lists() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    grid = RankGrid.build(shape, 7)
+    assert (grid.kv.ranks, grid.kv.rank) == ((6, 7), 1)
+    assert [RankGrid.build(shape, rank).is_first_of(("kv",)) for rank in range(4)] == [True, False] * 2
+    assert RankGrid.build(GridShape(tp=4), 3).kv.ranks == (3,)
+
+
 def test_middle_stages_share_no_embedding() -> None:
     grid = RankGrid.build(GridShape(pp=4), 1)
     assert grid.embedding.ranks == (1,)
