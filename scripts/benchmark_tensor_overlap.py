@@ -1,0 +1,102 @@
+"""Times a column-parallel layer, forward and backward, with its communication beside its products and before them.
+
+Run with one process a GPU: `python -m torch.distributed.run --nproc-per-node 2 scripts/benchmark_tensor_overlap.py`.
+How much is hidden depends on CUDA_DEVICE_MAX_CONNECTIONS, which is read before CUDA starts: 1 puts what travels first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatrain.parallel import tensor
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.collectives import Transfer
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.groups import make_group
+
+SHAPES = ((4096, 4096, 6144), (8192, 4096, 14336), (8192, 8192, 8192))
+"""Tokens, inputs and outputs of the whole layer."""
+BEGINNINGS = ("begin_all_gather_into", "begin_all_reduce", "begin_reduce_scatter_into")
+WARM_UP, REPEATS = 10, 50
+
+
+def main() -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    grid = RankGrid.build(GridShape(tp=world_size), rank, make_group)
+    if rank == 0:
+        print(f"{world_size} ranks; ms a layer, forward and backward; medians of three")
+    for sequence_parallel in (True, False):
+        tp = tensor.TensorParallel(grid.tp, grid.kv, sequence_parallel)
+        for tokens, inputs, outputs in SHAPES:
+            run = layer(tp, tokens, inputs, outputs // world_size, device)
+            beside, before = [], []
+            for _ in range(3):
+                beside.append(milliseconds(run))
+                with mock.patch.multiple(
+                    tensor, **{name: waiting(getattr(tensor, name)) for name in BEGINNINGS}
+                ):
+                    before.append(milliseconds(run))
+            if rank == 0:
+                words = "sp" if sequence_parallel else "no sp"
+                print(
+                    f"{tokens} x {inputs} -> {outputs}, {words}: beside products {sorted(beside)[1]:.3f}, before them {sorted(before)[1]:.3f}"
+                )
+    dist.destroy_process_group()
+
+
+def layer(
+    tp: tensor.TensorParallel, tokens: int, inputs: int, own_outputs: int, device: torch.device
+) -> Callable[[], None]:
+    """One forward and backward pass of it."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    x = random(tp.sequence_rows(tokens), 1, inputs).requires_grad_()
+    weight, dy = random(own_outputs, inputs).requires_grad_(), random(tokens, 1, own_outputs)
+    weight_grad = torch.zeros(own_outputs, inputs, device=device)
+
+    def run() -> None:
+        x.grad = None
+        tensor.column_linear(x, weight, weight_grad, tp, PassInfo()).backward(dy)
+
+    return run
+
+
+def waiting(begin: Callable[..., Transfer]) -> Callable[..., Transfer]:
+    """The same, over before anything else begins."""
+
+    def begin_and_wait(*arguments: Any) -> Transfer:
+        begin(*arguments).wait()
+        return Transfer()
+
+    return begin_and_wait
+
+
+def milliseconds(run: Callable[[], None]) -> float:
+    """On the GPU; the host is given a start, so that it is not what is measured."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    filler = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
+    for _ in range(12):
+        filler @ filler
+    for number in range(WARM_UP + REPEATS):
+        if number == WARM_UP:
+            start.record()
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / REPEATS
+
+
+if __name__ == "__main__":
+    main()
