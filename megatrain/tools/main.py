@@ -48,24 +48,7 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    parity = _command(
-        commands,
-        "parity",
-        help="prove that every parallel layout computes what one process computes",
-        description="Train a tiny model in fp64 under each layout and compare losses, gradients and weights.",
-    )
-    parity.add_argument(
-        "--layouts",
-        nargs="+",
-        default=[],
-        metavar="WORD",
-        help="only layouts with all of these words, such as `tp2 sp` (default: all)",
-    )
-    parity.add_argument("--quick", action="store_true", help="at most 60 layouts, in at most 3 minutes")
-    parity.add_argument(
-        "--self-test", action="store_true", help="plant known faults instead, which must be found"
-    )
-
+    _add_parity(commands)
     generate = _command(
         commands,
         "generate",
@@ -89,6 +72,40 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     _add_report(commands)
     _add_data(commands, field_help() if with_help else {})
     return parser
+
+
+def _add_parity(commands: Any) -> None:
+    parity = _command(
+        commands,
+        "parity",
+        help="prove that every parallel layout computes what one process computes",
+        description="Train tiny models under each layout and compare losses, gradients and weights with one process."
+        " Without flags: every pair of options' values in one row at least, in fp64, and some rows in fp32 and bf16.",
+    )
+    parity.add_argument(
+        "--layouts",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help="only layouts with all of these words, such as `tp2 sp` (default: all)",
+    )
+    which = parity.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="the 60 rows in which most pairs meet, in fp64")
+    which.add_argument("--full", action="store_true", help="every combination of parallel options: hours")
+    which.add_argument(
+        "--self-test", action="store_true", help="plant known faults instead, which must be found"
+    )
+    parity.add_argument("--slice", metavar="I/N", help="only every Nth row, from the Ith on")
+    parity.add_argument(
+        "--results", metavar="FILE", help="note rows there, and leave out those that have passed by it"
+    )
+    parity.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="all rows in this precision")
+    parity.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where to compute; a rank on each GPU (default: cpu)",
+    )
 
 
 def _add_report(commands: Any) -> None:

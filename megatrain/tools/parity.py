@@ -1,15 +1,16 @@
 """`megatrain parity`: the same model under every layout, against one process.
 
-A tiny model in fp64 trains three steps on batches with an uneven loss mask. Compared are the loss and the gradient
-norm of each step, every gradient of the first, and every weight of the last: the largest difference over the
-tensor's largest value must stay within 1e-10. A layout that passes computes the same mathematics.
+Tiny models train three steps on batches with an uneven loss mask. In fp64, compared are the loss and the gradient norm
+of each step, every gradient of the first, and every weight of the last: the largest difference over the tensor's largest
+value must stay within 1e-10. A layout that passes computes the same mathematics. In fp32 and bf16 differences are
+measured against the noise of rounding (parity_narrow.py). Rows come from parity_rows.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,25 +18,38 @@ import torch
 from megatrain.config import ConfigError
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.parity_faults import FAULTS
-from megatrain.tools.parity_judge import TOLERANCE, Verdict, judge
-from megatrain.tools.parity_measure import NUM_STEPS, Measured, measure
-from megatrain.tools.parity_rows import MAX_RANKS, QUICK_ROWS, Layout, all_pairs, pairwise_rows
+from megatrain.tools.parity_judge import TOLERANCE, Distance, judge
+from megatrain.tools.parity_measure import NUM_STEPS, Job, Measured, Precision, measure
+from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
+from megatrain.tools.parity_narrow import TIMES, NarrowComparer, NarrowVerdict
+from megatrain.tools.parity_results import Results
+from megatrain.tools.parity_rows import (
+    MAX_RANKS,
+    QUICK_ROWS,
+    Layout,
+    all_pairs,
+    is_row,
+    pairwise_rows,
+    product_rows,
+)
 from megatrain.tools.worker_pool import WorkerPool
+
+Row = tuple[Precision, Layout]
 
 
 @dataclass
 class Comparer:
-    """Compares layouts with one process; what that finds is kept, since many layouts share it."""
+    """Compares layouts with one process in fp64; what that finds is kept, since many layouts share it."""
 
     pool: WorkerPool
     references: dict[Layout, Measured] = field(default_factory=dict)
 
-    def compare(self, layout: Layout, *, fault: str | None = None) -> Verdict:
+    def compare(self, layout: Layout, *, fault: str | None = None) -> Distance:
         """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
-        alone = layout.alone
+        alone, device = layout.alone, self.pool.device
         if alone not in self.references:
-            (self.references[alone],) = self.pool.run(1, measure, alone, None)
-        answers = self.pool.run(layout.world_size, measure, layout, fault)
+            (self.references[alone],) = self.pool.run(1, measure, Job(alone, device=device))
+        answers = self.pool.run(layout.world_size, measure, Job(layout, device=device, fault=fault))
         return judge(self.references[alone], answers)
 
 
@@ -43,63 +57,151 @@ def run(arguments: argparse.Namespace) -> int:
     """The subcommand: prints the table; 0 if every row passes."""
     began = time.perf_counter()
     torch.set_num_threads(1)
-    rows = () if arguments.self_test else chosen_rows(arguments)
-    with WorkerPool(MAX_RANKS) as pool:
-        comparer = Comparer(pool)
-        is_good = _self_test(comparer) if arguments.self_test else _print_table(comparer, rows)
+    max_ranks = _num_ranks(arguments.device)
+    rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
+    with WorkerPool(max_ranks, device=arguments.device) as pool:
+        is_good = _self_test(pool) if arguments.self_test else _print_table(pool, rows, arguments.results)
     print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
     return 0 if is_good else 1
 
 
-def chosen_rows(arguments: argparse.Namespace) -> Sequence[Layout]:
+def _num_ranks(device: str) -> int:
+    """Of the largest layout: eight on a CPU, else as many as there are GPUs."""
+    if device == "cpu":
+        return MAX_RANKS
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda is asked for, and no GPU was found", fix="use --device cpu, or check `nvidia-smi`"
+        )
+    return min(MAX_RANKS, torch.cuda.device_count())
+
+
+def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> list[Row]:
     """The rows that are asked for. Raises ConfigError if there are none."""
-    table = pairwise_rows()[: QUICK_ROWS if arguments.quick else None]
-    rows = [layout for layout in table if all(layout.has(word) for word in arguments.layouts)]
+    table = _table(arguments, max_ranks)
+    rows = [row for row in table if all(row[1].has(word) for word in arguments.layouts)]
     if not rows:
-        known = sorted({word for layout in table for word in layout.words})
+        known = sorted({word for _, layout in table for word in layout.words})
         raise ConfigError(
             f"--layouts {' '.join(arguments.layouts)}: no layout has all of these words",
             fix=f"the words are {', '.join(known)}",
         )
-    met = {pair for layout in rows for pair in pairs_of(layout.words)}
-    print(f"{len(rows)} layouts, in which {len(met)} of {len(all_pairs())} pairs of options' values meet")
+    number, slices = _slice_of(arguments)
+    rows = rows[number - 1 :: slices]
+    pairs = all_pairs(max_ranks)
+    met = {pair for _, layout in rows for pair in pairs_of(layout.words)} & pairs
+    print(f"{len(rows)} rows, in which {len(met)} of {len(pairs)} pairs of options' values meet")
     return rows
 
 
-def _print_table(comparer: Comparer, layouts: Sequence[Layout]) -> bool:
+def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
+    layouts = product_rows(max_ranks) if arguments.full else list(pairwise_rows(max_ranks))
+    if arguments.quick:
+        layouts = layouts[:QUICK_ROWS]
+    precision = arguments.precision
+    if precision not in (None, "fp64"):
+        return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
+    rows: list[Row] = [("fp64", layout) for layout in layouts]
+    if precision is None and not (arguments.quick or arguments.full):
+        fitting = [layout for layout in NARROW_ROWS if is_row(layout.words, max_ranks=max_ranks)]
+        rows += [("fp32", layout) for layout in fitting] + [("bf16", layout) for layout in fitting]
+    return rows
+
+
+def _slice_of(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Which of how many parts of the table, from 1 on."""
+    number, _, slices = (arguments.slice or "1/1").partition("/")
+    if not (number.isdecimal() and slices.isdecimal() and 1 <= int(number) <= int(slices)):
+        raise ConfigError(
+            f"--slice {arguments.slice} is no part of a whole", fix="use --slice 1/4, for example"
+        )
+    return int(number), int(slices)
+
+
+def _print_table(pool: WorkerPool, rows: Sequence[Row], results_file: str | None) -> bool:
+    results = Results.read(results_file)
+    todo = [row for row in rows if not results.has_passed(*row)]
+    if len(todo) < len(rows):
+        print(f"{len(rows) - len(todo)} of them have passed already, as {results_file} says")
+    wide = [layout for precision, layout in todo if precision == "fp64"]
+    is_good = all(_wide_rows(Comparer(pool), wide, results))
+    for precision in ("fp32", "bf16"):
+        layouts = [layout for known, layout in todo if known == precision]
+        is_good &= all(_narrow_rows(NarrowComparer(pool, precision), layouts, results))
+    return is_good
+
+
+def _wide_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
+    if not layouts:
+        return []
     width = max(len(layout.name) for layout in layouts)
     print(
         f"against one process in fp64, {NUM_STEPS} steps; largest relative difference, at most {TOLERANCE:g} passes"
     )
     print(f"{'layout':<{width}}  ranks  loss     norm     gradient weight           seconds")
-    is_good = True
+    verdicts = []
+    for layout in layouts:
+        began = time.perf_counter()
+        found = comparer.compare(layout)
+        seconds = time.perf_counter() - began
+        words = "pass" if found.is_good else f"FAIL  {found.names}"
+        numbers = "  ".join(f"{number:.1e}" for number in found.numbers)
+        print(
+            f"{layout.name:<{width}}  {layout.world_size:5d}  {numbers}  {seconds:7.1f}  {words}", flush=True
+        )
+        results.add("fp64", layout, is_good=found.is_good, numbers=found.numbers, seconds=seconds)
+        verdicts.append(found.is_good)
+    return verdicts
+
+
+def _narrow_rows(comparer: NarrowComparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
+    if not layouts:
+        return []
+    print(
+        f"in {comparer.precision}: loss, norm, gradient, weight, each with the noise of rounding behind it;"
+        f" at most {TIMES:g} times the noise passes"
+    )
+    verdicts = []
     for layout in layouts:
         began = time.perf_counter()
         verdict = comparer.compare(layout)
-        is_good &= verdict.is_good
         seconds = time.perf_counter() - began
-        words = (
-            "pass"
-            if verdict.is_good
-            else f"FAIL  gradient {verdict.gradient_name}, weight {verdict.weight_name}"
+        print(f"{layout.name}  ({layout.world_size} ranks, {seconds:.1f} s)")
+        for line in _lines_of(verdict):
+            print(line, flush=True)
+        results.add(
+            comparer.precision,
+            layout,
+            is_good=verdict.is_good,
+            numbers=verdict.exact.numbers,
+            seconds=seconds,
         )
-        print(
-            f"{layout.name:<{width}}  {layout.world_size:5d}  {verdict.loss:.1e}  {verdict.norm:.1e}  "
-            f"{verdict.gradient:.1e}  {verdict.weight:.1e}  {seconds:7.1f}  {words}",
-            flush=True,
-        )
-    return is_good
+        verdicts.append(verdict.is_good)
+    return verdicts
 
 
-def _self_test(comparer: Comparer) -> bool:
+def _lines_of(verdict: NarrowVerdict) -> Iterator[str]:
+    kinds = [("exact", verdict.exact, verdict.exact_noise)]
+    if verdict.order is not None:
+        kinds.append(("order", verdict.order, verdict.order_noise))
+    for number, (name, distance, noise) in enumerate(kinds, 1):
+        pairs = "   ".join(
+            f"{far:.1e} ({near:.1e})" for far, near in zip(distance.numbers, noise, strict=True)
+        )
+        words = "" if number < len(kinds) else "pass" if verdict.is_good else f"FAIL  {distance.names}"
+        yield f"  {name}  {pairs}  {words}".rstrip()
+
+
+def _self_test(pool: WorkerPool) -> bool:
     """Plant each known fault, which the comparison must find."""
     print("planted faults: each must be found")
-    is_good = True
-    width = max(map(len, FAULTS))
+    comparer, is_good, width = Comparer(pool), True, max(map(len, FAULTS))
     for name, fault in FAULTS.items():
-        verdict = comparer.compare(Layout.of(fault.layout), fault=name)
-        is_good &= not verdict.is_good
-        print(
-            f"{name:<{width}} {fault.layout:<24} {'found' if not verdict.is_good else 'MISSED'}", flush=True
-        )
+        layout = Layout.of(fault.layout)
+        if layout.world_size > pool.size:
+            print(f"{name:<{width}} {fault.layout:<26} needs {layout.world_size} ranks", flush=True)
+            continue
+        found = not comparer.compare(layout, fault=name).is_good
+        is_good &= found
+        print(f"{name:<{width}} {fault.layout:<26} {'found' if found else 'MISSED'}", flush=True)
     return is_good

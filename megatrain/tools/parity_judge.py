@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How far a layout is from one process: relative to the largest value of each tensor."""
+class Distance:
+    """How far two answers are from each other: relative to the largest value of each tensor."""
 
     loss: float
     norm: float
@@ -28,16 +29,25 @@ class Verdict:
     weight_name: str
 
     @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        return self.loss, self.norm, self.gradient, self.weight
+
+    @property
     def is_good(self) -> bool:
-        return max(self.loss, self.norm, self.gradient, self.weight) <= TOLERANCE
+        return max(self.numbers) <= TOLERANCE
+
+    @property
+    def names(self) -> str:
+        """The tensors that are furthest."""
+        return f"gradient {self.gradient_name}, weight {self.weight_name}"
 
 
-def judge(reference: Measured, answers: Sequence[Measured]) -> Verdict:
+def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
     """Compare what the ranks found with what one process found. Every element must be held by some rank."""
-    idle = _without_gradient(reference.gradients)
+    idle = without_gradient(reference)
     gradient, gradient_name = _furthest(reference.gradients, [p for a in answers for p in a.gradients], idle)
     weight, weight_name = _furthest(reference.weights, [p for a in answers for p in a.weights], idle)
-    return Verdict(
+    return Distance(
         loss=_relative([a.losses for a in answers], reference.losses),
         norm=_relative([a.norms for a in answers], reference.norms),
         gradient=gradient,
@@ -47,18 +57,36 @@ def judge(reference: Measured, answers: Sequence[Measured]) -> Verdict:
     )
 
 
-def _without_gradient(reference: Sequence[Part]) -> set[str]:
+def judge_first_step(
+    reference: Sequence[Measured], answers: Sequence[Measured], idle: frozenset[str]
+) -> Distance:
+    """The same of the first step alone, with the weights as optimizers hold them, between answers of several ranks."""
+    gradients = [part for one in reference for part in one.gradients]
+    weights = [part for one in reference for part in one.first_weights]
+    gradient, gradient_name = _furthest(gradients, [p for a in answers for p in a.gradients], idle)
+    weight, weight_name = _furthest(weights, [p for a in answers for p in a.first_weights], idle)
+    return Distance(
+        loss=_relative([a.losses[0] for a in answers], reference[0].losses[0]),
+        norm=_relative([a.norms[0] for a in answers], reference[0].norms[0]),
+        gradient=gradient,
+        gradient_name=gradient_name,
+        weight=weight,
+        weight_name=weight_name,
+    )
+
+
+def without_gradient(reference: Measured) -> frozenset[str]:
     """Tensors whose gradient is 0 but for rounding, such as biases of keys, which a softmax does not see.
 
     They are measured against the largest value of all tensors: their own values are nothing but noise.
     """
     largest: dict[str, float] = {}
-    for part in reference:
+    for part in reference.gradients:
         largest[part.name] = max(largest.get(part.name, 0.0), float(np.max(np.abs(part.values), initial=0.0)))
-    return {name for name, value in largest.items() if value <= 1e-12 * max(largest.values())}
+    return frozenset(name for name, value in largest.items() if value <= 1e-12 * max(largest.values()))
 
 
-def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: set[str]) -> tuple[float, str]:
+def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: AbstractSet[str]) -> tuple[float, str]:
     whole: dict[str, npt.NDArray[np.float64]] = {}
     for part in reference:
         shape = tuple(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ from megatrain.training.launch import grid_shape
 
 NUM_STEPS = 3
 _VOCAB, _SEQ = 101, 24
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -40,52 +43,117 @@ class Measured:
     """Of each step, with the z-loss behind it if there is one."""
     norms: list[float]
     gradients: list[Part]
+    """Of the first step."""
     weights: list[Part]
+    """Of the last step, as the model computes with them."""
+    first_weights: list[Part] = field(default_factory=list)
+    """Of the first step, as this rank's optimizer holds them; only where rounding is measured."""
 
 
-def measure(rank: int, world_size: int, layout: Layout, fault: str | None) -> Measured:
+Precision = Literal["fp64", "fp32", "bf16"]
+_PRECISION_FLAGS: dict[Precision, str] = {
+    "fp64": "--params-dtype float64",
+    "fp32": "--params-dtype float32",
+    "bf16": "--bf16 --params-dtype bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the tiny model."""
+
+    layout: Layout
+    precision: Precision = "fp64"
+    device: Device = "cpu"
+    micro_batch: int = MICRO_BATCH
+    is_rounding_measured: bool = False
+    """Whether the weights of the first step are wanted, and Adam moves elements by their gradients' sizes, so that
+    elements whose gradient is small do not move by a multiple of what rounding made of it."""
+    fault: str | None = None
+    """One of `parity_faults.FAULTS`."""
+
+
+def measure(rank: int, world_size: int, job: Job) -> Measured:
     """Three steps of the tiny model, as one rank of a layout sees them."""
-    plan = tiny_plan(layout, world_size)
-    with planted(fault):
+    plan = plan_of(job, world_size)
+    layout = job.layout
+    with planted(job.fault):
         engine = engine_of(plan, rank)
-        batches = [list(own_batches(step, layout, engine.grid.dp.rank)) for step in range(NUM_STEPS)]
-        engine.accumulate_gradients(batches[0])
-        gradients = gradients_of(engine)
-        engine.buffers.clear_gradients()
+        batches = [_batches_of(job, step, engine) for step in range(NUM_STEPS)]
+        gradients = _noted_gradients(engine)
         rates = schedules_of(plan).at(0)
-        reports = [
-            engine.step(batches[step], rates, first_sample=step * layout.global_batch)
-            for step in range(NUM_STEPS)
-        ]
+        reports, first_weights = [], []
+        for step in range(NUM_STEPS):
+            reports.append(engine.step(batches[step], rates, first_sample=step * layout.global_batch))
+            if step == 0 and job.is_rounding_measured:
+                first_weights = main_weights_of(engine)
+        weights = weights_of(engine)
     losses = [loss for r in reports for loss in (r.lm_loss, r.z_loss) if loss is not None]
-    return Measured(losses, [r.grad_norm for r in reports], gradients, weights_of(engine))
+    return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
+
+
+def _noted_gradients(engine: Engine) -> list[Part]:
+    """A list that will hold the gradients of the first step, once they are summed."""
+    found: list[Part] = []
+    accumulate = engine.accumulate_gradients
+
+    def noting(batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, torch.Tensor]:
+        sums = accumulate(batches, first_sample=first_sample)
+        if not found:
+            found.extend(gradients_of(engine))
+        return sums
+
+    engine.accumulate_gradients = noting  # type: ignore[method-assign]
+    return found
 
 
 def engine_of(plan: Plan, rank: int) -> Engine:
-    """A rank's engine on a CPU, with initial weights. The process has joined its world."""
+    """A rank's engine with initial weights. The process has joined its world; on GPUs, rank k has GPU k."""
+    device = torch.device("cuda", rank) if plan.derived.device == "cuda" else torch.device("cpu")
     grid = RankGrid.build(grid_shape(plan), rank, make_group)
-    engine = Engine(plan, grid, torch.device("cpu"))
+    engine = Engine(plan, grid, device)
     engine.initialize()
     return engine
 
 
-def tiny_plan(layout: Layout, world_size: int, *more_flags: str) -> Plan:
+def plan_of(job: Job, world_size: int) -> Plan:
+    """What a job runs."""
+    flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
+    flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
+    return tiny_plan(job.layout, world_size, *flags, device=job.device)
+
+
+def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device = "cpu") -> Plan:
     """Four layers, a vocabulary that no tensor-parallel size divides, and clipping at work.
 
     Adam's eps is large, so that elements whose gradient is nothing but rounding do not move by a multiple of it.
     """
     flags = (
-        "--num-layers 4 --hidden-size 48 --num-attention-heads 48 --kv-channels 4 --ffn-hidden-size 96 "
-        "--init-method-std 0.1 --mock-data "
+        f"--num-layers 4 --num-attention-heads 48 {_WIDTHS[device]} --init-method-std 0.1 --mock-data "
         f"--seq-length {_SEQ} --tokenizer-type NullTokenizer --vocab-size {_VOCAB} "
         f"--micro-batch-size {MICRO_BATCH} --train-iters {NUM_STEPS} "
-        "--lr 1e-2 --adam-eps 1e-6 --weight-decay 0.1 --params-dtype float64 --device cpu"
+        f"--lr 1e-2 --adam-eps 1e-6 --weight-decay 0.1 --params-dtype float64 --device {device}"
     )
     request = parse([*flags.split(), *layout.flags(), *more_flags])
-    return resolve(request, Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1))
+    facts = Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device)
+    return resolve(request, facts)
 
 
-def own_batches(step: int, layout: Layout, dp_rank: int) -> Iterator[Batch]:
+_WIDTHS: dict[Device, str] = {
+    "cpu": "--hidden-size 48 --kv-channels 4 --ffn-hidden-size 96",
+    "cuda": "--hidden-size 192 --kv-channels 16 --ffn-hidden-size 384",
+}
+"""As small as can be; on GPUs, as wide as their kernels want."""
+
+
+def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
+    own = own_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
+    return [on_device(batch, engine.device) for batch in own]
+
+
+def own_batches(
+    step: int, layout: Layout, dp_rank: int, *, micro_batch: int = MICRO_BATCH
+) -> Iterator[Batch]:
     """This replica's micro-batches of a global batch that is the same under every layout; a third of the mask is 0."""
     rng = np.random.default_rng(step)
     tokens = torch.from_numpy(rng.integers(0, _VOCAB, (layout.global_batch, _SEQ + 1)))
@@ -94,16 +162,30 @@ def own_batches(step: int, layout: Layout, dp_rank: int) -> Iterator[Batch]:
     if layout.has("ignored"):
         labels[mask == 0] = 10 * _VOCAB
         labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100
-    for first in range(dp_rank * MICRO_BATCH, layout.global_batch, layout.dp * MICRO_BATCH):
-        rows = slice(first, first + MICRO_BATCH)
+    for first in range(dp_rank * micro_batch, layout.global_batch, layout.dp * micro_batch):
+        rows = slice(first, first + micro_batch)
         documents = _documents(tokens[rows, :-1]) if layout.has("documents") else None
         yield Batch(
             tokens=tokens[rows, :-1].contiguous(),
             labels=labels[rows],
             loss_mask=mask[rows],
-            position_ids=_positions(documents),
+            position_ids=_positions(documents, micro_batch),
             documents=documents,
         )
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch with its tensors elsewhere."""
+    documents = batch.documents
+    return Batch(
+        tokens=batch.tokens.to(device),
+        labels=batch.labels.to(device),
+        loss_mask=batch.loss_mask.to(device),
+        position_ids=batch.position_ids.to(device),
+        documents=None
+        if documents is None
+        else dataclasses.replace(documents, cu_seqlens=documents.cu_seqlens.to(device)),
+    )
 
 
 def _documents(tokens: torch.Tensor) -> Documents:
@@ -114,21 +196,31 @@ def _documents(tokens: torch.Tensor) -> Documents:
     return Documents(borders, int(borders.diff().max()), *tokens.shape)
 
 
-def _positions(documents: Documents | None) -> torch.Tensor:
+def _positions(documents: Documents | None, micro_batch: int) -> torch.Tensor:
     """Place of each token in its sample, or its document."""
-    places = torch.arange(MICRO_BATCH * _SEQ)
+    places = torch.arange(micro_batch * _SEQ)
     starts = torch.arange(0, len(places), _SEQ) if documents is None else documents.cu_seqlens[:-1].long()
     own = starts[torch.bucketize(places, starts, right=True) - 1]
-    return (places - own).view(MICRO_BATCH, _SEQ)
+    return (places - own).view(micro_batch, _SEQ)
 
 
 def gradients_of(engine: Engine) -> list[Part]:
     """The summed gradients, of the shards whose sums this rank has."""
-    parts = []
-    for shard, flat in zip(engine.buffers.shards, engine.buffers.gradient_shards, strict=True):
-        for _, box, place in shard.owned():
-            parts.append(Part(box.piece.name, box.box, flat[place].view(box.shape).numpy().copy()))
-    return parts
+    return _parts_of(engine, engine.buffers.gradient_shards)
+
+
+def main_weights_of(engine: Engine) -> list[Part]:
+    """The weights as this rank's optimizer holds them."""
+    return _parts_of(engine, engine.optimizer.state("weight"))
+
+
+def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
+    """What flat tensors hold that are laid out as this rank's shards are."""
+    return [
+        Part(box.piece.name, box.box, _numbers(flat[place].view(box.shape)))
+        for shard, flat in zip(engine.buffers.shards, flats, strict=True)
+        for _, box, place in shard.owned()
+    ]
 
 
 def weights_of(engine: Engine) -> list[Part]:
@@ -140,5 +232,9 @@ def weights_of(engine: Engine) -> list[Part]:
             flat = weights[placed.start : placed.stop]
             for box in placed.entry.layout.ranges(0, flat.numel()):
                 values = flat[box.offset : box.offset + box.numel].view(box.shape)
-                parts.append(Part(box.piece.name, box.box, values.detach().numpy().copy()))
+                parts.append(Part(box.piece.name, box.box, _numbers(values)))
     return parts
+
+
+def _numbers(values: torch.Tensor) -> npt.NDArray[np.float64]:
+    return values.detach().to("cpu", torch.float64, copy=True).numpy()

@@ -13,18 +13,32 @@ keys and values are to be copied, a feature without the one that it needs, a pai
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from megatrain.config.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.config.features import REFUSED, Option
-from megatrain.tools.covering import Partial, covering_rows, possible_pairs
+from megatrain.config.features import REFUSED
+from megatrain.tools.covering import Pair, Partial, covering_rows, possible_pairs
 from megatrain.tools.parity_models import MODELS
 
 MAX_RANKS = 8
 MICRO_BATCH = 2
 MAX_PASSES = 4
 QUICK_ROWS = 60
+PRODUCT = (
+    "tensor parallelism",
+    "copies of keys and values",
+    "sequence parallelism",
+    "data parallelism",
+    "pipeline parallelism",
+    "sharding over replicas",
+    "overlap",
+    "embeddings",
+    "loss",
+    "optimizer",
+)
+"""Options of which `--full` runs every combination."""
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
@@ -74,9 +88,13 @@ class Layout:
     def has(self, word: str) -> bool:
         return word in self.words
 
+    def words_of(self, *options: str) -> list[str]:
+        """The words of some options."""
+        return [self.words[_NAMES.index(option)] for option in options]
+
     def size(self, option: str) -> int:
         """The number at the end of an option's word, such as 2 of `tp2`."""
-        return _number(self.words[_NAMES.index(option)])
+        return _number(*self.words_of(option))
 
     @property
     def tp(self) -> int:
@@ -125,26 +143,23 @@ class Layout:
         return " ".join([model, *texts]).split()
 
 
-def is_row(words: Partial, options: Sequence[Option] = FEATURE_OPTIONS) -> bool:
+def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
     """Whether this is a row, or can become one by words for the options that are open (None)."""
     known = dict(zip(_NAMES, words, strict=True))
-    if not _sizes_fit({name: _number(word) for name in _SIZED if (word := known[name]) is not None}):
+    sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
+    if not _sizes_fit(sizes, max_ranks):
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
-        if (
-            feature.needs is not None
-            and feature.needs not in used
-            and _is_decided(feature.needs, known, options)
-        ):
+        if feature.needs is not None and feature.needs not in used and _is_decided(feature.needs, known):
             return False
     return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED)
 
 
-def _sizes_fit(sizes: Mapping[str, int]) -> bool:
+def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
     """Whether the sizes that are known go together."""
     tp, dp, pp = (sizes.get(name, 1) for name in _SIZED[:3])
-    if tp * dp * pp > MAX_RANKS:
+    if tp * dp * pp > max_ranks:
         return False
     if "batch" in sizes and "data parallelism" in sizes:
         passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
@@ -154,24 +169,46 @@ def _sizes_fit(sizes: Mapping[str, int]) -> bool:
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 
 
-def _is_decided(feature: str, known: dict[str, str | None], options: Sequence[Option]) -> bool:
+def _is_decided(feature: str, known: Mapping[str, str | None]) -> bool:
     """Whether the option that a feature belongs to has its word already."""
     return any(
         known[option.name] is not None and feature in (one.name for one in option.features)
-        for option in options
+        for option in FEATURE_OPTIONS
     )
 
 
 @functools.cache
-def pairwise_rows() -> tuple[Layout, ...]:
+def pairwise_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
     """Rows in which every pair of words that can meet does, those with the most new pairs first."""
-    return tuple(Layout(row) for row in covering_rows(_values(), is_row))
+    rows = covering_rows(_values(), functools.partial(is_row, max_ranks=max_ranks))
+    return tuple(Layout(row) for row in rows)
 
 
 @functools.cache
-def all_pairs() -> frozenset[tuple[int, str, int, str]]:
+def all_pairs(max_ranks: int = MAX_RANKS) -> frozenset[Pair]:
     """The pairs that can meet in a row."""
-    return frozenset(possible_pairs(_values(), is_row))
+    return frozenset(possible_pairs(_values(), functools.partial(is_row, max_ranks=max_ranks)))
+
+
+def product_rows(max_ranks: int = MAX_RANKS) -> list[Layout]:
+    """Every combination of the options in PRODUCT; the others take turns, in rows in which their pairs meet."""
+    fixed = [name for name in _NAMES if name in PRODUCT]
+    others = covering_rows(
+        [("*",) if name in PRODUCT else tuple(OPTIONS[name]) for name in _NAMES], lambda _row: True
+    )
+    rows: list[Layout] = []
+    for words in product(*(OPTIONS[name] for name in fixed)):
+        known = dict(zip(fixed, words, strict=True))
+        if not is_row(tuple(known.get(name) for name in _NAMES), max_ranks=max_ranks):
+            continue
+        turns = others[len(rows) % len(others) :] + others[: len(rows) % len(others)]
+        candidates = (
+            tuple(known.get(n, word) for n, word in zip(_NAMES, turn, strict=True)) for turn in turns
+        )
+        found = next((row for row in candidates if is_row(row, max_ranks=max_ranks)), None)
+        if found is not None:
+            rows.append(Layout(found))
+    return rows
 
 
 def _values() -> list[tuple[str, ...]]:

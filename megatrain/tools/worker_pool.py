@@ -1,9 +1,10 @@
-"""Worker processes that stay alive over many jobs, each job a small distributed run over gloo.
+"""Worker processes that stay alive over many jobs, each job a small distributed run over gloo, or NCCL on GPUs.
 
     with WorkerPool(8) as pool:
         answers = pool.run(4, function, argument)     function(rank, world_size, argument) on ranks 0 to 3
 
 Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
+A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
 Each job has process groups of its own, so that worlds of any size follow one another. A job that fails or takes too
 long ends all workers; the next job gets new ones.
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,15 @@ class WorkerPool:
 
     Args:
         size: largest world of a job.
+        device: where jobs compute.
         timeout_seconds: after which a job counts as hung.
     """
 
-    def __init__(self, size: int, *, timeout_seconds: float = 120.0) -> None:
+    def __init__(
+        self, size: int, *, device: Literal["cpu", "cuda"] = "cpu", timeout_seconds: float = 120.0
+    ) -> None:
         self.size = size
+        self.device = device
         self.timeout_seconds = timeout_seconds
         self._workers: list[tuple[Any, Connection[Any, Any]]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="megatrain-workers-")
@@ -100,12 +105,11 @@ class WorkerPool:
 
     def _fork(self) -> None:
         torch.set_num_threads(1)  # a fork from a process with torch's threads hangs
-        context = multiprocessing.get_context("fork")
+        context: Any = multiprocessing.get_context("fork" if self.device == "cpu" else "spawn")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, [c for _, c in self._workers] + [ours]), daemon=True
-            )
+            inherited = [c for _, c in self._workers] + [ours] if self.device == "cpu" else []
+            process = context.Process(target=_serve, args=(theirs, inherited, self.device), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -118,7 +122,7 @@ class WorkerPool:
         self._workers = []
 
 
-def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]]) -> None:
+def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]], kind: str) -> None:
     """A worker's life: jobs until the parent closes the connection."""
     for other in inherited:
         other.close()
@@ -129,13 +133,17 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
         except EOFError:
             os._exit(0)
         try:
+            device = torch.device(kind, rank) if kind == "cuda" else None
+            if device is not None:
+                torch.cuda.set_device(device)
             if world_size > 1:
                 dist.init_process_group(
-                    "gloo",
+                    "gloo" if device is None else "nccl",
                     store=dist.FileStore(store, world_size),
                     rank=rank,
                     world_size=world_size,
                     timeout=timedelta(minutes=1),
+                    device_id=device,
                 )
             answer = function(rank, world_size, *arguments)
             if world_size > 1:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatrain.optim.measures import num_zero_gradients, parameter_norm
-from megatrain.tools.parity_measure import engine_of, measure, own_batches, tiny_plan, weights_of
+from megatrain.tools.parity_measure import Job, engine_of, measure, own_batches, tiny_plan, weights_of
 from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -34,7 +34,7 @@ def test_measures_do_not_depend_on_the_layout(pool: WorkerPool, layout: Layout) 
 def test_measures_are_those_of_the_whole_tensors() -> None:
     layout = Layout.of("batch2")
     (found,) = [measures(0, 1, layout)]
-    (reference,) = [measure(0, 1, layout, None)]
+    (reference,) = [measure(0, 1, Job(layout))]
     assert found[0] == sum(int((part.values == 0).sum()) for part in reference.gradients) > 1000
     engine = engine_of(tiny_plan(layout, 1), 0)
     squares = sum(float(np.square(part.values).sum()) for part in weights_of(engine))

@@ -10,7 +10,17 @@ import pytest
 from megatrain.tools.parity import Comparer
 from megatrain.tools.parity_faults import FAULTS
 from megatrain.tools.parity_judge import judge
-from megatrain.tools.parity_measure import Part, engine_of, measure, own_batches, tiny_plan, weights_of
+from megatrain.tools.parity_measure import (
+    Job,
+    Part,
+    Precision,
+    engine_of,
+    measure,
+    own_batches,
+    tiny_plan,
+    weights_of,
+)
+from megatrain.tools.parity_narrow import NarrowComparer, within
 from megatrain.tools.parity_rows import QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.engine import schedules_of
@@ -32,15 +42,60 @@ def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
     assert not comparer.compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 
+NARROW_LAYOUTS = (
+    "tp2 sp tied gpt2",
+    "dp2 zero1 overlap scale",
+    "pp2 tied gemma2",
+    "tp2 sp dp2 zero1 overlap uniform documents",
+)
+
+
+@pytest.fixture(scope="module")
+def narrow(pool: WorkerPool) -> dict[Precision, NarrowComparer]:
+    return {"fp32": NarrowComparer(pool, "fp32"), "bf16": NarrowComparer(pool, "bf16")}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("text", NARROW_LAYOUTS)
+def test_a_layout_is_no_further_off_than_rounding(
+    narrow: dict[Precision, NarrowComparer], precision: Precision, text: str
+) -> None:
+    verdict = narrow[precision].compare(Layout.of(text))
+    assert verdict.is_good, verdict
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "dropped all-reduce",
+        "missing gradient sum of a norm under sp",
+        "reduction of one bucket left out",
+        "stale gather",
+        "wrong tied embedding",
+    ],
+)
+def test_a_planted_fault_is_more_than_rounding(narrow: dict[Precision, NarrowComparer], fault: str) -> None:
+    assert not narrow["bf16"].compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
+
+
+def test_order_sees_what_exact_does_not(narrow: dict[Precision, NarrowComparer]) -> None:
+    """One layer's gradient is a thousandth too large on one of two replicas: less than bf16 rounds."""
+    verdict = narrow["bf16"].compare(
+        Layout.of(FAULTS["gradients a little too large"].layout), fault="gradients a little too large"
+    )
+    assert within(verdict.exact.numbers, verdict.exact_noise)
+    assert not verdict.is_good
+
+
 def test_an_element_that_no_rank_holds_is_found() -> None:
-    reference = measure(0, 1, Layout.of(""), None)
+    reference = measure(0, 1, Job(Layout.of("")))
     lost = dataclasses.replace(reference, weights=reference.weights[1:])
     assert not judge(reference, [lost]).is_good
     assert judge(reference, [reference]).is_good
 
 
 def test_nan_is_never_parity() -> None:
-    reference = measure(0, 1, Layout.of(""), None)
+    reference = measure(0, 1, Job(Layout.of("")))
     poisoned = [dataclasses.replace(part, values=part.values * np.nan) for part in reference.gradients]
     assert not judge(reference, [dataclasses.replace(reference, gradients=poisoned)]).is_good
 
@@ -70,7 +125,7 @@ def test_initial_weights_are_the_same_bits_under_every_layout(
 
 
 def test_a_tensor_without_gradient_is_not_measured_by_its_noise() -> None:
-    reference = measure(0, 1, Layout.of("tied neox"), None)
+    reference = measure(0, 1, Job(Layout.of("tied neox")))
     noisy = [
         dataclasses.replace(part, values=part.values + 1e-17 * (part.name.endswith(".k.bias")))
         for part in reference.gradients

@@ -2,18 +2,33 @@
 
 import functools
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
-from megatrain.config import features
+from megatrain.config import ConfigError, features
 from megatrain.config.features import REFUSED, features_of
 from megatrain.config.tree import settings
 from megatrain.config.unsupported import _MISSING
 from megatrain.tools.covering import pairs_of
+from megatrain.tools.main import _parser
+from megatrain.tools.parity import chosen_rows
 from megatrain.tools.parity_measure import tiny_plan
 from megatrain.tools.parity_models import MODELS
-from megatrain.tools.parity_rows import MAX_RANKS, OPTIONS, Layout, all_pairs, is_row, pairwise_rows
+from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
+from megatrain.tools.parity_narrow import within
+from megatrain.tools.parity_results import Results
+from megatrain.tools.parity_rows import (
+    MAX_RANKS,
+    OPTIONS,
+    PRODUCT,
+    QUICK_ROWS,
+    Layout,
+    all_pairs,
+    is_row,
+    pairwise_rows,
+    product_rows,
+)
 
 
 @functools.cache
@@ -74,6 +89,10 @@ def test_every_choice_of_a_model_is_in_a_model_of_parity_or_refused():
             )
 
 
+APART = {"model.attention_backend": "picks a kernel for one and the same mathematics"}
+"""Choices that no model of parity needs, and why."""
+
+
 def _plans_of_models():
     return [plan_of(Layout.of(f"{model} {tied}")) for model in MODELS for tied in ("tied", "untied")]
 
@@ -83,7 +102,101 @@ def _model_choices():
         setting.path: (False, True) if setting.kind is bool else setting.choices
         for setting in settings()
         if setting.section == "model" and (setting.choices or setting.kind is bool)
+        if setting.path not in APART
     }
+
+
+@pytest.mark.parametrize("max_ranks", [1, 2])
+def test_fewer_ranks_have_rows_of_their_own(max_ranks):
+    rows = pairwise_rows(max_ranks)
+    assert max(layout.world_size for layout in rows) == max_ranks
+    assert {pair for layout in rows for pair in pairs_of(layout.words)} == all_pairs(max_ranks)
+
+
+def test_the_full_table_has_each_combination_once():
+    rows = product_rows()
+    assert all(is_row(layout.words) for layout in rows)
+    fixed = [layout.words_of(*PRODUCT) for layout in rows]
+    assert len({tuple(words) for words in fixed}) == len(rows) > 1000
+    by_hand = 0
+    for words in product(*(OPTIONS[name] for name in PRODUCT)):
+        layout = Layout.of(" ".join(words))
+        by_hand += any(is_row(layout.but(batch).words) for batch in OPTIONS["batch"])
+    assert len(rows) == by_hand
+
+
+def test_rows_of_narrow_formats_are_rows():
+    assert all(is_row(layout.words) for layout in NARROW_ROWS)
+
+
+def asked(*flags):
+    return chosen_rows(_parser().parse_args(["parity", *flags]))
+
+
+def test_slices_are_the_table_once():
+    table = asked("--full")
+    slices = [asked("--full", "--slice", f"{number}/3") for number in (1, 2, 3)]
+    assert Counter(row for part in slices for row in part) == Counter(table)
+
+
+def test_rows_are_chosen_by_their_words_and_precision():
+    rows = asked("--layouts", "tp2", "sp")
+    assert {precision for precision, _ in rows} == {"fp64", "fp32", "bf16"}
+    assert all(layout.has("tp2") and layout.has("sp") for _, layout in rows)
+    assert {precision for precision, _ in asked("--quick")} == {"fp64"}
+    assert len(asked("--quick")) == QUICK_ROWS
+    assert {(precision, layout.has("tokens")) for precision, layout in asked("--precision", "bf16")} == {
+        ("bf16", True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ["--layouts", "tp2", "tp4"],
+            "--layouts tp2 tp4: no layout has all of these words\n  fix: the words are adam,",
+        ),
+        (["--slice", "3/2"], "--slice 3/2 is no part of a whole\n  fix: use --slice 1/4, for example"),
+        (["--slice", "two"], "--slice two is no part of a whole"),
+    ],
+)
+def test_what_cannot_be_chosen_is_told(flags, words):
+    with pytest.raises(ConfigError) as caught:
+        asked(*flags)
+    assert words in str(caught.value)
+
+
+def test_results_go_on_behind_a_cut_line_and_failures_run_again(tmp_path):
+    path = str(tmp_path / "rows.jsonl")
+    good, bad, cut = Layout.of("tp2"), Layout.of("pp2"), Layout.of("dp2")
+    results = Results.read(path)
+    results.add("fp64", good, is_good=True, numbers=(1.0, 2.0, 3.0, 4.0), seconds=0.5)
+    results.add("fp64", bad, is_good=False, numbers=(float("inf"), 2.0, 3.0, 4.0), seconds=0.5)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"precision": "fp64", "layout": "dp')
+    for _ in range(2):
+        results = Results.read(path)
+        assert [results.has_passed("fp64", one) for one in (good, bad, cut)] == [True, False, False]
+        assert not results.has_passed("bf16", good)
+    results.add("fp64", cut, is_good=True, numbers=(1.0, 2.0, 3.0, 4.0), seconds=0.5)
+    assert Results.read(path).has_passed("fp64", cut)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("distances", "noises", "is_within"),
+    [
+        ((4e-3, 0.0), (1e-3, 0.0), True),
+        ((4.1e-3, 0.0), (1e-3, 0.0), False),
+        ((0.0, 9e-7), (1e-3, 0.0), True),
+        ((0.0, 1e-6), (1e-3, 0.0), False),
+        ((float("inf"), 0.0), (1.0, 1.0), False),
+        ((float("nan"), 0.0), (1.0, 1.0), False),
+    ],
+)
+def test_a_distance_is_held_against_its_noise(distances, noises, is_within):
+    assert within(distances, noises) == is_within
 
 
 def test_what_is_no_row():
