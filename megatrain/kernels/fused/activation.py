@@ -67,23 +67,25 @@ def _tanh(x):
 
 @jit
 def _value_and_slope(x, CURVE: tl.constexpr):
+    # One return at the end: Triton reads on behind a return that a constant decides about.
     if CURVE == "silu":
         sigmoid = 1 / (1 + tl.exp(-x))
-        return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
-    if CURVE == "quick_gelu":
-        steepness = 1.702
-        sigmoid = 1 / (1 + tl.exp(-steepness * x))
-        return x * sigmoid, sigmoid * (1 + steepness * x * (1 - sigmoid))
-    if CURVE == "gelu":
+        value, slope = x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+    elif CURVE == "quick_gelu":
+        sigmoid = 1 / (1 + tl.exp(-1.702 * x))
+        value, slope = x * sigmoid, sigmoid * (1 + 1.702 * x * (1 - sigmoid))
+    elif CURVE == "gelu":
         share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-        return x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    if CURVE == "gelu_tanh":
+        value, slope = x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif CURVE == "gelu_tanh":
         tanh = _tanh(0.7978845608028654 * x * (1 + 0.044715 * x * x))
         inner = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
-        return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
-    tl.static_assert(CURVE == "squared_relu", "a curve that this kernel does not know")
-    positive = tl.maximum(x, 0.0)
-    return positive * positive, 2 * positive
+        value, slope = 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+    else:
+        tl.static_assert(CURVE == "squared_relu", "a curve that this kernel does not know")
+        positive = tl.maximum(x, 0.0)
+        value, slope = positive * positive, 2 * positive
+    return value, slope
 
 
 @jit
