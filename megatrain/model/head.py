@@ -25,13 +25,22 @@ from megatrain.parallel.layout import Borrower, LaidOutModule
 from megatrain.parallel.tensor import TensorParallel, enter
 from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
 
-_CHUNK_LOGITS = 1 << 27
-"""Logits that one chunk forms at most."""
+_CHUNK_BYTES = 1 << 29
+"""What the logits of a chunk take at most."""
+_ROUND = 128
+"""Rows that matrix products take without a remainder."""
 
 
-def chunk_rows(columns: int) -> int:
-    """Tokens whose logits are formed at once, `columns` of them for each."""
-    return max(1, _CHUNK_LOGITS // columns)
+def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
+    """How many of the tokens have their logits formed at once, `columns` of `itemsize` bytes for each.
+
+    Chunks are few, since each reads and writes the whole weight gradient, and alike.
+    """
+    most = max(1, _CHUNK_BYTES // (columns * itemsize))
+    if most >= tokens:
+        return max(tokens, 1)
+    even = -(-tokens // -(-tokens // most))
+    return min(most, -(-even // _ROUND) * _ROUND)
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ class _HeadLoss(Function):
         losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
         dx = torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
-        chunk = chunk_rows(vocab.rows)
+        chunk = chunk_rows(x.shape[0], vocab.rows, x.element_size())
         for start in range(0, x.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = curve.of(x[part] @ weight.t())
@@ -144,7 +153,7 @@ class _HeadLoss(Function):
                 continue
             assert weight_grad is not None
             dlogits = logits_gradient(
-                known, token_scale[part] * curve.scale, x.dtype, z_loss_coeff=z_loss_coeff
+                known, token_scale[part] * curve.scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
             )
             if slope is not None:
                 dlogits *= slope

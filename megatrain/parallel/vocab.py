@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.softmax import Rows, row_statistics, rows_gradient
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 
@@ -36,18 +36,15 @@ class VocabShard:
 
 
 class TokenLosses(NamedTuple):
-    """Losses, and what their gradient needs; wide tensors."""
+    """Losses, and what their gradient needs; wide [t] but for the columns."""
 
     losses: Tensor
-    """[t]; infinite for a label that is no id of the vocabulary."""
+    """Infinite for a label that is no id of the vocabulary."""
     log_sums: Tensor
-    """Logarithm of the sum of the logits' exponentials, [t]."""
-    probabilities: Tensor
-    """Of this rank's ids, [t, v/tp]; zero for padding."""
+    """Logarithm of the sum of the logits' exponentials."""
+    rows: Rows
     columns: Tensor
-    """Each label's column here, [t]; 0 where the label is elsewhere."""
-    is_elsewhere: Tensor
-    """Whether another rank holds the label, bool [t]."""
+    """Each label's column here; -1 where another rank holds it."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLosses:
@@ -58,33 +55,31 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLos
         labels: ids, [t], from 0 on.
     """
     local = labels - vocab.first
-    is_elsewhere = (local < 0) | (local >= vocab.rows)
-    local = local.masked_fill(is_elsewhere, 0)
-    wide_logits = logits.to(wide(logits.dtype))
-    if vocab.num_real < vocab.rows:
-        wide_logits[:, vocab.num_real :] = float("-inf")
-    # A rank that holds padding alone has -inf as its largest logit, which the maximum over the ranks replaces.
-    largest = all_reduce(wide_logits.max(dim=-1).values, vocab.group, "max")
-    shifted = wide_logits.sub_(largest[:, None])
-    target = shifted.gather(1, local[:, None]).squeeze(1).masked_fill(is_elsewhere, 0)
-    target.masked_fill_(labels >= vocab.vocab_size, float("-inf"))
-    exponentials = shifted.exp_()
-    sums = all_reduce(torch.stack((exponentials.sum(dim=-1), target)), vocab.group)
-    log_sums = sums[0].log()
-    return TokenLosses(
-        log_sums - sums[1], log_sums + largest, exponentials.div_(sums[0][:, None]), local, is_elsewhere
-    )
+    columns = local.masked_fill((local < 0) | (local >= vocab.rows), -1)
+    rows = row_statistics(logits, columns, vocab.num_real)
+    targets = rows.targets.masked_fill(labels >= vocab.vocab_size, float("-inf"))
+    if vocab.group.size == 1:
+        log_sums = rows.sums.log() + rows.largest
+    else:
+        # A rank that holds padding alone has the smallest number as its largest logit, and adds nothing to the sum.
+        largest = all_reduce(rows.largest.clone(), vocab.group, "max")
+        own = rows.sums * (rows.largest - largest).exp()
+        sums, targets = all_reduce(torch.stack((own, targets)), vocab.group)
+        log_sums = sums.log() + largest
+    return TokenLosses(log_sums - targets, log_sums, rows, columns)
 
 
 def logits_gradient(
-    known: TokenLosses, token_scale: Tensor, dtype: torch.dtype, *, z_loss_coeff: float = 0.0
+    known: TokenLosses,
+    token_scale: Tensor,
+    vocab: VocabShard,
+    dtype: torch.dtype,
+    *,
+    z_loss_coeff: float = 0.0,
 ) -> Tensor:
-    """((1 + 2 * coefficient * log sum) * p - onehot) * scale of each token, [t, v/tp]; uses up the probabilities.
+    """((1 + 2 * coefficient * log sum) * p - onehot) * scale of each token, [t, v/tp]; uses up what is known.
 
     That is the gradient of scale * (loss + coefficient * log sum ** 2).
     """
     share = token_scale * (1 + 2 * z_loss_coeff * known.log_sums) if z_loss_coeff else token_scale
-    gradient = known.probabilities.mul_(share[:, None])
-    minus = token_scale.masked_fill(known.is_elsewhere, 0).neg()
-    gradient.scatter_add_(1, known.columns[:, None], minus[:, None])
-    return gradient.to(dtype)
+    return rows_gradient(known.rows, known.log_sums, known.columns, share, token_scale, vocab.num_real, dtype)

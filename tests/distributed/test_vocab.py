@@ -49,9 +49,10 @@ def on_a_rank(
     logits, labels, scale = case(vocab_size)
     padding = torch.full((NUM_TOKENS, rows * world_size - vocab_size), 1e3, dtype=torch.float64)
     own = torch.cat((logits, padding), dim=1)[:, rank * rows : (rank + 1) * rows].clone()
-    known = cross_entropy(own, labels, VocabShard(grid.tp, rows, vocab_size))
+    vocab = VocabShard(grid.tp, rows, vocab_size)
+    known = cross_entropy(own, labels, vocab)
     losses, log_sums = known.losses.clone(), known.log_sums.clone()
-    return losses, log_sums, logits_gradient(known, scale, torch.float64, z_loss_coeff=z_loss_coeff)
+    return losses, log_sums, logits_gradient(known, scale, vocab, torch.float64, z_loss_coeff=z_loss_coeff)
 
 
 def test_a_label_that_is_no_id_has_an_infinite_loss_on_every_rank(pool: WorkerPool) -> None:

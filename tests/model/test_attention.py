@@ -65,6 +65,9 @@ def test_documents_see_themselves_alone() -> None:
     assert not torch.allclose(out, attend(x, None, upstream)[0])
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # of a backward pass that is the first to use it
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_documents_see_themselves_alone_on_a_gpu(dtype: torch.dtype) -> None:
