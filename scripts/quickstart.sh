@@ -105,7 +105,7 @@ What to look at next
       every setting of this run; $python pretrain.py --help explains each
   ${python%/*}/torchrun --nproc-per-node 2 ${pretrain[*]} --tensor-model-parallel-size 2 --save /tmp/two --load /tmp/two
       the same run over two processes
-  ${python%/*}/megatrain parity
+  ${python%/*}/megatrain parity --quick
       the proof that every parallel layout computes the same
   ${python%/*}/megatrain generate --load $run/checkpoints --prompt "import os"
       more of what the model has learnt
