@@ -66,6 +66,13 @@ _FEATURE_OF = {
     word: feature for option in FEATURE_OPTIONS for feature in option.features for word in feature.words()
 }
 
+_OPTION_OF = {feature.name: option.name for option in FEATURE_OPTIONS for feature in option.features}
+_TIED = {name for one in _FEATURE_OF.values() if one.needs is not None for name in (one.name, one.needs)}
+_TIED |= {name for one in REFUSED for name in one.pair}
+_BOUND = tuple(dict.fromkeys([*_SIZED, *(_OPTION_OF[name] for name in sorted(_TIED))]))
+"""Options whose words do not go with all words of another option."""
+_BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -145,13 +152,19 @@ class Layout:
 
 def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
     """Whether this is a row, or can become one by words for the options that are open (None)."""
-    known = dict(zip(_NAMES, words, strict=True))
+    return _is_possible(tuple(words[place] for place in _BOUND_PLACES), max_ranks)
+
+
+@functools.cache
+def _is_possible(words: Partial, max_ranks: int) -> bool:
+    """The same of the words of the options in _BOUND."""
+    known = dict(zip(_BOUND, words, strict=True))
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks):
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
-        if feature.needs is not None and feature.needs not in used and _is_decided(feature.needs, known):
+        if feature.needs is not None and feature.needs not in used and known[_OPTION_OF[feature.needs]]:
             return False
     return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED)
 
@@ -167,14 +180,6 @@ def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
             return False
     groups = sizes.get("copies of keys and values", 0)
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
-
-
-def _is_decided(feature: str, known: Mapping[str, str | None]) -> bool:
-    """Whether the option that a feature belongs to has its word already."""
-    return any(
-        known[option.name] is not None and feature in (one.name for one in option.features)
-        for option in FEATURE_OPTIONS
-    )
 
 
 @functools.cache
