@@ -39,6 +39,15 @@ def device(draft: Draft) -> Answer:
     return Answer(draft.facts.device, f"the device that was found{f', {name}' if name else ''}")
 
 
+def data_parallel_sharding_strategy(draft: Draft) -> Answer:
+    parallel = draft.config.parallel
+    if parallel.use_megatron_fsdp:
+        return Answer("optim_grads_params", "--use-megatron-fsdp")
+    if parallel.use_distributed_optimizer:
+        return Answer("optim", "--use-distributed-optimizer")
+    return Answer("no_shard", "--no-use-distributed-optimizer")
+
+
 def distributed_backend(draft: Draft) -> Answer:
     where = draft.config.training.device
     return Answer("nccl" if where == "cuda" else "gloo", f"for {where}")
@@ -437,6 +446,16 @@ def gloo_without_gpu(draft: Draft) -> Answer | None:
     )
 
 
+def nothing_is_sharded(draft: Draft) -> Answer | None:
+    path, parallel = "parallel.use_distributed_optimizer", draft.config.parallel
+    is_open = parallel.use_distributed_optimizer and draft.is_default(path)
+    if parallel.data_parallel_sharding_strategy != "no_shard" or not is_open:
+        return None
+    return Answer(
+        False, "--data-parallel-sharding-strategy no_shard: optimizer state is not spread over ranks"
+    )
+
+
 def even_split_of_mock_data(draft: Draft) -> Answer | None:
     given = draft.config.data.split
     if not draft.config.data.mock_data or given == "1,1,1":
@@ -482,6 +501,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("training.device", device),
     ("derived.device", resolved_device),
     ("parallel.distributed_backend", distributed_backend),
+    ("parallel.data_parallel_sharding_strategy", data_parallel_sharding_strategy),
     ("model.kv_channels", kv_channels),
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
@@ -535,5 +555,6 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
 OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], Answer | None]], ...]] = (
     ("model.mup_output_mult", output_multiplier_by_width),
     ("parallel.distributed_backend", gloo_without_gpu),
+    ("parallel.use_distributed_optimizer", nothing_is_sharded),
     ("data.split", even_split_of_mock_data),
 )

@@ -43,6 +43,12 @@ DIFFERENT_DEFAULTS: Final = (
         "parallel.use_distributed_optimizer", "off", "it saves memory and changes no result (ZeRO-1)"
     ),
     DifferentDefault(
+        "parallel.data_parallel_sharding_strategy",
+        "optim_grads_params",
+        "there without effect but with --use-megatron-fsdp, with which it is the same here",
+        is_told=False,
+    ),
+    DifferentDefault(
         "parallel.overlap_grad_reduce",
         "off",
         "it hides communication and changes no bit of the result",

@@ -92,6 +92,15 @@ def _separates(plan: Decided) -> bool:
     return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
 
 
+def _strategy(plan: Decided) -> str:
+    return plan.config.parallel.data_parallel_sharding_strategy
+
+
+def _instances(plan: Decided) -> int:
+    return plan.config.parallel.num_distributed_optimizer_instances
+
+
+_SHARDING, _INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 
 OPTIONS: Final[tuple[Option, ...]] = (
@@ -176,18 +185,35 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         "sharding over replicas",
-        ("parallel.use_distributed_optimizer",),
         (
+            "parallel.data_parallel_sharding_strategy",
+            "parallel.use_distributed_optimizer",
+            "parallel.use_megatron_fsdp",
+        ),
+        (
+            Feature("zero0", "--no-use-distributed-optimizer", lambda p: _strategy(p) == "no_shard"),
+            Feature("zero1", "--use-distributed-optimizer", lambda p: _strategy(p) == "optim", needs="dp"),
+            Feature("zero2", f"{_SHARDING} optim_grads", lambda p: _strategy(p) == "optim_grads", needs="dp"),
             Feature(
-                "zero0",
-                "--no-use-distributed-optimizer",
-                lambda p: not p.config.parallel.use_distributed_optimizer,
-            ),
-            Feature(
-                "zero1",
-                "--use-distributed-optimizer",
-                lambda p: p.config.parallel.use_distributed_optimizer,
+                "zero3",
+                f"{_SHARDING} optim_grads_params",
+                lambda p: _strategy(p) == "optim_grads_params",
                 needs="dp",
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "optimizer instances",
+        ("parallel.num_distributed_optimizer_instances",),
+        (
+            Feature("oneinstance", "", lambda p: _instances(p) == 1),
+            Feature(
+                "instances",
+                _INSTANCES,
+                lambda p: _instances(p) > 1,
+                needs="dp",
+                rows=_sizes(_INSTANCES, "instances", 2),
             ),
         ),
         is_layout=True,
@@ -325,7 +351,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
 )
 
-REFUSED: Final[tuple[Refused, ...]] = ()
+REFUSED: Final[tuple[Refused, ...]] = (
+    Refused(
+        ("zero0", "instances"),
+        "nothing is spread over the ranks of an instance",
+        "leave --num-distributed-optimizer-instances out, or use --data-parallel-sharding-strategy optim",
+    ),
+)
 """Pairs whose other values go together. A row of parity never has one, and `resolve` says why not."""
 
 

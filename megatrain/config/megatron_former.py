@@ -137,7 +137,7 @@ _OF_FORKS: Final = (
     never(
         "DeepSpeed is not part of megatrain",
         "--deepspeed --deepspeed-config= --zero-stage= --deepspeed-activation-checkpointing --no-pipeline-parallel",
-        instead="leave this out: --use-distributed-optimizer (the default) is ZeRO-1, and"
+        instead="leave this out: --data-parallel-sharding-strategy has the stages of ZeRO, and"
         " --recompute-activations recomputes",
     ),
 )

@@ -21,6 +21,7 @@ ALIASES: Final[Mapping[str, Alias]] = {
     "--encoder-num-layers": Alias("model.num_layers"),
     "--encoder-seq-length": Alias("data.seq_length"),
     "--persistent-save-interval": Alias("checkpoint.save_interval"),
+    "--use-torch-fsdp2": Alias("parallel.data_parallel_sharding_strategy", "optim_grads_params"),
     "--use-rotary-position-embeddings": Alias("model.position_embedding_type", "rope"),
 }
 
@@ -64,7 +65,26 @@ _ACCEPTED: Final = (
         "here --exp-avg-dtype and --exp-avg-sq-dtype work without it, also without the distributed optimizer",
         "--use-precision-aware-optimizer",
     ),
-    here("here gradients are always summed in fp32, or in fp64", "--accumulate-allreduce-grads-in-fp32"),
+    here(
+        "here gradients are always added up in fp32, or in fp64, and travel so but with --grad-reduce-in-bf16",
+        "--accumulate-allreduce-grads-in-fp32 --megatron-fsdp-main-grads-dtype=auto|fp32"
+        " --megatron-fsdp-main-params-dtype=auto|fp32",
+        instead="leave this out",
+    ),
+    here(
+        "here gradients travel as they are added up, in fp32, but with --grad-reduce-in-bf16",
+        "--megatron-fsdp-grad-comm-dtype=auto|fp32",
+        instead="use --grad-reduce-in-bf16 for bf16",
+    ),
+    here("here losses are scaled before, so that sums are averages", "--ddp-average-in-collective"),
+    here(
+        "here what is sharded is megatrain's own matter: by layers, with memory for two of them on their way",
+        "--megatron-fsdp-version=1|2 --fsdp-double-buffer --fsdp-manual-registration"
+        " --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-max-pool-double-buffer"
+        " --megatron-fsdp-enable-fine-grained-param-gather --suggested-communication-unit-size=*"
+        " --outer-dp-sharding-strategy=no_shard",
+        instead="use --num-distributed-optimizer-instances, between which nothing is sharded",
+    ),
     here("here a bucket holds one layer's gradients", "--ddp-bucket-size=* --ddp-num-buckets=*"),
     here(
         "here each pipeline stage reduces and gathers as soon as it can",
@@ -91,7 +111,7 @@ _ACCEPTED: Final = (
     # Checkpoints
     here(
         "checkpoints are written in megatrain's own format (safetensors and a JSON manifest), which every layout loads",
-        "--ckpt-format=torch_dist|torch|torch_dcp --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr --use-dist-ckpt"
+        "--ckpt-format=torch_dist|torch|torch_dcp|fsdp_dtensor --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr --use-dist-ckpt"
         " --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable"
         " --distrib-optim-fully-reshardable-mem-efficient",
         instead="leave this out, or use torch_dist",
@@ -186,15 +206,19 @@ _NOT_YET: Final = (
     ),
     later(
         "another sharing of ranks",
-        "--num-distributed-optimizer-instances=1 --tensor-parallel-num-weight-shards=1"
+        "--tensor-parallel-num-weight-shards=1"
         " --expert-tensor-parallel-num-weight-shards=1 --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub"
         " --gtp-remat-opt-in-modules=+ --gtp-remat-reduce-scatter-with-fp32-accumulation",
         instead="leave this out: --tensor-model-parallel-size and --pipeline-model-parallel-size share out the ranks",
     ),
     later(
+        "weights that stay between the forward and the backward pass, or a sharing of them between instances",
+        "--torch-fsdp2-no-reshard-after-forward --enable-full-sharding-in-hsdp",
+        instead="leave this out, or use --data-parallel-sharding-strategy optim_grads, which keeps weights whole",
+    ),
+    later(
         "a choice of the arithmetic that reduces gradients",
-        "--grad-reduce-in-bf16 --ddp-average-in-collective --ddp-reduce-scatter-with-fp32-accumulation"
-        " --ddp-param-name-patterns-for-fp32-local-accumulation=+",
+        "--ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=+",
         instead="leave this out: gradients are summed in fp32",
     ),
     later("a run without its ranks", "--fake-process-group"),
@@ -497,15 +521,8 @@ _NEVER: Final = (
     never("it is for Megatron-LM's own tests", "--test-mode"),
     # What is not part of megatrain
     never(
-        "FSDP by Megatron-LM or PyTorch is not part of megatrain",
-        "--use-megatron-fsdp --megatron-fsdp-version= --data-parallel-sharding-strategy="
-        " --outer-dp-sharding-strategy= --use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward"
-        " --enable-full-sharding-in-hsdp --fsdp-double-buffer --fsdp-manual-registration"
-        " --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-enable-fine-grained-param-gather"
-        " --megatron-fsdp-grad-comm-dtype= --megatron-fsdp-main-grads-dtype= --megatron-fsdp-main-params-dtype="
-        " --megatron-fsdp-max-pool-double-buffer --suggested-communication-unit-size= --no-strict-fsdp-dtensor-load"
-        " --disable-strict-fsdp-dtensor-load",
-        instead="use --use-distributed-optimizer (the default), tensor and pipeline parallelism",
+        "a checkpoint always has to hold exactly the tensors of the model",
+        "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
     ),
     never(
         "BERT, T5 and retrieval models are not part of megatrain",

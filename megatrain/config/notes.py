@@ -30,6 +30,12 @@ def float32_by_default(draft: Draft) -> Iterator[str]:
         yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
 
 
+def strategy_without_fsdp(draft: Draft) -> Iterator[str]:
+    path = "parallel.data_parallel_sharding_strategy"
+    if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
+        yield f"{flag_of(path)} {draft.config.get(path)} has an effect without --use-megatron-fsdp too, unlike in Megatron-LM"
+
+
 def samples_left_over(draft: Draft) -> Iterator[str]:
     samples, read = draft.config.training.train_samples, draft.derived.train_samples
     if samples is not None and samples > read:
@@ -168,6 +174,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     dropout_by_default,
     float32_by_default,
     sequence_parallel_alone,
+    strategy_without_fsdp,
     samples_left_over,
     batch_is_decreased,
     schedules_start_anew,

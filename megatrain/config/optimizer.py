@@ -84,6 +84,8 @@ class PrecisionConfig:
     """Keep and multiply weights in bfloat16; the optimizer keeps float32 copies."""
     fp16: bool = False
     """Keep and multiply weights in float16, with a loss scale; the optimizer keeps float32 copies."""
+    grad_reduce_in_bf16: bool = False
+    """Sums of gradients over replicas travel in bfloat16, with --bf16; micro-batches are still added up in float32, as they are not in Megatron-LM."""
     params_dtype: Literal["float32", "bfloat16", "float16", "float64"] = AUTO
     """Number format of weights. Left open: bfloat16 with --bf16, float16 with --fp16, else float32."""
     loss_scale: float | None = field(default=None, metadata=in_range(above=0))

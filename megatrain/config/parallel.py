@@ -20,6 +20,12 @@ class ParallelConfig:
     """Split norms and the residual stream along the sequence over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
     """Spread optimizer state over the data-parallel ranks (ZeRO-1). Megatron-LM leaves it off unless asked."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = AUTO
+    """What is spread over the data-parallel ranks: nothing, optimizer state (ZeRO-1), gradients too (ZeRO-2), weights too (ZeRO-3). Left open: optim, or by --use-megatron-fsdp and --no-use-distributed-optimizer. Tied embeddings stay whole in ZeRO-2 and 3. Megatron-LM reads it with --use-megatron-fsdp alone."""
+    use_megatron_fsdp: bool = False
+    """Spread weights, gradients and optimizer state as Megatron-FSDP does: --data-parallel-sharding-strategy is optim_grads_params unless given."""
+    num_distributed_optimizer_instances: int = field(default=1, metadata=in_range(at_least=1))
+    """Parts of neighbours into which the data-parallel ranks are cut; what is spread is spread within each part, and sums travel between them."""
     overlap_grad_reduce: bool = True
     """Sum each layer's gradients over the replicas while the backward pass goes on with the next ones. Off: when it has ended."""
     overlap_param_gather: bool = True

@@ -15,6 +15,7 @@ from megatrain.config.features import features_are_proven
 from megatrain.config.layer_rules import LAYER_RULES
 from megatrain.config.log_rules import LOG_RULES
 from megatrain.config.model_rules import MODEL_RULES
+from megatrain.config.parallel_rules import PARALLEL_RULES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import RESUME_RULES
 from megatrain.config.size_rules import SIZE_RULES
@@ -181,6 +182,7 @@ def missing_checkpoint_has_one_answer(draft: Draft) -> Problems:
 
 RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     *SIZE_RULES,
+    *PARALLEL_RULES,
     *MODEL_RULES,
     *LAYER_RULES,
     training_has_one_length,

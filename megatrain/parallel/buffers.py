@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatrain.parallel.bucket_memory import BucketMemory
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry, Piece
 
@@ -88,15 +89,14 @@ class Shard:
 class FlatBuffers:
     """Memory of one model chunk's weights and gradients: lists with one flat tensor a bucket.
 
-    Attributes:
-        weights, gradients: whole buckets.
-        weight_shards, gradient_shards: this rank's parts of them.
-
     Args:
         registry: the chunk's parameters; they become views of `weights`.
         shard_group: ranks over which optimizer state is sharded (one rank: no sharding).
         weight_dtype, grad_dtype: of the two.
         device: where they live.
+        has_gradients: whether there are any.
+        keeps_weights, keeps_gradients: whether whole buckets are kept, or this rank's parts alone, but for a tied
+            embedding's.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class FlatBuffers:
         grad_dtype: torch.dtype,
         device: torch.device,
         has_gradients: bool = True,
+        keeps_weights: bool = True,
+        keeps_gradients: bool = True,
     ) -> None:
         self.registry = registry
         self.buckets = _cut_buckets(registry, shard_group.size)
@@ -116,14 +118,38 @@ class FlatBuffers:
         for number, bucket in enumerate(self.buckets):
             for user in bucket.users:
                 self._buckets_of.setdefault(user, []).append(number)
-        sizes = [bucket.size for bucket in self.buckets]
-        self.weights = [torch.zeros(size, dtype=weight_dtype, device=device) for size in sizes]
-        self.gradients = (
-            [torch.zeros(size, dtype=grad_dtype, device=device) for size in sizes] if has_gradients else []
-        )
-        self.weight_shards = self._own_parts(self.weights)
-        self.gradient_shards = self._own_parts(self.gradients)
-        self._give_memory()
+        self.weight_memory = BucketMemory(weight_dtype, device)
+        self.gradient_memory = BucketMemory(grad_dtype, device)
+        for number, (bucket, shard) in enumerate(zip(self.buckets, self.shards, strict=True)):
+            stays = shard_group.size == 1 or bucket.placed[0].entry.is_shared
+            part = slice(shard.start, shard.stop)
+            self.weight_memory.add(bucket.size, part, is_kept_whole=stays or keeps_weights)
+            if has_gradients:
+                self.gradient_memory.add(bucket.size, part, is_kept_whole=stays or keeps_gradients)
+            self._give_memory(number, bucket)
+            self.weight_memory.release(number)
+            if has_gradients:
+                self.gradient_memory.release(number)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Whole buckets."""
+        return self.weight_memory.wholes
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Whole buckets; none without gradients."""
+        return self.gradient_memory.wholes
+
+    @property
+    def weight_shards(self) -> list[Tensor]:
+        """This rank's parts of the weights."""
+        return self.weight_memory.parts
+
+    @property
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's parts of the gradients."""
+        return self.gradient_memory.parts
 
     def buckets_of(self, segment: int) -> Sequence[int]:
         """Numbers of the buckets that a segment works with."""
@@ -131,21 +157,17 @@ class FlatBuffers:
 
     def clear_gradients(self) -> None:
         """Set all gradients to zero."""
-        torch._foreach_zero_(self.gradients)
+        self.gradient_memory.clear()
 
-    def _own_parts(self, wholes: list[Tensor]) -> list[Tensor]:
-        return [whole[shard.start : shard.stop] for whole, shard in zip(wholes, self.shards, strict=False)]
-
-    def _give_memory(self) -> None:
+    def _give_memory(self, number: int, bucket: Bucket) -> None:
         """Make parameters views of the weights, and their modules' `weight_grads` views of the gradients."""
-        for number, bucket in enumerate(self.buckets):
-            for placed in bucket.placed:
-                module, name, shape = placed.entry.module, placed.entry.attribute, placed.entry.layout.shape
-                view = self.weights[number][placed.start : placed.stop].view(shape)
-                module.register_parameter(name, nn.Parameter(view, requires_grad=bool(self.gradients)))
-                if self.gradients:
-                    place = self.gradients[number][placed.start : placed.stop]
-                    module.weight_grads[name] = place.view(shape)
+        for placed in bucket.placed:
+            module, name, shape = placed.entry.module, placed.entry.attribute, placed.entry.layout.shape
+            view = self.weights[number][placed.start : placed.stop].view(shape)
+            module.register_parameter(name, nn.Parameter(view, requires_grad=bool(self.gradients)))
+            if self.gradients:
+                place = self.gradients[number][placed.start : placed.stop]
+                module.weight_grads[name] = place.view(shape)
 
 
 def _aligned(size: int, multiple: int) -> int:

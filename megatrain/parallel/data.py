@@ -3,19 +3,21 @@
     before a segment's work     its weights must be there        data_weights.py
     behind its gradients        their sum begins                 data_gradients.py
 
-With the distributed optimizer (ZeRO-1) each rank gets the sum of its own shards; without it, everyone gets all.
+With the distributed optimizer each rank gets the sums of its own shards, over which optimizer state (ZeRO-1), gradients
+(ZeRO-2) and weights (ZeRO-3) are spread; without it, everyone gets all.
 Losses are scaled beforehand, so that sums are what is wanted and no average is taken here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.buffers import Bucket, FlatBuffers
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.data_gradients import GradientSums
 from megatrain.parallel.data_weights import WeightGathers
@@ -25,11 +27,15 @@ from megatrain.parallel.pipeline.schedule import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """What runs beside the computation. Results are the same bits."""
+class Transport:
+    """How gradients and weights travel."""
 
-    reduces_gradients: bool = True
-    gathers_weights: bool = True
+    overlaps_gradients: bool = True
+    """Whether gradients are summed beside the computation. Results are the same bits."""
+    overlaps_weights: bool = True
+    """Whether weights are gathered beside the computation. Results are the same bits."""
+    grad_dtype: torch.dtype | None = None
+    """In which gradients travel; None: as they are kept."""
 
 
 class DataParallel:
@@ -38,34 +44,70 @@ class DataParallel:
     Args:
         buffers: the chunk's memory, cut for `grid.dp_shard`.
         grid: whose `dp` ranks are the replicas.
-        overlap: what does not wait until it is done.
+        transport: how they travel.
     """
 
-    def __init__(self, buffers: FlatBuffers, grid: RankGrid, overlap: Overlap = Overlap()) -> None:
+    def __init__(
+        self,
+        buffers: FlatBuffers,
+        grid: RankGrid,
+        transport: Transport = Transport(),
+    ) -> None:
         self.buffers = buffers
         self.grid = grid
-        self.weights = WeightGathers(buffers, grid.dp_shard, overlaps=overlap.gathers_weights)
-        self.gradients = GradientSums(
-            buffers, grid.dp_shard, grid.dp_copies, overlaps=overlap.reduces_gradients
+        self.weights = WeightGathers(
+            buffers.weight_memory, grid.dp_shard, overlaps=transport.overlaps_weights
         )
+        self.gradients = GradientSums(
+            buffers.gradient_memory,
+            grid.dp_shard,
+            grid.dp_copies,
+            overlaps=transport.overlaps_gradients,
+            dtype=transport.grad_dtype or buffers.gradient_memory.dtype,
+        )
+        self._coming: deque[Use] = deque()
 
     def expect(self, uses: Sequence[Use]) -> None:
         """See `SegmentHooks`."""
+        self._coming = deque(uses)
 
     def before(self, use: Use) -> None:
-        """See `SegmentHooks`."""
+        """See `SegmentHooks`. What the next use needs begins to come meanwhile."""
+        expected = self._coming.popleft()
+        assert use == expected, f"{use} comes before {expected}"
+        if use.kind is not Kind.FORWARD or self._turns_behind(use):
+            for number in self.buffers.buckets_of(use.segment):
+                self.gradients.bring(number)
         if use.kind is not Kind.WEIGHT:
             for number in self.buffers.buckets_of(use.segment):
                 self.weights.need(number)
+            for number in self._needed_next():
+                self.weights.prefetch(number)
 
     def after(self, use: Use) -> None:
         """See `SegmentHooks`."""
+        if use.kind is not Kind.WEIGHT:
+            needed = self._needed_next()
+            for number in self.buffers.buckets_of(use.segment):
+                if number not in needed:
+                    self.weights.release(number)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         """See `SegmentHooks`. Backward passes go down, so the first of a bucket's users is its last one."""
         for number in self.buffers.buckets_of(segment):
-            if is_last and segment == self.buffers.buckets[number].users[0]:
-                self.gradients.complete(number)
+            if segment == self.buffers.buckets[number].users[0]:
+                self.gradients.formed(number, is_last=is_last)
+
+    def _turns_behind(self, use: Use) -> bool:
+        """Whether the backward pass of a segment follows its forward pass at once: a head forms gradients in both."""
+        return bool(self._coming) and self._coming[0] == Use(Kind.BACKWARD, use.segment)
+
+    def _needed_next(self) -> Sequence[int]:
+        """The buckets that the next use of weights will need."""
+        for use in self._coming:
+            if use.kind is not Kind.WEIGHT:
+                return self.buffers.buckets_of(use.segment)
+        return ()
 
     def finish_gradients(self) -> None:
         """End all sums over the replicas, and those of gradients that are partial sums over another group.
@@ -96,8 +138,15 @@ class DataParallel:
             self.weights.publish(number)
 
     def wait_for_weights(self) -> None:
-        """For those who read weights other than through the executor."""
+        """For those who read or write shards of weights: nothing is on its way."""
         self.weights.wait()
+
+    def whole_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket with its whole weights, one after the other, for those who read them other than through the executor."""
+        for number, bucket in enumerate(self.buffers.buckets):
+            self.weights.need(number)
+            yield bucket, self.buffers.weights[number]
+            self.weights.release(number)
 
     def sum_over_shards(self, number: Tensor) -> Tensor:
         """The sum, in place, over the ranks that own different elements of the model."""

@@ -16,7 +16,7 @@ from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions, head
 from megatrain.model.implementations import local_attention
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import tensor, vocab
+from megatrain.parallel import data_gradients, tensor, vocab
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
 from megatrain.parallel.data import DataParallel
@@ -60,25 +60,25 @@ def _stale_gather() -> AbstractContextManager[Any]:
 
 
 def _first_bucket_left_out() -> AbstractContextManager[Any]:
-    complete = GradientSums.complete
+    formed = GradientSums.formed
 
-    def skipping(self: GradientSums, number: int) -> None:
+    def skipping(self: GradientSums, number: int, *, is_last: bool) -> None:
         if number:
-            complete(self, number)
+            formed(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientSums, "complete", skipping)
+    return mock.patch.object(GradientSums, "formed", skipping)
 
 
 def _first_bucket_too_large() -> AbstractContextManager[Any]:
     """On one rank by a thousandth: less than bf16 rounds, and far more than sums of fp32 do."""
-    complete = GradientSums.complete
+    formed = GradientSums.formed
 
-    def spoiling(self: GradientSums, number: int) -> None:
-        if number == 1 and self.shards.rank == 0:
-            self.buffers.gradients[number] *= 1.001
-        complete(self, number)
+    def spoiling(self: GradientSums, number: int, *, is_last: bool) -> None:
+        if number == 1 and is_last and self.shards.rank == 0:
+            self.memory.wholes[number] *= 1.001
+        formed(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientSums, "complete", spoiling)
+    return mock.patch.object(GradientSums, "formed", spoiling)
 
 
 def _one_gather_not_waited_for() -> AbstractContextManager[Any]:
@@ -91,6 +91,29 @@ def _one_gather_not_waited_for() -> AbstractContextManager[Any]:
         return Transfer() if number == 1 and seen[number] > 1 else begin(self, number)
 
     return mock.patch.object(WeightGathers, "begin", only_at_start)
+
+
+def _own_instance_alone() -> AbstractContextManager[Any]:
+    return mock.patch.object(data_gradients, "begin_all_reduce", return_value=Transfer())
+
+
+def _last_microbatch_alone() -> AbstractContextManager[Any]:
+    return mock.patch.object(data_gradients, "add_to_part", lambda own, received: own.copy_(received))
+
+
+def _nothing_is_brought() -> AbstractContextManager[Any]:
+    """Layers compute with what lies in the memory that they get: here with zeros."""
+    begin = WeightGathers.begin
+
+    def empty(self: WeightGathers, number: int) -> Transfer:
+        is_kept = self.memory.is_kept_whole(number)
+        transfer = begin(self, number)
+        if not is_kept:
+            transfer.wait()
+            self.memory.wholes[number].data.zero_()
+        return transfer
+
+    return mock.patch.object(WeightGathers, "begin", empty)
 
 
 @contextmanager
@@ -187,6 +210,9 @@ FAULTS = {
     "reduction of one bucket left out": Fault(_first_bucket_left_out, "dp2 zero1 overlap"),
     "gradients a little too large": Fault(_first_bucket_too_large, "dp2 zero1 overlap"),
     "weights of one layer not waited for": Fault(_one_gather_not_waited_for, "dp2 zero1 overlap"),
+    "gradients of the own instance alone": Fault(_own_instance_alone, "dp4 zero1 instances2 overlap"),
+    "gradients of the last micro-batch alone": Fault(_last_microbatch_alone, "dp2 zero2 overlap"),
+    "weights that were not brought": Fault(_nothing_is_brought, "dp2 zero3 overlap"),
     "double-counted norm": Fault(_double_counted_norm, "tp2"),
     "missing gradient sum of a norm under sp": Fault(_without_partial_sums_over("tp"), "tp2 sp"),
     "missing gradient sum of copied keys and values": Fault(_without_partial_sums_over("kv"), "tp4 groups2"),

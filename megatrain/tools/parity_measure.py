@@ -225,9 +225,8 @@ def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
 
 def weights_of(engine: Engine) -> list[Part]:
     """The weights that the model computes with: every copy, not only what this rank's optimizer owns."""
-    engine.data_parallel.wait_for_weights()
     parts = []
-    for bucket, weights in zip(engine.buffers.buckets, engine.buffers.weights, strict=True):
+    for bucket, weights in engine.data_parallel.whole_buckets():
         for placed in bucket.placed:
             flat = weights[placed.start : placed.stop]
             for box in placed.entry.layout.ranges(0, flat.numel()):

@@ -7,7 +7,7 @@
 A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
 first word. To add a word, see config/features.py. What is not a row: more than eight ranks, a batch that does not
 divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
-keys and values are to be copied, a feature without the one that it needs, a pair that the table refuses.
+keys and values are to be copied, replicas that do not divide into instances, a feature without the one that it needs, a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ _SIZED = (
     "data parallelism",
     "pipeline parallelism",
     "copies of keys and values",
+    "optimizer instances",
     "batch",
 )
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
@@ -178,6 +179,8 @@ def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
         passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
         if left_over or passes > MAX_PASSES:
             return False
+    if "data parallelism" in sizes and dp % max(sizes.get("optimizer instances", 1), 1):
+        return False
     groups = sizes.get("copies of keys and values", 0)
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 

@@ -27,7 +27,7 @@ from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.data import DataParallel, Overlap
+from megatrain.parallel.data import DataParallel, Transport
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
@@ -72,9 +72,12 @@ class Engine:
         config, derived = plan.config, plan.derived
         dtype, main_dtype = getattr(torch, derived.params_dtype), getattr(torch, derived.main_dtype)
         self.model = build_model_of(plan, grid, device)
+        strategy = config.parallel.data_parallel_sharding_strategy
         self.buffers = FlatBuffers(
             self.model.registry,
             shard_group=grid.dp_shard,
+            keeps_weights=strategy != "optim_grads_params",
+            keeps_gradients=strategy in ("no_shard", "optim"),
             weight_dtype=dtype,
             grad_dtype=main_dtype,
             device=device,
@@ -82,9 +85,10 @@ class Engine:
         self.data_parallel = DataParallel(
             self.buffers,
             grid,
-            Overlap(
-                reduces_gradients=config.parallel.overlap_grad_reduce,
-                gathers_weights=config.parallel.overlap_param_gather,
+            Transport(
+                overlaps_gradients=config.parallel.overlap_grad_reduce,
+                overlaps_weights=config.parallel.overlap_param_gather,
+                grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
             ),
         )
         self.optimizer = ShardedOptimizer(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
-from megatrain.parallel import collectives
+from megatrain.parallel import bucket_memory, collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline import executor
@@ -59,7 +59,7 @@ class StageMemory:
     temporaries: int
     """Of what goes on at the peak, with what is computed again."""
     communication: int
-    """Of collectives, and of messages between stages: hidden states that have arrived, and what is still on its way."""
+    """Of collectives, of weights and gradients that are whole for a while, and of messages between stages: hidden states that have arrived, and what is still on its way."""
     other: int
     """Position tables, the step's batches, cuBLAS's work space, and what the allocator adds by rounding to `held`."""
     peak_at: str
@@ -79,11 +79,12 @@ def held_by(engine: Engine) -> Held:
 
 
 def _held_tensors(engine: Engine) -> dict[str, list[Tensor]]:
-    optimizer, weights = engine.optimizer, engine.buffers.weights
+    optimizer, buffers = engine.optimizer, engine.buffers
+    has_main = optimizer.main[0].dtype != buffers.weight_memory.dtype
     return {
-        "weights": weights,
-        "gradients": engine.buffers.gradients,
-        "main_weights": optimizer.main if optimizer.main[0].dtype != weights[0].dtype else [],
+        "weights": buffers.weight_memory.kept,
+        "gradients": buffers.gradient_memory.kept,
+        "main_weights": optimizer.main if has_main else [],
         "optimizer_state": [x for kind in optimizer.rule.kinds for x in optimizer.state(kind)],
     }
 
@@ -309,6 +310,8 @@ def _batch(plan: Plan, device: torch.device, *, reads_labels: bool) -> Batch:
 
 def _class_of(storage: Storage) -> str:
     """Of what a step makes."""
+    if storage.maker is not None and storage.maker.co_filename == bucket_memory.__file__:
+        return "communication"
     is_forward = isinstance(storage.moment, Moment) and storage.moment.kind is Kind.FORWARD
     if is_forward and storage.outlives_moment:
         return "activations"

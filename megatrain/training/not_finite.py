@@ -70,12 +70,13 @@ def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> t
 
 
 def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list[Finding]:
-    rank, registry = engine.grid.rank, engine.model.registry
-    engine.data_parallel.wait_for_weights()
+    rank = engine.grid.rank
     engine.buffers.clear_gradients()
     found = []
-    for name, count in _bad_pieces((entry, entry.parameter.detach()) for entry in registry.entries.values()):
-        found.append(Finding(stage="weight", rank=rank, text=f"{count} values of the weight {name}"))
+    for bucket, _ in engine.data_parallel.whole_buckets():
+        for placed in bucket.placed:
+            for name, count in _bad_pieces(placed.entry, placed.entry.parameter.detach()):
+                found.append(Finding(stage="weight", rank=rank, text=f"{count} values of the weight {name}"))
     infos = engine.passes(batches, first_sample=first_sample)
     for batch, info in zip(batches, infos, strict=True):
         if not _is_finite(batch.loss_mask):
@@ -84,8 +85,7 @@ def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list
     second = _SecondPass(engine)
     second.run(batches, infos)
     found += second.found
-    grads = ((entry, entry.module.weight_grads[entry.attribute]) for entry in registry.entries.values())
-    for name, count in _bad_pieces(grads):
+    for name, count in second.bad_gradients.items():
         found.append(Finding(stage="gradient", rank=rank, text=f"{count} values of the gradient of {name}"))
     engine.buffers.clear_gradients()
     return found
@@ -97,6 +97,8 @@ class _SecondPass:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.found: list[Finding] = []
+        self.bad_gradients: dict[str, int] = {}
+        """How many values of a piece's gradient are not finite, once it is complete or where its memory goes."""
         segments = engine.model.segments
         names = [_segment_name(number, engine) for number in range(len(segments))]
         self.watched = [
@@ -138,7 +140,17 @@ class _SecondPass:
         self.engine.data_parallel.after(use)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`. Gradients stay this rank's own."""
+        """See `SegmentHooks`. Gradients stay this rank's own; where they are not kept whole, they are dropped again."""
+        buffers, memory = self.engine.buffers, self.engine.buffers.gradient_memory
+        for number in buffers.buckets_of(segment):
+            is_kept = memory.is_kept_whole(number)
+            if segment != buffers.buckets[number].users[0] or (is_kept and not is_last):
+                continue
+            for placed in buffers.buckets[number].placed:
+                gradient = placed.entry.module.weight_grads[placed.entry.attribute]
+                for name, count in _bad_pieces(placed.entry, gradient):
+                    self.bad_gradients[name] = max(count, self.bad_gradients.get(name, 0))
+            memory.release(number)
 
 
 class _Watched:
@@ -163,16 +175,15 @@ class _Watched:
         return output
 
 
-def _bad_pieces(tensors: Iterator[tuple[ParamEntry, Tensor]]) -> Iterator[tuple[str, int]]:
-    """Canonical names of what is not finite, and how many values of each."""
-    for entry, tensor in tensors:
-        if _is_finite(tensor):
-            continue
-        for piece in entry.layout.pieces:
-            rows = tensor[piece.row : piece.row + piece.local_shape[0]]
-            count = int((~rows.isfinite()).sum())
-            if count:
-                yield piece.name, count
+def _bad_pieces(entry: ParamEntry, tensor: Tensor) -> Iterator[tuple[str, int]]:
+    """Canonical names of what is not finite in a parameter or its gradient, and how many values of each."""
+    if _is_finite(tensor):
+        return
+    for piece in entry.layout.pieces:
+        rows = tensor[piece.row : piece.row + piece.local_shape[0]]
+        count = int((~rows.isfinite()).sum())
+        if count:
+            yield piece.name, count
 
 
 def _segment_name(number: int, engine: Engine) -> str:

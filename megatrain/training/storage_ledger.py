@@ -8,12 +8,14 @@ back before it returns is not seen; `work_space` tells it.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -87,6 +89,7 @@ class Ledger(TorchDispatchMode):
         self._run = run
         self._rounded = rounded
         self._work_space = work_space
+        self._resizing = contextlib.ExitStack()
         self._living: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self.num_bytes = self._event = 0
 
@@ -111,9 +114,26 @@ class Ledger(TorchDispatchMode):
             self.peak = Peak(self.num_bytes + extra, self._event, self.moment(), _maker(), extra)
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def __enter__(self) -> Self:
+        self._resizing.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resizing_for(self)))
+        entered: Self = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._resizing.close()
+
+    def note_size(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size now: what it was has died, and what it is was born."""
         key = storage_key(storage)
         if key in self._living:
+            self._lose(key)
+        if storage.nbytes():
+            self._see(storage)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage_key(storage)
+        if key in self._living or not storage.nbytes():
             return
         self._event += 1
         account = Storage(self._rounded(storage.nbytes()), self._event, self.moment(), _maker())
@@ -122,11 +142,24 @@ class Ledger(TorchDispatchMode):
         self.num_bytes += account.num_bytes
 
     def _lose(self, key: int) -> None:
+        if key not in self._living:
+            return  # it had been given back before
         account, _ = self._living.pop(key)
         self._event += 1
         account.died = self._event
         account.outlives_moment = account.moment is not self.moment()
         self.num_bytes -= account.num_bytes
+
+
+def _resizing_for(ledger: Ledger) -> Callable[[torch.UntypedStorage, int], Any]:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_tell(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        ledger.note_size(storage)
+        return result
+
+    return resize_and_tell
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -125,6 +125,23 @@ CASES = {
          ("--global-batch-size 3 is less than --micro-batch-size 2 * data-parallel size 2 = 4:"
          " --decrease-batch-size-if-needed leaves nothing of it\n  fix: use --global-batch-size 4")),
     ],
+    "sharding_is_said_once": [
+        ("--no-use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "", Facts(world_size=4),
+         ("--data-parallel-sharding-strategy optim_grads spreads optimizer state, and --no-use-distributed-optimizer does"
+          " not\n  fix: leave one of them out")),
+        ("--no-use-distributed-optimizer --use-megatron-fsdp", "", Facts(world_size=4),
+         "--use-megatron-fsdp spreads optimizer state, and --no-use-distributed-optimizer does not"),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "", Facts(world_size=4),
+         "--data-parallel-sharding-strategy no_shard spreads nothing, and --use-distributed-optimizer does"),
+    ],
+    "instances_divide_replicas": [
+        ("--num-distributed-optimizer-instances 3", "", Facts(world_size=4),
+         ("--num-distributed-optimizer-instances 3 do not divide 4 data-parallel ranks\n"
+          "  fix: use --num-distributed-optimizer-instances 2")),
+    ],
+    "narrow_reduction_needs_narrow_weights": [
+        ("--grad-reduce-in-bf16", "", None, "--grad-reduce-in-bf16 with float32 weights\n  fix: use --bf16"),
+    ],
     "sequence_divides_over_tp_ranks": [
         ("--seq-length 127 --tensor-model-parallel-size 2 --sequence-parallel", "", Facts(world_size=2),
          ("--seq-length 127 does not divide over --tensor-model-parallel-size 2, as --sequence-parallel needs\n"

@@ -14,6 +14,7 @@ APART = {
     "optimizer.exp_avg_sq_dtype": "a number format, measured against its noise",
     "precision.bf16": "a number format, measured against its noise",
     "precision.fp16": "a number format, measured against its noise",
+    "precision.grad_reduce_in_bf16": "a number format, measured against its noise",
     "precision.params_dtype": "a number format, measured against its noise",
     "training.decrease_batch_size_if_needed": "says how many samples a batch has, before anything is split",
     "training.check_for_nan_in_loss_and_grad": "tells what follows from a norm that parity compares",

@@ -161,7 +161,9 @@ NOT_HERE = {
     "--hierarchical-context-parallel-sizes 2 4": "--sequence-parallel",
     "--yaml-cfg run.yaml": "use --config FILE",
     "--fp16-lm-cross-entropy": "leave this out",
-    "--use-megatron-fsdp": "--use-distributed-optimizer (the default)",
+    "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
+    "--outer-dp-sharding-strategy optim": "--num-distributed-optimizer-instances",
+    "--megatron-fsdp-grad-comm-dtype bf16": "--grad-reduce-in-bf16",
     "--num-experts 8": "train a dense model",
     "--context-parallel-size 2": "--sequence-parallel",
     "--async-save": "the run waits while it saves",
@@ -169,7 +171,7 @@ NOT_HERE = {
     "--vision-pretraining": "train a GPT",
     "--bert-no-binary-head": "train a GPT",
     "--no-pad-vocab-size": "--make-vocab-size-divisible-by 1",
-    "--ckpt-format fsdp_dtensor": "use torch_dist",
+    "--ckpt-format zarr": "use torch_dist",
     "--perform-rl-step": "leave this out",
     "--use-checkpoint-args": "give --config FOLDER/config.yaml",
     "--spec my.specs get_layer_spec": "leave --spec out",
@@ -205,7 +207,7 @@ OF_LONG_AGO = {
     "--use-legacy-models": "leave this out",
     "--fp8-hybrid": "use --bf16",
     "--tiktoken-special-tokens <s> </s>": "use --tokenizer-special-tokens",
-    "--deepspeed_config ds.json": "--use-distributed-optimizer (the default) is ZeRO-1",
+    "--deepspeed_config ds.json": "--data-parallel-sharding-strategy has the stages of ZeRO",
 }
 
 

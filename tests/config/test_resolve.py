@@ -229,3 +229,21 @@ def test_facts_survive_json():
 def test_collectives_may_take_longer_while_a_run_starts(plan_of, flags, startup, later):
     derived = plan_of(flags).derived
     assert (derived.startup_timeout_seconds, derived.collective_timeout_seconds) == (startup, later)
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy", "is_on"),
+    [
+        ("", "optim", True),
+        ("--no-use-distributed-optimizer", "no_shard", False),
+        ("--data-parallel-sharding-strategy no_shard", "no_shard", False),
+        ("--data-parallel-sharding-strategy optim_grads", "optim_grads", True),
+        ("--use-megatron-fsdp", "optim_grads_params", True),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim", "optim", True),
+        ("--use-torch-fsdp2", "optim_grads_params", True),
+    ],
+)
+def test_what_is_spread_over_replicas_is_said_in_several_ways(plan_of, flags, strategy, is_on):
+    parallel = plan_of(flags).config.parallel
+    assert parallel.data_parallel_sharding_strategy == strategy
+    assert parallel.use_distributed_optimizer is is_on

@@ -1,8 +1,19 @@
-"""What data parallelism does beside the computation changes no bit of the result."""
+"""Overlap changes no bit of the result, and what is spread over the replicas is nowhere whole but while it is used."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from run_here import folder_flags, train_here
 
+from megatrain.checkpoint.find import newest_valid
+from megatrain.checkpoint.reader import hash_tensors
+from megatrain.parallel.bucket_memory import BucketMemory
+from megatrain.parallel.data import DataParallel
+from megatrain.parallel.pipeline.executor import Use
 from megatrain.tools.parity_measure import NUM_STEPS, engine_of, own_batches, tiny_plan
 from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -35,8 +46,10 @@ def trained(
         (Layout.of("dp4 zero1 overlap"), BF16),
         (Layout.of("dp2 overlap"), BF16),
         (Layout.of("tp2 sp dp2 pp2 zero1 overlap tied"), BF16),
+        (Layout.of("dp4 zero2 instances2 overlap"), (*BF16, "--grad-reduce-in-bf16")),
+        (Layout.of("dp2 pp2 zero3 overlap tied block"), BF16),
     ],
-    ids=lambda value: value.name if isinstance(value, Layout) else "-".join(value),
+    ids=lambda value: value.name if isinstance(value, Layout) else " ".join(value),
 )
 def test_overlap_changes_no_bit(pool: WorkerPool, layout: Layout, flags: tuple[str, ...]) -> None:
     with_overlap = pool.run(layout.world_size, trained, layout, flags)
@@ -44,3 +57,103 @@ def test_overlap_changes_no_bit(pool: WorkerPool, layout: Layout, flags: tuple[s
     for (numbers, state), (expected_numbers, expected_state) in zip(with_overlap, without, strict=True):
         assert numbers == expected_numbers
         assert all(np.array_equal(a, b) for a, b in zip(state, expected_state, strict=True))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_with_one_microbatch_what_is_spread_changes_no_bit(pool: WorkerPool, zero: int) -> None:
+    layout = Layout.of("dp4 zero1 overlap tied batch8")
+    expected = pool.run(4, trained, layout, BF16)
+    for (numbers, state), (expected_numbers, expected_state) in zip(
+        pool.run(4, trained, layout.but(f"zero{zero}"), BF16), expected, strict=True
+    ):
+        assert numbers == expected_numbers
+        assert all(np.array_equal(a, b) for a, b in zip(state, expected_state, strict=True))
+
+
+def summed(rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]) -> list[np.ndarray]:
+    engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
+    engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
+    assert {flat.dtype for flat in engine.buffers.gradient_shards} == {torch.float32}
+    return [flat.numpy().copy() for flat in engine.buffers.gradient_shards]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout.of("dp4 zero1 overlap"), Layout.of("dp2 overlap"), Layout.of("dp4 zero2 instances2 overlap")],
+    ids=lambda layout: layout.name,
+)
+def test_sums_that_travel_in_bf16_are_rounded_and_kept_wide(pool: WorkerPool, layout: Layout) -> None:
+    wide = pool.run(layout.dp, summed, layout, BF16)
+    narrow = pool.run(layout.dp, summed, layout, (*BF16, "--grad-reduce-in-bf16"))
+    for expected, found in zip(chain(*wide), chain(*narrow), strict=True):
+        assert not np.array_equal(expected, found)
+        assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
+
+
+class Watched(DataParallel):
+    """Notes how many buckets that come and go are there at once."""
+
+    most_weights = most_gradients = 0
+
+    def after(self, use: Use) -> None:
+        self.most_weights = max(self.most_weights, num_whole(self.buffers.weight_memory))
+        self.most_gradients = max(self.most_gradients, num_whole(self.buffers.gradient_memory))
+        super().after(use)
+
+
+def num_whole(memory: BucketMemory) -> int:
+    """Of those that come and go, by the memory that is there."""
+    return sum(
+        whole.untyped_storage().nbytes() > 0
+        for number, whole in enumerate(memory.wholes)
+        if not memory.is_kept_whole(number)
+    )
+
+
+def whole_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[int]:
+    engine = engine_of(tiny_plan(layout, world_size, *BF16), rank)
+    counts = [num_whole(engine.buffers.weight_memory), num_whole(engine.buffers.gradient_memory)]
+    engine.data_parallel.__class__ = Watched
+    for step in range(2):
+        batches = list(own_batches(step, layout, engine.grid.dp.rank))
+        engine.step(batches, schedules_of(engine.plan).at(0))
+    engine.evaluate(batches)
+    counts += [num_whole(engine.buffers.weight_memory), num_whole(engine.buffers.gradient_memory)]
+    assert isinstance(engine.data_parallel, Watched)
+    return [*counts, engine.data_parallel.most_weights, engine.data_parallel.most_gradients]
+
+
+@pytest.mark.parametrize(
+    ("layout", "most"),
+    [
+        (Layout.of("dp2 zero2 overlap"), (0, 2)),
+        (Layout.of("dp2 zero3 overlap"), (2, 2)),
+        (Layout.of("dp2 zero3 overlap tied uniform"), (2, 2)),
+        (Layout.of("dp2 zero3"), (1, 1)),
+        (Layout.of("dp2 pp2 zero3 overlap"), (2, 2)),
+        (Layout.of("dp2 zero1 overlap"), (0, 0)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_what_is_spread_is_whole_for_two_segments_at_most(
+    pool: WorkerPool, layout: Layout, most: tuple[int, int]
+) -> None:
+    for counts in pool.run(layout.world_size, whole_at_most, layout):
+        assert counts == [0, 0, 0, 0, *most]
+
+
+def test_any_sharding_goes_on_from_any_others_checkpoint_to_the_last_bit(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Each rank has one micro-batch, so that even sums are made in one order."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert set(pool.run(4, train_here, folder_flags(whole))) == {0}
+    for strategy, stop in (("optim", 5), ("optim_grads_params", 10), ("optim_grads", 15), ("optim", 20)):
+        flags = [*folder_flags(cut), "--data-parallel-sharding-strategy", strategy]
+        code = 0 if stop == 20 else 75
+        assert set(pool.run(4, train_here, [*flags, "--exit-interval", str(stop)])) == {code}
+    expected, found = newest_valid(whole), newest_valid(cut)
+    assert expected is not None
+    assert found is not None
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        assert hash_tensors(found.path, kind) == hash_tensors(expected.path, kind)

@@ -41,6 +41,7 @@ class Recorded(DataParallel):
     """Notes what the executor tells."""
 
     def expect(self, uses: Sequence[Use]) -> None:
+        super().expect(uses)
         self.expected = list(uses)
         self.begun: list[Use] = []
         self.ended: list[Use] = []
@@ -51,9 +52,11 @@ class Recorded(DataParallel):
         self.begun.append(use)
 
     def after(self, use: Use) -> None:
+        super().after(use)
         self.ended.append(use)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        super().on_gradients(segment, is_last=is_last)
         self.formed.append((segment, is_last))
 
 

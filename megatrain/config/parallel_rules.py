@@ -1,0 +1,54 @@
+"""What must hold between settings of data parallelism."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+
+Problems = Iterator[Problem]
+
+
+def sharding_is_said_once(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    strategy, is_on = parallel.data_parallel_sharding_strategy, parallel.use_distributed_optimizer
+    flag = (
+        f"--data-parallel-sharding-strategy {strategy}"
+        if draft.is_given("parallel.data_parallel_sharding_strategy")
+        else "--use-megatron-fsdp"
+    )
+    if strategy != "no_shard" and not is_on:
+        yield Problem(
+            f"{flag} spreads optimizer state, and --no-use-distributed-optimizer does not",
+            "leave one of them out",
+        )
+    if strategy == "no_shard" and is_on:
+        yield Problem(
+            f"{flag} spreads nothing, and --use-distributed-optimizer does", "leave one of them out"
+        )
+
+
+def instances_divide_replicas(draft: Draft) -> Problems:
+    parallel, dp = draft.config.parallel, draft.derived.data_parallel_size
+    instances = parallel.num_distributed_optimizer_instances
+    if dp % instances:
+        known = [number for number in range(1, dp + 1) if dp % number == 0]
+        yield Problem(
+            f"--num-distributed-optimizer-instances {instances} do not divide {dp} data-parallel ranks",
+            f"use --num-distributed-optimizer-instances {max(number for number in known if number <= instances)}",
+        )
+
+
+def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.grad_reduce_in_bf16 and draft.derived.params_dtype != "bfloat16":
+        yield Problem(
+            f"--grad-reduce-in-bf16 with {draft.derived.params_dtype} weights", "use --bf16, or leave it out"
+        )
+
+
+PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    sharding_is_said_once,
+    instances_divide_replicas,
+    narrow_reduction_needs_narrow_weights,
+)
