@@ -21,9 +21,10 @@ from megatrain.config.data_plans import (
 )
 from megatrain.config.errors import ConfigError
 from megatrain.config.flops import padded_vocabulary, training_flops
-from megatrain.config.layer_sizes import LayersError, condensed, layer_table
+from megatrain.config.layer_sizes import LayersError, LayerTable, condensed, layer_table
 from megatrain.config.model import ModelConfig
 from megatrain.config.mup import attention_scale, matrix_init_std
+from megatrain.config.own_layers import is_usual, layer_function
 from megatrain.config.plan import Activation, Answer, Draft
 from megatrain.config.rate_groups import rate_groups
 from megatrain.config.schedule_values import ScheduleValues
@@ -121,8 +122,22 @@ def heterogeneous_layers_config_encoded_json(draft: Draft) -> Answer:
     return Answer(condensed(text), f"read from {path}")
 
 
+def spec_digest(draft: Draft) -> Answer:
+    function = layer_function(draft.config.model.spec)
+    if function is None:
+        return Answer(None, "--spec is not given")
+    if draft.facts.own_layers is None:
+        raise UnsettledError  # The facts say why it could not be had.
+    return Answer(draft.facts.own_layers.digest, f"of {function}")
+
+
 def sizes_of_layers(draft: Draft) -> Answer:
-    model = draft.config.model
+    model, own = draft.config.model, draft.facts.own_layers
+    function = layer_function(model.spec)
+    if function is not None:
+        if own is None:
+            raise UnsettledError  # The facts say why they could not be had.
+        return Answer(LayerTable(own.layers), f"by --spec {function}")
     text = _settled(model.heterogeneous_layers_config_encoded_json)
     try:
         table = layer_table(model)
@@ -428,6 +443,17 @@ def start_consumed_samples(draft: Draft) -> Answer:
     return Answer(stored.consumed_train_samples, f"{stored.path}") if stored else Answer(0, "a fresh run")
 
 
+def plain_gpt_layers(draft: Draft) -> Answer | None:
+    words = draft.config.model.spec
+    if not is_usual(words):
+        return None
+    return Answer(
+        (),
+        f"--spec {' '.join(words)}: a GPT layer is built from --normalization, --swiglu and their like, of the parts that"
+        " --transformer-impl names",
+    )
+
+
 def output_multiplier_by_width(draft: Draft) -> Answer | None:
     model = draft.config.model
     if not model.use_mup or model.mup_output_mult != 1 or model.mup_width_mult == 1:
@@ -506,6 +532,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),
     ("model.heterogeneous_layers_config_encoded_json", heterogeneous_layers_config_encoded_json),
+    ("model.spec_digest", spec_digest),
     ("derived.layer_table", sizes_of_layers),
     ("derived.kv_copies", kv_copies),
     ("derived.activation", activation),
@@ -553,6 +580,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
 )
 
 OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], Answer | None]], ...]] = (
+    ("model.spec", plain_gpt_layers),
     ("model.mup_output_mult", output_multiplier_by_width),
     ("parallel.distributed_backend", gloo_without_gpu),
     ("parallel.use_distributed_optimizer", nothing_is_sharded),

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatrain.config.errors import Problem
+from megatrain.config.layer_sizes import LayerSizes
+from megatrain.config.own_layers import OwnLayers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,8 @@ class Facts:
     tokenizer_note: str | None = None
     """What a user should hear about it, such as how its end-of-document token was found."""
     checkpoint: StoredRun | None = None
+    own_layers: OwnLayers | None = None
+    """What --spec gives."""
     layers_config: str | None = None
     """What --heterogeneous-layers-config-path names holds."""
     datasets: tuple[DatasetFacts, ...] = ()
@@ -123,6 +127,13 @@ class Facts:
             stored = values["checkpoint"]
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
+        if values["own_layers"] is not None:
+            own = values["own_layers"]
+            values["own_layers"] = OwnLayers(
+                digest=own["digest"],
+                layers=tuple(LayerSizes(**layer) for layer in own["layers"]),
+                differences=tuple(own["differences"]),
+            )
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         values["special_ids"] = tuple(values["special_ids"])
         values["data_problems"] = tuple(Problem(**problem) for problem in values["data_problems"])

@@ -5,6 +5,7 @@ from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.layer_sizes import LayersError, layer_table
+from megatrain.config.own_layers import is_usual, layer_function
 from megatrain.config.plan import Draft
 
 Problems = Iterator[Problem]
@@ -26,12 +27,18 @@ def layers_are_understood(draft: Draft) -> Problems:
 
 def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
     tp = draft.config.parallel.tensor_model_parallel_size
-    if draft.config.model.heterogeneous_layers_config_encoded_json is None:
+    model = draft.config.model
+    if model.heterogeneous_layers_config_encoded_json is None and not model.spec:
         return  # The rules about --num-query-groups and --ffn-hidden-size hold for all layers.
     copies: dict[int, int] = {}
     for number, layer in enumerate(draft.derived.layer_table.layers):
         groups, width = layer.num_query_groups, layer.ffn_hidden_size
         where = f"{_source(draft)}: layer {number} (from 0)"
+        if layer.num_heads % tp:
+            yield Problem(
+                f"{where} has {layer.num_heads} heads, which do not divide over --tensor-model-parallel-size {tp}",
+                f"use {-(-layer.num_heads // tp) * tp}",
+            )
         if layer.num_heads and layer.num_heads % groups:
             yield Problem(
                 f"{where} has {groups} query groups, which do not divide its {layer.num_heads} heads",
@@ -58,6 +65,26 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
         )
 
 
+def spec_names_a_function(draft: Draft) -> Problems:
+    model = draft.config.model
+    words = model.spec
+    if not words or is_usual(words):
+        return
+    function = layer_function(words)
+    if function is None:
+        yield Problem(
+            f"--spec {' '.join(words)} names no function of yours",
+            "give file.py:function, module:function, or module and function; of Megatron-LM's own, the GPT layers alone",
+        )
+    own = draft.facts.own_layers
+    if function is not None and own is not None and model.spec_digest != own.digest:
+        yield Problem(
+            f"--spec {function}: the file has digest {own.digest}, and --spec-digest (of the saved configuration) is"
+            f" {model.spec_digest}: it has changed since",
+            "use the file of that run, or leave --spec-digest out",
+        )
+
+
 def stages_hold_something(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
     layers = draft.derived.layer_table.layers
@@ -73,7 +100,9 @@ def stages_hold_something(draft: Draft) -> Problems:
 
 
 def _source(draft: Draft) -> str:
-    path = draft.config.model.heterogeneous_layers_config_path
+    path, spec = draft.config.model.heterogeneous_layers_config_path, draft.config.model.spec
+    if spec:
+        return f"--spec {' '.join(spec)}"
     return path or "--heterogeneous-layers-config-encoded-json"
 
 
@@ -81,4 +110,5 @@ LAYER_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     layers_are_understood,
     layers_divide_over_tp_ranks,
     stages_hold_something,
+    spec_names_a_function,
 )

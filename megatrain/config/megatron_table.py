@@ -32,12 +32,6 @@ _ACCEPTED: Final = (
         "--attention-backend picks the kernel of attention; auto is the fastest that is there",
         "--use-flash-attn",
     ),
-    here(
-        "a GPT layer is built from --normalization, --swiglu and their like, of the parts that --transformer-impl names",
-        "--spec=+local|megatron.core.models.gpt.gpt_layer_specs,get_gpt_layer_local_spec"
-        "|megatron.core.models.gpt.gpt_layer_specs,get_gpt_layer_with_transformer_engine_spec",
-        instead="leave --spec out: layers from a file of your own are not there yet",
-    ),
     here("here the softmax of attention always computes in fp32", "--attention-softmax-in-fp32"),
     here(
         "meant for fp16, it changes no result but by rounding; here attention scores are always kept in fp32",

@@ -114,6 +114,10 @@ class ModelConfig:
     """Standard deviation of the initial weights; projections back to the residual stream divide it by sqrt(2 * layers)."""
     embedding_init_method_std: float | None = field(default=None, metadata=in_range(at_least=0))
     """Standard deviation of the embeddings' initial values; none: --init-method-std."""
+    spec: tuple[str, ...] = ()
+    """Layers from a function of your own: file.py:function, module:function, or module and function (docs/models.md)."""
+    spec_digest: str | None = AUTO
+    """Fingerprint of the file that --spec names. Left open: the file's."""
     heterogeneous_layers_config_path: str | None = None
     """JSON file with the sizes of each layer, as Megatron-LM and the models of NVIDIA's Puzzle have it."""
     heterogeneous_layers_config_encoded_json: str | None = AUTO

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.log_rules import LOG_NOTES
+from megatrain.config.own_layers import layer_function
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
 from megatrain.config.tree import flag_of
@@ -127,6 +128,13 @@ def attention_kernel(draft: Draft) -> Iterator[str]:
         yield draft.origins["derived.attention_backend"].detail
 
 
+def layers_are_of_ones_own(draft: Draft) -> Iterator[str]:
+    function, own = layer_function(draft.config.model.spec), draft.facts.own_layers
+    if function is not None and own is not None:
+        said = "; ".join(own.differences) or "those that the flags describe"
+        yield f"--spec {function} (digest {own.digest}) gives the layers: {said}"
+
+
 def width_is_its_own_base(draft: Draft) -> Iterator[str]:
     model = draft.config.model
     if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
@@ -186,6 +194,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     positions_are_relative,
     attention_is_written_out,
     attention_kernel,
+    layers_are_of_ones_own,
     width_is_its_own_base,
     output_layer_is_slow,
     stop_without_saving,

@@ -71,7 +71,7 @@ SCHEDULE: Final = ResumeClass(
 )
 SAFE: Final = ResumeClass(
     kind="safe",
-    settings="model: max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
+    settings="model: spec spec_digest max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
     " transformer_impl attention_backend fp32_residual_connection z_loss_coeff hidden_dropout attention_dropout;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer"
     " overlap_grad_reduce overlap_param_gather data_parallel_sharding_strategy use_megatron_fsdp"

@@ -24,6 +24,7 @@ from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
 from megatrain.model.gpt import HeadSegment, Model, build_model
 from megatrain.model.head import Head
+from megatrain.model.own_layers import with_own_layers
 from megatrain.model.specs import gpt_spec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
@@ -71,8 +72,9 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
         TokenizerConfig(**manifest.config["tokenizer"]), manifest.state["tokenizer_fingerprint"]
     )
     window = manifest.config["data"]["seq_length"]
+    config = ModelConfig(**manifest.config["model"])
     model = build_model(
-        gpt_spec(ModelConfig(**manifest.config["model"]), vocab_size=tokenizer.vocab_size),
+        with_own_layers(gpt_spec(config, vocab_size=tokenizer.vocab_size), config),
         (grid := RankGrid.build(GridShape(), 0)),
         seq_length=window,
         sequence_parallel=False,

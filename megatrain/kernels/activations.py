@@ -24,11 +24,13 @@ from megatrain.kernels.fused.launching import is_fused
 
 @dataclass(frozen=True)
 class Curve:
-    """A function of one number, and its derivative; fused kernels know it by its name."""
+    """A function of one number, and its derivative."""
 
     name: str
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
+    has_kernel: bool = False
+    """Whether fused kernels know it by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,9 @@ class Activation:
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """[..., f], or [..., 2 f] behind a gate -> [..., f]."""
-    return fused.activate(x, *activation.numbers) if is_fused(x) else activate_reference(x, activation)
+    if is_fused(x) and activation.curve.has_kernel:
+        return fused.activate(x, *activation.numbers)
+    return activate_reference(x, activation)
 
 
 def activate_backward(
@@ -60,7 +64,7 @@ def activate_backward(
 
     `again`, [..., f], gets the activation a second time, where it was not kept: the same pass forms it.
     """
-    if is_fused(x):
+    if is_fused(x) and activation.curve.has_kernel:
         return fused.activate_backward(dy, x, again, *activation.numbers)
     if again is not None:
         again.copy_(activate_reference(x, activation))
@@ -163,12 +167,12 @@ def _squared_relu_slope(x: Tensor) -> Tensor:
     return 2 * x.clamp(min=0)
 
 
-GELU = Curve("gelu", _gelu, _gelu_slope)
+GELU = Curve("gelu", _gelu, _gelu_slope, has_kernel=True)
 """x times the normal distribution function, by the error function."""
-GELU_TANH = Curve("gelu_tanh", _gelu_tanh, _gelu_tanh_slope)
+GELU_TANH = Curve("gelu_tanh", _gelu_tanh, _gelu_tanh_slope, has_kernel=True)
 """Its approximation by tanh. Source: Hendrycks and Gimpel, arXiv:1606.08415."""
-QUICK_GELU = Curve("quick_gelu", _quick_gelu, _quick_gelu_slope)
+QUICK_GELU = Curve("quick_gelu", _quick_gelu, _quick_gelu_slope, has_kernel=True)
 """Its approximation by a logistic function; same source."""
-SILU = Curve("silu", _silu, _silu_slope)
-SQUARED_RELU = Curve("squared_relu", _squared_relu, _squared_relu_slope)
+SILU = Curve("silu", _silu, _silu_slope, has_kernel=True)
+SQUARED_RELU = Curve("squared_relu", _squared_relu, _squared_relu_slope, has_kernel=True)
 """Source: So et al., arXiv:2109.08668."""

@@ -28,7 +28,7 @@ from megatrain.model.layouts import (
     stream_layout,
 )
 from megatrain.model.recompute import Recompute, Recomputed
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormSpec
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormPosition, NormSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor import TensorParallel
@@ -75,6 +75,7 @@ class Attention(nn.Module):
         self,
         spec: AttentionSpec,
         gpt: GptSpec,
+        position: NormPosition,
         prefix: str,
         leaves: Leaves,
         tp: TensorParallel,
@@ -87,7 +88,7 @@ class Attention(nn.Module):
         own_groups = max(1, spec.num_query_groups // tp.size)
         self.sizes = [spec.num_heads // tp.size, own_groups, own_groups]
         self.qkv = leaves.column_linear(
-            _first_norm(gpt, prefix, tp),
+            _first_norm(gpt, position, prefix, tp),
             Weights(
                 columns_layout(_qkv(spec, prefix, "weight", tp), h, Init(std=gpt.init_std), tp),
                 columns_bias_layout(_qkv(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
@@ -112,7 +113,7 @@ class Attention(nn.Module):
                 stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
             )
         )
-        self.end = _branch_end(gpt, prefix, leaves, tp)
+        self.end = _branch_end(gpt, position, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, qkv = self.qkv(residual, delta, info)
@@ -130,12 +131,20 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Feed-forward part."""
 
-    def __init__(self, spec: MlpSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        spec: MlpSpec,
+        gpt: GptSpec,
+        position: NormPosition,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+    ) -> None:
         super().__init__()
         h, f = gpt.hidden_size, spec.ffn_hidden_size
         fc1 = ["gate", "up"] if spec.is_gated else ["up"]
         self.fc1 = leaves.column_linear(
-            _first_norm(gpt, prefix, tp),
+            _first_norm(gpt, position, prefix, tp),
             Weights(
                 columns_layout(
                     [Columns(f"{prefix}.{x}.weight", f) for x in fc1], h, Init(std=gpt.init_std), tp
@@ -152,7 +161,7 @@ class Mlp(nn.Module):
                 stream_layout(f"{prefix}.down.bias", h, Init(), tp) if spec.has_bias else None,
             ),
         )
-        self.end = _branch_end(gpt, prefix, leaves, tp)
+        self.end = _branch_end(gpt, position, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, x = self.fc1(residual, delta, info)
@@ -173,14 +182,14 @@ class TransformerLayer(nn.Module):
         recompute: Recompute,
     ) -> None:
         super().__init__()
-        prefix = f"decoder.layers.{number}"
+        prefix, position = f"decoder.layers.{number}", spec.norm_position
         self.branches = nn.ModuleList()
         if spec.mixer is not None:
             self.branches.append(
-                Attention(spec.mixer, gpt, f"{prefix}.attention", leaves, tp, rotation, recompute)
+                Attention(spec.mixer, gpt, position, f"{prefix}.attention", leaves, tp, rotation, recompute)
             )
         if spec.mlp is not None:
-            mlp = Mlp(spec.mlp, gpt, f"{prefix}.mlp", leaves, tp)
+            mlp = Mlp(spec.mlp, gpt, position, f"{prefix}.mlp", leaves, tp)
             self.branches.append(Recomputed(mlp) if recompute.has_part("mlp") else mlp)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets the batch)
@@ -202,15 +211,17 @@ def _ones(spec: NormSpec) -> Init:
     return Init(mean=0.0 if spec.is_stored_minus_one else 1.0)
 
 
-def _first_norm(gpt: GptSpec, prefix: str, tp: TensorParallel) -> Weights | None:
-    if gpt.norm_position == "post":
+def _first_norm(gpt: GptSpec, position: NormPosition, prefix: str, tp: TensorParallel) -> Weights | None:
+    if position == "post":
         return None
     return norm_weights(f"{prefix}.norm", gpt.hidden_size, gpt.norm, tp)
 
 
-def _branch_end(gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -> Chain:
+def _branch_end(
+    gpt: GptSpec, position: NormPosition, prefix: str, leaves: Leaves, tp: TensorParallel
+) -> Chain:
     parts: list[Pointwise] = []
-    if gpt.norm_position != "pre":
+    if position != "pre":
         parts.append(
             leaves.norm(norm_weights(f"{prefix}.post_norm", gpt.hidden_size, gpt.norm, tp), gpt.norm)
         )

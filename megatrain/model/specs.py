@@ -19,7 +19,10 @@ from megatrain.config.model import ModelConfig
 from megatrain.config.mup import attention_scale, matrix_init_std
 from megatrain.config.patterns import layers_with, window_of
 from megatrain.config.plan import Activation
+from megatrain.kernels.activations import Curve
 from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling
+
+NormPosition = Literal["pre", "post", "both"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,9 @@ class MlpSpec:
 
     ffn_hidden_size: int
     activation: Activation = "swiglu"
+    """Says whether there is a gate, and which curve it or the layer has."""
+    curve: Curve | None = None
+    """A curve of one's own in place of that."""
     clamp: float | None = None
     """Largest gate, and largest size of what it gates."""
     offset: float = 0.0
@@ -85,6 +91,7 @@ class LayerSpec:
     """None: the layer has no attention."""
     mlp: MlpSpec | None
     """None: the layer has no MLP."""
+    norm_position: NormPosition = "pre"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,6 @@ class GptSpec:
     head_init_std: float | None = None
     """For an output layer of its own; None: as for other layers."""
     norm: NormSpec = field(default_factory=NormSpec)
-    norm_position: Literal["pre", "post", "both"] = "pre"
     num_positions: int | None = None
     """Rows of the table of learned positions; None: there is none."""
     embedding_multiplier: float = 1.0
@@ -144,7 +150,6 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int, does_qk_norm_decay: bool = 
         norm=NormSpec(
             kind=model.normalization, epsilon=model.norm_epsilon, is_stored_minus_one=model.apply_layernorm_1p
         ),
-        norm_position=model.norm_position,
         num_positions=model.max_position_embeddings
         if model.position_embedding_type == "learned_absolute"
         else None,
@@ -190,7 +195,9 @@ def _layers(model: ModelConfig, scale: float | None, does_qk_norm_decay: bool) -
         )
         layers.append(
             LayerSpec(
-                mixer=attention if sizes.num_heads else None, mlp=mlp if sizes.ffn_hidden_size else None
+                mixer=attention if sizes.num_heads else None,
+                mlp=mlp if sizes.ffn_hidden_size else None,
+                norm_position=model.norm_position,
             )
         )
     return tuple(layers)

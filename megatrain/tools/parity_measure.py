@@ -20,6 +20,7 @@ from megatrain.tools.parity_faults import planted
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
 from megatrain.training.engine import Engine, schedules_of
 from megatrain.training.launch import grid_shape
+from megatrain.training.own_layers import with_own_layers
 
 NUM_STEPS = 3
 _VOCAB, _SEQ = 101, 24
@@ -136,7 +137,7 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
     )
     request = parse([*flags.split(), *layout.flags(), *more_flags])
     facts = Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device)
-    return resolve(request, facts)
+    return resolve(request, with_own_layers(request, facts))
 
 
 _WIDTHS: dict[Device, str] = {

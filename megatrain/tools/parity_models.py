@@ -47,6 +47,11 @@ MODELS = {
         '{"attention":{"n_heads_in_group":1},"ffn":{"no_op":true}},'
         '{"attention":{"no_op":true},"mlp":{"no_op":true}}]}'
     ),
+    # Layers from a function, as of a user's own file.
+    "own": (
+        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.1 --attention-dropout 0 "
+        "--spec megatrain.tools.parity_layers:mixed_layers"
+    ),
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by name; sizes are the same for all."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.model.gpt import Model, build_model
+from megatrain.model.own_layers import with_own_layers
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
@@ -210,10 +211,13 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
     """The model that a plan describes, without memory."""
     config = plan.config
     return build_model(
-        gpt_spec(
+        with_own_layers(
+            gpt_spec(
+                config.model,
+                vocab_size=plan.derived.vocab_size,
+                does_qk_norm_decay=config.optimizer.apply_wd_to_qk_layernorm,
+            ),
             config.model,
-            vocab_size=plan.derived.vocab_size,
-            does_qk_norm_decay=config.optimizer.apply_wd_to_qk_layernorm,
         ),
         grid,
         seq_length=config.data.seq_length,

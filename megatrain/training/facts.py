@@ -27,6 +27,7 @@ from megatrain.config.values import is_settled
 from megatrain.data.sources import inspect, named_blends, used_eod
 from megatrain.data.tokenizer import load_tokenizer
 from megatrain.training.metrics import is_metrics_file, metrics_path
+from megatrain.training.own_layers import with_own_layers
 
 _LIBRARIES = (
     "torch",
@@ -53,7 +54,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
     stored = stored_run(request) if not problems else None
     problems += _used_save_problems(request, stored)
     has_cuda = torch.cuda.is_available()
-    return Facts(
+    facts = Facts(
         world_size=environment.world_size,
         device="cuda" if has_cuda else "cpu",
         device_name=torch.cuda.get_device_name() if has_cuda else None,
@@ -64,6 +65,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         libraries=library_versions(),
         **found,
     )
+    return with_own_layers(request, facts)
 
 
 def _devices_of_node(environment: LaunchEnvironment) -> int:
@@ -83,13 +85,14 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
         stored = stored_run(request) if not problems else None
     except NoCheckpointError as error:
         say(f"{error.problems[0].text}: what follows is of a fresh run")
-    return Facts(
+    facts = Facts(
         world_size=world_size,
         checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
         data_problems=tuple(problems),
         libraries=library_versions(),
         **found,
     )
+    return with_own_layers(request, facts)
 
 
 def stored_run(request: Request) -> StoredRun | None:

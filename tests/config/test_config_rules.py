@@ -4,6 +4,7 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.own_layers import OwnLayers
 from megatrain.config.rules import RULES
 
 GQA = "--group-query-attention"
@@ -437,6 +438,15 @@ CASES = {
         (f"{LAYERS} {NO_SECOND} --pipeline-model-parallel-size 4 --global-batch-size 8", "", Facts(world_size=4),
          ("layers 1 to 1 (from 0) have no parts, and are all of stage 1 of --pipeline-model-parallel-size 4\n"
          "  fix: use fewer stages")),
+    ],
+    "spec_names_a_function": [
+        ("--spec gpt", "", None, "--spec gpt names no function of yours\n  fix: give file.py:function"),
+        ("--spec a b c", "", None, "--spec a b c names no function of yours"),
+        ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "", None,
+         "mamba_stack_spec names no function of yours"),
+        ("--spec my.py:layers --spec-digest 12", "", Facts(own_layers=OwnLayers(digest="34", layers=(), differences=())),
+         ("--spec my.py:layers: the file has digest 34, and --spec-digest (of the saved configuration) is 12: it has"
+         " changed since\n  fix: use the file of that run, or leave --spec-digest out")),
     ],
     "width_settings_have_an_effect": [
         ("--mup-embedding-mult 2", "", None,

@@ -131,11 +131,6 @@ def is_same_default(here, there):
     [
         ("--use-mcore-models", "--use-mcore-models: there is one model definition here"),
         ("--use_flash_attn", "--use-flash-attn: --attention-backend picks"),
-        ("--spec local", "--spec local: a GPT layer is built from --normalization"),
-        (
-            "--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec",
-            "get_gpt_layer_local_spec: a GPT layer is built from --normalization",
-        ),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist: checkpoints are written in megatrain's own format"),
         ("--max-tokens-to-oom 12000", "--max-tokens-to-oom 12000: Megatron-LM does not read it either"),
         ("--context-parallel-size=1", "--context-parallel-size 1: as it is here; context parallelism is not there yet"),
@@ -174,7 +169,6 @@ NOT_HERE = {
     "--ckpt-format zarr": "use torch_dist",
     "--perform-rl-step": "leave this out",
     "--use-checkpoint-args": "give --config FOLDER/config.yaml",
-    "--spec my.specs get_layer_spec": "leave --spec out",
     "--no-position-embedding": "use --position-embedding-type none",
 }
 
@@ -288,11 +282,10 @@ def test_yaml_files_get_the_same_answers(tmp_path, place):
 
 def test_yaml_files_hold_lists_text_and_nothing(tmp_path):
     file = tmp_path / "run.yaml"
-    spec = "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec"
-    for value in (spec, f"[{spec.replace(' ', ', ')}]"):
-        file.write_text(f"model:\n  spec: {value}\n")
+    for value in ("0.0", "[0.0]"):
+        file.write_text(f"model:\n  moe_aux_loss_coeff: {value}\n")
         (note,), problems = told("--config", str(file))
-        assert note.startswith(f"{file}:2: spec: {spec}: a GPT layer")
+        assert note.startswith(f"{file}:2: moe_aux_loss_coeff: 0.0: as it is here")
         assert problems == []
     file.write_text("model:\n  num_experts:\n")
     assert told("--config", str(file)) == ([f"{file}:2: num_experts: null: as if it were left out"], [])

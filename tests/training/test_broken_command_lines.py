@@ -64,7 +64,7 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "value of a flag that is accepted": ({"--attention-backend": "flsh"}, "--attention-backend flsh", "flash"),
     "value after a switch that is accepted": ({"--use-mcore-models": "3"}, "--use-mcore-models 3", "alone"),
     "no value after a flag that is accepted": ({"--ckpt-format": ""}, "--ckpt-format has no value", "leave it out"),
-    "layer spec of one's own": ({"--spec": "my.module my_spec"}, "--spec my.module my_spec", "leave --spec out"),
+    "layer spec of one's own": ({"--spec": "my.module my_spec"}, "--spec my.module:my_spec: my.module cannot be imported: ModuleNotFoundError", "PYTHONPATH"),
     "value after an opposite": ({"--no-bf16": "true"}, "--no-bf16 true", "--no-bf16 alone"),
     "word too many": ({"--num-layers": "4 5"}, "5 stands alone", "before it"),
     "sequence beyond positions": ({"--max-position-embeddings": "8"}, "--seq-length 16", "--max-position-embeddings 16"),

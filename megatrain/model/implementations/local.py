@@ -46,7 +46,7 @@ class LocalLeaves:
         return LocalRowLinear(self, linear)
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
-        curve = _CURVES[spec.activation]
+        curve = spec.curve or _CURVES[spec.activation]
         activation = Activation(curve=curve, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
         return LocalActivationRowLinear(self, linear, activation)
 

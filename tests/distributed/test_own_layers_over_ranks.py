@@ -1,0 +1,35 @@
+"""The example of docs/models.md over ranks: loss and every gradient are those of one process."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatrain.tools import parity_rows
+from megatrain.tools.parity_judge import judge
+from megatrain.tools.parity_measure import Job, measure
+from megatrain.tools.worker_pool import WorkerPool
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def measured(rank: int, world_size: int, layout: parity_rows.Layout, path: str) -> object:
+    """As parity measures it, with the file in place of parity's own function."""
+    flags = parity_rows.MODELS["own"].split(" --spec ")[0]
+    parity_rows.OPTIONS["model"]["own"] = f"{flags} --spec {path}:my_spec"
+    return measure(rank, world_size, Job(layout))
+
+
+@pytest.mark.parametrize("words", ["tp2", "tp2 sp dp2 zero1", "tp2 pp2"])
+def test_the_example_of_the_page_is_the_same_model_on_all_layouts(
+    pool: WorkerPool, tmp_path: Path, words: str
+) -> None:
+    path = tmp_path / "my_layers.py"
+    (text,) = (
+        t for t in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def my_spec" in t
+    )
+    path.write_text(text)
+    layout = parity_rows.Layout.of(f"own {words}")
+    (reference,) = pool.run(1, measured, layout.alone, str(path))
+    verdict = judge(reference, pool.run(layout.world_size, measured, layout, str(path)))
+    assert verdict.is_good, verdict

@@ -1,0 +1,170 @@
+"""--spec: the example of docs/models.md, what a plan says of it, and what is refused."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
+from megatrain.config.own_layers import LayerFunction, layer_function
+from megatrain.model.gpt import Model
+from megatrain.parallel.batch import Batch
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.training.engine import Engine, build_model_of
+from megatrain.training.own_layers import with_own_layers
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+MODEL = (
+    "--num-layers 4 --hidden-size 48 --num-attention-heads 24 --kv-channels 4 --ffn-hidden-size 96 --normalization"
+    " RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
+    " --seq-length 24 --micro-batch-size 2 --train-iters 3 --lr 1e-2 --mock-data --vocab-size 101 --device cpu"
+)
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    """The file of the page."""
+    (text,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if "def my_spec" in block
+    )
+    path = tmp_path / "my_layers.py"
+    path.write_text(text)
+    return path
+
+
+def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "") -> Plan:
+    request = parse(f"{MODEL} --spec {spec} {flags}".split())
+    facts = with_own_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored))
+    return resolve(request, Facts.from_json(facts.to_json()))
+
+
+def model_of(plan: Plan) -> Model:
+    return build_model_of(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+
+
+def test_the_page_s_example_is_built_and_told(example: Path) -> None:
+    plan = plan_of(f"{example}:my_spec")
+    layers = model_of(plan).spec.layers
+    assert [layer.norm_position for layer in layers] == ["post", "post", "pre", "pre"]
+    assert [layer.mlp.curve.name if layer.mlp and layer.mlp.curve else None for layer in layers] == [
+        None, None, "cubed_relu", "cubed_relu",
+    ]  # fmt: skip
+    (note,) = (note for note in plan.notes if note.startswith("--spec "))
+    assert "layers 0 to 1: norm_position post, by the flags pre" in note
+    assert "layers 2 to 3: mlp.activation squared_relu, by the flags swiglu, mlp.curve cubed_relu" in note
+    assert [layer.is_gated for layer in plan.derived.layer_table.layers] == [True, True, False, False]
+
+
+def test_gradients_are_those_of_the_loss(example: Path) -> None:
+    """Of a weight before the curve and one behind it, against the loss at weights a little to both sides."""
+    plan = plan_of(f"{example}:my_spec", flags="--params-dtype float64 --init-method-std 0.3")
+    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine.initialize()
+    tokens = torch.randint(0, 101, (2, 25), generator=torch.Generator().manual_seed(0))
+    batch = Batch(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        loss_mask=torch.ones(2, 24),
+        position_ids=torch.arange(24).expand(2, 24),
+    )
+    engine.accumulate_gradients([batch])
+    for name in ("decoder.layers.3.mlp.up.weight", "decoder.layers.2.mlp.down.weight"):
+        (entry,) = (e for e in engine.model.registry.entries.values() if e.layout.pieces[0].name == name)
+        gradient, losses = entry.module.weight_grads[entry.attribute][1, 2].item(), []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                entry.parameter[1, 2] += step
+                loss, count = engine.evaluate([batch]).tolist()[:2]
+                entry.parameter[1, 2] -= step
+            losses.append(loss / count)
+        assert gradient == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5)
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "layers.py"
+    path.write_text(
+        "import dataclasses\nfrom megatrain.kernels.activations import Curve\n"
+        f"def change(layer, **values):\n    return dataclasses.replace(layer, **values)\n{text}\n"
+    )
+    return f"{path}:f"
+
+
+@pytest.mark.parametrize(
+    "words", ["local", "megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec"]
+)
+def test_plain_gpt_layers_are_those_of_the_flags(words: str) -> None:
+    plan = plan_of(words)
+    assert plan.config.model.spec == ()
+    assert any(f"--spec {words}: a GPT layer is built from --normalization" in note for note in plan.notes)
+
+
+def test_a_module_is_named_in_one_word_or_two(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(example.parent)
+    one, two = plan_of("my_layers:my_spec"), plan_of("my_layers my_spec")
+    assert one.derived == two.derived
+    assert one.config.model.spec_digest == plan_of(f"{example}:my_spec").config.model.spec_digest
+
+
+def test_a_yaml_file_may_hold_both_names_in_one_text() -> None:
+    assert (
+        layer_function(["my.layers f"])
+        == layer_function(["my.layers", "f"])
+        == LayerFunction("my.layers", "f")
+    )
+    assert layer_function(["my files/a.py:f"]) == LayerFunction("my files/a.py", "f")
+
+
+def test_a_changed_file_is_pointed_out(example: Path) -> None:
+    first = plan_of(f"{example}:my_spec")
+    example.write_text(example.read_text() + "# other\n")
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config=first.config.to_dict())
+    plan = plan_of(f"{example}:my_spec", stored=stored, flags="--load c")
+    assert any(f"--spec-digest {first.config.model.spec_digest} -> " in note for note in plan.notes)
+    digest = first.config.model.spec_digest
+    with pytest.raises(ConfigError, match="it has changed since"):
+        plan_of(f"{example}:my_spec", flags=f"--spec-digest {digest}")
+    with pytest.raises(ConfigError, match="let all ranks read the same file"):
+        model_of(first)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def g(model, layers): return layers", "has no function f"),
+        ("def f(model, layers):\n    return 1 / 0", r"ZeroDivisionError: division by zero \(.*layers.py:6\)"),
+        ("import nothing_like_this", r"cannot be imported: ModuleNotFoundError: .* \(.*layers.py:5\)"),
+        ("def f(model, layers): return layers[:3]", "returned 3 layers, and --num-layers is 4"),
+        ("def f(model, layers): return 7", "returned int, not a sequence of LayerSpec"),
+        (("C = Curve('c', lambda x: x * x, lambda x: x)\n"
+         "def f(model, layers): return [change(x, mlp=change(x.mlp, curve=C)) for x in layers]"),
+         "the slope of the curve c is not the derivative"),
+    ],
+)  # fmt: skip
+def test_what_a_function_does_wrong_is_told(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_of(written(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.py cannot be imported: FileNotFoundError"):
+        plan_of(f"{tmp_path}/none.py:f")
+
+
+def test_sizes_of_own_layers_must_fit_the_ranks(tmp_path: Path) -> None:
+    spec = written(
+        tmp_path,
+        "def f(model, layers): return [change(x, mixer=change(x.mixer, num_heads=9, num_query_groups=3),"
+        " mlp=change(x.mlp, ffn_hidden_size=97)) for x in layers]",
+    )
+    request = parse(f"{MODEL} --spec {spec} --tensor-model-parallel-size 2".split())
+    with pytest.raises(ConfigError) as found:
+        resolve(request, with_own_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
+    texts = [problem.text for problem in found.value.problems]
+    assert (
+        sum("has 9 heads, which do not divide over --tensor-model-parallel-size 2" in text for text in texts)
+        == 4
+    )
+    assert sum("has an MLP of width 97" in text for text in texts) == 4
