@@ -8,7 +8,7 @@ candidates, newest first -> manifest -> names and shapes against the model -> sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatrain.config.errors import NoCheckpointError
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, fill_shards
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.layout import ParamRegistry
+from megatrain.parallel.layout import ParamLayout, ParamRegistry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,14 @@ def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
     """
     assert all(shard.numel == shard.bucket.size for shard in buffers.shards)
     with CheckpointReader(path) as reader:
-        check_names(reader, buffers.registry, (WEIGHT,))
+        check_names(reader, buffers.registry, lambda _: (WEIGHT,))
         fill_shards(buffers.weight_shards, buffers, reader.source("weight"))
         return reader.manifest
 
 
-def check_names(reader: CheckpointReader, registry: ParamRegistry, kinds: Sequence[str]) -> str:
+def check_names(
+    reader: CheckpointReader, registry: ParamRegistry, kinds_of: Callable[[ParamLayout], Sequence[str]]
+) -> str:
     """Check that all that this rank's part of the model needs is there, in the right shapes, before anything is read.
 
     Returns:
@@ -104,7 +106,7 @@ def check_names(reader: CheckpointReader, registry: ParamRegistry, kinds: Sequen
     used = 0
     for entry in registry.entries.values():
         for piece in entry.layout.pieces:
-            for kind in kinds:
+            for kind in kinds_of(entry.layout):
                 reader.kind(piece.name, piece.shape, kind)
             used |= bit_of[piece.name]
     return f"{used:x}"
@@ -128,7 +130,7 @@ def check_all_used(reader: CheckpointReader, used: Sequence[str]) -> None:
 
 def fill_from(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_optimizer: bool) -> None:
     """Fill this rank's shards. Afterwards call `publish_weights`."""
-    for kind in _kinds(optimizer, with_optimizer=with_optimizer):
+    for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
         optimizer.fill(kind, reader.source(kind))
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
@@ -166,7 +168,9 @@ def _load_candidate(
         manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
         opened.append(CheckpointReader(candidate.path, manifest))
         used = check_names(
-            opened[0], optimizer.buffers.registry, _kinds(optimizer, with_optimizer=with_optimizer)
+            opened[0],
+            optimizer.buffers.registry,
+            optimizer.kinds_of if with_optimizer else lambda _: (WEIGHT,),
         )
         return opened[0].manifest.checksum, used
 
@@ -181,7 +185,3 @@ def _load_candidate(
         for reader in opened:
             reader.close()
     return reader.manifest
-
-
-def _kinds(optimizer: ShardedOptimizer, *, with_optimizer: bool) -> tuple[str, ...]:
-    return optimizer.kinds if with_optimizer else (WEIGHT,)

@@ -142,14 +142,13 @@ def plan_chunks(
         return []
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:
-        for shard, flat in zip(optimizer.buffers.shards, optimizer.state(kind), strict=True):
-            for _, box, place in shard.owned():
-                if grid.is_first_of(box.piece.copies):
-                    piece = box.piece
-                    plan += [
-                        PlannedChunk(piece.name, piece.shape, kind, part, values)
-                        for part, values in _cut(box.box, flat[place], chunk_bytes)
-                    ]
+        for _, box, values in optimizer.owned(kind):
+            if grid.is_first_of(box.piece.copies):
+                piece = box.piece
+                plan += [
+                    PlannedChunk(piece.name, piece.shape, kind, part, own)
+                    for part, own in _cut(box.box, values, chunk_bytes)
+                ]
     return plan
 
 
@@ -205,9 +204,12 @@ def join_reports(
             chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), crc32)
             shapes[name] = tuple(shape)
             chunks.setdefault(name, {}).setdefault((kind, dtype), []).append(chunk)
-    all_kinds = {kind for kinds in chunks.values() for kind, _ in kinds}
+    has_optimizer = any(len(kinds) > 1 for kinds in chunks.values())
     for name, kinds in chunks.items():
-        assert sorted(kind for kind, _ in kinds) == sorted(all_kinds), f"{name} has {list(kinds)}"
+        found_kinds = [kind for kind, _ in kinds]
+        assert WEIGHT in found_kinds, f"{name} has {found_kinds}"
+        assert (len(kinds) > 1) == has_optimizer, f"{name} has {found_kinds}"
+        assert len(set(found_kinds)) == len(kinds), f"{name} has {list(kinds)}"
         for kind, found in kinds.items():
             problem = tiling_problem(shapes[name], [chunk.box for chunk in found])
             assert problem is None, f"{name}: {kind}: {problem}"

@@ -331,6 +331,15 @@ OPTIONS: Final[tuple[Option, ...]] = (
         (
             Feature("adam", "--optimizer adam", lambda p: p.config.optimizer.optimizer == "adam"),
             Feature("sgd", "--optimizer sgd", lambda p: p.config.optimizer.optimizer == "sgd"),
+            Feature(
+                "muon",
+                "--optimizer muon",
+                lambda p: p.config.optimizer.optimizer == "muon",
+                rows={
+                    "muon": "--optimizer muon --muon-nesterov",
+                    "muonjoint": "--optimizer muon --muon-no-split-qkv",
+                },
+            ),
         ),
     ),
     Option(

@@ -56,6 +56,21 @@ _ACCEPTED: Final = (
     here("here every feature has a flag of its own, without a gate before it", "--enable-experimental"),
     # Parallelism
     here(
+        "here a matrix is put together whole for Muon, on one rank, whatever the layout; what is not whole is refused",
+        "--muon-tp-mode=duplicated|distributed",
+        instead="leave this out: blocks of a matrix, made orthogonal each by itself, are another optimizer for each layout",
+    ),
+    here(
+        "here what is no matrix of a layer moves by Adam",
+        "--muon-scalar-optimizer=adam",
+        instead="leave this out: lion is not there yet",
+    ),
+    here("it changes how a product is formed, not its result", "--muon-use-syrk"),
+    here(
+        "here shards of the optimizer are cut alike for all optimizers, and matrices put together of them",
+        "--no-use-layer-wise-param-layout",
+    ),
+    here(
         "here --exp-avg-dtype and --exp-avg-sq-dtype work without it, also without the distributed optimizer",
         "--use-precision-aware-optimizer",
     ),
@@ -342,9 +357,7 @@ _NOT_YET: Final = (
     # Optimizer and schedule
     later(
         "this optimizer",
-        "--muon-coefficient-type= --muon-extra-scale-factor= --muon-fp32-matmul-prec= --muon-momentum= --muon-nesterov"
-        " --muon-num-ns-steps= --muon-scalar-optimizer= --muon-scale-mode= --muon-no-split-qkv --muon-tp-mode="
-        " --muon-use-syrk --no-use-layer-wise-param-layout --lion-beta1= --lion-beta2=",
+        "--lion-beta1= --lion-beta2=",
         instead="leave this out, and use --optimizer adam or sgd",
     ),
     later("training no weight, or not all", "--freeze-all-layers"),
@@ -589,7 +602,9 @@ CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
     "--dataloader-type": ("external",),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
-    "--optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap"),
+    "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
+    "--muon-fp32-matmul-prec": ("low",),
+    "--optimizer": ("dist_muon", "adaptive_muon", "lion", "soap"),
     "--position-embedding-type": ("mrope", "relative", "yarn"),
     "--transformer-impl": ("inference_optimized",),
 }

@@ -8,10 +8,10 @@ from megatrain.config.values import AUTO, REQUIRED, in_range
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer: AdamW or SGD, and gradient clipping."""
+    """Optimizer: AdamW, SGD or Muon, and gradient clipping."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """The optimizer; adam decouples weight decay from the gradient (AdamW), sgd has momentum."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """The optimizer; adam decouples weight decay from the gradient (AdamW), sgd has momentum; muon moves the matrices of layers, and adam all else."""
     lr: float = field(default=REQUIRED, metadata=in_range(above=0))
     """Learning rate once warm-up ends."""
     weight_decay: float = field(default=0.01, metadata=in_range(at_least=0))
@@ -34,6 +34,22 @@ class OptimizerConfig:
     """Number format in which Adam's mean of squared gradients is kept."""
     sgd_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
     """Decay of SGD's sum of gradients."""
+    muon_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))
+    """Decay of Muon's mean of gradients."""
+    muon_nesterov: bool = False
+    """Muon looks ahead: it makes the mean of the next step orthogonal, as if that had the same gradient."""
+    muon_no_split_qkv: bool = False
+    """To Muon, queries, keys and values of a layer are one matrix. Left out: one each."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """How long Muon's steps are for a matrix of m outputs and n inputs, in learning rates: the root of max(m, n), of m / n, or of max(1, m / n)."""
+    muon_extra_scale_factor: float = field(default=1.0, metadata=in_range(above=0))
+    """Another factor on Muon's steps; 0.2 with spectral gives them the size of Adam's."""
+    muon_num_ns_steps: int = field(default=5, metadata=in_range(at_least=1, at_most=99))
+    """Newton-Schulz steps that make a matrix orthogonal."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Coefficients of these steps; simple is what `torch.optim.Muon` has."""
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = "medium"
+    """Arithmetic of these steps: bfloat16, float32 with factors rounded to TF32, or float32."""
     clip_grad: float = field(default=1.0, metadata=in_range(at_least=0))
     """Largest norm of all gradients together; larger ones are scaled down to it. 0: no clipping."""
 

@@ -63,10 +63,11 @@ def rate_groups(
     of_kind = {kind: _scaled(base, model, optimizer.optimizer, kind) for kind in _KINDS}
     reasons = []
     if model.use_mup and model.mup_width_mult != 1:
-        is_sgd = optimizer.optimizer == "sgd"
-        said = (
-            "muP: SGD of vectors and tables at lr * " if is_sgd else "muP: Adam of matrices at lr and eps / "
-        )
+        said = {
+            "sgd": "muP: SGD of vectors and tables at lr * ",
+            "adam": "muP: Adam of matrices at lr and eps / ",
+            "muon": "muP: Adam of an output layer at lr / ",
+        }[optimizer.optimizer]
         reasons.append(f"{said}width multiplier {model.mup_width_mult:g}")
     if schedule.decoupled_lr is not None:
         reasons.append(f"embedding and output layer by --decoupled-lr {schedule.decoupled_lr:g}")
@@ -84,6 +85,8 @@ def _scaled(base: RateGroup, model: ModelConfig, optimizer: str, kind: ParamKind
     m = model.mup_width_mult if model.use_mup else 1.0
     if optimizer == "sgd":
         return base if kind in _HIDDEN else replace(base, lr=base.lr * m, min_lr=base.min_lr * m)
-    if kind not in _HIDDEN:
-        return base
+    if kind not in _HIDDEN or (optimizer == "muon" and kind == "matrix"):
+        return base  # the steps of Muon have a scale of their own, by shape
+    if optimizer == "muon":
+        return replace(base, lr=base.lr / m, min_lr=base.min_lr / m)
     return replace(base, lr=base.lr / m, min_lr=base.min_lr / m, eps_share=1 / m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,6 +43,20 @@ class FlatUpdate:
     runs: tuple[Run, ...]
     grad_scale: Tensor
     is_finite: Tensor
+
+    def behind(self, border: int) -> FlatUpdate:
+        """The same step of the elements from `border` on."""
+        runs = (run for run in self.runs if run.stop > border)
+        return dataclasses.replace(
+            self,
+            main=self.main[border:],
+            grad=self.grad[border:],
+            weight=self.weight[border:],
+            runs=tuple(
+                dataclasses.replace(run, start=max(run.start - border, 0), stop=run.stop - border)
+                for run in runs
+            ),
+        )
 
     @property
     def is_main_apart(self) -> bool:

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         self.qkv = leaves.column_linear(
             _first_norm(gpt, position, prefix, tp),
             Weights(
-                columns_layout(_qkv(spec, prefix, "weight", tp), h, Init(std=gpt.init_std), tp),
+                columns_layout(_qkv(spec, prefix, "weight", tp), h, Init(std=gpt.init_std), tp, is_qkv=True),
                 columns_bias_layout(_qkv(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
             ),
         )

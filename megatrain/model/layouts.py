@@ -37,12 +37,17 @@ class Columns:
 
 
 def columns_layout(
-    tensors: Sequence[Columns], num_inputs: int, init: Init, tp: TensorParallel
+    tensors: Sequence[Columns],
+    num_inputs: int,
+    init: Init,
+    tp: TensorParallel,
+    *,
+    is_qkv: bool = False,
 ) -> ParamLayout:
     """Column-parallel weight."""
     pieces = _cut_columns(tensors, (num_inputs,), tp)
     rows = sum(piece.local_shape[0] for piece in pieces)
-    return ParamLayout(shape=(rows, num_inputs), pieces=pieces, init=init)
+    return ParamLayout(shape=(rows, num_inputs), pieces=pieces, init=init, is_qkv=is_qkv)
 
 
 def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: TensorParallel) -> ParamLayout:

@@ -1,6 +1,7 @@
 """The optimizer over flat shards: this rank owns the wide main weights and the state of its shard of every bucket.
 
     gradients (summed) -> exact norm -> clip -> rule (AdamW, SGD) on main weights -> weights in the model's dtype -> gather
+                                                (Muon on matrices, where it is asked for)
 
 With the distributed optimizer (ZeRO-1, arXiv:1910.02054) the shards of the data-parallel ranks are disjoint; without
 it every rank owns everything. Where the model's dtype is as wide as the main weights, they are the same memory.
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from megatrain.kernels.flat import FlatUpdate, Run
 from megatrain.kernels.squares import sum_of_squares
+from megatrain.optim.muon import Muon
 from megatrain.optim.rules import UpdateRule
 from megatrain.optim.schedule import Rates
-from megatrain.parallel.buffers import FlatBuffers, Shard
+from megatrain.parallel.buffers import FlatBuffers, Placed, Shard
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.layout import BoxRange, ParamGroup, ParamLayout
 
@@ -41,6 +43,7 @@ class ShardedOptimizer:
     Args:
         parallel: moves gradients and weights between the replicas.
         rule: how weights move.
+        muon: how matrices move instead; None: as all else.
         clip_grad: largest norm of all gradients together; 0: no clipping.
         main_dtype: of main weights.
         kept_dtypes: of what the rule keeps, by kind; like the main weights where nothing is said.
@@ -51,6 +54,7 @@ class ShardedOptimizer:
         parallel: DataParallel,
         rule: UpdateRule,
         *,
+        muon: Muon | None = None,
         clip_grad: float,
         main_dtype: torch.dtype,
         kept_dtypes: Mapping[str, torch.dtype] | None = None,
@@ -58,30 +62,54 @@ class ShardedOptimizer:
         self.parallel = parallel
         self.buffers = parallel.buffers
         self.rule = rule
+        self.muon = muon
         self.clip_grad = clip_grad
         self.step_count = 0
         weights = self.buffers.weight_shards
         self.main = [w if w.dtype == main_dtype else torch.zeros_like(w, dtype=main_dtype) for w in weights]
-        dtypes = dict.fromkeys(rule.kinds, main_dtype) | dict(kept_dtypes or {})
+        self._borders = [
+            0 if muon is None else min(max(shard.bucket.num_in_matrices - shard.start, 0), shard.numel)
+            for shard in self.buffers.shards
+        ]
+        dtypes = dict.fromkeys(self.kinds, main_dtype) | dict(kept_dtypes or {})
         self.kept = {
-            kind: [torch.zeros_like(main, dtype=dtypes[kind]) for main in self.main] for kind in rule.kinds
+            kind: [
+                torch.zeros_like(main[self._region(kind, number)], dtype=dtypes[kind])
+                for number, main in enumerate(self.main)
+            ]
+            for kind in self.kinds[1:]
         }
         self._ranges = [list(_group_ranges(shard)) for shard in self.buffers.shards]
         self._counted = self._gradients_counted_here()
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What is kept for each element, by the names that checkpoints use: the main weight comes first."""
+        """All that is kept for elements, by the names that checkpoints use: the main weight comes first."""
+        return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else (self.muon.kind,)))
+
+    def kinds_of(self, layout: ParamLayout) -> tuple[str, ...]:
+        """What is kept for the elements of a parameter."""
+        if self.muon is not None and layout.group.is_matrix:
+            return (WEIGHT, self.muon.kind)
         return (WEIGHT, *self.rule.kinds)
 
     def state(self, kind: str) -> list[Tensor]:
-        """One flat tensor for each of the buffers' shards; `kind` is one of `kinds`."""
+        """One flat tensor for each of the buffers' shards: of the elements that have this kind, one of `kinds`."""
         self.parallel.wait_for_weights()  # main weights may be parts of what is on its way
         return self.main if kind == WEIGHT else self.kept[kind]
 
     def fill(self, kind: str, source: WeightSource) -> None:
         """Take this rank's shards of a kind of state from `source`. After `weight`, call `publish_weights`."""
-        fill_shards(self.state(kind), self.buffers, source)
+        for placed, box, values in self.owned(kind):
+            source.fill(values.view(box.shape), placed.entry.layout, box)
+
+    def owned(self, kind: str) -> Iterator[tuple[Placed, BoxRange, Tensor]]:
+        """Every box of this rank that has a kind of state, with its parameter and its values, flat."""
+        for number, (shard, flat) in enumerate(zip(self.buffers.shards, self.state(kind), strict=True)):
+            first = self._region(kind, number).start
+            for placed, box, place in shard.owned():
+                if kind in self.kinds_of(placed.entry.layout):
+                    yield placed, box, flat[place.start - first : place.stop - first]
 
     def publish_weights(self) -> None:
         """Derive the model's weights from the main ones, on all replicas."""
@@ -117,8 +145,8 @@ class ShardedOptimizer:
         flats = zip(
             self.main, self.buffers.gradient_shards, self.buffers.weight_shards, self._ranges, strict=True
         )
-        for number, (main, gradients, weights, ranges) in enumerate(flats):
-            shard = FlatUpdate(
+        shards = [
+            FlatUpdate(
                 main=main,
                 grad=gradients,
                 weight=weights,
@@ -126,8 +154,21 @@ class ShardedOptimizer:
                 grad_scale=scale,
                 is_finite=is_finite,
             )
-            self.rule.update(shard, {kind: kept[number] for kind, kept in self.kept.items()}, self.step_count)
+            for main, gradients, weights, ranges in flats
+        ]
+        if self.muon is not None:
+            self.muon.step(shards, self.kept[self.muon.kind])
+        for number, shard in enumerate(shards):
+            kept = {kind: self.kept[kind][number] for kind in self.rule.kinds}
+            self.rule.update(shard.behind(self._borders[number]), kept, self.step_count)
             self.parallel.publish(number)
+
+    def _region(self, kind: str, number: int) -> slice:
+        """The elements of a shard that have a kind of state: matrices stand first in it."""
+        border, size = self._borders[number], self.main[number].numel()
+        if kind == WEIGHT:
+            return slice(0, size)
+        return slice(border, size) if kind in self.rule.kinds else slice(0, border)
 
     def _gradients_counted_here(self) -> list[Tensor]:
         """Views of the gradients whose squares this rank adds: of copies, the first rank's."""

@@ -48,6 +48,12 @@ class Bucket:
     """Elements, with what aligns them."""
     placed: tuple[Placed, ...]
 
+    @property
+    def num_in_matrices(self) -> int:
+        """Elements of the matrices, which stand first, with what aligns them."""
+        others = (placed.start for placed in self.placed if not placed.entry.layout.group.is_matrix)
+        return next(others, self.size)
+
 
 @dataclass(frozen=True)
 class Shard:

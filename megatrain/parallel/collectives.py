@@ -99,18 +99,28 @@ def begin_reduce_scatter_into(out: Tensor, x: Tensor, group: RankGroup) -> Trans
         return Transfer(dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True), out, x)
 
 
-def gather_json(value: Any, group: RankGroup) -> list[Any]:
+def all_to_all(x: Tensor, to_ranks: list[int], from_ranks: list[int], group: RankGroup) -> Tensor:
+    """Send each rank its part of `x`, of so many elements; what they send comes joined, in the order of the ranks."""
+    if group.size == 1:
+        return x
+    out = x.new_empty(sum(from_ranks))
+    dist.all_to_all_single(out, x, from_ranks, to_ranks, group=group.handle)
+    return out
+
+
+def gather_json(value: Any, group: RankGroup, device: torch.device | None = None) -> list[Any]:
     """Every rank's value (anything that JSON holds), in the order of the ranks, on every rank.
 
-    `group` is one of CPUs, such as the grid's `messages`: a long wait here holds up no device.
+    `group` is one of CPUs, such as the grid's `messages`: a long wait here holds up no device. One of devices needs to
+    be told this rank's.
     """
     if group.size == 1:
         return [value]
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = all_gather(torch.tensor([text.numel()]), group).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = all_gather(torch.tensor([text.numel()], device=device), group).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: text.numel()] = text
-    rows = all_gather(padded[None], group)
+    rows = all_gather(padded[None], group).cpu()
     return [json.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -37,6 +37,9 @@ class GridShape:
     dp_copies: int = 1
     """Into how many runs of neighbours the ranks of a dp group are cut, each of which holds all optimizer state."""
 
+    has_matrices: bool = False
+    """Whether whole matrices are put together of their shards, as by Muon."""
+
     @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.ep * self.dp * self.pp
@@ -93,6 +96,17 @@ class GridShape:
         size = self.dp // self.dp_copies
         return [ranks[place::size] for ranks in self.rank_lists("dp") for place in range(size)]
 
+    def matrix_lists(self) -> list[list[int]]:
+        """Ranks that hold the optimizer state of a model chunk together: of tp, times those of a run of `shard_lists`."""
+        if not self.has_matrices:
+            return []
+        size = self.tp * self.dp // self.dp_copies
+        return [
+            ranks[first : first + size]
+            for ranks in self.rank_lists("tp-dp")  # tp varies fastest
+            for first in range(0, len(ranks), size)
+        ]
+
     def embedding_lists(self) -> list[list[int]]:
         """First and last stage of each pipeline: the ranks that share a tied embedding."""
         return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.rank_lists("pp")]
@@ -138,6 +152,8 @@ class RankGrid:
     """The part of `dp` over which optimizer state is spread: all of it, neighbours, or this rank alone."""
     dp_copies: RankGroup
     """The ranks of `dp` that hold the same shard as this one."""
+    matrix: RankGroup
+    """Ranks of `tp` and `dp_shard` together; this rank alone, where nobody asks for whole matrices."""
     pp: RankGroup
     pp_backward: RankGroup
     """The same ranks as `pp`: gradients travel on a channel of their own, so that neither direction waits for the other."""
@@ -168,12 +184,17 @@ class RankGrid:
             "embedding": shape.embedding_lists(),
         }
         groups = {name: _own_group(name, rank_lists, rank, make_handle) for name, rank_lists in lists.items()}
-        for name, rank_lists in (("dp_shard", shape.shard_lists()), ("dp_copies", shape.copies_lists())):
-            is_whole = rank_lists == lists["dp"]  # then they share one channel
+        late = {
+            "dp_shard": shape.shard_lists(),
+            "dp_copies": shape.copies_lists(),
+            "matrix": shape.matrix_lists(),
+        }
+        for name, rank_lists in late.items():
+            same = next((other for other in ("dp", "tp") if rank_lists == lists[other]), None)
             groups[name] = (
-                dataclasses.replace(groups["dp"], name=name)
-                if is_whole
-                else _own_group(name, rank_lists, rank, make_handle)
+                _own_group(name, rank_lists, rank, make_handle)
+                if same is None
+                else dataclasses.replace(groups[same], name=name)  # they share one channel
             )
         return cls(shape=shape, rank=rank, **groups)
 

@@ -57,6 +57,8 @@ class Piece:
 class ParamGroup:
     """What the optimizer treats alike."""
 
+    is_matrix: bool
+    """Whether it is one of a layer; they stand first."""
     decays: bool
     """Whether weight decay applies."""
     kind: ParamKind
@@ -75,11 +77,13 @@ class ParamLayout:
     """Whether weight decay applies (Megatron-LM's rule: not to biases and to parameters of one dimension)."""
     kind: ParamKind = "matrix"
     """What this is to the learning rate."""
+    is_qkv: bool = False
+    """Whether these are queries, keys and values, which may count as a matrix each."""
 
     @property
     def group(self) -> ParamGroup:
         """What the optimizer treats alike."""
-        return ParamGroup(self.decays, self.kind)
+        return ParamGroup(self.kind == "matrix", self.decays, self.kind)
 
     @property
     def numel(self) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions, head
 from megatrain.model.implementations import local_attention
+from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import data_gradients, tensor, vocab
 from megatrain.parallel.batch import Batch, PassInfo
@@ -22,7 +23,7 @@ from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.data_gradients import GradientSums
 from megatrain.parallel.data_weights import WeightGathers
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.vocab import VocabShard
 from megatrain.training import engine
 
@@ -49,6 +50,16 @@ def _wrong_scale() -> AbstractContextManager[Any]:
         return PassInfo(**{**values, "loss_scale": 2 * values["loss_scale"]})
 
     return mock.patch.object(engine, "PassInfo", doubled)
+
+
+def _matrices_of_one_rank() -> AbstractContextManager[Any]:
+    step = Muon.step
+
+    def alone(self: Muon, shards: Any, momenta: Any) -> None:
+        self.group = RankGroup("own", (0,), 0)
+        step(self, shards, momenta)
+
+    return mock.patch.object(Muon, "step", alone)
 
 
 def _no_documents() -> AbstractContextManager[Any]:
@@ -229,5 +240,6 @@ FAULTS = {
     "dropout that draws alike for all ranks' heads": Fault(_heads_that_draw_alike, "tp2 gpt2"),
     "dropout of whole rows that differs between ranks": Fault(_rows_of_each_rank, "tp2 qwen"),
     "dropout that draws alike for all samples": Fault(_samples_of_the_step, "dp2 zero1 overlap gpt2"),
+    "a rank's part of a matrix made orthogonal alone": Fault(_matrices_of_one_rank, "tp2 muon"),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), "pp2 tied"),
 }

@@ -22,6 +22,7 @@ from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
 from megatrain.optim.measures import num_zero_gradients, parameter_norm
+from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.optim.schedule import LearningRate, Rates, Schedules, WeightDecay
 from megatrain.optim.sharded import ShardedOptimizer
@@ -95,6 +96,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(
             self.data_parallel,
             update_rule_of(plan),
+            muon=muon_of(plan, self.buffers, grid),
             clip_grad=config.optimizer.clip_grad,
             main_dtype=main_dtype,
             kept_dtypes=kept_dtypes_of(plan),
@@ -242,11 +244,30 @@ def recompute_of(plan: Plan) -> Recompute:
 
 
 def update_rule_of(plan: Plan) -> UpdateRule:
-    """The optimizer's mathematics that a plan asks for."""
+    """The optimizer's mathematics that a plan asks for, but for matrices that Muon moves."""
     optimizer = plan.config.optimizer
     if optimizer.optimizer == "sgd":
         return SgdRule(momentum=optimizer.sgd_momentum)
     return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
+
+
+def muon_of(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Muon | None:
+    """What moves the matrices of layers, where it is not what moves the rest."""
+    optimizer = plan.config.optimizer
+    if optimizer.optimizer != "muon":
+        return None
+    rule = MuonRule(
+        momentum=optimizer.muon_momentum,
+        is_nesterov=optimizer.muon_nesterov,
+        num_steps=optimizer.muon_num_ns_steps,
+        coefficients=optimizer.muon_coefficient_type,
+        scale_mode=optimizer.muon_scale_mode,
+        extra_scale=optimizer.muon_extra_scale_factor,
+        splits_qkv=not optimizer.muon_no_split_qkv,
+        dtype=torch.bfloat16 if optimizer.muon_fp32_matmul_prec == "medium" else torch.float32,
+        has_tf32=optimizer.muon_fp32_matmul_prec == "high",
+    )
+    return Muon(rule, buffers.shards, grid)
 
 
 def kept_dtypes_of(plan: Plan) -> dict[str, torch.dtype]:

@@ -162,6 +162,7 @@ def grid_shape(plan: Plan) -> GridShape:
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        has_matrices=plan.config.optimizer.optimizer == "muon",
         dp_copies=plan.derived.data_parallel_size
         if parallel.data_parallel_sharding_strategy == "no_shard"
         else parallel.num_distributed_optimizer_instances,

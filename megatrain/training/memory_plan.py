@@ -85,7 +85,7 @@ def _held_tensors(engine: Engine) -> dict[str, list[Tensor]]:
         "weights": buffers.weight_memory.kept,
         "gradients": buffers.gradient_memory.kept,
         "main_weights": optimizer.main if has_main else [],
-        "optimizer_state": [x for kind in optimizer.rule.kinds for x in optimizer.state(kind)],
+        "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)],
     }
 
 

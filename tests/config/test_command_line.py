@@ -82,7 +82,7 @@ def test_a_flag_sets_its_field(argv, path, expected):
             ["--normalization", "rmsnrm"],
             "is not a choice\n  fix: did you mean RMSNorm? --normalization takes LayerNorm or",
         ),
-        (["--optimizer", "muon"], "--optimizer muon is not there yet\n  fix: --optimizer takes"),
+        (["--optimizer", "soap"], "--optimizer soap is not there yet\n  fix: --optimizer takes"),
         (
             ["--bf16", "maybe"],
             "--bf16 maybe is neither true nor false\n  fix: --bf16 sets it to true, --no-bf16 to false",

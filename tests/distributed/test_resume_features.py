@@ -34,6 +34,7 @@ RUNS = {
     "fp16 tp2 dp2": (4, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6 --tensor-model-parallel-size 2"),
     "sgd dp2": (2, "--optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 5"),
     "narrow moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+    "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
     "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
                           " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
 }  # fmt: skip
@@ -47,7 +48,7 @@ def train(pool: WorkerPool, name: str, folder: Path, *flags: str) -> set[int]:
 def hashes(folder: Path) -> list[dict[str, str]]:
     newest = newest_valid(folder)
     assert newest is not None
-    kinds = next(iter(read_manifest(newest.path).tensors.values())).kinds
+    kinds = {kind for tensor in read_manifest(newest.path).tensors.values() for kind in tensor.kinds}
     return [hash_tensors(newest.path, kind) for kind in sorted(kinds)]
 
 
@@ -77,6 +78,16 @@ def test_stopped_twice_and_resumed_equals_never_stopped(
     assert metrics(tmp_path) == metrics(whole[name])
     assert hashes(tmp_path) == hashes(whole[name])
     assert state(tmp_path) == state(whole[name])
+
+
+def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: dict[str, Path], tmp_path: Path) -> None:
+    name = "muon tp2 dp2"
+    assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
+    flags = [*RUNS[name][1].split()[:-2], *folder_flags(tmp_path)]
+    assert set(pool.run(2, train_here, flags)) == {0}
+    for line, expected in zip(metrics(tmp_path), metrics(whole[name]), strict=True):
+        if "lm_loss" in expected:
+            assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-3)
 
 
 def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> None:

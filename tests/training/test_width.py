@@ -115,6 +115,14 @@ def test_adam_scales_matrices_and_the_output_layer() -> None:
     assert str(plan.derived.rate_groups) == "matrix, output: 0.0025; vector, embedding, positions: 0.01"
 
 
+def test_muons_matrices_keep_their_rate() -> None:
+    found = rates_and_shares(
+        plan_of(4 * BASE, f"--optimizer muon --untie-embeddings-and-output-weights {MUP}")
+    )
+    assert found.pop("output") == (2.5e-3, 1.0)
+    assert set(found.values()) == {(1e-2, 1.0)}
+
+
 def test_a_decoupled_rate_is_taken_as_it_is() -> None:
     found = rates_and_shares(plan_of(4 * BASE, f"--decoupled-lr 5e-3 {MUP}"))
     assert [found[kind][0] for kind in ("matrix", "vector", "embedding", "output")] == [

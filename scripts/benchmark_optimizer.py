@@ -1,0 +1,111 @@
+"""Times the optimizer's passes over flat shards, beside torch's fused AdamW and what the memory allows.
+
+    python scripts/benchmark_optimizer.py [--sizes 500000000 2000000000]        one GPU; under two minutes
+
+Bytes are those that a pass must move: each value it reads and each that it writes, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.adamw import AdamwStep, adamw
+from megatrain.kernels.flat import FlatUpdate, Run
+from megatrain.kernels.squares import sum_of_squares
+
+BOUND = 4.2e12
+"""Bytes a second that a pass of reads and writes reaches on an H200."""
+WARM_UP, REPEATS = 3, 10
+
+
+@dataclass(frozen=True)
+class Pass:
+    name: str
+    bytes_each: int
+    """That it moves for each element."""
+    run: Callable[[], object]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[500_000_000, 2_000_000_000], metavar="N")
+    sizes = parser.parse_args().sizes
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU, by the reference"
+    print(f"torch {torch.__version__} on {where}; medians of {REPEATS}; bound: {BOUND / 1e12:g} TB/s")
+    print(f"{'elements':>14}  {'pass':<44}{'bytes':>5}{'ms':>10}{'TB/s':>8}{'x bound':>9}")
+    for size in sizes:
+        for one in passes(size - size % 64, device):
+            ms = milliseconds(one.run, device)
+            num_bytes = one.bytes_each * size
+            speed, ratio = num_bytes / ms / 1e9, ms * 1e-3 / (num_bytes / BOUND)
+            print(f"{size:>14,}  {one.name:<44}{one.bytes_each:>5}{ms:>10.3f}{speed:>8.3f}{ratio:>9.3f}")
+
+
+def passes(size: int, device: torch.device) -> Iterator[Pass]:
+    """What is timed, one after the other, so that memory for one set of states at a time is enough."""
+    main_weights, grad = torch.randn(size, device=device), torch.randn(size, device=device)
+    weight = main_weights.bfloat16()
+    numbers = AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=3)
+    for name, dtype, gradients, num_bytes in (
+        ("AdamW", torch.float32, grad, 30),
+        ("AdamW, moments in bf16", torch.bfloat16, grad, 22),
+        ("AdamW, gradients in bf16", torch.float32, grad.bfloat16(), 28),
+    ):
+        states = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
+        update = shard(main_weights, gradients, weight)
+        yield Pass(name, num_bytes, lambda u=update, s=states: adamw(u, s[0], s[1], numbers))
+        del states, update
+    del gradients
+    yield Pass("sum of squares of fp32 gradients", 4, lambda: sum_of_squares([grad], device))
+    yield Pass("zeroing fp32 gradients", 4, lambda: torch._foreach_zero_([grad]))
+    parameter = torch.nn.Parameter(main_weights)
+    parameter.grad = grad
+    theirs = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    yield Pass("torch.optim.AdamW(fused=True), no bf16 weight", 28, theirs.step)
+
+
+def shard(main_weights: Tensor, grad: Tensor, weight: Tensor) -> FlatUpdate:
+    """A layer's shard: matrices that decay, and a little that does not."""
+    border = main_weights.numel() // 64 * 63 // 64 * 64
+    return FlatUpdate(
+        main=main_weights,
+        grad=grad,
+        weight=weight,
+        runs=(Run(0, border, 1e-3, 0.1), Run(border, main_weights.numel(), 1e-3, 0.0)),
+        grad_scale=torch.ones((), device=main_weights.device),
+        is_finite=torch.ones((), dtype=torch.bool, device=main_weights.device),
+    )
+
+
+def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs."""
+    for _ in range(WARM_UP):
+        run()
+    return statistics.median(one_run(run, device) for _ in range(REPEATS))
+
+
+def one_run(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return (time.perf_counter() - began) * 1e3
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Muon on one rank against torch's, and how matrices are spread over ranks."""
+
+import pytest
+import torch
+
+from megatrain.config.rate_groups import ParamKind
+from megatrain.kernels.newton_schulz import orthogonalized, steps_of
+from megatrain.optim.matrices import Matrix, assign
+from megatrain.optim.muon import Muon, MuonRule
+from megatrain.optim.rules import AdamwRule
+from megatrain.optim.schedule import Rates
+from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.data import DataParallel
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+
+RATES = Rates(lr=0.01, weight_decay=0.1)
+TORCHS = MuonRule(
+    momentum=0.95,
+    is_nesterov=True,
+    num_steps=5,
+    coefficients="simple",
+    scale_mode="shape_scaling",
+    extra_scale=1.0,
+    splits_qkv=True,
+    dtype=torch.bfloat16,
+)
+PARAMETERS: dict[str, tuple[ParamKind, dict[str, tuple[int, ...]]]] = {
+    "norm": ("vector", {"norm": (7,)}),
+    "fc1": ("matrix", {"gate": (24, 12), "up": (24, 12)}),
+    "table": ("positions", {"table": (5, 12)}),
+    "qkv": ("matrix", {"q": (16, 12), "k": (8, 12), "v": (8, 12)}),
+    "down": ("matrix", {"down": (12, 24)}),
+}
+
+
+def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedOptimizer:
+    module = LaidOutModule()
+    for name, (kind, tensors) in PARAMETERS.items():
+        row, pieces = 0, []
+        for tensor, shape in tensors.items():
+            pieces.append(Piece(tensor, shape, tuple((0, size) for size in shape), row))
+            row += shape[0]
+        layout = ParamLayout(
+            shape=(row, *shape[1:]),
+            pieces=tuple(pieces),
+            init=Init(std=1.0),
+            decays=len(shape) > 1,
+            kind=kind,
+            is_qkv=name == "qkv",
+        )
+        module.add_weight(name, layout, dtype)
+    grid = RankGrid.build(GridShape(has_matrices=True), 0)
+    buffers = FlatBuffers(
+        ParamRegistry.of([module]),
+        shard_group=grid.dp_shard,
+        weight_dtype=dtype,
+        grad_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    optimizer = ShardedOptimizer(
+        DataParallel(buffers, grid),
+        AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
+        muon=Muon(rule, buffers.shards, grid),
+        clip_grad=0.0,
+        main_dtype=torch.float32,
+    )
+    optimizer.fill("weight", InitialWeights(1))
+    optimizer.publish_weights()
+    return optimizer
+
+
+def take_steps(optimizer: ShardedOptimizer, gradients: list[dict[str, torch.Tensor]]) -> None:
+    for one in gradients:
+        for placed in optimizer.buffers.buckets[0].placed:
+            entry = placed.entry
+            entry.module.weight_grads[entry.attribute].copy_(one[entry.attribute])
+        optimizer.step(RATES, norm=torch.tensor(1.0, dtype=torch.float64))
+
+
+def weights(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
+    return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.placed}
+
+
+def drawn(optimizer: ShardedOptimizer, steps: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: value.shape for name, value in weights(optimizer).items()}
+    return [
+        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        for _ in range(steps)
+    ]
+
+
+def matrices(name: str, value: torch.Tensor, *, splits_qkv: bool) -> list[torch.Tensor]:
+    """A parameter as the matrices that Muon works on."""
+    return list(value.split([16, 8, 8])) if name == "qkv" and splits_qkv else [value]
+
+
+@pytest.mark.parametrize("splits_qkv", [True, False])
+def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_its_adamw(splits_qkv: bool) -> None:
+    rule = MuonRule(**{**vars(TORCHS), "splits_qkv": splits_qkv})
+    optimizer = optimizer_of(rule)
+    start = {name: value.clone() for name, value in weights(optimizer).items()}
+    steps = drawn(optimizer)
+    take_steps(optimizer, steps)
+    for name, (kind, _) in PARAMETERS.items():
+        found = matrices(name, weights(optimizer)[name], splits_qkv=splits_qkv)
+        theirs = [torch.nn.Parameter(m.clone()) for m in matrices(name, start[name], splits_qkv=splits_qkv)]
+        decay = 0.1 if theirs[0].dim() > 1 else 0.0
+        one = (
+            torch.optim.AdamW(theirs, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
+            if kind != "matrix"
+            else torch.optim.Muon(theirs, lr=0.01, weight_decay=decay, momentum=0.95)
+        )
+        for gradients in steps:
+            split = matrices(name, gradients[name], splits_qkv=splits_qkv)
+            for parameter, gradient in zip(theirs, split, strict=True):
+                parameter.grad = gradient.clone()
+            one.step()
+        for ours, parameter in zip(found, theirs, strict=True):
+            torch.testing.assert_close(ours, parameter.data, rtol=1e-6, atol=1e-6)
+
+
+def test_state_is_kept_for_what_needs_it_alone() -> None:
+    optimizer = optimizer_of(TORCHS)
+    sizes = {kind: sum(values.numel() for _, _, values in optimizer.owned(kind)) for kind in optimizer.kinds}
+    in_matrices, others = 48 * 12 + 32 * 12 + 12 * 24, 7 + 60
+    assert sizes == {
+        "weight": in_matrices + others,
+        "exp_avg": others,
+        "exp_avg_sq": others,
+        "momentum_buffer": in_matrices,
+    }
+    held = sum(flat.numel() for kind in optimizer.kinds[1:] for flat in optimizer.state(kind))
+    assert held < in_matrices + 2 * others + 3 * 128  # beside what aligns parameters
+
+
+@pytest.mark.parametrize(
+    ("mode", "tall", "wide"),
+    [("spectral", 2.0, 2.0), ("unit_rms_norm", 2.0, 0.5), ("shape_scaling", 2.0, 1.0)],
+)
+def test_steps_are_scaled_by_shape(mode: str, tall: float, wide: float) -> None:
+    rule = MuonRule(**{**vars(TORCHS), "scale_mode": mode, "extra_scale": 0.5})
+    assert (rule.scale((4, 1)), rule.scale((1, 4))) == (0.5 * tall, 0.5 * wide)
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    optimizer = optimizer_of(TORCHS)
+    before = [flat.clone() for kind in optimizer.kinds for flat in optimizer.state(kind)]
+    optimizer.buffers.gradients[0].fill_(float("nan"))
+    norm = optimizer.gradient_norm()
+    optimizer.step(RATES, norm=norm, is_finite=norm.isfinite())
+    after = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["quintic", "polar_express"])
+@pytest.mark.parametrize("shape", [(40, 20), (20, 40)])
+def test_singular_values_come_near_to_one(kind: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    values = torch.linalg.svdvals(orthogonalized(x, kind, 5))
+    assert (values.min() > 0.7) & (values.max() < 1.3)
+
+
+def test_coefficients_begin_again_or_go_on_with_the_last() -> None:
+    quintic, polar = list(steps_of("quintic", 6)), list(steps_of("polar_express", 10))
+    assert quintic[5] == quintic[0]
+    assert polar[7] == polar[8] == polar[9] == (1.875, -1.25, 0.375)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 100])
+def test_each_matrix_has_one_owner_and_costs_are_even(num_ranks: int) -> None:
+    shapes = {
+        "q": (64, 64),
+        "k": (16, 64),
+        "v": (16, 64),
+        "proj": (64, 64),
+        "fc1": (384, 64),
+        "down": (64, 192),
+    }
+    known = {Matrix(f"{layer}.{name}", shape) for layer in range(12) for name, shape in shapes.items()}
+    owned = assign(known, num_ranks)
+    assert sorted(m.name for matrices in owned for m in matrices) == sorted(m.name for m in known)
+    costs = [sum(m.cost for m in matrices) for matrices in owned]
+    fair, dearest = sum(costs) / num_ranks, max(m.cost for m in known)
+    assert max(costs) <= fair + dearest
+    assert assign(set(known), num_ranks) == owned
