@@ -273,6 +273,10 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "selective",
                 "--recompute-granularity selective --recompute-modules core_attn mlp",
                 lambda p: _recomputes(p) and not _recomputes_layers(p),
+                rows={
+                    "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
+                    "normsagain": "--recompute-granularity selective --recompute-modules core_attn layernorm",
+                },
             ),
         ),
         is_layout=True,

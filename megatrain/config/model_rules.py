@@ -209,11 +209,11 @@ def recomputation_says_what(draft: Draft) -> Problems:
             " selective",
             "add --recompute-granularity selective, or leave it out",
         )
-    unknown = [name for name in training.recompute_modules if name not in ("core_attn", "mlp")]
+    unknown = [name for name in training.recompute_modules if name not in ("core_attn", "mlp", "layernorm")]
     if unknown:
         yield Problem(
             f"--recompute-modules {' '.join(unknown)}: not there yet",
-            "use --recompute-modules core_attn, mlp or both",
+            "use some of --recompute-modules core_attn mlp layernorm",
         )
 
 

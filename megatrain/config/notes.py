@@ -17,6 +17,11 @@ def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
 
 
+def no_norm_runs_again(draft: Draft) -> Iterator[str]:
+    if "layernorm" in draft.config.training.recompute_modules and draft.config.model.norm_position == "post":
+        yield "--recompute-modules layernorm has no effect with --norm-position post: no norm stands before a linear layer"
+
+
 def dropout_by_default(draft: Draft) -> Iterator[str]:
     paths = ("model.hidden_dropout", "model.attention_dropout")
     on = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
@@ -183,6 +188,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     float32_by_default,
     sequence_parallel_alone,
     strategy_without_fsdp,
+    no_norm_runs_again,
     samples_left_over,
     batch_is_decreased,
     schedules_start_anew,

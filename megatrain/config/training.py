@@ -61,7 +61,7 @@ class TrainingConfig:
     recompute_num_layers: int | None = field(default=None, metadata=in_range(at_least=1))
     """Layers of a chunk (uniform), or of a stage (block), that are computed twice."""
     recompute_modules: tuple[str, ...] = ()
-    """Parts that --recompute-granularity selective computes twice: core_attn, mlp. None named: core_attn."""
+    """Parts that --recompute-granularity selective computes twice: core_attn, mlp, layernorm. None named: core_attn."""
     recompute_activations: bool = False
     """The same as --recompute-granularity selective."""
     device: Literal["cpu", "cuda"] = AUTO

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -22,6 +23,13 @@ def norm(
     grads, bias = holder.weight_grads, getattr(holder, "bias", None)
     total, y = _Norm.apply(x, delta, holder.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset)
     return total, y
+
+
+def norm_again(total: Tensor, holder: LaidOutModule, eps: float, offset: float) -> Tensor:
+    """The norm that `norm` gave with this sum, to the last bit; autograd does not see it."""
+    assert isinstance(holder.weight, Tensor)
+    with torch.no_grad():
+        return norms.norm(total, None, holder.weight, getattr(holder, "bias", None), eps, offset).y
 
 
 def split_rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:

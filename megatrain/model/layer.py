@@ -93,6 +93,7 @@ class Attention(nn.Module):
                 columns_layout(_qkv(spec, prefix, "weight", tp), h, Init(std=gpt.init_std), tp, is_qkv=True),
                 columns_bias_layout(_qkv(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
             ),
+            forms_norm_again=recompute.has_part("layernorm"),
         )
         norms = [
             _head_norms(spec, f"{prefix}.{x}_norm", columns, gpt.norm, leaves, tp)
@@ -139,6 +140,8 @@ class Mlp(nn.Module):
         prefix: str,
         leaves: Leaves,
         tp: TensorParallel,
+        *,
+        forms_norm_again: bool,
     ) -> None:
         super().__init__()
         h, f = gpt.hidden_size, spec.ffn_hidden_size
@@ -153,6 +156,7 @@ class Mlp(nn.Module):
                 if spec.has_bias
                 else None,
             ),
+            forms_norm_again=forms_norm_again,
         )
         self.fc2 = leaves.activation_row_linear(
             spec,
@@ -189,8 +193,10 @@ class TransformerLayer(nn.Module):
                 Attention(spec.mixer, gpt, position, f"{prefix}.attention", leaves, tp, rotation, recompute)
             )
         if spec.mlp is not None:
-            mlp = Mlp(spec.mlp, gpt, position, f"{prefix}.mlp", leaves, tp)
-            self.branches.append(Recomputed(mlp) if recompute.has_part("mlp") else mlp)
+            is_whole = recompute.has_part("mlp")
+            again = recompute.has_part("layernorm") and not is_whole
+            mlp = Mlp(spec.mlp, gpt, position, f"{prefix}.mlp", leaves, tp, forms_norm_again=again)
+            self.branches.append(Recomputed(mlp) if is_whole else mlp)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (a segment gets the batch)
         residual, delta = hidden, None  # a branch first adds what the one before it gave

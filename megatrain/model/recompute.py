@@ -2,7 +2,8 @@
 
     uniform   layers in chunks of n, each a segment that keeps what enters it
     block     the first n layers of a stage, each for itself
-    parts     within every layer, the core attention or the MLP
+    parts     within every layer, the core attention, the MLP, or the norms before them, which run again where the
+              linear layer behind them needs what they gave
 
 Nothing random is kept for the second run: dropout is a function of its place. Sources: Chen et al., arXiv:1604.06174;
 Korthikanti et al., arXiv:2205.05198 (parts).
@@ -28,7 +29,7 @@ class Recompute:
     num_layers: int = 1
     """Of a chunk, or of a stage's first layers."""
     parts: tuple[str, ...] = ()
-    """`core_attn`, `mlp`."""
+    """`core_attn`, `mlp`, `layernorm`."""
 
     def has_part(self, name: str) -> bool:
         """Whether this part of every layer is computed twice."""

@@ -20,6 +20,7 @@ Sources: Shoeybi et al., arXiv:1909.08053 (tensor), Korthikanti et al., arXiv:22
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,13 @@ def leave(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+    x: Tensor,
+    weight: Tensor,
+    weight_grad: Tensor | None,
+    tp: TensorParallel,
+    info: PassInfo,
+    *,
+    again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """y = x W^T with the rows of W (columns of the output) split over tp.
 
@@ -104,10 +111,11 @@ def column_linear(
     Args:
         x: [s/tp, b, h] with sp, else [s, b, h].
         weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
+        again: gives x to the backward pass, which is not kept then.
     Returns:
         [s, b, o/tp].
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, tp, info)
+    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, tp, info, again)
     return out
 
 
@@ -202,22 +210,30 @@ class _Reduce(Function):
 class _ColumnLinear(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_grad: Tensor | None,
+        tp: TensorParallel,
+        info: PassInfo,
+        again: Callable[[], Tensor] | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight_grad, ctx.tp, ctx.info = weight_grad, tp, info
+        ctx.save_for_backward(x if again is None else None, weight)
+        ctx.weight_grad, ctx.tp, ctx.info, ctx.again = weight_grad, tp, info, again
         whole = all_gather(x, tp.group) if tp.sequence_parallel else x
         return whole @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         dy = grads[0]
+        if ctx.again is not None:
+            x, ctx.again = ctx.again(), None
         whole = _begin_gather(x, tp)
         dx = _begin_reduction(dy @ weight, tp)
         _form_weight_gradient(ctx.weight_grad, dy, whole.arrived(), ctx.info)
-        return dx.arrived(), None, None, None, None
+        return dx.arrived(), None, None, None, None, None
 
 
 @dataclass(frozen=True)

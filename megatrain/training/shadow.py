@@ -30,6 +30,7 @@ def shadow(*, of_gpu: bool) -> Iterator[Sizes]:
         for owner, name, stand_in in (
             (Tensor, "is_cuda", property(lambda _: of_gpu)),
             (Tensor, "data_ptr", _address),
+            (torch.UntypedStorage, "data_ptr", storage_key),
             (Tensor, "tolist", _ones),
             (F, "scaled_dot_product_attention", functools.partial(_attention, of_gpu)),
         ):

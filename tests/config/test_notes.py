@@ -23,6 +23,13 @@ def test_dropout_by_default_is_told():
     ]
 
 
+def test_norms_that_do_not_run_again_are_told(plan_of):
+    flags = "--recompute-activations --recompute-modules layernorm --normalization RMSNorm"
+    told = "--recompute-modules layernorm has no effect with --norm-position post: no norm stands before a linear layer"
+    assert told in plan_of(f"{flags} --norm-position post").notes
+    assert told not in plan_of(flags).notes
+
+
 def test_a_start_that_does_not_go_on_is_told(plan_of):
     (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
     assert "give --pretrained-checkpoint x --load y --save y" in note

@@ -29,10 +29,11 @@ def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
 def test_gradients_are_the_same_bits_and_less_is_kept(model: str) -> None:
     expected, all_of_it = run("keepall", model)
     found = {name: run(name, model) for name in OPTIONS["recomputation"]}
-    for name in ("block", "selective"):
+    for name in ("block", "selective", "normsagain"):
         assert torch.equal(found[name][0], expected), name
     chunked = found["uniform"][0]  # chunks are segments, whose parameters lie elsewhere
     assert torch.equal(chunked[chunked != 0].sort().values, expected[expected != 0].sort().values)
     kept = {name: bytes_kept for name, (_, bytes_kept) in found.items()}
     assert kept["uniform"] < kept["selective"] < all_of_it
     assert kept["uniform"] < kept["block"] < all_of_it
+    assert kept["uniform"] < kept["normsagain"] < all_of_it

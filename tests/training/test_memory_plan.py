@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from test_broken_command_lines import command_line
 
 from megatrain.config import Plan, parse
 from megatrain.config.environment import LaunchEnvironment
+from megatrain.parallel import collectives
+from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
@@ -18,6 +22,7 @@ from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_rows import OPTIONS, Layout
 from megatrain.training.dry_run import examine
 from megatrain.training.engine import Engine
+from megatrain.training.launch import grid_shape
 from megatrain.training.memory_plan import (
     CUBLAS_BYTES,
     FollowedStep,
@@ -51,6 +56,55 @@ def test_a_step_without_memory_makes_the_storages_of_a_real_one(model: str, reco
     real, planned = followed(plan, grid, CPU), followed(plan, grid, META)
     assert planned.by_class == real.by_class
     assert planned.memory().peak_at == real.memory().peak_at
+
+
+class NoWire:
+    """Stands for torch.distributed: collectives of tensors that have memory, without other ranks. All that arrives is 0.
+
+    With gloo, threads of its own hold what is on its way a little longer than those who wait for it.
+    """
+
+    def all_reduce(self, x: torch.Tensor, **_: Any) -> Transfer:
+        return Transfer(None, x)
+
+    def all_gather_into_tensor(self, out: torch.Tensor, x: torch.Tensor, **_: Any) -> Transfer:
+        out.zero_()
+        return Transfer(None, out, x)
+
+    reduce_scatter_tensor = all_gather_into_tensor
+
+    def isend(self, x: torch.Tensor, *_: Any, **__: Any) -> Transfer:
+        return Transfer(None, x)
+
+    def irecv(self, x: torch.Tensor, *_: Any, **__: Any) -> Transfer:
+        x.zero_()
+        return Transfer(None, x)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp2 sp tied",
+        "tp4 groups1 olmo2",
+        "dp4 zero1 overlap",
+        "dp4 zero1 nooverlap",
+        "pp4 batch8",
+        "tp2 sp dp2 pp2 zero1 gpt2",
+    ],
+)
+def test_each_rank_is_planned_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.of(text)
+    plan = tiny_plan(layout, layout.world_size)
+    count = plan.derived.num_microbatches
+    planned = [followed(plan, grid, META, count).by_class for grid in first_and_last(plan)]
+    monkeypatch.setattr(collectives, "dist", NoWire())
+    assert planned == [followed(plan, grid, CPU, count).by_class for grid in first_and_last(plan)]
+    assert all(sum(by_class.values()) > 0 for by_class in planned)
+
+
+def first_and_last(plan: Plan) -> Iterator[RankGrid]:
+    for rank in (0, plan.derived.world_size - 1):
+        yield RankGrid.build(grid_shape(plan), rank)
 
 
 @pytest.mark.parametrize("flags", [{"--bf16": ""}, {"--fp16": ""}, {"--optimizer": "sgd"}])
@@ -99,6 +153,13 @@ def test_recomputation_takes_its_bytes_off() -> None:
     parts = {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
     saved = planned(LLAMA).activations - planned({**LLAMA, **parts}).activations
     assert saved == T * (H * 4 + H * 4 + 4 + 3 * F * 4 - H * 4)
+
+
+def test_norms_that_are_formed_again_are_not_kept() -> None:
+    """That of attention, and that of the MLP, which is formed again behind the peak."""
+    parts = {"--recompute-granularity": "selective", "--recompute-modules": "layernorm"}
+    saved = planned(LLAMA).activations - planned({**LLAMA, **parts}).activations
+    assert saved == 2 * T * H * 4
 
 
 def test_on_a_gpu_the_work_space_of_cublas_is_counted() -> None:

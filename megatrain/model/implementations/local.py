@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,11 @@ class LocalLeaves:
     def split_norm(self, weights: Weights, spec: NormSpec) -> LocalSplitRmsNorm:
         return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
 
-    def column_linear(self, norm: Weights | None, linear: Weights) -> LocalColumnLinear:
-        return LocalColumnLinear(self, None if norm is None else self.norm(norm, self.norms), linear)
+    def column_linear(
+        self, norm: Weights | None, linear: Weights, *, forms_norm_again: bool = False
+    ) -> LocalColumnLinear:
+        own = None if norm is None else self.norm(norm, self.norms)
+        return LocalColumnLinear(self, own, linear, forms_norm_again=forms_norm_again)
 
     def row_linear(self, linear: Weights) -> LocalRowLinear:
         return LocalRowLinear(self, linear)
@@ -88,6 +92,10 @@ class LocalNorm(LaidOutModule):
         """hidden + delta, and its norm."""
         return functions.norm(hidden, delta, self, self.epsilon, self.offset)
 
+    def again(self, total: Tensor) -> Tensor:
+        """The norm that `of_sum` gave with this sum, to the last bit, without a gradient."""
+        return functions.norm_again(total, self, self.epsilon, self.offset)
+
 
 class LocalSplitRmsNorm(LocalNorm):
     """RMSNorm over all heads: [s, b, n/tp, d], with a sum over the ranks."""
@@ -106,9 +114,12 @@ class LocalColumnLinear(LaidOutModule):
 
     weight: Tensor
 
-    def __init__(self, leaves: LocalLeaves, norm: LocalNorm | None, linear: Weights) -> None:
+    def __init__(
+        self, leaves: LocalLeaves, norm: LocalNorm | None, linear: Weights, *, forms_norm_again: bool
+    ) -> None:
         super().__init__()
         self.tp = leaves.tp
+        self.forms_norm_again = forms_norm_again
         self.norm = norm if norm is not None else LocalNarrowing(leaves.dtype)
         self.add_weight("weight", linear.weight, leaves.dtype)
         self.has_bias = linear.bias is not None
@@ -117,7 +128,8 @@ class LocalColumnLinear(LaidOutModule):
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         hidden, normed = self.norm.of_sum(hidden, delta)
-        out = column_linear(normed, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        again = functools.partial(self.norm.again, hidden.detach()) if self.forms_norm_again else None
+        out = column_linear(normed, self.weight, self.weight_grads.get("weight"), self.tp, info, again=again)
         return hidden, functions.add_bias(out, self) if self.has_bias else out
 
 
@@ -132,6 +144,10 @@ class LocalNarrowing(nn.Module):
         """hidden + delta, wide and narrow."""
         total = hidden if delta is None else hidden + delta
         return total, total.to(self.dtype)
+
+    def again(self, total: Tensor) -> Tensor:
+        """See `LocalNorm.again`."""
+        return total.to(self.dtype)
 
 
 class LocalRowLinear(LaidOutModule):
