@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     max_ranks = _num_ranks(arguments.device)
     rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
-    with WorkerPool(max_ranks, device=arguments.device) as pool:
+    seconds = 120 if arguments.device == "cpu" else 600  # on GPUs the first job compiles kernels
+    with WorkerPool(max_ranks, device=arguments.device, timeout_seconds=seconds) as pool:
         is_good = _self_test(pool) if arguments.self_test else _print_table(pool, rows, arguments.results)
     print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
     return 0 if is_good else 1

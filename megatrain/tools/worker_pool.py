@@ -142,7 +142,7 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
                     store=dist.FileStore(store, world_size),
                     rank=rank,
                     world_size=world_size,
-                    timeout=timedelta(minutes=1),
+                    timeout=timedelta(minutes=1 if device is None else 5),  # kernels are compiled first
                     device_id=device,
                 )
             answer = function(rank, world_size, *arguments)
