@@ -200,9 +200,9 @@ def _self_test(pool: WorkerPool) -> bool:
     for name, fault in FAULTS.items():
         layout = Layout.of(fault.layout)
         if layout.world_size > pool.size:
-            print(f"{name:<{width}} {fault.layout:<26} needs {layout.world_size} ranks", flush=True)
+            print(f"{name:<{width}} {fault.layout:<29} needs {layout.world_size} ranks", flush=True)
             continue
         found = not comparer.compare(layout, fault=name).is_good
         is_good &= found
-        print(f"{name:<{width}} {fault.layout:<26} {'found' if found else 'MISSED'}", flush=True)
+        print(f"{name:<{width}} {fault.layout:<29} {'found' if found else 'MISSED'}", flush=True)
     return is_good
