@@ -12,4 +12,4 @@ source scripts/setup.sh dev
 "$PYTHON" -m ruff check
 "$PYTHON" -m ruff format --check
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -n 2 --dist loadgroup "$@"
+"$PYTHON" -m pytest -n 2 "$@"

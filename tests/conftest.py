@@ -7,12 +7,40 @@ pytest --golden=/path/to/golden/data       uses the whole recording, and runs al
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 GOLDEN = Path(__file__).with_name("golden")
+GROUPS = {"tests/distributed/": "distributed", "tests/test_docs_commands.py": "docs"}
+"""Tests that share what takes long to make, such as a pool of ranks, by the beginning of their names."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, the tests of a group run in one process, one after the other. pytest 9.2 has no ear for the
+    group marks of xdist 3.8, which are passed over without a word."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return next((group for start, group in GROUPS.items() if nodeid.startswith(start)), nodeid)
+
+    return ByGroup(config, log)
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
+    """Fails where a second process of this test run makes the same thing."""
+
+    def check(name: str) -> None:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            (tmp_path_factory.getbasetemp().parent / f"{name} is made").touch(exist_ok=False)
+
+    return check
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

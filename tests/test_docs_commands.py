@@ -11,14 +11,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.xdist_group("docs")  # one process, and so one checkout, for all pages
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -126,8 +124,9 @@ class Checkout:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str], None]) -> Checkout:
     """After `scripts/quickstart.sh` on 2 MB of text and for 42 iterations: with it, all that the pages build on."""
+    made_once("checkout")
     made = Checkout(tmp_path_factory.mktemp("checkout"))
     made.run("python scripts/quickstart_corpus.py --output runs/quickstart/corpus.jsonl --limit-mb 2")
     (made.folder / "configs").mkdir()

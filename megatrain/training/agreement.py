@@ -61,6 +61,13 @@ def agreed_plan(
     return agreed
 
 
+def failed_before(store: dist.Store) -> MegatrainError | None:
+    """For a rank that comes so late that the others have ended: what they ended with, if they could not start."""
+    if not store.check(["may start", "rank 0"]) or store.get("may start") == b"yes":
+        return None
+    return _told_elsewhere(json.loads(store.get("rank 0"))["exit_code"] or 2)
+
+
 def _end_together(environment: LaunchEnvironment, store: dist.Store) -> None:
     """Rank 0 goes last: the store may be its own, and all ranks have yet to read in it that they shall end."""
     num_ended, deadline = store.add("ended", 1), time.monotonic() + _SECONDS_TO_END

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.training.agreement import failed_before
 from megatrain.training.failure import Failure, describe_failure, place_of
 from megatrain.training.watch_server import WatchServer, keep_alive
 
@@ -43,7 +44,7 @@ class RankWatch:
         store: all ranks' store, for the server's port and token.
 
     Raises:
-        MegatrainError: the server cannot be reached.
+        MegatrainError: the server cannot be reached, or the others could not start and have ended.
     """
 
     def __init__(self, environment: LaunchEnvironment, store: dist.Store) -> None:
@@ -52,7 +53,7 @@ class RankWatch:
         """Called when another rank's failure ends this one, from another thread than the main one."""
         self._server = self._serve(store) if environment.rank == 0 else None
         self._told = json.loads(store.get("watch"))
-        self._connection = self._connect()
+        self._connection = self._connect(store)
         self._is_leaving = False
         self._may_speak = threading.Event()
         self._may_end = threading.Event()
@@ -87,11 +88,14 @@ class RankWatch:
         store.set("watch", json.dumps({"port": server.port, "token": server.token, "place": place}))
         return server
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, store: dist.Store) -> socket.socket:
         where = (self.environment.host, self._told["port"])
         try:
             connection = socket.create_connection(where, timeout=_SECONDS_TO_CONNECT)
         except OSError as error:
+            told = failed_before(store)
+            if told is not None:
+                raise told from error
             raise MegatrainError(
                 f"rank {self.environment.rank} cannot reach rank 0 at {where[0]}:{where[1]}: {error}",
                 fix="let the hosts of the job reach each other on all ports, as collectives need too",

@@ -128,7 +128,7 @@ def test_killed_at_any_moment_all_end_and_checkpoints_are_whole(tmp_path: Path, 
     culprit, save = chance.randrange(2), tmp_path / "run"
     job = ForkedJob([*FOREVER, *folder_flags(save), "--save-interval", "1"], 2, tmp_path)
     if seed:
-        job.wait_for_iteration(save / "metrics.jsonl", 1)
+        job.wait_for_iteration(save / "metrics.jsonl", 2)  # behind the checkpoint of iteration 1
     time.sleep(chance.uniform(0, 1.0))
     job.kill(culprit)
     assert job.wait(to_end_seconds=30) < 15

@@ -61,10 +61,13 @@ def test_a_clock_shows_hours_where_there_are_any(seconds: float, shown: str) -> 
 
 def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
     phases = Phases(Console(), seconds_of_silence=0.2)
+    began = time.monotonic()
     with phases.phase("loading the checkpoint"):
         time.sleep(0.5)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["> loading the checkpoint, 0 s so far"] * 2
+    most = (time.monotonic() - began) / 0.2  # a busy machine sleeps longer
+    lines = [line for line in capsys.readouterr().out.splitlines() if " took " not in line]
+    assert lines[:2] == ["> loading the checkpoint, 0 s so far"] * 2
+    assert 2 <= len(lines) <= most
 
 
 def test_a_slow_run_is_given_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,5 +94,7 @@ def test_the_start_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b", "a"):
         with phases.phase(name):
             pass
-    assert phases.start_summary() == "> started in 0.0 s: a 0.0 s, b 0.0 s"
+    assert list(phases.seconds) == ["a", "b"]
+    phases.seconds = {"a": 1.26, "b": 0.5}
+    assert phases.start_summary() == "> started in 1.8 s: a 1.3 s, b 0.5 s"
     assert capsys.readouterr().out == ""

@@ -1,0 +1,37 @@
+"""Ranks that come late to a start that has failed."""
+
+import json
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.errors import MegatrainError
+from megatrain.training.rank_watch import RankWatch
+
+
+@pytest.fixture
+def left() -> dist.Store:
+    """The ranks' store after rank 0 has gone: nobody listens at the port that it had told."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    store = dist.HashStore()
+    store.set("watch", json.dumps({"port": port, "token": "x", "place": {}}))
+    return store
+
+
+@pytest.mark.parametrize(("answer", "expected"), [({"exit_code": 3}, 3), ({"exit_code": 0}, 2)])
+def test_a_rank_that_comes_late_ends_as_the_others_without_a_word(left, answer, expected) -> None:
+    left.set("rank 0", json.dumps(answer))
+    left.set("may start", "no")
+    with pytest.raises(MegatrainError) as caught:
+        RankWatch(LaunchEnvironment(rank=1, world_size=2), left)
+    assert caught.value.is_told
+    assert caught.value.exit_code == expected
+
+
+def test_a_rank_that_finds_nobody_says_where_it_looked(left) -> None:
+    with pytest.raises(MegatrainError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+") as caught:
+        RankWatch(LaunchEnvironment(rank=1, world_size=2), left)
+    assert not caught.value.is_told
