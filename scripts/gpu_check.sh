@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one or more GPUs: the GPU tests, a small run under several layouts in fp64 and bf16, and case A1.
+# On a machine with one or more GPUs: the GPU tests, a small run under several layouts in fp64 and bf16, all ways of data
+# parallelism on 2 or 4 GPUs, and case A1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -40,6 +41,11 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*/metrics.jsonl")):
     worst = max(abs(a - b) / b for a, b in zip(found, alone))
     print(f"{path.parent.name:20s} loss 1 {found[0]:.6f} loss 20 {found[-1]:.6f}; furthest from one process {worst:.1e}")
 PYTHON
+if ((gpus > 1)); then
+  timeout 240 python3 -m torch.distributed.run --nproc-per-node $((gpus < 4 ? 2 : 4)) scripts/check_data_parallel.py \
+    2>"$out/data_parallel.err" | tee "$out/data_parallel.log"
+  ((PIPESTATUS[0] == 0)) || tail -30 "$out/data_parallel.err"
+fi
 time timeout 200 python3 pretrain.py --config configs/benchmarks/a1.yaml --metrics-file "$out/a1.jsonl" 2>&1 | grep -v "^  " | cut -c1-420 | tail -3
 python3 -c "
 import json

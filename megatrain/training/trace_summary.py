@@ -34,6 +34,17 @@ class PartTimes:
         return self.compute + self.exposed + self.idle
 
 
+@dataclass
+class Traffic:
+    """Collectives of one kind, over groups of one size."""
+
+    count: int = 0
+    num_bytes: int = 0
+    """Of the larger of what goes in and what comes out on this rank."""
+    milliseconds: float = 0.0
+    """Of their kernels, hidden or not; waiting for other ranks is part of it."""
+
+
 @dataclass(frozen=True)
 class TraceSummary:
     """One rank's profiled steps."""
@@ -43,6 +54,8 @@ class TraceSummary:
     """In the order in which they begin."""
     kernels: Sequence[tuple[str, int, float]] = ()
     """Name, number and milliseconds of the kernels that take longest."""
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)
+    """By collective and size of its group, where the trace tells."""
     host_waits: Mapping[str, int] = field(default_factory=dict)
     """How often the host waited for the GPU, by call."""
 
@@ -58,7 +71,15 @@ class TraceSummary:
             everything.compute += part.compute
             everything.exposed += part.exposed
             everything.idle += part.idle
-        lines += [self._row("all", everything, total), "", f"{'ms a step':>9} {'launches':>9}  kernel"]
+        lines.append(self._row("all", everything, total))
+        if self.traffic:
+            lines += ["", f"{'ms a step':>9} {'launches':>9} {'GB a step':>9}  collective"]
+        for name, of in self.traffic.items():
+            n = self.num_steps
+            lines.append(
+                f"{of.milliseconds / n:9.2f} {of.count / n:9.1f} {of.num_bytes / n / 1e9:9.3f}  {name}"
+            )
+        lines += ["", f"{'ms a step':>9} {'launches':>9}  kernel"]
         for name, count, milliseconds in self.kernels:
             lines.append(f"{milliseconds / self.num_steps:9.2f} {count / self.num_steps:9.1f}  {name[:110]}")
         waits = ", ".join(f"{name} {count / self.num_steps:g}" for name, count in self.host_waits.items())
@@ -94,8 +115,38 @@ def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernel
         num_steps=num_steps,
         parts=_times(kernels, parts),
         kernels=[(name, counts[name], longest[name]) for name in top],
+        traffic=_traffic(kernels),
         host_waits=dict(Counter(call["name"] for call in calls if call["name"].startswith(_SYNCHRONIZING))),
     )
+
+
+_WIDTHS = {
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Half": 2,
+    "BFloat16": 2,
+    "Int": 4,
+    "Float": 4,
+    "Long": 8,
+    "Double": 8,
+}
+"""Bytes of an element, by torch's names in traces."""
+
+
+def _traffic(kernels: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
+    """What NCCL's kernels moved, as torch notes it beside each."""
+    traffic: dict[str, Traffic] = {}
+    for kernel in kernels:
+        told = kernel["args"]
+        if "Collective name" not in told:
+            continue
+        of = traffic.setdefault(f"{told['Collective name']} over {told.get('Group size', '?')}", Traffic())
+        elements = max(int(told.get("In msg nelems", 0)), int(told.get("Out msg nelems", 0)))
+        of.count += 1
+        of.num_bytes += elements * _WIDTHS.get(told.get("dtype", ""), 0)
+        of.milliseconds += kernel["dur"] / 1000
+    return traffic
 
 
 def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[str, PartTimes]:

@@ -49,6 +49,18 @@ def test_stretches_are_computation_exposed_communication_or_idle() -> None:
     assert "cudaStreamSynchronize 0.5" in text
 
 
+def test_traffic_is_counted_where_the_trace_tells_of_it() -> None:
+    told = {"Collective name": "_reduce_scatter_base", "Group size": 4, "dtype": "Float"}
+    sizes = {"In msg nelems": 4_000_000, "Out msg nelems": 1_000_000}
+    kernels = [span("kernel", "ncclDevKernel_ReduceScatter", at, 500) for at in (0, 1000, 2000)]
+    for kernel in kernels:
+        kernel["args"] |= {**told, **sizes}
+    summary = summarize([*TRACE, *kernels], num_steps=2)
+    assert list(summary.traffic) == ["_reduce_scatter_base over 4"]
+    assert "     0.75       1.5     0.024  _reduce_scatter_base over 4" in summary.text()
+    assert "collective" not in summarize(TRACE, num_steps=1).text()
+
+
 def test_a_trace_without_kernels_says_so() -> None:
     assert "no kernels" in summarize([span("cpu_op", "aten::add", 0, 1)], num_steps=1).text()
 
