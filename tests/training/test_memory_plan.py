@@ -88,6 +88,8 @@ class NoWire:
         "tp4 groups1 olmo2",
         "dp4 zero1 overlap",
         "dp4 zero1 nooverlap",
+        "tp2 dp2 zero3",
+        "dp4 zero2 overlap",
         "pp4 batch8",
         "tp2 sp dp2 pp2 zero1 gpt2",
     ],
