@@ -43,7 +43,7 @@ def device(draft: Draft) -> Answer:
 def data_parallel_sharding_strategy(draft: Draft) -> Answer:
     parallel = draft.config.parallel
     if parallel.use_megatron_fsdp:
-        return Answer("optim_grads_params", "--use-megatron-fsdp")
+        return Answer("optim_grads_params", "what --use-megatron-fsdp spreads: all (ZeRO-3)")
     if parallel.use_distributed_optimizer:
         return Answer("optim", "--use-distributed-optimizer")
     return Answer("no_shard", "--no-use-distributed-optimizer")

@@ -74,3 +74,11 @@ def test_keys_never_get_into_the_configuration(monkeypatch):
 def test_curves_need_no_note_of_their_own(plan_of):
     flags = "--wandb-project p --log-memory-to-tensorboard --wandb-exp-name x"
     assert plan_of(flags, facts=Facts(libraries={"wandb": "1"})).notes == ()
+
+
+def test_what_megatron_fsdp_spreads_is_shown(plan_of):
+    shown = render_plan(plan_of("--use-megatron-fsdp"))
+    assert "data_parallel_sharding_strategy  optim_grads_params" in " ".join(shown.split("\n")).replace(
+        "   ", "  "
+    )
+    assert "data_parallel_sharding_strategy" not in render_plan(plan_of())
