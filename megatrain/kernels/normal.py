@@ -3,8 +3,8 @@
     (key, flat index) -> Philox4x32-10 -> 32 random bits -> inverse normal distribution
 
 Every rank fills just its box of a tensor and gets what any other layout gets. Only integer operations and the
-IEEE operations that are rounded exactly (+, -, *, / and powers of two) are used, each as an operator of its
-own, so that the numbers are the same to the last bit on every device, in every chunking.
+IEEE operations that are rounded exactly (+, -, *, / and powers of two) are used, each as an operation of its
+own, so that the numbers are the same to the last bit on every device, in every chunking, and from the fused kernel.
 
 Sources: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011) for Philox; Wichura, "Algorithm
 AS 241" (1988), routine PPND7, for the inverse of the normal distribution (relative error about 1e-7).
@@ -16,6 +16,9 @@ import hashlib
 
 import torch
 from torch import Tensor
+
+from megatrain.kernels.fused import random as fused
+from megatrain.kernels.fused.launching import is_fused
 
 WORDS = 4
 """Random words that one counter gives: the numbers 4 c to 4 c + 3 of a stream come from counter c."""
@@ -43,6 +46,16 @@ def fill_normal(
         first: flat place of out[0, 0] in the whole tensor.
         row_stride: distance between the places of out[r, 0] and out[r + 1, 0].
     """
+    if is_fused(out):
+        fused.fill_normal(out, key, first, row_stride, mean, std)
+    else:
+        fill_normal_reference(out, key=key, first=first, row_stride=row_stride, mean=mean, std=std)
+
+
+def fill_normal_reference(
+    out: Tensor, *, key: int, first: int, row_stride: int, mean: float = 0.0, std: float = 1.0
+) -> None:
+    """The same, with torch's operators."""
     rows, columns = out.shape
     if not rows or not columns:
         return

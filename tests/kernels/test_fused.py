@@ -13,10 +13,11 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from megatrain.kernels import activations, norms, rotary, softmax, turning  # noqa: E402
+from megatrain.kernels import activations, dropout, normal, norms, rotary, softmax, turning  # noqa: E402
 from megatrain.kernels.activations import Activation  # noqa: E402
 from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
 from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
+from megatrain.kernels.fused import random as fused_random  # noqa: E402
 from megatrain.kernels.fused import rotary as fused_rotary  # noqa: E402
 from megatrain.kernels.fused import softmax as fused_softmax  # noqa: E402
 
@@ -155,3 +156,25 @@ def test_softmax(dtype: torch.dtype, rows: int, columns: int, num_real: int) -> 
         dtype,
         columns,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1.0, 0.02)])
+def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: float) -> None:
+    # Enough to have both regions of the quantile, counters beyond 32 bits, and rows that begin between counters.
+    found = torch.empty(90, 101, dtype=dtype, device=DEVICE)
+    expected = torch.empty_like(found, device="cpu")
+    where = {"key": 0xFEDCBA9876543210, "first": 2**35 + 3, "row_stride": 1003, "mean": mean, "std": std}
+    fused_random.fill_normal(found, **where)
+    normal.fill_normal_reference(expected, **where)
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_dropout_keeps_the_same_elements() -> None:
+    rows = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
+    found = torch.empty(4, 1030, dtype=torch.bool, device=DEVICE)
+    expected = torch.empty_like(found, device="cpu")
+    fused_random.keep_mask(found, rows, 77, round(0.3 * 2**32))
+    dropout.fill_reference(expected, rows.cpu(), 77, round(0.3 * 2**32))
+    assert torch.equal(found.cpu(), expected)
+    assert 0.65 < found.float().mean().item() < 0.75

@@ -1,0 +1,118 @@
+"""`kernels.normal` and `kernels.dropout` in one pass, with the same bits: products and sums are never one operation."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
+
+_BLOCK = 512
+_LOW = 0xFFFFFFFF
+
+
+def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float, std: float) -> None:
+    """As `kernels.normal.fill_normal`."""
+    size = out.numel()
+    launch(
+        _normal, (cdiv(size, _BLOCK),),
+        out, size, out.shape[1], first, row_stride, key & _LOW, key >> 32, MEAN=mean, STD=std, BLOCK=_BLOCK, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
+    """As `kernels.dropout.keep_mask`: `kept` is bool [rows, columns], the rows' numbers are int64 [rows]."""
+    columns = kept.shape[1]
+    launch(
+        _kept, (rows.numel(), cdiv(columns, _BLOCK)),
+        kept, rows, columns, cdiv(columns, 4), key & _LOW, key >> 32, threshold, BLOCK=_BLOCK,
+    )  # fmt: skip
+
+
+@jit
+def _word(counter, word, key_low, key_high):
+    """One of the four words of Philox4x32-10 at these counters."""
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
+    m0, m1 = tl.full((), 0xD2511F53, tl.uint32), tl.full((), 0xCD9E8D57, tl.uint32)
+    w0, w1 = tl.full((), 0x9E3779B9, tl.uint32), tl.full((), 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(10):
+        high_0, high_1 = tl.umulhi(c0, m0 + tl.zeros_like(c0)), tl.umulhi(c2, m1 + tl.zeros_like(c2))
+        low_0, low_1 = c0 * m0, c2 * m1
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = k0 + w0, k1 + w1
+    return tl.where(word == 0, c0, tl.where(word == 1, c1, tl.where(word == 2, c2, c3)))
+
+
+@jit
+def _double(x, number: tl.constexpr):
+    return tl.full(x.shape, number, tl.float64)
+
+
+@jit
+def _log(x):
+    """As `kernels.normal._log`."""
+    bits = x.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) - 1023).to(tl.float64)
+    mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
+    s = (mantissa - _double(x, 1.5)) / (mantissa + _double(x, 1.5))
+    square = s * s
+    value = square * _double(x, 2.0 / 15) + _double(x, 2.0 / 13)
+    value = value * square + _double(x, 2.0 / 11)
+    value = value * square + _double(x, 2.0 / 9)
+    value = value * square + _double(x, 2.0 / 7)
+    value = value * square + _double(x, 2.0 / 5)
+    value = value * square + _double(x, 2.0 / 3)
+    value = value * square + _double(x, 2.0)
+    return exponent * _double(x, 0.6931471805599453) + (_double(x, 0.4054651081081644) + s * value)
+
+
+@jit
+def _quantile(bits):
+    """As `kernels.normal.inverse_normal`, both regions everywhere."""
+    x = bits.to(tl.float64)
+    q = (x - _double(x, 2147483647.5)) * _double(x, 2.3283064365386963e-10)  # 2^31 - 1/2, 2^-32
+    r = _double(x, 0.180625) - q * q
+    upper = r * _double(x, 5.9109374720e01) + _double(x, 1.5929113202e02)
+    upper = upper * r + _double(x, 5.0434271938e01)
+    upper = upper * r + _double(x, 3.3871327179e00)
+    lower = r * _double(x, 6.7187563600e01) + _double(x, 7.8757757664e01)
+    lower = lower * r + _double(x, 1.7895169469e01)
+    lower = lower * r + _double(x, 1.0)
+    centre = upper * q / lower
+
+    size = -_log(_double(x, 0.5) - tl.abs(q))
+    root = size * _double(x, 0.17) + _double(x, 1.0)
+    for _ in tl.static_range(4):
+        root = (root + size / root) * _double(x, 0.5)
+    r = root - _double(x, 1.6)
+    upper = r * _double(x, 1.7023821103e-01) + _double(x, 1.3067284816e00)
+    upper = upper * r + _double(x, 2.7568153900e00)
+    upper = upper * r + _double(x, 1.4234372777e00)
+    lower = r * _double(x, 1.2021132975e-01) + _double(x, 7.3700164250e-01)
+    lower = lower * r + _double(x, 1.0)
+    tail = upper / lower
+    tail = tl.where(q < 0, -tail, tail)
+    return tl.where(tl.abs(q) > _double(x, 0.425), tail, centre)
+
+
+@jit
+def _normal(
+    OUT, size, columns, first, row_stride, key_low, key_high,
+    MEAN: tl.constexpr, STD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Mean and deviation are constants, since numbers come to a kernel as fp32.
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    place = first + (index // columns) * row_stride + index % columns
+    values = _quantile(_word(place // 4, place % 4, key_low, key_high))
+    values = values * _double(values, STD) + _double(values, MEAN)
+    tl.store(OUT + index, values.to(tl.float32).to(OUT.dtype.element_ty), mask=index < size)
+
+
+@jit
+def _kept(KEPT, ROW, columns, counters_a_row, key_low, key_high, threshold, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    counter = tl.load(ROW + program) * counters_a_row + column // 4
+    word = _word(counter, column % 4, key_low, key_high)
+    tl.store(KEPT + program * columns + column, word.to(tl.int64) >= threshold, mask=column < columns)
