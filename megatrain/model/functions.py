@@ -52,12 +52,6 @@ def turn_heads(
     return q, k, v
 
 
-def add_bias(x: Tensor, holder: LaidOutModule) -> Tensor:
-    """x + the holder's `bias`; keeps nothing."""
-    out: Tensor = _AddBias.apply(x, holder.bias, holder.weight_grads.get("bias"))
-    return out
-
-
 def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
     """The weight, for small ones that plain autograd works with: its gradient goes to `weight_grad`."""
     out: Tensor = _AsLeaf.apply(weight, weight_grad)
@@ -161,18 +155,6 @@ class _TurnHeads(Function):
         cos, sin = ctx.saved_tensors
         dqkv = turning.turn_heads_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
         return dqkv, None, None, None, None
-
-
-class _AddBias(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, bias_grad: Tensor | None) -> Tensor:
-        ctx.bias_grad = bias_grad
-        return x + bias
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.bias_grad.add_(grads[0].flatten(0, -2).sum(0, dtype=ctx.bias_grad.dtype))
-        return grads[0], None, None
 
 
 class _AsLeaf(Function):

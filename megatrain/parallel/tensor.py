@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,16 +95,24 @@ def leave(x: Tensor, tp: TensorParallel) -> Tensor:
     return out
 
 
+class Bias(NamedTuple):
+    """The bias of a linear layer, and where its gradient goes (None where no gradients are kept)."""
+
+    value: Tensor
+    grad: Tensor | None
+
+
 def column_linear(
     x: Tensor,
     weight: Tensor,
     weight_grad: Tensor | None,
     tp: TensorParallel,
     info: PassInfo,
+    bias: Bias | None = None,
     *,
     again: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """y = x W^T with the rows of W (columns of the output) split over tp.
+    """y = x W^T + bias with the rows of W (columns of the output) split over tp.
 
     With sp the gathered input is not kept: the backward pass gathers it again.
 
@@ -115,16 +123,20 @@ def column_linear(
     Returns:
         [s, b, o/tp].
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, tp, info, again)
+    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, again)
     return out
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
+    x: Tensor,
+    weight: Tensor,
+    weight_grad: Tensor | None,
+    tp: TensorParallel,
+    info: PassInfo,
+    bias: Bias | None = None,
 ) -> Tensor:
-    """y = x W^T with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `leave`'s shape."""
-    out: Tensor = leave(_Linear.apply(x, weight, weight_grad, info), tp)
-    return out
+    """y = x W^T + bias with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `leave`'s shape."""
+    return _left(_Linear.apply(x, weight, weight_grad, None, bias if tp.size == 1 else None, info), tp, bias)
 
 
 def activated_row_linear(
@@ -134,12 +146,21 @@ def activated_row_linear(
     activation: Activation,
     tp: TensorParallel,
     info: PassInfo,
+    bias: Bias | None = None,
 ) -> Tensor:
     """`row_linear` of the activation of x, [s, b, f/tp] or behind a gate [s, b, 2 f/tp].
 
     Where the activation is one fused kernel, its result is not kept: the backward pass forms it again on its way.
     """
-    out: Tensor = leave(_ActivatedLinear.apply(x, weight, weight_grad, activation, info), tp)
+    alone = bias if tp.size == 1 else None
+    return _left(_Linear.apply(x, weight, weight_grad, activation, alone, info), tp, bias)
+
+
+def _left(y: Tensor, tp: TensorParallel, bias: Bias | None) -> Tensor:
+    """The ranks' parts summed; then the bias, which one rank alone has added in its product."""
+    out = leave(y, tp)
+    if bias is not None and tp.size > 1:
+        out = _AddBias.apply(out, bias)
     return out
 
 
@@ -214,17 +235,17 @@ class _ColumnLinear(Function):
         x: Tensor,
         weight: Tensor,
         weight_grad: Tensor | None,
+        bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
         again: Callable[[], Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(x if again is None else None, weight)
-        ctx.weight_grad, ctx.tp, ctx.info, ctx.again = weight_grad, tp, info, again
-        whole = all_gather(x, tp.group) if tp.sequence_parallel else x
-        return whole @ weight.t()
+        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info, ctx.again = weight_grad, bias, tp, info, again
+        return _product(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         dy = grads[0]
@@ -233,7 +254,8 @@ class _ColumnLinear(Function):
         whole = _begin_gather(x, tp)
         dx = _begin_reduction(dy @ weight, tp)
         _form_weight_gradient(ctx.weight_grad, dy, whole.arrived(), ctx.info)
-        return dx.arrived(), None, None, None, None, None
+        _sum_bias_gradient(ctx.bias, dy)
+        return dx.arrived(), None, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -265,42 +287,60 @@ def _begin_reduction(x: Tensor, tp: TensorParallel) -> _Underway:
 
 
 class _Linear(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight_grad, ctx.info = weight_grad, info
-        return x @ weight.t()
+    """Behind an activation or none."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        x, weight = ctx.saved_tensors
-        _form_weight_gradient(ctx.weight_grad, grads[0], x, ctx.info)
-        return grads[0] @ weight, None, None, None
-
-
-class _ActivatedLinear(Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         weight_grad: Tensor | None,
-        activation: Activation,
+        activation: Activation | None,
+        bias: Bias | None,
         info: PassInfo,
     ) -> Tensor:
-        y = activate(x, activation)
-        ctx.save_for_backward(x, weight, None if is_fused(x) else y)
-        ctx.weight_grad, ctx.activation, ctx.info = weight_grad, activation, info
-        return y @ weight.t()
+        y = x if activation is None else activate(x, activation)
+        ctx.is_formed_again = activation is not None and is_fused(x)
+        ctx.save_for_backward(x, weight, None if ctx.is_formed_again else y)
+        ctx.weight_grad, ctx.bias, ctx.activation, ctx.info = weight_grad, bias, activation, info
+        return _product(y, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, y = ctx.saved_tensors
-        dy = grads[0] @ weight
-        again = torch.empty_like(dy) if y is None else None
-        dx = activate_backward(dy, x, ctx.activation, again=again)
-        _form_weight_gradient(ctx.weight_grad, grads[0], y if again is None else again, ctx.info)
-        return dx, None, None, None, None
+        dx = grads[0] @ weight
+        if ctx.is_formed_again:
+            y = torch.empty_like(dx)
+        if ctx.activation is not None:
+            dx = activate_backward(dx, x, ctx.activation, again=y if ctx.is_formed_again else None)
+        _form_weight_gradient(ctx.weight_grad, grads[0], y, ctx.info)
+        _sum_bias_gradient(ctx.bias, grads[0])
+        return dx, None, None, None, None, None
+
+
+class _AddBias(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Bias) -> Tensor:
+        ctx.bias = bias
+        return x + bias.value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        _sum_bias_gradient(ctx.bias, grads[0])
+        return grads[0], None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
+    """x W^T + bias, in one matrix product."""
+    if bias is None:
+        return x @ weight.t()
+    return torch.addmm(bias.value, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
+
+
+def _sum_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
+    if bias is not None:
+        assert bias.grad is not None
+        bias.grad.add_(dy.flatten(0, -2).sum(0, dtype=bias.grad.dtype))
 
 
 def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls in which the host waits for the GPU; a copy to pageable memory waits too, and shows as the first."""
+"""Calls in which the host waits for the GPU; a copy to pageable memory waits too, and shows as the first. An asynchronous
+copy, from pinned memory or on the GPU, does not."""
 _OUTSIDE = "elsewhere"
 
 
@@ -116,7 +117,7 @@ def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernel
         parts=_times(kernels, parts),
         kernels=[(name, counts[name], longest[name]) for name in top],
         traffic=_traffic(kernels),
-        host_waits=dict(Counter(call["name"] for call in calls if call["name"].startswith(_SYNCHRONIZING))),
+        host_waits=dict(Counter(call["name"] for call in calls if call["name"] in _SYNCHRONIZING)),
     )
 
 

@@ -16,7 +16,7 @@ from megatrain.model.implementations.local import LocalDropout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor import TensorParallel, activated_row_linear
+from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear
 
 ALONE = RankGroup("tp", (0,), 0)
 
@@ -47,10 +47,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, own: functions.split_rms_norm(x, own, 1e-5, 0.0, ALONE),
         lambda x, weight, bias: F.rms_norm(x, (16,), weight, 1e-5) + 0 * bias,
     ),
-    "add_bias": (
-        functions.add_bias,
-        lambda x, weight, bias: x + bias + 0 * weight,
-    ),
     "as_leaf": (
         lambda x, own: x * functions.as_leaf(own.weight, own.weight_grads["weight"]),
         lambda x, weight, bias: x * weight + 0 * bias,
@@ -76,19 +72,20 @@ def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> Non
 
 def test_a_linear_layer_behind_an_activation_is_that_of_plain_torch() -> None:
     activation = Activation(curve=QUICK_GELU, is_gated=True, clamp=0.5, offset=1)
-    x, weight, upstream = _random(5, 3, 32), _random(7, 16), _random(5, 3, 7)
-    theirs = [one.clone().requires_grad_() for one in (x, weight)]
+    x, weight, bias, upstream = _random(5, 3, 32), _random(7, 16), _random(7), _random(5, 3, 7)
+    theirs = [one.clone().requires_grad_() for one in (x, weight, bias)]
     gate, up = theirs[0].chunk(2, -1)
     gate = gate.clamp(max=0.5)
-    expected = F.linear(gate * torch.sigmoid(1.702 * gate) * (up.clamp(-0.5, 0.5) + 1), theirs[1])
+    expected = F.linear(gate * torch.sigmoid(1.702 * gate) * (up.clamp(-0.5, 0.5) + 1), *theirs[1:])
     expected.backward(upstream)
-    ours, grad = x.clone().requires_grad_(), torch.ones_like(weight)
+    ours, grad, bias_grad = x.clone().requires_grad_(), torch.ones_like(weight), torch.ones_like(bias)
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
-    found = activated_row_linear(ours, weight, grad, activation, tp, PassInfo())
+    found = activated_row_linear(ours, weight, grad, activation, tp, PassInfo(), Bias(bias, bias_grad))
     found.backward(upstream)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(ours.grad, theirs[0].grad, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(grad - 1, theirs[1].grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(bias_grad - 1, theirs[2].grad, rtol=1e-11, atol=1e-12)
 
 
 def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:

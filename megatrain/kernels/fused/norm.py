@@ -13,8 +13,8 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, t
 
 _TILE = 2048
 """Elements that a program works on at once, where rows are shorter."""
-_PROGRAMS = 264
-"""Of the backward pass at most: two for each multiprocessor of an H200."""
+_WARPS = 132 * 32
+"""Of the backward pass at most: half of what the multiprocessors of an H200 hold."""
 
 
 def norm(
@@ -52,7 +52,7 @@ def norm_backward(
     dx = torch.empty_like(x)
     rows, block, warps = _tile(columns)
     count = x.numel() // columns
-    programs = min(cdiv(count, rows), _PROGRAMS)
+    programs = min(cdiv(count, rows), _WARPS // warps)
     dweight = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
     dbias = None if mean is None else torch.empty_like(dweight)
     launch(

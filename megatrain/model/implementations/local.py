@@ -19,7 +19,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
-from megatrain.parallel.tensor import TensorParallel, activated_row_linear, column_linear, row_linear
+from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,14 @@ class LocalColumnLinear(LaidOutModule):
         self.forms_norm_again = forms_norm_again
         self.norm = norm if norm is not None else LocalNarrowing(leaves.dtype)
         self.add_weight("weight", linear.weight, leaves.dtype)
-        self.has_bias = linear.bias is not None
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, leaves.dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         hidden, normed = self.norm.of_sum(hidden, delta)
         again = functools.partial(self.norm.again, hidden.detach()) if self.forms_norm_again else None
-        out = column_linear(normed, self.weight, self.weight_grads.get("weight"), self.tp, info, again=again)
-        return hidden, functions.add_bias(out, self) if self.has_bias else out
+        grad, bias = self.weight_grads.get("weight"), _bias_of(self)
+        return hidden, column_linear(normed, self.weight, grad, self.tp, info, bias, again=again)
 
 
 class LocalNarrowing(nn.Module):
@@ -159,17 +158,11 @@ class LocalRowLinear(LaidOutModule):
         super().__init__()
         self.tp = leaves.tp
         self.add_weight("weight", linear.weight, leaves.dtype)
-        self.has_bias = linear.bias is not None
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, leaves.dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        out = self.product(x, info)
-        return functions.add_bias(out, self) if self.has_bias else out
-
-    def product(self, x: Tensor, info: PassInfo) -> Tensor:
-        """The linear layer but for its bias."""
-        return row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        return row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info, _bias_of(self))
 
 
 class LocalActivationRowLinear(LocalRowLinear):
@@ -179,10 +172,14 @@ class LocalActivationRowLinear(LocalRowLinear):
         super().__init__(leaves, linear)
         self.activation = activation
 
-    def product(self, x: Tensor, info: PassInfo) -> Tensor:
-        return activated_row_linear(
-            x, self.weight, self.weight_grads.get("weight"), self.activation, self.tp, info
-        )
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        grad, bias = self.weight_grads.get("weight"), _bias_of(self)
+        return activated_row_linear(x, self.weight, grad, self.activation, self.tp, info, bias)
+
+
+def _bias_of(layer: LaidOutModule) -> Bias | None:
+    bias = getattr(layer, "bias", None)
+    return None if bias is None else Bias(bias, layer.weight_grads.get("bias"))
 
 
 class LocalDropout(nn.Module):
