@@ -9,11 +9,10 @@ longer draws the samples beyond it by a further plan: nothing that was seen come
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatrain.config.plan import Answer, Draft, Plan
 from megatrain.config.splits import SPLIT_NAMES
-from megatrain.config.values import INVALID, UnsettledError
+from megatrain.config.values import settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +80,12 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
 def requested_train_samples(draft: Draft) -> Answer:
     training, read = draft.config.training, draft.derived.train_samples
     if training.train_samples is not None and training.train_samples >= read:
-        return Answer(_settled(training.train_samples), "--train-samples")
+        return Answer(settled(training.train_samples), "--train-samples")
     if training.decrease_batch_size_if_needed and training.train_iters is not None:
         iterations, batch = draft.derived.train_iters, training.global_batch_size
         if iterations * batch > read:  # as in Megatron-LM, which plans for what was asked for
             return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
-    return Answer(_settled(read), draft.origins["derived.train_samples"].detail)
+    return Answer(settled(read), draft.origins["derived.train_samples"].detail)
 
 
 def requested_valid_samples(draft: Draft) -> Answer:
@@ -122,7 +121,7 @@ def test_plan(draft: Draft) -> Answer:
 
 def _plan(draft: Draft, split: str) -> Answer:
     assert split in SPLIT_NAMES
-    requested = _settled(getattr(draft.derived, f"requested_{split}_samples"))
+    requested = settled(getattr(draft.derived, f"requested_{split}_samples"))
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
     former = [count for count in plans if count]
@@ -146,10 +145,3 @@ def extended(former: Sequence[int], requested: int) -> tuple[int, ...]:
 
 def _sum(counts: Sequence[int]) -> str:
     return " + ".join(map(str, counts))
-
-
-def _settled(value: Any) -> Any:
-    """The value itself; trips over INVALID, which could pass through otherwise."""
-    if value is INVALID:
-        raise UnsettledError
-    return value

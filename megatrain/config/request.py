@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.errors import Problem
 from megatrain.config.tree import Config, Origin
 from megatrain.config.values import is_settled
 
@@ -37,8 +37,3 @@ class Request:
         """The value at this path, or None where it is open, missing or not understood: for gathering facts."""
         value = self.config.get(path)
         return value if is_settled(value) else None
-
-    def raise_problems(self) -> None:
-        """Raise ConfigError if anything given was not understood."""
-        if self.problems:
-            raise ConfigError.of(self.problems)

@@ -57,6 +57,20 @@ def is_settled(value: object) -> bool:
     return not any(value is stand_in for stand_in in (AUTO, REQUIRED, INVALID))
 
 
+def settled(value: Any) -> Any:
+    """The value itself; trips over INVALID, which could pass through otherwise."""
+    if value is INVALID:
+        raise UnsettledError
+    return value
+
+
+def whole(amount: int, parts: int) -> int:
+    """The quotient, if it is whole; a rule reports it if not."""
+    if amount % parts:
+        raise UnsettledError
+    return amount // parts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Range:
     """The numbers that a field takes. A bound of None is open."""

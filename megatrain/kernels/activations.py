@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused import activation as fused
 from megatrain.kernels.fused.launching import is_fused
 

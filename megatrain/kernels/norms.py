@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused import norm as fused
 from megatrain.kernels.fused.launching import is_fused
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels import norms, turning
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.dtypes import wide
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule

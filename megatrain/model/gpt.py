@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.dtypes import wide
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise

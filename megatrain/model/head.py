@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.dtypes import wide
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.derivations import activation_of
+from megatrain.config.derived_model import activation_of
 from megatrain.config.layer_sizes import layer_table
 from megatrain.config.model import ModelConfig
 from megatrain.config.mup import attention_scale, matrix_init_std

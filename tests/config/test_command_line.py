@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatrain import __version__
-from megatrain.config import ConfigError, Origin, docs_reference, parse
+from megatrain.config import Origin, docs_reference, parse
 from megatrain.config.help_text import field_help
 from megatrain.config.tree import settings
 from megatrain.config.values import AUTO, REQUIRED, is_settled
@@ -100,10 +100,6 @@ def test_a_mistake_is_named_with_its_remedy(argv, words):
 def test_all_mistakes_are_collected_at_once():
     argv = ["--num-layer", "3", "--lr", "fast", "--hidden-size", "--normalization", "BatchNorm"]
     assert len(problems(*argv)) == 4
-    with pytest.raises(ConfigError, match="--lr fast is not a number") as caught:
-        parse(argv).raise_problems()
-    assert len(caught.value.problems) == 4
-    assert caught.value.exit_code == 2
 
 
 def test_known_gives_none_for_what_is_open_or_wrong():

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from megatrain.kernels.dropout import keep_mask
-from megatrain.kernels.elementwise import wide
+from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused.launching import is_fake
 from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec

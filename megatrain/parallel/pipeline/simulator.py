@@ -24,8 +24,6 @@ class ScheduleError(AssertionError):
 class Simulation:
     """What a schedule costs."""
 
-    total_time: float
-    """Until the last stage is done, in the units of the costs given."""
     bubble_fraction: float
     """Share of all stages' time in which they wait."""
     peak_activations: tuple[int, ...]
@@ -71,7 +69,7 @@ def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[Kind, float] 
     if unread:
         raise ScheduleError(f"messages that no stage receives: {unread}")
     total = max(clocks)
-    return Simulation(total, 1 - sum(busy) / (total * len(schedules)) if total else 0.0, tuple(peaks))
+    return Simulation(1 - sum(busy) / (total * len(schedules)) if total else 0.0, tuple(peaks))
 
 
 def _take(
