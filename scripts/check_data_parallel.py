@@ -30,9 +30,10 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.groups import make_group
-from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.engine import Engine
 from megatrain.training.launch import grid_shape
 from megatrain.training.trace_summary import summarize
+from megatrain.training.updates import schedules_of
 
 NUM_STEPS, NUM_PROFILED = 20, 3
 GLOBAL_BATCH = 32

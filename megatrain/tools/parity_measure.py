@@ -18,9 +18,10 @@ from megatrain.parallel.groups import make_group
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import planted
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
-from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.engine import Engine
 from megatrain.training.launch import grid_shape
 from megatrain.training.own_layers import with_own_layers
+from megatrain.training.updates import schedules_of
 
 NUM_STEPS = 3
 _VOCAB, _SEQ = 101, 24

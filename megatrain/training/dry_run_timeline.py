@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatrain.config import Facts, Plan
 from megatrain.config.batch_sizes import BatchSizes, batch_sizes
 from megatrain.config.data_plans import evaluations
-from megatrain.training.engine import schedules_of
+from megatrain.training.updates import schedules_of
 
 
 @dataclass(frozen=True, kw_only=True)

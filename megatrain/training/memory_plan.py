@@ -25,10 +25,11 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline import executor
 from megatrain.parallel.pipeline.executor import SegmentHooks, Use
 from megatrain.parallel.pipeline.schedule import Kind
-from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.engine import Engine
 from megatrain.training.model_tree import layer_numbers, segment_name
 from megatrain.training.shadow import shadow
 from megatrain.training.storage_ledger import Ledger, Peak, Run, Storage, run_as_it_is
+from megatrain.training.updates import schedules_of
 
 CUBLAS_BYTES: Final = 32 << 20
 """Work space of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""

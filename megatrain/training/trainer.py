@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import threading
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -28,17 +27,18 @@ from megatrain.config.plan import continues_optimizer
 from megatrain.config.training_rules import signal_number
 from megatrain.parallel.groups import limit_collectives
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
-from megatrain.training.engine import Engine, mean_losses, schedules_of
-from megatrain.training.failure import Failure, exit_code_of
+from megatrain.training.engine import Engine, mean_losses
+from megatrain.training.failure import exit_code_of
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.launch import Ranks
-from megatrain.training.metrics import write_status
 from megatrain.training.not_finite import explain
 from megatrain.training.profiling import Profiling
 from megatrain.training.run_log import RunLog
+from megatrain.training.run_status import RunStatus
 from megatrain.training.spikes import SpikeWatch
 from megatrain.training.stopping import StopRequest
 from megatrain.training.summary import describe
+from megatrain.training.updates import schedules_of
 
 REACHED, STOPPED_EARLY = 0, 75
 
@@ -78,9 +78,7 @@ class Trainer:
         self.spikes |= {"lm_loss": SpikeWatch("lm loss")} if training.check_for_spiky_loss else {}
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
-        self._status_lock = threading.Lock()
-        self._has_status = False
-        """Whether `status.json` says how another rank ended this run."""
+        self.status = RunStatus(self.save_folder if ranks.is_main else None, lambda: self.iteration)
 
     def _follow(self, plan: Plan) -> None:
         """Take over what a plan says about the steps to come."""
@@ -152,7 +150,7 @@ class Trainer:
         self._open_data()
         self._open_outputs()
         if self.ranks.watch is not None:
-            self.ranks.watch.before_end = self._note_end_of_another
+            self.ranks.watch.before_end = self.status.note_end_of_another
         try:
             with self.phases.phase("opening logs"):
                 self.log = RunLog(
@@ -170,11 +168,11 @@ class Trainer:
                 error.exit_code = 1
                 error.is_told = isinstance(error, CheckpointError | NotFiniteError) and not self.ranks.is_main
                 reason = error.problems[0].text
-            self._note_own_end(exit_code_of(error), reason)
+            self.status.note_own_end(exit_code_of(error), reason)
             raise
         finally:
             self._close()
-        self._write_status(exit_code, reason)
+        self.status.write(exit_code, reason)
         resumable = (
             "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
         )
@@ -373,7 +371,7 @@ class Trainer:
             with self.phases.phase("preparing the data"):
                 self.batches = build_batches(self.ranks, self.plan, self._say)
         except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
-            self._write_status(error.exit_code, error.problems[0].text)
+            self.status.write(error.exit_code, error.problems[0].text)
             raise
 
     def _open_outputs(self) -> None:
@@ -384,22 +382,7 @@ class Trainer:
             if not self.config.training.skip_train:  # which says nothing about the run that trained
                 text = to_yaml(self.config, self.plan.origins)
                 (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
-            self._write_status(None, "running")
-
-    def _write_status(self, exit_code: int | None, reason: str) -> None:
-        if self.ranks.is_main and self.save_folder is not None and self.save_folder.is_dir():
-            write_status(self.save_folder, exit_code=exit_code, reason=reason, iteration=self.iteration)
-
-    def _note_end_of_another(self, failure: Failure) -> None:
-        """Another rank's end is this run's; what breaks here afterwards is not."""
-        with self._status_lock:
-            self._write_status(failure.exit_code, str(failure))
-            self._has_status = True
-
-    def _note_own_end(self, exit_code: int, reason: str) -> None:
-        with self._status_lock:
-            if not self._has_status:
-                self._write_status(exit_code, reason)
+            self.status.write(None, "running")
 
     def _close(self) -> None:
         self.batches.close()

@@ -17,7 +17,7 @@ from megatrain.parallel.pipeline.executor import Use
 from megatrain.tools.parity_measure import NUM_STEPS, engine_of, own_batches, tiny_plan
 from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import schedules_of
+from megatrain.training.updates import schedules_of
 
 BF16 = ("--bf16", "--params-dtype", "bfloat16")
 

@@ -23,7 +23,7 @@ from megatrain.tools.parity_measure import (
 from megatrain.tools.parity_narrow import NarrowComparer, within
 from megatrain.tools.parity_rows import QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
-from megatrain.training.engine import schedules_of
+from megatrain.training.updates import schedules_of
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,9 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.engine import Engine
 from megatrain.training.launch import grid_shape
+from megatrain.training.updates import schedules_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 VOCAB, SEQ, GLOBAL_BATCH, NUM_ITERATIONS = 4096, 64, 4, 50

@@ -16,7 +16,7 @@ from megatrain.optim.loss_scale import DynamicLossScale
 from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.engine import schedules_of
+from megatrain.training.updates import schedules_of
 
 RAMP = (
     "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "

@@ -10,7 +10,7 @@ import pytest
 from megatrain.config import Facts, StoredRun, parse, resolve
 from megatrain.config.plan import Plan
 from megatrain.optim.schedule import LearningRate, WeightDecay
-from megatrain.training.engine import schedules_of
+from megatrain.training.updates import schedules_of
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
 WORKING = (

@@ -10,7 +10,8 @@ from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.rate_groups import ParamKind
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.training.engine import Engine, schedules_of
+from megatrain.training.engine import Engine
+from megatrain.training.updates import schedules_of
 
 VOCAB, SEQ, MICRO_BATCH, STEPS = 97, 16, 8, 5
 WIDTHS = (64, 128, 256)
