@@ -5,8 +5,9 @@
 
 Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
 A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
-Each job has process groups of its own, so that worlds of any size follow one another. A job that fails or takes too
-long ends all workers; the next job gets new ones.
+Each job has process groups of its own, so that worlds of any size follow one another; but NCCL's group of all ranks
+stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. A job that fails or
+takes too long ends all workers; the next job gets new ones.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class WorkerPool:
         self._workers: list[tuple[Any, Connection[Any, Any]]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="megatrain-workers-")
         self._num_jobs = 0
+        self._nccl_world = 0
 
     def __enter__(self) -> Self:
         return self
@@ -63,8 +65,12 @@ class WorkerPool:
             WorkerError: a rank raised, died or took too long.
         """
         assert world_size <= self.size, f"a pool of {self.size} cannot run {world_size} ranks"
+        if self.device == "cuda" and world_size > 1 and self._nccl_world not in (0, world_size):
+            self._kill()
         if not self._workers:
             self._fork()
+        if self.device == "cuda" and world_size > 1:
+            self._nccl_world = world_size
         self._num_jobs += 1
         store = Path(self._folder.name) / f"job-{self._num_jobs}"
         connections = [connection for _, connection in self._workers[:world_size]]
@@ -120,6 +126,7 @@ class WorkerPool:
             process.join()
             connection.close()
         self._workers = []
+        self._nccl_world = 0
 
 
 def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]], kind: str) -> None:
@@ -136,7 +143,7 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
             device = torch.device(kind, rank) if kind == "cuda" else None
             if device is not None:
                 torch.cuda.set_device(device)
-            if world_size > 1:
+            if world_size > 1 and not dist.is_initialized():
                 dist.init_process_group(
                     "gloo" if device is None else "nccl",
                     store=dist.FileStore(store, world_size),
@@ -148,7 +155,8 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
             answer = function(rank, world_size, *arguments)
             if world_size > 1:
                 dist.barrier()
-                dist.destroy_process_group()
+                if device is None:
+                    dist.destroy_process_group()
             connection.send((True, answer))
         except BaseException:  # noqa: BLE001 (whatever it was, the parent must hear of it)
             connection.send((False, traceback.format_exc()))
