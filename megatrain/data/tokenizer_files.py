@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import importlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.errors import InputError
 
 NO_PAD: Final = -1
 GET_AGAIN: Final = "download or copy the tokenizer again"
@@ -112,17 +111,6 @@ def fingerprint_of(definition: dict[str, Any]) -> str:
     """SHA-256 of a definition without its layout: keys sorted, no blanks."""
     canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def optional_package(name: str, *, needed_by: str) -> Any:
-    """Import a package that not every installation has."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"--tokenizer-type {needed_by} needs the package {name}, which cannot be imported: {error}",
-            fix=f"pip install {name}",
-        ) from error
 
 
 _JSON_KINDS: Final = (Kind.TOKENIZER_JSON, Kind.TIKTOKEN_JSON, Kind.VOCAB_JSON)

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from megatrain.config.errors import InputError
 from megatrain.config.tokenizer import TokenizerConfig
+from megatrain.data.files import optional_package
 from megatrain.data.tokenizer_files import (
     GET_AGAIN,
     NO_PAD,
     Kind,
     fingerprint_of,
-    optional_package,
     read_file,
 )
 
@@ -32,7 +32,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, config: TokenizerConfig) -> None:
         file = read_file(Path(config.tokenizer_model or ""), Kind.SENTENCEPIECE, flag="--tokenizer-model")
-        library = optional_package("sentencepiece", needed_by=str(config.tokenizer_type))
+        library = optional_package("sentencepiece", needed_for=f"--tokenizer-type {config.tokenizer_type}")
         try:
             self._processor = library.SentencePieceProcessor(model_proto=file.content)
         except Exception as error:

@@ -17,13 +17,13 @@ from typing import Any, Final
 
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.tokenizer import TokenizerConfig
+from megatrain.data.files import optional_package
 from megatrain.data.tokenizer_files import (
     GET_AGAIN,
     NO_PAD,
     Kind,
     TokenizerFile,
     fingerprint_of,
-    optional_package,
     read_file,
 )
 
@@ -60,7 +60,7 @@ class TikTokenizer:
         special = _special_tokens(config)
         self.vocab_size = _vocab_size(config, file)
         tokens = _tokens(file, self.vocab_size - len(special))
-        self._library = optional_package("tiktoken", needed_by="TikTokenizer").Encoding(
+        self._library = optional_package("tiktoken", needed_for="--tokenizer-type TikTokenizer").Encoding(
             name=file.path.stem,
             pat_str=PATTERNS[config.tiktoken_pattern],
             mergeable_ranks={token: rank + len(special) for rank, token in enumerate(tokens)},

@@ -8,7 +8,6 @@ nothing is summed over replicas in it, so that each rank sees its own. What does
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final, Literal
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import gather_json
-from megatrain.parallel.layout import ParamEntry
+from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor, Segment, Use
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.training.engine import Engine
+from megatrain.training.model_tree import layer_numbers
 
 Stage = Literal["weight", "data", "forward", "backward", "gradient"]
 _STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "gradient")
@@ -188,11 +188,8 @@ def _bad_pieces(entry: ParamEntry, tensor: Tensor) -> Iterator[tuple[str, int]]:
 
 def _segment_name(number: int, engine: Engine) -> str:
     """Which layers a segment is, by the canonical names of its parameters."""
-    entries = [entry for entry in engine.model.registry.entries.values() if entry.segment == number]
-    names = [piece.name for entry in entries for piece in entry.layout.pieces]
-    layers = sorted(
-        {int(found[1]) for name in names if (found := re.match(r"decoder\.layers\.(\d+)\.", name))}
-    )
+    entries = {name: e for name, e in engine.model.registry.entries.items() if e.segment == number}
+    layers = layer_numbers(ParamRegistry(entries))
     if layers:
         return f"decoder.layers.{layers[0]}" + (f" to {layers[-1]}" if len(layers) > 1 else "")
     return "the head" if number else "the embedding" if engine.grid.pp.is_first else "the head"
