@@ -347,6 +347,20 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
     ),
     Option(
+        "optimizer state",
+        ("optimizer.optimizer_cpu_offload",),
+        (
+            Feature("ondevice", "", lambda p: not p.config.optimizer.optimizer_cpu_offload),
+            Feature(
+                "offload",
+                "--optimizer-cpu-offload",
+                lambda p: p.config.optimizer.optimizer_cpu_offload,
+                rows={"offload": "--optimizer-cpu-offload --optimizer-offload-fraction 0.5"},
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
         "learning rate",
         ("optimizer.decoupled_lr",),
         (
@@ -369,6 +383,11 @@ REFUSED: Final[tuple[Refused, ...]] = (
         ("zero0", "instances"),
         "nothing is spread over the ranks of an instance",
         "leave --num-distributed-optimizer-instances out, or use --data-parallel-sharding-strategy optim",
+    ),
+    Refused(
+        ("muon", "offload"),
+        "Muon's products of whole matrices are too slow for a CPU",
+        "leave --optimizer-cpu-offload out, or use --optimizer adam",
     ),
 )
 """Pairs whose other values go together. A row of parity never has one, and `resolve` says why not."""

@@ -75,6 +75,18 @@ _ACCEPTED: Final = (
         "--use-precision-aware-optimizer",
     ),
     here(
+        "here gradients and weights always travel beside the updates of --optimizer-cpu-offload",
+        "--overlap-cpu-optimizer-d2h-h2d",
+    ),
+    here(
+        "here the memory that --optimizer-cpu-offload pins is for two buckets on their way, never for all",
+        "--no-pin-cpu-grads --no-pin-cpu-params",
+    ),
+    here(
+        "here --optimizer-cpu-offload always computes with torch's own operations",
+        "--use-torch-optimizer-for-cpu-offload",
+    ),
+    here(
         "here gradients are always added up in fp32, or in fp64, and travel so but with --grad-reduce-in-bf16",
         "--accumulate-allreduce-grads-in-fp32 --megatron-fsdp-main-grads-dtype=auto|fp32"
         " --megatron-fsdp-main-params-dtype=auto|fp32",
@@ -334,13 +346,11 @@ _NOT_YET: Final = (
         instead="use --recompute-granularity; with --sequence-parallel what is kept is spread anyway",
     ),
     later(
-        "moving activations or optimizer state to the host",
+        "moving activations to the host",
         "--cpu-offloading-num-layers=0 --cpu-offloading-retain-pinned-cpu-buffers --fine-grained-activation-offloading"
         " --fine-grained-offloading-max-inflight-offloads= --activation-offload-fraction= --offload-modules=+"
-        " --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks=0 --min-offloaded-tensor-size="
-        " --optimizer-cpu-offload --optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d --no-pin-cpu-grads"
-        " --no-pin-cpu-params --use-torch-optimizer-for-cpu-offload",
-        instead="leave this out; --use-distributed-optimizer and --tensor-model-parallel-size save memory too",
+        " --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks=0 --min-offloaded-tensor-size=",
+        instead="leave this out; --recompute-granularity and --optimizer-cpu-offload, or --use-distributed-optimizer and --tensor-model-parallel-size save memory too",
     ),
     later(
         "CUDA graphs",

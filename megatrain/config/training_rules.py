@@ -142,6 +142,16 @@ def moments_belong_to_adam(draft: Draft) -> Problems:
             )
 
 
+def an_offload_fraction_has_an_offload(draft: Draft) -> Problems:
+    optimizer = draft.config.optimizer
+    if not optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction != 1:
+        yield Problem(
+            f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction} has no effect without"
+            " --optimizer-cpu-offload",
+            "add --optimizer-cpu-offload, or leave the fraction out",
+        )
+
+
 def schedules_have_one_source(draft: Draft) -> Problems:
     schedule = draft.config.schedule
     if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
@@ -195,6 +205,7 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     weight_decay_says_how_it_moves,
     embedding_rates_are_in_order,
     moments_belong_to_adam,
+    an_offload_fraction_has_an_offload,
     schedules_have_one_source,
     number_formats_agree,
     loss_scale_is_in_range,

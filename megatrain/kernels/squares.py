@@ -15,12 +15,29 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Over every element of all tensors, which lie on `device`: a number in fp64, with bounded scratch memory."""
+    """Over every element of all tensors: a number in fp64 on `device`, with bounded scratch memory.
+
+    Args:
+        tensors: there, or in the host's memory.
+        device: where the ranks' sums meet.
+    """
+    if device.type != "cuda":
+        return _on_host(tensors, device)
+    here = [tensor for tensor in tensors if tensor.is_cuda]
+    away = [tensor for tensor in tensors if not tensor.is_cuda]
+    return _on_gpu(here, device) + _on_host(away, device)
+
+
+def _on_gpu(tensors: list[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    if device.type == "cuda":
-        return torch.nn.utils.get_total_norm(list(tensors)).to(torch.float64).square()
-    return sum_of_squares_reference(tensors)
+    return torch.nn.utils.get_total_norm(tensors).to(torch.float64).square()
+
+
+def _on_host(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return sum_of_squares_reference(tensors).to(device)
 
 
 def sum_of_squares_reference(tensors: Sequence[Tensor]) -> Tensor:

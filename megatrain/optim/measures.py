@@ -18,13 +18,13 @@ from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 def parameter_norm(optimizer: ShardedOptimizer) -> float:
     """L2 norm of all main weights; called by all ranks."""
     parts = [main[place] for main, place in _own_places(optimizer, optimizer.state(WEIGHT))]
-    squares = sum_of_squares(parts, optimizer.main[0].device)
+    squares = sum_of_squares(parts, optimizer.device)
     return optimizer.parallel.sum_over_shards(squares).sqrt().item()
 
 
 def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
     """Elements of the summed gradient that are zero; called by all ranks before the gradients are cleared."""
-    count = torch.zeros((), dtype=torch.int64, device=optimizer.main[0].device)
+    count = torch.zeros((), dtype=torch.int64, device=optimizer.device)
     for flat, place in _own_places(optimizer, optimizer.buffers.gradient_shards):
         count += flat[place].numel() - flat[place].count_nonzero()
     return int(optimizer.parallel.sum_over_shards(count).item())

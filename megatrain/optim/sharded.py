@@ -5,6 +5,7 @@
 
 With the distributed optimizer (ZeRO-1, arXiv:1910.02054) the shards of the data-parallel ranks are disjoint; without
 it every rank owns everything. Where the model's dtype is as wide as the main weights, they are the same memory.
+State of the last buckets may be in the host's memory, whose CPU updates them then (offload.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from megatrain.kernels.flat import FlatUpdate, Run
 from megatrain.kernels.squares import sum_of_squares
 from megatrain.optim.muon import Muon
+from megatrain.optim.offload import HostUpdates, num_offloaded, zeros_on_host
 from megatrain.optim.rules import UpdateRule
 from megatrain.optim.schedule import Rates
 from megatrain.parallel.buffers import FlatBuffers, Placed, Shard
@@ -47,6 +49,7 @@ class ShardedOptimizer:
         clip_grad: largest norm of all gradients together; 0: no clipping.
         main_dtype: of main weights.
         kept_dtypes: of what the rule keeps, by kind; like the main weights where nothing is said.
+        offload_fraction: of the elements, whose state is in the host's memory, in whole buckets; 0 with `muon`.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ShardedOptimizer:
         clip_grad: float,
         main_dtype: torch.dtype,
         kept_dtypes: Mapping[str, torch.dtype] | None = None,
+        offload_fraction: float = 0.0,
     ) -> None:
         self.parallel = parallel
         self.buffers = parallel.buffers
@@ -65,18 +69,21 @@ class ShardedOptimizer:
         self.muon = muon
         self.clip_grad = clip_grad
         self.step_count = 0
-        weights = self.buffers.weight_shards
-        self.main = [w if w.dtype == main_dtype else torch.zeros_like(w, dtype=main_dtype) for w in weights]
+        weights, gradients = self.buffers.weight_shards, self.buffers.gradient_shards
+        self.device = weights[0].device
+        self.num_on_device = len(weights) - num_offloaded([w.numel() for w in weights], offload_fraction)
+        own, offloaded = weights[: self.num_on_device], weights[self.num_on_device :]
+        assert muon is None or not offloaded, "a rule refuses it"
+        self.main = [w if w.dtype == main_dtype else torch.zeros_like(w, dtype=main_dtype) for w in own]
+        self.main += [zeros_on_host(w.numel(), main_dtype, self.device) for w in offloaded]
+        self.host = HostUpdates(gradients[self.num_on_device :], offloaded, main_dtype) if offloaded else None
         self._borders = [
             0 if muon is None else min(max(shard.bucket.num_in_matrices - shard.start, 0), shard.numel)
             for shard in self.buffers.shards
         ]
         dtypes = dict.fromkeys(self.kinds, main_dtype) | dict(kept_dtypes or {})
         self.kept = {
-            kind: [
-                torch.zeros_like(main[self._region(kind, number)], dtype=dtypes[kind])
-                for number, main in enumerate(self.main)
-            ]
+            kind: [self._zeros(kind, number, dtypes[kind]) for number in range(len(weights))]
             for kind in self.kinds[1:]
         }
         self._ranges = [list(_group_ranges(shard)) for shard in self.buffers.shards]
@@ -119,7 +126,7 @@ class ShardedOptimizer:
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over every element of the model, each counted once: a number in the widest dtype, equal on all ranks."""
-        squares = sum_of_squares(self._counted, self.main[0].device)
+        squares = sum_of_squares(self._counted, self.device)
         return self.parallel.sum_over_shards(squares).sqrt()
 
     def step(
@@ -127,7 +134,8 @@ class ShardedOptimizer:
     ) -> None:
         """One update with the gradients in the buffers, clipped by their `norm`; each bucket's weights are then published.
 
-        On a GPU the host waits for nothing, and so counts the step whether it was finite or not.
+        On a GPU the host waits for nothing but gradients that it works on itself, and so counts the step whether it
+        was finite or not.
 
         Args:
             rates: of this step.
@@ -158,10 +166,29 @@ class ShardedOptimizer:
         ]
         if self.muon is not None:
             self.muon.step(shards, self.kept[self.muon.kind])
-        for number, shard in enumerate(shards):
-            kept = {kind: self.kept[kind][number] for kind in self.rule.kinds}
-            self.rule.update(shard.behind(self._borders[number]), kept, self.step_count)
+        on_device, offloaded = shards[: self.num_on_device], shards[self.num_on_device :]
+        if self.host is not None:
+            self.host.begin(offloaded)
+        for number, shard in enumerate(on_device):
+            self._update(number, shard)
             self.parallel.publish(number)
+        if self.host is not None:
+            for number in range(len(offloaded)):
+                self._update(self.num_on_device + number, self.host.arrived(number))
+                self.host.send(number)
+                self.parallel.publish(self.num_on_device + number)
+
+    def _update(self, number: int, shard: FlatUpdate) -> None:
+        """By the rule, but for what Muon has moved."""
+        kept = {kind: self.kept[kind][number] for kind in self.rule.kinds}
+        self.rule.update(shard.behind(self._borders[number]), kept, self.step_count)
+
+    def _zeros(self, kind: str, number: int, dtype: torch.dtype) -> Tensor:
+        """A kind of state of a shard, where its main weights are."""
+        main = self.main[number][self._region(kind, number)]
+        if number >= self.num_on_device:
+            return zeros_on_host(main.numel(), dtype, self.device)
+        return torch.zeros_like(main, dtype=dtype)
 
     def _region(self, kind: str, number: int) -> slice:
         """The elements of a shard that have a kind of state: matrices stand first in it."""

@@ -88,6 +88,9 @@ def _memory(found: DryRun) -> Iterator[str]:
         ]
         yield f"  {'  '.join(cells)}".rstrip()
     yield "  other: position tables, batches, cuBLAS; beside all of it: the CUDA context, NCCL, the allocator's losses"
+    if any(stage.held.on_host for stage in found.memory):
+        most = max(stage.held.on_host for stage in found.memory)
+        yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of the host's memory a rank, in no column"
     limit, largest = found.device_memory_bytes, max(stage.total for stage in found.memory)
     if limit is not None:
         words = "fits into" if largest <= limit else "is more than"

@@ -31,7 +31,13 @@ from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megatrain.training.timers import Timers
-from megatrain.training.updates import kept_dtypes_of, loss_scaler_of, muon_of, update_rule_of
+from megatrain.training.updates import (
+    kept_dtypes_of,
+    loss_scaler_of,
+    muon_of,
+    offload_fraction_of,
+    update_rule_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +103,7 @@ class Engine:
             clip_grad=config.optimizer.clip_grad,
             main_dtype=main_dtype,
             kept_dtypes=kept_dtypes_of(plan),
+            offload_fraction=offload_fraction_of(plan),
         )
         self.loss_scaler = loss_scaler_of(plan)
         rows = self.model.tp.sequence_rows(config.data.seq_length)

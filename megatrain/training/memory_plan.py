@@ -5,7 +5,7 @@
 Every tensor that a step makes is one that the engine, its executor and its kernels make when they run; there is no
 formula for any of them. Told by rule are the sizes that the CUDA allocator rounds to, what attention's backward
 kernels take for themselves, and cuBLAS's work space. Not in it: the CUDA context, NCCL's own buffers, and what the
-allocator holds in pieces that fit nothing.
+allocator holds in pieces that fit nothing. What --optimizer-cpu-offload takes of the host's memory stands apart.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.optim.offload import zeros_on_host
 from megatrain.parallel import bucket_memory, collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
@@ -44,9 +45,12 @@ class Held:
     main_weights: int
     """0 where they are the weights themselves."""
     optimizer_state: int
+    on_host: int
+    """Of main weights and optimizer state in the host's memory, and of room for what travels. Not in `total`."""
 
     @property
     def total(self) -> int:
+        """On the device."""
         return self.weights + self.gradients + self.main_weights + self.optimizer_state
 
 
@@ -81,12 +85,15 @@ def held_by(engine: Engine) -> Held:
 
 def _held_tensors(engine: Engine) -> dict[str, list[Tensor]]:
     optimizer, buffers = engine.optimizer, engine.buffers
+    first = optimizer.num_on_device
     has_main = optimizer.main[0].dtype != buffers.weight_memory.dtype
+    on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
     return {
         "weights": buffers.weight_memory.kept,
         "gradients": buffers.gradient_memory.kept,
-        "main_weights": optimizer.main if has_main else [],
-        "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)],
+        "main_weights": optimizer.main[:first] if has_main else [],
+        "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
+        "on_host": on_host + (optimizer.host.travelling if optimizer.host is not None else []),
     }
 
 
@@ -146,8 +153,8 @@ def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
 def counting_ledger(*, of_gpu: bool, run: Run = run_as_it_is) -> Ledger:
     """Counts as the device's allocator does, and what its kernels take for themselves."""
     if not of_gpu:
-        return Ledger(run=run)
-    return Ledger(run=run, rounded=allocated, work_space=work_space)
+        return Ledger(run=run, on_host=_ON_HOST)
+    return Ledger(run=run, rounded=allocated, work_space=work_space, on_host=_ON_HOST)
 
 
 def follow_step(
@@ -321,6 +328,7 @@ def _class_of(storage: Storage) -> str:
     return "temporaries"
 
 
+_ON_HOST = (zeros_on_host.__code__,)
 _COMMUNICATION = (collectives.__file__, executor.__file__)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Self
@@ -69,6 +69,7 @@ class Ledger(TorchDispatchMode):
         run: runs an operation with its arguments.
         rounded: bytes that the allocator takes for so many.
         work_space: bytes that an operation takes for itself while it runs.
+        on_host: functions of this package whose tensors are in the host's memory, and do not count.
 
     Attributes:
         num_bytes: held now.
@@ -81,6 +82,7 @@ class Ledger(TorchDispatchMode):
         run: Run = run_as_it_is,
         rounded: Callable[[int], int] = int,
         work_space: Callable[[Any, tuple[Any, ...]], int] = lambda *_: 0,
+        on_host: Sequence[CodeType] = (),
     ) -> None:
         super().__init__()
         self.moment: Callable[[], object] = lambda: None
@@ -89,6 +91,8 @@ class Ledger(TorchDispatchMode):
         self._run = run
         self._rounded = rounded
         self._work_space = work_space
+        self._on_host = on_host
+        self._left_out: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._resizing = contextlib.ExitStack()
         self._living: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}
         self.num_bytes = self._event = 0
@@ -133,10 +137,14 @@ class Ledger(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
-        if key in self._living or not storage.nbytes():
+        if key in self._living or key in self._left_out or not storage.nbytes():
+            return
+        maker = _maker()
+        if maker in self._on_host:
+            self._left_out[key] = weakref.ref(storage, lambda _: self._left_out.pop(key, None))
             return
         self._event += 1
-        account = Storage(self._rounded(storage.nbytes()), self._event, self.moment(), _maker())
+        account = Storage(self._rounded(storage.nbytes()), self._event, self.moment(), maker)
         self.storages.append(account)
         self._living[key] = account, weakref.ref(storage, lambda _: self._lose(key))
         self.num_bytes += account.num_bytes

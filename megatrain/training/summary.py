@@ -23,10 +23,13 @@ def describe(engine: Engine) -> str:
         f"main weights {_size(held.main_weights)}" if held.main_weights else "main weights are the weights",
         f"moments {_size(held.optimizer_state)}",
     ]
+    if held.on_host:
+        parts[2] = f"main weights {_size(held.main_weights)}"
+    on_host = f"; on the host {_size(held.on_host)}" if held.on_host else ""
     return "\n".join(
         [
             f"> model: {_whole_model(engine):,} parameters; rank {engine.grid.rank} holds {_own(engine):,}",
-            f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)})",
+            f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)}){on_host}",
             f"> grid: {describe_grid(engine.grid)}",
         ]
     )

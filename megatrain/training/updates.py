@@ -49,6 +49,12 @@ def kept_dtypes_of(plan: Plan) -> dict[str, torch.dtype]:
     return {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16"}
 
 
+def offload_fraction_of(plan: Plan) -> float:
+    """How much of the optimizer's state is in the host's memory."""
+    optimizer = plan.config.optimizer
+    return optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0
+
+
 def loss_scaler_of(plan: Plan) -> LossScaler:
     """Constant where it was given, dynamic for fp16, else none."""
     precision, is_checked = plan.config.precision, plan.config.training.check_for_nan_in_loss_and_grad

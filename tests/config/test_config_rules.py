@@ -231,6 +231,10 @@ CASES = {
          "--min-lr 0.0005 is above --decoupled-lr 0.0001\n  fix: use --decoupled-min-lr 0.0001 or less"),
         ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "", None, "--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001"),
     ],
+    "an_offload_fraction_has_an_offload": [
+        ("--optimizer-offload-fraction 0.5", "", None,
+         "--optimizer-offload-fraction 0.5 has no effect without --optimizer-cpu-offload\n  fix: add --optimizer-cpu-offload"),
+    ],
     "schedules_have_one_source": [
         ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "", None,
          "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other"),

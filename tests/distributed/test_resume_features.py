@@ -34,6 +34,7 @@ RUNS = {
     "fp16 tp2 dp2": (4, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6 --tensor-model-parallel-size 2"),
     "sgd dp2": (2, "--optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 5"),
     "narrow moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+    "bf16 dp2": (2, "--bf16"),
     "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
     "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
                           " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
@@ -117,6 +118,17 @@ def test_moments_are_stored_as_they_are_kept_and_may_become_wide_again(
     assert newest is not None
     tensors = read_manifest(newest.path).tensors.values()
     assert {tensor.kinds["exp_avg_sq"].dtype for tensor in tensors} == {"F32"}
+
+
+def test_optimizer_state_may_move_to_the_host_and_back(
+    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    name, offload = "bf16 dp2", ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5")
+    assert train(pool, name, tmp_path, "--exit-interval", "5") == {75}
+    assert train(pool, name, tmp_path, "--exit-interval", "12", *offload) == {75}
+    assert train(pool, name, tmp_path) == {0}
+    assert metrics(tmp_path) == metrics(whole[name])
+    assert hashes(tmp_path) == hashes(whole[name])
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16 tp2 dp2"])

@@ -109,11 +109,34 @@ def first_and_last(plan: Plan) -> Iterator[RankGrid]:
         yield RankGrid.build(grid_shape(plan), rank)
 
 
-@pytest.mark.parametrize("flags", [{"--bf16": ""}, {"--fp16": ""}, {"--optimizer": "sgd"}])
+OFFLOAD: dict[str, str | None] = {"--bf16": "", "--optimizer-cpu-offload": ""}
+
+
+@pytest.mark.parametrize("flags", [{"--bf16": ""}, {"--fp16": ""}, {"--optimizer": "sgd"}, OFFLOAD])
 def test_other_dtypes_and_optimizers_too(flags: dict[str, str | None]) -> None:
     plan = examine(parse(command_line({**flags, "--dry-run": ""})), LaunchEnvironment()).plan
     grid = RankGrid.build(GridShape(), 0)
     assert followed(plan, grid, META).by_class == followed(plan, grid, CPU).by_class
+
+
+def test_state_on_the_host_takes_no_memory_of_the_device() -> None:
+    """Main weights and two moments in fp32, and room for two buckets' gradients in fp32 and weights in bf16."""
+    here, away = planned({"--bf16": ""}), planned(OFFLOAD)
+    state = here.held.main_weights + here.held.optimizer_state
+    assert (away.held.main_weights, away.held.optimizer_state) == (0, 0)
+    assert here.total - away.total == state
+    assert here.held.on_host == 0
+    travelling = away.held.on_host - state
+    largest = max(shard.numel for shard in engine_of(OFFLOAD).buffers.shards)
+    assert travelling == 2 * largest * (4 + 2)
+    half = planned({**OFFLOAD, "--optimizer-offload-fraction": "0.5"}).held
+    assert half.main_weights + half.optimizer_state + half.on_host - travelling == state
+    assert 0 < half.main_weights + half.optimizer_state <= state / 2
+
+
+def engine_of(changed: dict[str, str | None]) -> Engine:
+    plan = examine(parse(command_line({**changed, "--dry-run": ""})), LaunchEnvironment()).plan
+    return Engine(plan, RankGrid.build(GridShape(), 0), META)
 
 
 def planned(changed: dict[str, str | None]) -> StageMemory:

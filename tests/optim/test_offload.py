@@ -1,0 +1,107 @@
+"""Optimizer state in the host's memory: the same bits as on the device, and whole buckets from the end."""
+
+import pytest
+import torch
+
+from megatrain.optim.offload import num_offloaded
+from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.optim.schedule import Rates
+from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.data import DataParallel
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+
+ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
+SIZES = [33, 64, 200, 91, 128]
+
+
+def _optimizer(
+    dtype: torch.dtype, rule: UpdateRule, fraction: float, **kept: torch.dtype
+) -> ShardedOptimizer:
+    """A bucket for each of `SIZES`."""
+    modules = []
+    for number, size in enumerate(SIZES):
+        module, name = LaidOutModule(), f"w{number}"
+        layout = ParamLayout(shape=(size,), pieces=(Piece(name, (size,), ((0, size),)),), init=Init(std=1.0))
+        module.add_weight(name, layout, dtype)
+        modules.append(module)
+    grid = RankGrid.build(GridShape(), 0)
+    buffers = FlatBuffers(
+        ParamRegistry.of(modules),
+        shard_group=grid.dp,
+        weight_dtype=dtype,
+        grad_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    optimizer = ShardedOptimizer(
+        DataParallel(buffers, grid),
+        rule,
+        clip_grad=1.0,
+        main_dtype=torch.float32,
+        kept_dtypes=kept,
+        offload_fraction=fraction,
+    )
+    optimizer.fill("weight", InitialWeights(1))
+    optimizer.publish_weights()
+    return optimizer
+
+
+def _everything(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+    kept = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]
+    return [flat.clone() for flat in (*kept, *optimizer.buffers.weights)]
+
+
+def _step(optimizer: ShardedOptimizer, number: int, *, is_finite: bool = True) -> None:
+    for bucket, flat in enumerate(optimizer.buffers.gradients):
+        flat.copy_(torch.randn(flat.shape, generator=torch.Generator().manual_seed(10 * number + bucket)))
+    optimizer.step(
+        Rates(lr=0.01 * (number + 1), weight_decay=0.1),
+        norm=optimizer.gradient_norm(),
+        gradient_scale=4.0,
+        is_finite=torch.tensor(is_finite),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [ADAMW, SgdRule(momentum=0.9)], ids=["adam", "sgd"])
+@pytest.mark.parametrize(("fraction", "num_on_device"), [(0.1, 4), (0.5, 2), (1.0, 0)])
+def test_steps_on_the_host_are_the_same_bits(
+    dtype: torch.dtype, rule: UpdateRule, fraction: float, num_on_device: int
+) -> None:
+    here, away = (_optimizer(dtype, rule, share) for share in (0.0, fraction))
+    assert (here.num_on_device, away.num_on_device) == (len(SIZES), num_on_device)
+    begun = _everything(here)
+    for number in range(3):
+        for optimizer in (here, away):
+            _step(optimizer, number)
+    assert not torch.equal(begun[-1], _everything(here)[-1])
+    for expected, found in zip(_everything(here), _everything(away), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_narrow_moments_are_the_same_bits_on_the_host() -> None:
+    pair = [_optimizer(torch.bfloat16, ADAMW, share, exp_avg=torch.bfloat16) for share in (0.0, 0.5)]
+    for number in range(2):
+        for optimizer in pair:
+            _step(optimizer, number)
+    for expected, found in zip(*map(_everything, pair), strict=True):
+        assert expected.dtype == found.dtype
+        assert torch.equal(expected, found)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_on_the_host() -> None:
+    optimizer = _optimizer(torch.bfloat16, ADAMW, 1.0)
+    _step(optimizer, 0)
+    before = _everything(optimizer)
+    _step(optimizer, 1, is_finite=False)
+    for expected, found in zip(before, _everything(optimizer), strict=True):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "count"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.26, 2), (0.75, 2), (0.8, 3), (1.0, 3)]
+)
+def test_the_fewest_buckets_from_the_end_hold_the_fraction(fraction: float, count: int) -> None:
+    assert num_offloaded([100, 200, 100], fraction) == count
