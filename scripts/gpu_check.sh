@@ -9,7 +9,7 @@ runs=/tmp/megatrain-gpu-runs
 mkdir -p "$out" "$runs"
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 
-python3 -m pytest -q tests/gpu tests/model/test_attention.py tests/model/test_math_attention.py tests/data/test_batch_loader.py 2>&1 | tail -15
+python3 -m pytest -q tests/gpu tests/kernels tests/model/test_attention.py tests/model/test_math_attention.py tests/data/test_batch_loader.py 2>&1 | tail -15
 
 small="--num-layers 4 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 768 --normalization RMSNorm --swiglu
   --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 256 --mock-data
