@@ -6,8 +6,10 @@ LocalMathAttention   written out, with all scores in memory: softcap, sinks, dro
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,11 +27,6 @@ from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel
-
-try:
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
-except ImportError:  # the plan takes it only where it is installed
-    flash_attn_func = flash_attn_varlen_func = None
 
 # torch 2.11 takes grouped queries as they come, later versions want to be told.
 _GROUPED: dict[str, Any] = (
@@ -70,13 +67,13 @@ class LocalCoreAttention(nn.Module):
         window = (None, None) if self.window is None else (self.window, 0)
         how: dict[str, Any] = {"causal": True, "softmax_scale": self.scale, "window_size": window}
         if documents is None:
-            out = flash_attn_func(q, k, v, **how)
+            out = _flash4_functions()[0](q, k, v, **how)
         else:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             borders, longest = documents.cu_seqlens, documents.max_seqlen
             how |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
             how |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            out = flash_attn_varlen_func(q, k, v, **how)
+            out = _flash4_functions()[1](q, k, v, **how)
         out = out[0] if isinstance(out, tuple) else out
         assert isinstance(out, Tensor)
         return out.view(b, s, -1).transpose(0, 1)
@@ -153,6 +150,14 @@ class LocalMathAttention(LaidOutModule):
 def _for_each_head(x: Tensor, num_heads: int) -> Tensor:
     """Keys or values [s, b, g/tp, d] -> [b, n/tp, s, d], each for as many of the rank's heads."""
     return x.permute(1, 2, 0, 3).repeat_interleave(num_heads // x.shape[2], dim=1)
+
+
+@functools.cache
+def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Of flash-attn-4, for samples and for documents; the plan takes it only where it is installed."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # noqa: PLC0415 (takes seconds: plans do without)
+
+    return flash_attn_func, flash_attn_varlen_func
 
 
 def visible(s: int, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
