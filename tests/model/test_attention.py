@@ -85,6 +85,7 @@ def has_flash4() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
+@pytest.mark.filterwarnings("default")  # flash-attn-4 is built on what its own libraries deprecate
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["flash4", "flash2", "cudnn", "sdpa"])
 @pytest.mark.parametrize("window", [None, 100])
