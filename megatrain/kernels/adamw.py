@@ -39,7 +39,9 @@ class AdamwStep:
 
 
 def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
-    """Update a shard in place; on a GPU in one launch, without a word to the host."""
+    """Update a shard in place; on a GPU in one launch, without a word to the host. A shard may have no runs left."""
+    if not update.runs:
+        return
     if is_fused(update.main):
         adamw_fused(
             update,

@@ -15,7 +15,9 @@ from megatrain.kernels.fused.sgd import sgd_fused
 
 
 def sgd(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
-    """Update a shard in place; on a GPU in one launch, without a word to the host."""
+    """Update a shard in place; on a GPU in one launch, without a word to the host. A shard may have no runs left."""
+    if not update.runs:
+        return
     if is_fused(update.main):
         sgd_fused(update, momentum_buffer, momentum=momentum)
     else:

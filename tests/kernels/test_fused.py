@@ -80,6 +80,20 @@ def test_a_norm_of_a_wide_residual_stream_is_narrow() -> None:
     near(y, expected.y, torch.float16)
 
 
+@pytest.mark.parametrize("clamp", [None, 1.5])
+@pytest.mark.parametrize("curve", [activations.SILU, activations.SQUARED_RELU], ids=lambda curve: curve.name)
+def test_activations_hide_no_nan(curve: activations.Curve, clamp: float | None) -> None:
+    activation = Activation(curve=curve, is_gated=clamp is not None, clamp=clamp)
+    x, dy = drawn(4, 64), drawn(4, 32 if activation.is_gated else 64)
+    for column in (3, 40):
+        x[1, column] = float("nan")
+    y = fused_activation.activate(x, *activation.numbers)
+    dx = fused_activation.activate_backward(dy, x, None, *activation.numbers)
+    assert torch.equal(y.isnan(), activations.activate_reference(x, activation).isnan())
+    assert y.isnan().any()
+    assert dx[1].isnan().any()
+
+
 CURVES = [
     activations.SILU, activations.QUICK_GELU, activations.GELU, activations.GELU_TANH, activations.SQUARED_RELU,
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from megatrain.kernels.adamw import AdamwStep, adamw, adamw_reference  # noqa: E
 from megatrain.kernels.flat import FlatUpdate, Run  # noqa: E402
 from megatrain.kernels.fused.adamw import adamw_fused  # noqa: E402
 from megatrain.kernels.fused.sgd import sgd_fused  # noqa: E402
-from megatrain.kernels.sgd import sgd_reference  # noqa: E402
+from megatrain.kernels.sgd import sgd, sgd_reference  # noqa: E402
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton: on a GPU, or as an interpreter"
@@ -93,6 +93,17 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     sgd_step(shard(main=main, grad=grad, weight=main, is_finite=False), states, 1)
     for found, expected in zip((main, *states), before, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_shard_without_runs_is_left_alone_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("adamw", "sgd"):
+        monkeypatch.setattr(f"megatrain.kernels.{name}.is_fused", lambda _: True)
+    main, states = random(0), [random(1), random(2).abs()]
+    before = main.clone()
+    update = shard(main=main, grad=random(3), weight=main, runs=())
+    adamw(update, states[0], states[1], AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=1))
+    sgd(update, states[0], momentum=0.9)
+    assert torch.equal(main, before)
 
 
 def adamw_step(update: FlatUpdate, states: list[torch.Tensor], step: int) -> None:

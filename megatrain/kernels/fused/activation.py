@@ -61,6 +61,16 @@ def _kind(curve: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
 
 
 @jit
+def _at_most(x, limit):
+    return tl.where(x > limit, limit, x)  # NaN stays NaN
+
+
+@jit
+def _within(x, limit):
+    return tl.where(tl.abs(x) > limit, tl.where(x > 0, limit, -limit), x)
+
+
+@jit
 def _tanh(x):
     return 2 / (1 + tl.exp(-2 * x)) - 1
 
@@ -83,7 +93,7 @@ def _value_and_slope(x, CURVE: tl.constexpr):
         value, slope = 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
     else:
         tl.static_assert(CURVE == "squared_relu", "a curve that this kernel does not know")
-        positive = tl.maximum(x, 0.0)
+        positive = tl.where(x < 0, 0.0, x)  # a maximum would turn NaN into 0
         value, slope = positive * positive, 2 * positive
     return value, slope
 
@@ -99,12 +109,12 @@ def _forward(
     start = row * columns * (2 if IS_GATED else 1) + column
     x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
     if HAS_CLAMP:
-        x = tl.minimum(x, clamp)
+        x = _at_most(x, clamp)
     y, _ = _value_and_slope(x, CURVE)
     if IS_GATED:
         up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
         if HAS_CLAMP:
-            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+            up = _within(up, clamp)
         y *= up + offset
     tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
 
@@ -120,10 +130,10 @@ def _backward(
     start = row * columns * (2 if IS_GATED else 1) + column
     x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
     dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
-    y, slope = _value_and_slope(tl.minimum(x, clamp) if HAS_CLAMP else x, CURVE)
+    y, slope = _value_and_slope(_at_most(x, clamp) if HAS_CLAMP else x, CURVE)
     if IS_GATED:
         up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
-        kept = tl.minimum(tl.maximum(up, -clamp), clamp) if HAS_CLAMP else up
+        kept = _within(up, clamp) if HAS_CLAMP else up
         dup = dy * y
         dx = dy * (kept + offset) * slope
         if HAS_CLAMP:

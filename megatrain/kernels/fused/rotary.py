@@ -68,7 +68,7 @@ def _turn(
     token = tl.program_id(0).to(tl.int64)
     place = token // samples
     sample = token % samples
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     cos = tl.load(COS + place * half + pair, mask=pair < half, other=0).to(tl.float32)[None, :]
     sin = tl.load(SIN + place * half + pair, mask=pair < half, other=0).to(tl.float32)[None, :]
