@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "unknown flag": ({"--xyzzy": "1"}, "--xyzzy is not a flag", "leave it out"),
     "typo of a flag that is accepted": ({"--use-mcore-modles": ""}, "--use-mcore-modles", "--use-mcore-models"),
     "feature that is not there": ({"--num-experts": "8"}, "--num-experts 8", "dense"),
-    "feature that will never be there": ({"--use-megatron-fsdp": ""}, "--use-megatron-fsdp", "--use-distributed-optimizer"),
+    "feature that will never be there": ({"--yaml-cfg": "x.yaml"}, "--yaml-cfg x.yaml", "--config"),
     "old name": ({"--batch-size": "4"}, "--batch-size 4", "--micro-batch-size"),
     "axis that is not there": ({"--context-parallel-size": "2"}, "--context-parallel-size 2", "--sequence-parallel"),
     "value of a flag that is accepted": ({"--attention-backend": "flsh"}, "--attention-backend flsh", "flash"),

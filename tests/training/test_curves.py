@@ -139,7 +139,7 @@ def fake_wandb(
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setattr("megatrain.training.facts._libraries", lambda: {"wandb": "0.0"})
+    monkeypatch.setattr("megatrain.training.facts.library_versions", lambda: {"wandb": "0.0"})
     return calls, run
 
 
