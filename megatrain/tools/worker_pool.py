@@ -48,7 +48,7 @@ class WorkerPool:
         self.device = device
         self.timeout_seconds = timeout_seconds
         self._workers: list[tuple[Any, Connection[Any, Any]]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="megatrain-workers-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
         self._nccl_world = 0
 
@@ -72,6 +72,7 @@ class WorkerPool:
         if self.device == "cuda" and world_size > 1:
             self._nccl_world = world_size
         self._num_jobs += 1
+        assert self._folder is not None
         store = Path(self._folder.name) / f"job-{self._num_jobs}"
         connections = [connection for _, connection in self._workers[:world_size]]
         for rank, connection in enumerate(connections):
@@ -92,12 +93,14 @@ class WorkerPool:
         return [answers[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; another job would get new ones."""
         for process, connection in self._workers:
             connection.close()
             process.join(timeout=5)
         self._kill()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _answer(self, rank: int, connection: Connection[Any, Any]) -> Any:
         try:
@@ -110,6 +113,8 @@ class WorkerPool:
         return answer
 
     def _fork(self) -> None:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="megatrain-workers-")
         torch.set_num_threads(1)  # a fork from a process with torch's threads hangs
         context: Any = multiprocessing.get_context("fork" if self.device == "cpu" else "spawn")
         for _ in range(self.size):
