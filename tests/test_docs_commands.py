@@ -52,6 +52,9 @@ NEED_GPUS = (
 )
 """Commands that begin with these words are not run either: models of a GPU's size, and NCCL."""
 
+NEED_HOSTS = ("sbatch", "mpirun")
+"""Nor are these: other programs start the ranks, on several hosts (tests/training/test_launchers.py plays their part)."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -84,7 +87,7 @@ def as_run(command: str) -> str:
     lines = [
         line
         for line in command.splitlines()
-        if not line.startswith((*NOT_RUN, *NEED_GPUS)) or is_another(line)
+        if not line.startswith((*NOT_RUN, *NEED_GPUS, *NEED_HOSTS)) or is_another(line)
     ]
     text = "\n".join(lines) + "\n"
     for words, flags in SMALLER.items():
@@ -94,7 +97,7 @@ def as_run(command: str) -> str:
 
 def is_another(line: str) -> bool:
     """Whether the line begins like a command that is not run, and goes on otherwise."""
-    return any(re.match(re.escape(words) + r"[-\w.]", line) for words in (*NOT_RUN, *NEED_GPUS))
+    return any(re.match(re.escape(words) + r"[-\w.]", line) for words in (*NOT_RUN, *NEED_GPUS, *NEED_HOSTS))
 
 
 class Checkout:
@@ -209,9 +212,10 @@ SHOWN = {"docs/watching.md": start_is_printed, "docs/planning.md": all_is_printe
 def test_little_is_left_out() -> None:
     """Commands that are not run, or are made smaller, are few, and all are there."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
-    assert [words for words in (*SMALLER, *NOT_RUN, *NEED_GPUS) if words not in text] == []
+    assert [words for words in (*SMALLER, *NOT_RUN, *NEED_GPUS, *NEED_HOSTS) if words not in text] == []
     assert len(NOT_RUN) <= 7
     assert len(NEED_GPUS) <= 4
+    assert len(NEED_HOSTS) <= 2
     assert len(SMALLER) <= 8
 
 

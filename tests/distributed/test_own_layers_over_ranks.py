@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,8 +17,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 def measured(rank: int, world_size: int, layout: parity_rows.Layout, path: str) -> object:
     """As parity measures it, with the file in place of parity's own function."""
     flags = parity_rows.MODELS["own"].split(" --spec ")[0]
-    parity_rows.OPTIONS["model"]["own"] = f"{flags} --spec {path}:my_spec"
-    return measure(rank, world_size, Job(layout))
+    with mock.patch.dict(parity_rows.MODELS, own=f"{flags} --spec {path}:my_spec"):
+        return measure(rank, world_size, Job(layout))
 
 
 @pytest.mark.parametrize("words", ["tp2", "tp2 sp dp2 zero1", "tp2 pp2"])
