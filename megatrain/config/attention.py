@@ -4,6 +4,8 @@ Megatron-LM's names     auto, flash, fused, unfused, local
 kernels by name         flash4 (flash-attn-4), flash2 and cudnn (torch's), sdpa (torch's own choice), math (written out)
 """
 
+import re
+import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -19,8 +21,12 @@ _KERNELS: Final = {
 }
 _FOR_GPUS: Final = ("flash4", "flash2", "cudnn")
 _LIBRARY: Final = "flash-attn-4"
+_OLDEST: Final = "4.0.0b36"
+"""Of flash-attn-4, that this program was trained with."""
 _MOST_CHANNELS: Final = {"flash4": 128, "cudnn": 128, "flash2": 256}
 """Of a head, that these kernels and their backward passes take."""
+_GENERATIONS: Final = {"flash4": (9, 10, 11), "cudnn": range(8, 100), "flash2": range(8, 100)}
+"""First numbers of the compute capabilities that they and their backward passes run on: Hopper is 9, Blackwell 10 and 11."""
 
 
 def attention_backend(draft: Draft) -> Answer:
@@ -56,7 +62,7 @@ def attention_backend_is_there(draft: Draft) -> Iterator[Problem]:
             "use --attention-backend auto",
         )
     elif why_not := _why_not(asked, draft):
-        remedy = f"install it (pip install {_LIBRARY}), or " if _LIBRARY in why_not else ""
+        remedy = f"install it (pip install '{_LIBRARY}>={_OLDEST}'), or " if _LIBRARY in why_not else ""
         yield Problem(f"--attention-backend {asked}: {why_not}", f"{remedy}use --attention-backend auto")
 
 
@@ -65,10 +71,30 @@ def _is_for_fused_kernels(draft: Draft) -> bool:
 
 
 def _why_not(kernel: str, draft: Draft) -> str:
-    """Why a kernel cannot be had; empty if it can."""
-    channels = draft.config.model.kv_channels
-    if kernel == "flash4" and _LIBRARY not in draft.facts.libraries:
-        return f"{_LIBRARY} is not installed"
-    if channels % 8 or channels > _MOST_CHANNELS[kernel]:
-        return f"it takes heads of at most {_MOST_CHANNELS[kernel]} channels in multiples of 8, and --kv-channels is {channels}"
+    """Why a kernel cannot be had; empty if it can. A GPU that is not here is one that it runs on."""
+    if kernel == "flash4":
+        version = draft.facts.libraries.get(_LIBRARY)
+        if version is None:
+            return f"{_LIBRARY} is not installed"
+        if _order(version) < _order(_OLDEST):
+            return f"{_LIBRARY} {version} is older than {_OLDEST}"
+    capability = draft.facts.device_capability
+    if capability is not None and capability[0] not in _GENERATIONS[kernel]:
+        name, (major, minor) = draft.facts.device_name or "the GPU", capability
+        return f"it does not run on {name} (compute capability {major}.{minor})"
+    most = _MOST_CHANNELS[kernel]
+    for number, layer in enumerate(draft.derived.layer_table.layers):
+        channels = layer.head_channels
+        if layer.num_heads and (channels % 8 or channels > most):
+            is_flag = channels == draft.config.model.kv_channels
+            said = f"--kv-channels is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
+            return f"it takes heads of at most {most} channels in multiples of 8, and {said}"
     return ""
+
+
+def _order(version: str) -> tuple[int, ...]:
+    """Versions such as 4.0.0b36 in their order: a beta comes before its release."""
+    release, _, beta = version.partition("b")
+    numbers = [int(number) for number in re.findall(r"\d+", release)[:3]]
+    found = re.match(r"\d+", beta)
+    return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if found else sys.maxsize)

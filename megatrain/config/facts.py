@@ -92,6 +92,8 @@ class Facts:
     world_size: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     device_name: str | None = None
+    device_capability: tuple[int, int] | None = None
+    """Of a GPU: Hopper's is (9, 0)."""
     devices_per_node: int | None = None
     """GPUs that a node's processes can see."""
     ranks_per_node: int | None = None
@@ -135,6 +137,8 @@ class Facts:
                 differences=tuple(own["differences"]),
             )
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
+        if values["device_capability"] is not None:
+            values["device_capability"] = tuple(values["device_capability"])
         values["special_ids"] = tuple(values["special_ids"])
         values["data_problems"] = tuple(Problem(**problem) for problem in values["data_problems"])
         return cls(**values)

@@ -8,11 +8,11 @@ SHAPE = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
     " --vocab-size 99 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope"
 )
-HERE = {"torch": "2.11", "flash-attn-4": "4.0"}
+HERE = {"torch": "2.11", "flash-attn-4": "4.0.0b36"}
 
 
-def plan(flags, *, device, libraries=HERE):
-    facts = Facts(device=device, libraries=libraries, vocab_size=99, eod_id=98)
+def plan(flags, *, device, libraries=HERE, capability=None):
+    facts = Facts(device=device, device_capability=capability, libraries=libraries, vocab_size=99, eod_id=98)
     return resolve(parse([*SHAPE.split(), *flags.split()]), facts)
 
 
@@ -48,3 +48,31 @@ def test_one_line_says_what_was_taken_and_why():
     [line] = [n for n in plan("--bf16", device="cuda", libraries={}).notes if "--attention-backend" in n]
     assert line == "--attention-backend auto: cuDNN's attention, as flash-attn-4 is not installed"
     assert not [n for n in plan("", device="cpu").notes if "--attention-backend" in n]
+
+
+@pytest.mark.parametrize(
+    ("version", "kernel"),
+    [
+        ("4.0.0b9", "cudnn"),
+        ("4.0.0b36", "flash4"),
+        ("4.0.0b100", "flash4"),
+        ("4.0.0", "flash4"),
+        ("4.1", "flash4"),
+    ],
+)
+def test_a_library_is_taken_from_the_proven_version_on(version, kernel):
+    libraries = {"flash-attn-4": version}
+    assert plan("--bf16", device="cuda", libraries=libraries).derived.attention_backend == kernel
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"),
+    [((7, 5), "sdpa"), ((8, 0), "cudnn"), ((9, 0), "flash4"), ((10, 0), "flash4"), ((12, 0), "cudnn")],
+)
+def test_a_kernel_is_taken_on_generations_that_it_runs_on(capability, kernel):
+    assert plan("--bf16", device="cuda", capability=capability).derived.attention_backend == kernel
+
+
+def test_facts_come_back_from_json_with_the_capability():
+    facts = Facts(device="cuda", device_capability=(9, 0))
+    assert Facts.from_json(facts.to_json()) == facts

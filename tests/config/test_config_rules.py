@@ -4,12 +4,17 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.facts import DatasetFacts
+from megatrain.config.layer_sizes import LayerSizes
 from megatrain.config.own_layers import OwnLayers
 from megatrain.config.rules import RULES
 
 GQA = "--group-query-attention"
 NULL = "--tokenizer-type NullTokenizer"
 CUDA = Facts(device="cuda")
+A100 = Facts(
+    device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
+)
+WIDE_HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=136, ffn_hidden_size=64)
 
 
 def dataset(prefix, num_sequences, *, split="all", weight=None):
@@ -63,7 +68,20 @@ CASES = {
          "  fix: use --attention-backend auto")),
         ("--attention-backend flash4 --bf16", "", CUDA,
          ("--attention-backend flash4: flash-attn-4 is not installed\n"
-         "  fix: install it (pip install flash-attn-4), or use --attention-backend auto")),
+         "  fix: install it (pip install 'flash-attn-4>=4.0.0b36'), or use --attention-backend auto")),
+        ("--attention-backend flash4 --bf16", "", Facts(device="cuda", libraries={"flash-attn-4": "4.0.0b9"}),
+         ("--attention-backend flash4: flash-attn-4 4.0.0b9 is older than 4.0.0b36\n"
+         "  fix: install it (pip install 'flash-attn-4>=4.0.0b36'), or use --attention-backend auto")),
+        ("--attention-backend flash4 --bf16", "", A100,
+         ("--attention-backend flash4: it does not run on NVIDIA A100 (compute capability 8.0)\n"
+         "  fix: use --attention-backend auto")),
+        ("--attention-backend cudnn --bf16", "", Facts(device="cuda", device_name="Tesla V100", device_capability=(7, 0)),
+         ("--attention-backend cudnn: it does not run on Tesla V100 (compute capability 7.0)\n"
+         "  fix: use --attention-backend auto")),
+        ("--attention-backend cudnn --bf16 --spec my.py:layers", "",
+         Facts(device="cuda", own_layers=OwnLayers(digest="1", layers=(WIDE_HEADS,) * 4, differences=())),
+         ("--attention-backend cudnn: it takes heads of at most 128 channels in multiples of 8, and layer 0 (from 0) has 136\n"
+         "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --kv-channels 192 --bf16", "", CUDA,
          ("--attention-backend cudnn: it takes heads of at most 128 channels in multiples of 8, and --kv-channels is 192\n"
          "  fix: use --attention-backend auto")),
