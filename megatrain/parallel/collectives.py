@@ -104,8 +104,30 @@ def all_to_all(x: Tensor, to_ranks: list[int], from_ranks: list[int], group: Ran
     if group.size == 1:
         return x
     out = x.new_empty(sum(from_ranks))
-    dist.all_to_all_single(out, x, from_ranks, to_ranks, group=group.handle)
+    begin_all_to_all_into(out, x, group, to_ranks=to_ranks, from_ranks=from_ranks).wait()
     return out
+
+
+def begin_all_to_all_into(
+    out: Tensor,
+    x: Tensor,
+    group: RankGroup,
+    *,
+    to_ranks: list[int] | None = None,
+    from_ranks: list[int] | None = None,
+) -> Transfer:
+    """Begin to send each rank its rows of `x`; what they send comes joined in `out`, in the order of the ranks.
+
+    Args:
+        to_ranks, from_ranks: rows for and from each rank; None: equally many.
+    """
+    if group.size == 1:
+        out.copy_(x)
+        return Transfer()
+    if x.is_meta:
+        return Transfer(None, out, x)
+    work = dist.all_to_all_single(out, x, from_ranks, to_ranks, group=group.handle, async_op=True)
+    return Transfer(work, out, x)
 
 
 def gather_json(value: Any, group: RankGroup, device: torch.device | None = None) -> list[Any]:

@@ -1,0 +1,108 @@
+"""Rows of tokens put in the order of the experts that they visit, and summed back to tokens.
+
+    token 0 visits experts 2, 0      order_by_expert      expert 0: tokens 0 1      ends 2 3 4
+    token 1 visits experts 0, 1     ----------------->    expert 1: token 1
+                                                          expert 2: token 0
+
+A visit is a pair of token and expert; visits of an expert keep the order of the tokens. Both ways only read by index:
+the gradient of one is the other, nothing is added in an order that changes from run to run, and no host waits for counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.dtypes import wide
+
+
+class Order(NamedTuple):
+    """Which visit is at which row."""
+
+    places: Tensor
+    """Row of each visit, int64 [t, k]; -1 where a visit has none."""
+    visits: Tensor
+    """Visit at each row, int64 [r], counted token by token; -1 where there is none."""
+    ends: Tensor
+    """Where each expert's rows end, int32 [e]. Rows from the last one on are nobody's."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.places.shape[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """Token at each row, int64 [r]; -1 where there is none."""
+        return torch.div(self.visits, self.places.shape[1], rounding_mode="floor")
+
+
+def order_by_expert(
+    experts: Tensor,
+    *,
+    num_experts: int,
+    num_rows: int,
+    first: int = 0,
+    kept: Tensor | None = None,
+    rows_each: int | None = None,
+) -> Order:
+    """Order the visits to the experts `first` to `first + num_experts`; other visits get no row.
+
+    Args:
+        experts: int64 [t, k].
+        num_rows: no fewer than there are visits; with `rows_each`, that many times the experts.
+        kept: bool [t, k], False where a visit gets no row; None: all are kept.
+        rows_each: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
+    """
+    own = experts.flatten() - first
+    is_here = (own >= 0) & (own < num_experts)
+    if kept is not None:
+        is_here &= kept.flatten()
+    numbers, visits = own.masked_fill(~is_here, num_experts).sort(stable=True)
+    bounds = torch.arange(num_experts + 1, device=experts.device)
+    starts = torch.searchsorted(numbers, bounds)
+    rows = torch.arange(numbers.numel(), device=experts.device)
+    ends = starts[1:]
+    if rows_each is not None:
+        assert num_rows == num_experts * rows_each, f"{num_rows} rows are not {rows_each} for each expert"
+        rows = rows + (bounds * rows_each - starts)[numbers]
+        ends = bounds[1:] * rows_each
+    rows = rows.masked_fill(numbers == num_experts, num_rows)  # a row too many, for visits that get none
+    at_row = visits.new_full((num_rows + 1,), -1).scatter_(0, rows, visits)[:num_rows]
+    places = torch.empty_like(visits).scatter_(0, visits, rows.masked_fill(rows == num_rows, -1))
+    return Order(places.view_as(experts), at_row, ends.to(torch.int32))
+
+
+def gather_rows(x: Tensor, order: Order) -> Tensor:
+    """The token of each visit at its row; zeros where there is none.
+
+    Args:
+        x: [t, h].
+    Returns:
+        [r, h].
+    """
+    return _at(x, order.tokens)
+
+
+def sum_rows(rows: Tensor, order: Order) -> Tensor:
+    """For each token the sum of its visits' rows, formed in a wide dtype: [r, h] -> [t, h]."""
+    total = torch.zeros(order.num_tokens, rows.shape[1], dtype=wide(rows.dtype), device=rows.device)
+    for places in order.places.unbind(1):
+        total += _at(rows, places)
+    return total.to(rows.dtype)
+
+
+def gather_numbers(numbers: Tensor, order: Order) -> Tensor:
+    """The number of each visit at its row, 0 where there is none: [t, k] -> [r]."""
+    return _at(numbers.reshape(-1, 1), order.visits).flatten()
+
+
+def numbers_back(numbers: Tensor, order: Order) -> Tensor:
+    """The number at each visit's row, 0 for a visit without one: [r] -> [t, k]."""
+    return _at(numbers[:, None], order.places.flatten()).view(order.places.shape)
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x by number; zeros for -1, whatever x holds."""
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)

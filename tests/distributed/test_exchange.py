@@ -1,0 +1,161 @@
+"""Tokens that visit experts on other ranks, against a loop over all tokens and experts in one process, in fp64."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels.routing import Routes
+from megatrain.parallel.exchange import (
+    AllGatherExchange,
+    AllToAllExchange,
+    Exchange,
+    LocalExchange,
+    Visitors,
+)
+from megatrain.parallel.grid import GridShape, RankGroup
+from megatrain.parallel.groups import make_group
+from megatrain.tools.worker_pool import WorkerPool
+
+H, F, E, T = 6, 4, 8, 24
+"""Channels, channels of experts, experts, tokens of all ranks."""
+EXCHANGES = {"allgather": AllGatherExchange, "alltoall": AllToAllExchange}
+CASES = ["even", "uneven", "one", "dropped", "padded"]
+
+
+class Problem(NamedTuple):
+    """What all ranks hold together."""
+
+    x: Tensor
+    up: Tensor
+    """[E, F, H]; down: [E, H, F]."""
+    down: Tensor
+    routes: Routes
+    gradient: Tensor
+
+
+def problem(case: str, top_k: int) -> Problem:
+    """Tokens and where they go.
+
+    uneven: half of the experts, with all that ranks of several hold, get nothing. one: all tokens of one rank of
+    two or four visit the first experts. dropped, padded: each expert has room for five, and the first is asked for more.
+    """
+    generator = torch.Generator().manual_seed(top_k)
+    x, up, down, gradient, weights, scores = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in [(T, H), (E, F, H), (E, H, F), (T, H), (T, top_k), (T, E)]
+    )
+    if case == "uneven":
+        scores[:, E // 2 :] = -100
+    if case == "one":
+        scores[: T // 2] = -100 * torch.arange(E, dtype=torch.float64)
+    if case in ("dropped", "padded"):
+        scores[:, 0] += 2
+    experts = scores.topk(top_k).indices
+    kept = None
+    if case in ("dropped", "padded"):
+        chosen = torch.nn.functional.one_hot(experts.flatten(), E)
+        kept = ((chosen.cumsum(0) * chosen).sum(1) <= 5).view_as(experts)
+        assert not kept.all()
+    return Problem(x, up, down, Routes(experts, weights, kept), gradient)
+
+
+def by_hand(given: Problem) -> tuple[Tensor, ...]:
+    """The sum over each token's experts, and all gradients."""
+    x, up, down, weights = (
+        part.clone().requires_grad_() for part in (given.x, given.up, given.down, given.routes.weights)
+    )
+    sums = []
+    for token in range(T):
+        total = torch.zeros(H, dtype=torch.float64)
+        for slot, expert in enumerate(given.routes.experts[token].tolist()):
+            if given.routes.kept is None or given.routes.kept[token, slot]:
+                total = total + weights[token, slot] * (down[expert] @ torch.tanh(up[expert] @ x[token]))
+        sums.append(total)
+    out = torch.stack(sums)
+    out.backward(given.gradient)
+    return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
+
+
+def experts_of(visitors: Visitors, up: Tensor, down: Tensor) -> Tensor:
+    """Each expert on its own rows; what nobody may read is NaN, going there and coming back."""
+    parts, start = [], 0
+    for number, end in enumerate(visitors.ends.tolist()):
+        hidden = torch.tanh(visitors.rows[start:end] @ up[number].T)
+        parts.append((hidden * visitors.weights[start:end, None]) @ down[number].T)
+        start = end
+    behind = torch.full_like(visitors.rows[start:], float("nan"))
+    return torch.cat([*parts, behind])
+
+
+def run_rank(
+    given: Problem, exchange: Exchange, tokens: slice, experts: slice, channels: slice
+) -> tuple[Tensor, ...]:
+    x, weights = (part[tokens].clone().requires_grad_() for part in (given.x, given.routes.weights))
+    up = given.up[experts, channels].clone().requires_grad_()
+    down = given.down[experts, :, channels].clone().requires_grad_()
+    routes = Routes(
+        given.routes.experts[tokens],
+        weights,
+        None if given.routes.kept is None else given.routes.kept[tokens],
+    )
+    visitors = exchange.send(x, routes)
+    out = exchange.bring_back(experts_of(visitors, up, down), visitors)
+    out.backward(given.gradient[tokens])
+    return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
+
+
+def on_a_rank(
+    rank: int, world_size: int, kind: str, case: str, top_k: int, ep: int, etp: int
+) -> tuple[Tensor, ...]:
+    shape = GridShape(tp=etp, ep=ep)
+    groups = [_group(name, shape.rank_lists(axis), rank) for name, axis in (("ep", "ep"), ("etp", "tp"))]
+    rows_each = (lambda num_tokens: 5 + 0 * num_tokens) if case == "padded" else None
+    exchange = EXCHANGES[kind](E, *groups, rows_each)
+    t, e, f = T // world_size, E // ep, F // etp
+    own_ep, own_etp = groups[0].rank, groups[1].rank
+    return run_rank(
+        problem(case, top_k),
+        exchange,
+        slice(rank * t, (rank + 1) * t),
+        slice(own_ep * e, (own_ep + 1) * e),
+        slice(own_etp * f, (own_etp + 1) * f),
+    )
+
+
+def _group(name: str, lists: list[list[int]], rank: int) -> RankGroup:
+    own = next(ranks for ranks in lists if rank in ranks)
+    handle = make_group(name, lists) if len(own) > 1 else None
+    return RankGroup(name, tuple(own), own.index(rank), handle)
+
+
+close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_one_rank_sums_over_each_tokens_experts(case: str, top_k: int) -> None:
+    given, everything = problem(case, top_k), slice(None)
+    exchange = LocalExchange(E, (lambda num_tokens: num_tokens // 2) if case == "padded" else None)
+    for found, expected in zip(run_rank(given, exchange, *[everything] * 3), by_hand(given), strict=True):
+        close(found, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_ranks_find_what_one_process_finds(pool: WorkerPool, kind: str, ep: int, etp: int, case: str) -> None:
+    top_k = 3 if ep < 4 else 2
+    out, dx, dweights, dup, ddown = by_hand(problem(case, top_k))
+    found = pool.run(ep * etp, on_a_rank, kind, case, top_k, ep, etp)
+    for expected, parts in zip(
+        (out, dx, dweights), zip(*(one[:3] for one in found), strict=True), strict=True
+    ):
+        close(torch.cat(parts), expected)
+    by_expert = [found[first * etp : (first + 1) * etp] for first in range(ep)]
+    close(torch.cat([torch.cat([one[3] for one in ranks], 1) for ranks in by_expert]), dup)
+    close(torch.cat([torch.cat([one[4] for one in ranks], 2) for ranks in by_expert]), ddown)
