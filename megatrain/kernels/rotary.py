@@ -66,11 +66,11 @@ class RotarySpec:
 
 
 def tables(
-    spec: RotarySpec, head_channels: int, length: int, *, dtype: torch.dtype, device: torch.device
+    spec: RotarySpec, head_channels: int, positions: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, each [length, 1, 1, turned channels / 2] in `dtype`."""
+    """cos and sin of the angles at each of the positions [s], each [s, 1, 1, turned channels / 2] in `dtype`."""
     channels = spec.turned_channels(head_channels)
-    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=device) / channels
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=positions.device) / channels
     frequencies = spec.base**-exponents
     scale = 1.0
     match spec.scaling:
@@ -79,8 +79,7 @@ def tables(
         case YarnScaling():
             frequencies = _yarn(frequencies, spec.base, spec.scaling)
             scale = spec.scaling.concentration
-    positions = torch.arange(length, dtype=torch.float64, device=device) / spec.interpolation
-    angles = torch.outer(positions, frequencies)[:, None, None, :]
+    angles = torch.outer(positions.double() / spec.interpolation, frequencies)[:, None, None, :]
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 

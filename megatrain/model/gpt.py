@@ -21,6 +21,7 @@ from megatrain.model.layouts import positions_layout, vocab_layout
 from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import AttentionSpec, GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
 from megatrain.parallel.tensor import TensorParallel, own_embedding, vocab_embedding
@@ -38,6 +39,7 @@ class Model:
     segments: list[nn.Module]
     registry: ParamRegistry
     tp: TensorParallel
+    cp: ContextParallel
     hidden_dtype: torch.dtype
     """Of the residual stream."""
 
@@ -163,16 +165,16 @@ def build_model(
     """This rank's part of the model that `spec` describes.
 
     Args:
-        seq_length: longest sequence; positions are tabulated up to it.
+        seq_length: longest sample; positions are tabulated up to it.
         dtype: of the weights and of the computation.
         device: of the position tables (weights have no memory yet).
         seed: of dropout.
         attention: its kernel, as `derived.attention_backend` names it.
         recompute: what runs twice, to keep less.
     """
-    tp = TensorParallel(grid.tp, grid.kv, sequence_parallel)
-    leaves = LocalLeaves(tp, dtype, spec.norm, seed, attention)
-    rotations = _Rotations(seq_length, dtype, device)
+    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel), ContextParallel(grid.cp)
+    leaves = LocalLeaves(tp, cp, dtype, spec.norm, seed, attention)
+    rotations = _Rotations(cp.places(seq_length // cp.size, device), dtype)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype
     segments: list[nn.Module] = []
     if grid.pp.is_first:
@@ -185,7 +187,7 @@ def build_model(
     segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
         segments.append(_head(spec, grid, tp, leaves, dtype, segments[0]))
-    return Model(spec, segments, ParamRegistry.of(segments), tp, hidden_dtype)
+    return Model(spec, segments, ParamRegistry.of(segments), tp, cp, hidden_dtype)
 
 
 def _embedding(
@@ -245,8 +247,8 @@ def _vocab(spec: GptSpec, name: str, grid: RankGrid, tp: TensorParallel) -> Para
 class _Rotations:
     """Tables that layers share."""
 
-    def __init__(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.length, self.dtype, self.device = length, wide(dtype), device
+    def __init__(self, places: Tensor, dtype: torch.dtype) -> None:
+        self.places, self.dtype = places, wide(dtype)
         self.made: dict[tuple[RotarySpec, int], Rotation] = {}
 
     def of(self, attention: AttentionSpec | None) -> Rotation | None:
@@ -254,7 +256,5 @@ class _Rotations:
             return None
         spec, head_channels = attention.rotary, attention.head_channels
         if (spec, head_channels) not in self.made:
-            self.made[spec, head_channels] = Rotation(
-                spec, head_channels, self.length, self.dtype, self.device
-            )
+            self.made[spec, head_channels] = Rotation(spec, head_channels, self.places, self.dtype)
         return self.made[spec, head_channels]

@@ -81,18 +81,19 @@ class Head(Borrower):
         self.borrowed = (output,)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
-        """Scaled loss of the micro-batch, a number; adds `lm_loss`, `tokens` and, if there is one, `z_loss` to the sums.
+        """Scaled loss of this rank's tokens, a number; adds `lm_loss`, `tokens` and, if there is one, `z_loss` to the sums.
 
-        Its gradient is that of info.loss_scale * (mean of the token losses that count, with their z-loss). What the
-        labels of other tokens are does not matter.
+        Its gradient is that of info.loss_scale * (sum of the token losses that count, with their z-loss) /
+        batch.mean_over, so that context ranks' gradients add up to that of the micro-batch's mean. What the labels of
+        other tokens are does not matter.
         """
         x = self._normed(hidden, info)
         (output,) = self.borrowed
         assert isinstance(output.weight, Tensor)
         mask = batch.counts.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
-        tokens = mask.sum()
-        token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / tokens.clamp(min=1).to(wide(x.dtype)))
+        mean_over = batch.mean_over.clamp(min=1).to(wide(x.dtype))
+        token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / mean_over)
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             self._vocab(output.weight), self.curve, self.z_loss_coeff, info,
@@ -100,7 +101,7 @@ class Head(Borrower):
         info.sums["lm_loss"] = (losses * mask).sum()
         if self.z_loss_coeff:
             info.sums["z_loss"] = (z_losses * mask).sum()
-        info.sums["tokens"] = tokens
+        info.sums["tokens"] = mask.sum()
         loss: Tensor = scaled
         return loss
 

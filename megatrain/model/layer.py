@@ -49,13 +49,15 @@ class Chain(nn.Module):
 
 
 class Rotation(nn.Module):
-    """Turns queries or keys by their places in the sequence; channels beyond the tables' pass."""
+    """Turns queries or keys by their places in the sequence; channels beyond the tables' pass.
 
-    def __init__(
-        self, spec: RotarySpec, head_channels: int, length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    Args:
+        places: of the rows that come here; a shorter sequence has the first of them.
+    """
+
+    def __init__(self, spec: RotarySpec, head_channels: int, places: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.tables = tables(spec, head_channels, length, dtype=dtype, device=device)
+        self.tables = tables(spec, head_channels, places, dtype=dtype)
         self.is_interleaved = spec.is_interleaved
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a part gets it)

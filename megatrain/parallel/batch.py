@@ -27,19 +27,44 @@ class Documents:
     """s."""
 
     @functools.cached_property
-    def mask(self) -> Tensor:
-        """True where query i may see key j: both in one document, and j no later than i. Bool [b, 1, s, s]."""
-        borders = self.cu_seqlens
-        s = self.seq_length
-        places = torch.arange(self.num_samples * s, device=borders.device)
-        document = torch.bucketize(places, borders, right=True).view(self.num_samples, 1, s)
-        is_same = document.unsqueeze(-1) == document.unsqueeze(-2)
-        return is_same & torch.ones(s, s, dtype=torch.bool, device=borders.device).tril()
+    def numbers(self) -> Tensor:
+        """Which document each token is in: int64 [b, s]."""
+        places = torch.arange(self.num_samples * self.seq_length, device=self.cu_seqlens.device)
+        return torch.bucketize(places, self.cu_seqlens, right=True).view(self.num_samples, self.seq_length)
+
+    def within(self, places: range) -> Tensor:
+        """Borders of what documents have at these places, of samples cut down to them and laid end to end.
+
+        int32 [documents + 1], from 0 to b * len(places); a document that has nothing there is empty.
+        """
+        if len(places) == self.seq_length:
+            return self.cu_seqlens
+        sample, place = self.cu_seqlens // self.seq_length, self.cu_seqlens % self.seq_length
+        return sample * len(places) + (place - places.start).clamp(0, len(places))
+
+    def seen_from(self, places: Tensor) -> Tensor:
+        """True where the query at places[i] may see key j: both in one document, and j no later. Bool [b, 1, q, s]."""
+        is_same = self.numbers[:, places, None] == self.numbers[:, None, :]
+        return (is_same & is_behind(places, self.seq_length)).unsqueeze(1)
+
+
+def whole_samples(num_samples: int, seq_length: int, device: torch.device) -> Documents:
+    """Each sample is a document."""
+    borders = torch.arange(num_samples + 1, dtype=torch.int32, device=device) * seq_length
+    return Documents(borders, seq_length, num_samples, seq_length)
+
+
+def is_behind(places: Tensor, length: int) -> Tensor:
+    """True where key j is no later than the query at places[i]. Bool [q, length]."""
+    return torch.arange(length, device=places.device) <= places[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One micro-batch of b samples of s tokens, as every tensor and pipeline rank of a replica sees it."""
+    """One micro-batch of b samples of s tokens, as every tensor and pipeline rank of a replica sees it.
+
+    A context rank has its rows of them alone: s is then s/cp.
+    """
 
     tokens: Tensor
     """Input ids, int64 [b, s]."""
@@ -50,7 +75,14 @@ class Batch:
     position_ids: Tensor
     """Place of each token in its document or sample, int64 [b, s]."""
     documents: Documents | None = None
-    """None: attention sees the whole sample."""
+    """Of the whole samples, also where context ranks hold parts of them. None: attention sees the whole sample."""
+    own_mean_over: Tensor | None = None
+    """`mean_over` where it is not the number of this batch's own tokens that count, as for a part of a micro-batch."""
+
+    @functools.cached_property
+    def mean_over(self) -> Tensor:
+        """What the sum of its token losses is divided by to be its share of the micro-batch's mean: a number."""
+        return self.counts.sum() if self.own_mean_over is None else self.own_mean_over
 
     @functools.cached_property
     def counts(self) -> Tensor:

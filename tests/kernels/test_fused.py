@@ -131,7 +131,7 @@ def test_rotary(
 ) -> None:
     s, b = 5, 2
     spec = rotary.RotarySpec(base=10000.0, share=share)
-    cos, sin = rotary.tables(spec, d, s, dtype=torch.float32, device=torch.device(DEVICE))
+    cos, sin = rotary.tables(spec, d, torch.arange(s, device=DEVICE), dtype=torch.float32)
     kind = {"is_interleaved": is_interleaved}
     qkv = drawn(s, b, sum(heads), d, dtype=dtype)
     for is_back in (False, True):

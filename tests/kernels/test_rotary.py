@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def _angles(spec: RotarySpec, channels: int = 64, position: int = 1) -> torch.Tensor:
     """Of one position, by atan2; small enough to be unique."""
-    cos, sin = tables(spec, channels, position + 1, dtype=torch.float64, device=CPU)
+    cos, sin = tables(spec, channels, torch.arange(position + 1, device=CPU), dtype=torch.float64)
     return torch.atan2(sin, cos)[position, 0, 0]
 
 
@@ -48,7 +48,7 @@ def test_llama_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
 def test_yarn_keeps_fast_channels_stretches_slow_ones_and_concentrates() -> None:
     scaling = YarnScaling(factor=16, original_length=4096)
     plain = _angles(RotarySpec(base=10000.0), 128)
-    cos, sin = tables(RotarySpec(base=10000.0, scaling=scaling), 128, 2, dtype=torch.float64, device=CPU)
+    cos, sin = tables(RotarySpec(base=10000.0, scaling=scaling), 128, torch.arange(2, device=CPU), dtype=torch.float64)
     torch.testing.assert_close(
         (cos**2 + sin**2)[1, 0, 0], torch.full((64,), scaling.concentration**2).double()
     )

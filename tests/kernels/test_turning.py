@@ -13,7 +13,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 def _tables(length: int, channels: int = 8, share: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     spec = RotarySpec(base=100.0, share=share)
-    return tables(spec, channels, length, dtype=torch.float64, device=torch.device("cpu"))
+    return tables(spec, channels, torch.arange(length), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

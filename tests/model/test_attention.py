@@ -11,10 +11,12 @@ from torch.nn import functional as F
 from megatrain.model.implementations.local_attention import LocalCoreAttention, LocalMathAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor import TensorParallel
 
 ALONE = RankGroup("tp", (0,), 0)
+CP = ContextParallel(RankGroup("cp", (0,), 0))
 S, B, HEADS, GROUPS, D = 24, 2, 4, 2, 16
 BORDERS = [0, 1, 9, 24, 24, 40, 48]
 """Of the samples laid end to end: a document of one token, one that fills half a sample, an empty one."""
@@ -26,7 +28,7 @@ def attend(
     """The output [s, b, n d] and the gradients of q, k and v."""
     q, k, v = (one.clone().requires_grad_() for one in x)
     core = LocalCoreAttention(
-        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D), "sdpa"
+        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D), "sdpa", CP
     )
     out = core(q, k, v, PassInfo(documents=documents))
     out.backward(upstream)
@@ -105,8 +107,8 @@ def test_kernels_agree_with_attention_written_out(
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
     found = []
     for core, x in (
-        (LocalCoreAttention(spec, backend), qkv),
-        (LocalMathAttention(spec, None, 0, tp, torch.float64), qkv.double()),
+        (LocalCoreAttention(spec, backend, CP), qkv),
+        (LocalMathAttention(spec, None, 0, tp, CP, torch.float64), qkv.double()),
     ):
         x = x.clone().requires_grad_()
         out = core(*x.split([heads, groups, groups], dim=2), info)

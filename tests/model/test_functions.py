@@ -14,11 +14,13 @@ from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions
 from megatrain.model.implementations.local import LocalDropout
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear
 
 ALONE = RankGroup("tp", (0,), 0)
+CP = ContextParallel(RankGroup("cp", (0,), 0))
 
 
 def _random(*shape: int) -> Tensor:
@@ -91,7 +93,7 @@ def test_a_linear_layer_behind_an_activation_is_that_of_plain_torch() -> None:
 def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
     x = torch.ones(6, 2, 16, dtype=torch.float64, requires_grad=True)
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
-    dropout, info = LocalDropout(0.25, 5, tp), PassInfo(first_sample=4)
+    dropout, info = LocalDropout(0.25, 5, tp, CP), PassInfo(first_sample=4)
     out = dropout(x, info)
     out.backward(torch.ones_like(out))
     rows = torch.tensor([4, 5]) * 6 + torch.arange(6)[:, None]
@@ -103,7 +105,7 @@ def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
 
 def test_dropout_of_a_part_of_the_sequence_is_that_part_of_the_whole() -> None:
     x = torch.ones(8, 2, 16, dtype=torch.float64)
-    whole = LocalDropout(0.5, 5, TensorParallel(ALONE, ALONE, sequence_parallel=False))(x, PassInfo())
+    whole = LocalDropout(0.5, 5, TensorParallel(ALONE, ALONE, sequence_parallel=False), CP)(x, PassInfo())
     for rank in range(4):
         tp = TensorParallel(RankGroup("tp", (0, 1, 2, 3), rank), ALONE, sequence_parallel=True)
-        assert torch.equal(LocalDropout(0.5, 5, tp)(x[:2], PassInfo()), whole[2 * rank : 2 * rank + 2])
+        assert torch.equal(LocalDropout(0.5, 5, tp, CP)(x[:2], PassInfo()), whole[2 * rank : 2 * rank + 2])

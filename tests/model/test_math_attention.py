@@ -14,6 +14,7 @@ from megatrain.model.implementations.local import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor import TensorParallel
@@ -22,6 +23,7 @@ S, B, HEADS, GROUPS, D = 12, 2, 4, 2, 8
 BORDERS = [0, 1, 9, 12, 17, 24]
 NAME = "decoder.layers.0.attention"
 TP = TensorParallel(RankGroup("tp", (0,), 0), RankGroup("kv", (0,), 0), sequence_parallel=False)
+CP = ContextParallel(RankGroup("cp", (0,), 0))
 
 
 def spec(**options: object) -> AttentionSpec:
@@ -91,7 +93,7 @@ def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_tra
     expected.backward(upstream)
 
     layout = columns_bias_layout([Columns("sink", HEADS)], TP)
-    leaves = LocalLeaves(TP, torch.float64, NormSpec(), seed=3)
+    leaves = LocalLeaves(TP, CP, torch.float64, NormSpec(), seed=3)
     core = leaves.core_attention(case, layout if case.sink == "learned" else None, NAME)
     if case.sink == "learned":
         assert isinstance(core, LaidOutModule)
@@ -115,7 +117,7 @@ def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
     shapes = [(S, B, HEADS, 16), (S, B, GROUPS, 16), (S, B, GROUPS, 16)]
     # Numbers that bf16 holds: what is compared is the arithmetic, not the rounding of the inputs.
     inputs = [torch.randn(*shape, generator=generator).bfloat16().double() for shape in shapes]
-    core = LocalLeaves(TP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
+    core = LocalLeaves(TP, CP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         borders = torch.tensor(BORDERS, dtype=torch.int32, device=device)

@@ -18,6 +18,7 @@ from megatrain.model.implementations.local_attention import LocalCoreAttention, 
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
 
@@ -27,6 +28,7 @@ class LocalLeaves:
     """Builds the leaves for one rank."""
 
     tp: TensorParallel
+    cp: ContextParallel
     dtype: torch.dtype
     norms: NormSpec
     seed: int
@@ -57,11 +59,12 @@ class LocalLeaves:
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         is_fused = spec.softcap is None and spec.sink == "none" and not spec.dropout
         if is_fused and self.attention != "math":
-            return LocalCoreAttention(spec, self.attention)
-        return LocalMathAttention(spec, sink, stream_key(self.seed, f"{name}.dropout"), self.tp, self.dtype)
+            return LocalCoreAttention(spec, self.attention, self.cp)
+        key = stream_key(self.seed, f"{name}.dropout")
+        return LocalMathAttention(spec, sink, key, self.tp, self.cp, self.dtype)
 
     def dropout(self, p: float, name: str) -> Pointwise:
-        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp)
+        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
 
 
 _CURVES: dict[str, Curve] = {
@@ -183,19 +186,21 @@ def _bias_of(layer: LaidOutModule) -> Bias | None:
 
 
 class LocalDropout(nn.Module):
-    """Dropout of this rank's rows of the sequence, [s/tp, b, h], as one rank would draw it for all."""
+    """Dropout of this rank's rows of the sequence, [s/(cp tp), b, h], as one rank would draw it for all."""
 
-    def __init__(self, p: float, key: int, tp: TensorParallel) -> None:
+    def __init__(self, p: float, key: int, tp: TensorParallel, cp: ContextParallel) -> None:
         super().__init__()
         self.p = p
         self.key = key
         self.tp = tp
+        self.cp = cp
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         if not info.is_training:
             return x
         rows, samples, channels = x.shape
-        places = torch.arange(rows, device=x.device) + self.tp.first_row(rows)
+        first, of_cp = self.tp.first_row(rows), self.tp.whole_length(rows)
+        places = self.cp.places(of_cp, x.device)[first : first + rows]
         numbers = torch.arange(samples, device=x.device) + info.first_sample
-        tokens = places[:, None] + numbers * self.tp.whole_length(rows)
+        tokens = places[:, None] + numbers * (of_cp * self.cp.size)
         return functions.drop(x, keep_mask(tokens, channels, key=self.key, p=self.p), self.p)

@@ -24,7 +24,8 @@ from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused.launching import is_fake
 from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
-from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.batch import Documents, PassInfo, is_behind, whole_samples
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel
 
@@ -38,22 +39,31 @@ _TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTEN
 
 
 class LocalCoreAttention(nn.Module):
-    """Scaled-dot-product attention by a fused kernel, which `backend` names as `derived.attention_backend` does."""
+    """Scaled-dot-product attention by a fused kernel, which `backend` names as `derived.attention_backend` does.
 
-    def __init__(self, spec: AttentionSpec, backend: str) -> None:
+    Of context ranks, each gathers all keys and values, and computes with its own queries.
+    """
+
+    def __init__(self, spec: AttentionSpec, backend: str, cp: ContextParallel) -> None:
         super().__init__()
         self.backend = backend
         self.has_groups = spec.num_query_groups < spec.num_heads
         self.window = spec.window
         self.scale = spec.scale
+        self.cp = cp
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        if self.backend == "flash4" and not is_fake(q):
-            return self._flash4(q, k, v, info.documents)
-        has_mask = info.documents is not None or self.window is not None
-        if has_mask and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return self._by_length(q, k, v, info.documents or _whole_samples(q))
-        mask = visible(q.shape[0], info.documents, self.window, q.device) if has_mask else None
+        k, v = _whole(k, v, self.cp)
+        is_square = self.cp.size == 1 and info.documents is None
+        has_flash4 = self.backend == "flash4" and not is_fake(q)
+        if has_flash4 and is_square:
+            return self._flash4(q, k, v)
+        is_causal = is_square and self.window is None
+        is_narrow = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+        if has_flash4 or (is_narrow and not is_causal):
+            return self._by_length(q, k, v, info.documents, _flash4_by_length if has_flash4 else _by_length)
+        places = self.cp.places(q.shape[0], q.device)
+        mask = None if is_causal else visible(places, k.shape[0], info.documents, self.window)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n/tp, s, d]
         with sdpa_kernel(_TORCHS[self.backend]) if self.backend in _TORCHS else nullcontext():
             out = F.scaled_dot_product_attention(
@@ -61,34 +71,57 @@ class LocalCoreAttention(nn.Module):
             )
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _flash4(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        s, b = q.shape[:2]
+    def _flash4(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         window = (None, None) if self.window is None else (self.window, 0)
-        how: dict[str, Any] = {"causal": True, "softmax_scale": self.scale, "window_size": window}
-        if documents is None:
-            out = _flash4_functions()[0](q, k, v, **how)
-        else:
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            borders, longest = documents.cu_seqlens, documents.max_seqlen
-            how |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
-            how |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            out = _flash4_functions()[1](q, k, v, **how)
-        out = out[0] if isinstance(out, tuple) else out
-        assert isinstance(out, Tensor)
-        return out.view(b, s, -1).transpose(0, 1)
+        out = _flash4_functions()[0](q, k, v, causal=True, softmax_scale=self.scale, window_size=window)
+        return _first(out).transpose(0, 1).flatten(2)
 
-    def _by_length(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """Documents of any length laid end to end: no mask is formed."""
-        s, b = q.shape[:2]
-        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b * s, n/tp, d]
-        borders, longest = documents.cu_seqlens, documents.max_seqlen
-        window = (-1 if self.window is None else self.window, 0)
-        out = varlen_attn(
-            q, k, v, borders, borders, longest, longest, window_size=window, scale=self.scale, **_GROUPED
-        )
-        assert isinstance(out, Tensor)
-        return out.view(b, s, -1).transpose(0, 1)
+    def _by_length(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, kernel: Callable[..., Tensor]
+    ) -> Tensor:
+        """Documents of any length laid end to end: no mask is formed.
+
+        Of each run of queries, those of a document see what it has from its start to the run's end.
+        """
+        s, b = k.shape[:2]
+        documents = documents or whole_samples(b, s, q.device)
+        outs = []
+        for run in self.cp.runs(q.shape[0]):
+            before = sum(map(len, outs))
+            seen = range(run.stop)
+            rows = (q[before : before + len(run)], k[: run.stop], v[: run.stop])
+            laid = (x.transpose(0, 1).flatten(0, 1) for x in rows)  # [b * s, n/tp, d]
+            lengths = [min(documents.max_seqlen, len(places)) for places in (run, seen)]
+            out = kernel(*laid, documents.within(run), documents.within(seen), *lengths, self.window, self.scale)
+            outs.append(out.view(b, len(run), -1).transpose(0, 1))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _by_length(
+    q: Tensor, k: Tensor, v: Tensor, borders_q: Tensor, borders_k: Tensor, longest_q: int, longest_k: int,
+    window: int | None, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Torch's kernel; the last query of a document sees its last key."""
+    reach = (-1 if window is None else window, 0)
+    out = varlen_attn(
+        q, k, v, borders_q, borders_k, longest_q, longest_k, window_size=reach, scale=scale, **_GROUPED
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _flash4_by_length(
+    q: Tensor, k: Tensor, v: Tensor, borders_q: Tensor, borders_k: Tensor, longest_q: int, longest_k: int,
+    window: int | None, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """The same by flash-attn-4."""
+    how: dict[str, Any] = {"cu_seqlens_q": borders_q, "cu_seqlens_k": borders_k}
+    how |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    reach = (None, None) if window is None else (window, 0)
+    return _first(
+        _flash4_functions()[1](q, k, v, causal=True, softmax_scale=scale, window_size=reach, **how)
+    )
 
 
 class LocalMathAttention(LaidOutModule):
@@ -102,6 +135,7 @@ class LocalMathAttention(LaidOutModule):
         sink: ParamLayout | None,
         dropout_key: int,
         tp: TensorParallel,
+        cp: ContextParallel,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
@@ -109,22 +143,26 @@ class LocalMathAttention(LaidOutModule):
         self.scale = spec.scale if spec.scale is not None else 1 / math.sqrt(spec.head_channels)
         self.dropout_key = dropout_key
         self.tp = tp
+        self.cp = cp
         if sink is not None:
             self.add_weight("sink", sink, dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        s = q.shape[0]
-        k, v = (_for_each_head(x, q.shape[2]) for x in (k, v))
+        places = self.cp.places(q.shape[0], q.device)
+        k, v = (_for_each_head(x, q.shape[2]) for x in _whole(k, v, self.cp))
+        s = k.shape[2]
         q = q.permute(1, 2, 0, 3)  # [b, n/tp, s, d]
         kind = wide(q.dtype)
         scores = (q.to(kind) * self.scale) @ k.to(kind).transpose(-1, -2)
         if self.spec.softcap is not None:
             scores = torch.tanh(scores / self.spec.softcap) * self.spec.softcap
-        mask = visible(s, info.documents, self.spec.window, q.device)
+        mask = visible(places, s, info.documents, self.spec.window)
         scores = scores.masked_fill(~mask, float("-inf"))
         probabilities = torch.cat((scores, self._sinks(scores)), dim=-1).softmax(-1)[..., :s]
         if self.spec.dropout and info.is_training:
-            probabilities = functions.drop(probabilities, self._kept(scores, info), self.spec.dropout)
+            probabilities = functions.drop(
+                probabilities, self._kept(scores, places, info), self.spec.dropout
+            )
         out = probabilities.to(q.dtype) @ v
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -137,19 +175,32 @@ class LocalMathAttention(LaidOutModule):
         sink = functions.as_leaf(self.sink, self.weight_grads.get("sink")).to(scores.dtype)
         return sink.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
 
-    def _kept(self, scores: Tensor, info: PassInfo) -> Tensor:
-        """Numbered by sample, head of the whole layer and query."""
-        b, n, s, _ = scores.shape
+    def _kept(self, scores: Tensor, places: Tensor, info: PassInfo) -> Tensor:
+        """Numbered by sample, head of the whole layer and the query's place."""
+        b, n, _, s = scores.shape
         sample = torch.arange(b, device=scores.device) + info.first_sample
         head = torch.arange(n, device=scores.device) + self.tp.rank * n
         rows = (sample[:, None] * self.spec.num_heads + head)[..., None] * s
-        rows = rows + torch.arange(s, device=scores.device)
-        return keep_mask(rows, s, key=self.dropout_key, p=self.spec.dropout)
+        return keep_mask(rows + places, s, key=self.dropout_key, p=self.spec.dropout)
 
 
 def _for_each_head(x: Tensor, num_heads: int) -> Tensor:
     """Keys or values [s, b, g/tp, d] -> [b, n/tp, s, d], each for as many of the rank's heads."""
     return x.permute(1, 2, 0, 3).repeat_interleave(num_heads // x.shape[2], dim=1)
+
+
+def _whole(k: Tensor, v: Tensor, cp: ContextParallel) -> tuple[Tensor, ...]:
+    """Keys and values of all context ranks: [s/cp, b, g/tp, d] -> [s, b, g/tp, d]. They travel together."""
+    if cp.size == 1:
+        return k, v
+    return cp.whole(torch.cat((k, v), dim=2)).chunk(2, dim=2)
+
+
+def _first(out: Any) -> Tensor:
+    """The output of a kernel that may return more than it."""
+    out = out[0] if isinstance(out, tuple) else out
+    assert isinstance(out, Tensor)
+    return out
 
 
 @functools.cache
@@ -160,18 +211,12 @@ def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return flash_attn_func, flash_attn_varlen_func
 
 
-def visible(s: int, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
-    """True where query i may see key j: no later, in the same document, and within the window. Bool [b or 1, 1, s, s]."""
-    mask = (
-        torch.ones(1, 1, s, s, dtype=torch.bool, device=device).tril()
-        if documents is None
-        else documents.mask
-    )
-    return mask if window is None else mask.triu(-window)
+def visible(places: Tensor, s: int, documents: Documents | None, window: int | None) -> Tensor:
+    """True where the query at places[i] may see key j of s: no later, in the same document, and within the window.
 
-
-def _whole_samples(q: Tensor) -> Documents:
-    """Each sample is a document."""
-    s, b = q.shape[:2]
-    borders = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=q.device)
-    return Documents(borders, s, b, s)
+    Bool [b or 1, 1, q, s].
+    """
+    mask = is_behind(places, s)[None, None] if documents is None else documents.seen_from(places)
+    if window is None:
+        return mask
+    return mask & (torch.arange(s, device=places.device) >= places[:, None] - window)
