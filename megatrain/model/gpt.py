@@ -22,7 +22,7 @@ from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import AttentionSpec, GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.context import ContextParallel
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
 from megatrain.parallel.tensor import TensorParallel, own_embedding, vocab_embedding
 
@@ -172,7 +172,10 @@ def build_model(
         attention: its kernel, as `derived.attention_backend` names it.
         recompute: what runs twice, to keep less.
     """
-    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel), ContextParallel(grid.cp)
+    tp, cp = (
+        TensorParallel(grid.tp, grid.kv, sequence_parallel),
+        ContextParallel(RankGroup("cp", (grid.rank,), 0)),
+    )
     leaves = LocalLeaves(tp, cp, dtype, spec.norm, seed, attention)
     rotations = _Rotations(cp.places(seq_length // cp.size, device), dtype)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype

@@ -48,7 +48,9 @@ def test_llama_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
 def test_yarn_keeps_fast_channels_stretches_slow_ones_and_concentrates() -> None:
     scaling = YarnScaling(factor=16, original_length=4096)
     plain = _angles(RotarySpec(base=10000.0), 128)
-    cos, sin = tables(RotarySpec(base=10000.0, scaling=scaling), 128, torch.arange(2, device=CPU), dtype=torch.float64)
+    cos, sin = tables(
+        RotarySpec(base=10000.0, scaling=scaling), 128, torch.arange(2, device=CPU), dtype=torch.float64
+    )
     torch.testing.assert_close(
         (cos**2 + sin**2)[1, 0, 0], torch.full((64,), scaling.concentration**2).double()
     )

@@ -164,7 +164,7 @@ def test_a_small_model_counted_by_hand() -> None:
     attention = T * 3 * H * 4 + 2 * T * H * 4 + T * H * 4 + T * 4 * 4  # joined, turned, out and logarithms
     residual = T * H * 4
     mlp = T * 2 * F * 4 + T * F * 4
-    sums = 2 * 4  # of the loss and of the tokens
+    sums = 3 * 4  # of the loss, of the tokens, and of those that the mean is over
     assert found.activations == ids + borders + norms + attention + residual + mlp + sums
     # Position tables; ids, labels and places; the loss mask and what of it counts.
     assert found.other == 2 * 1024 * 64 * 4 + T * (3 * 8 + 4 + 4)

@@ -86,14 +86,16 @@ class LocalCoreAttention(nn.Module):
         """
         s, b = k.shape[:2]
         documents = documents or whole_samples(b, s, q.device)
-        outs = []
+        outs: list[Tensor] = []
         for run in self.cp.runs(q.shape[0]):
             before = sum(map(len, outs))
             seen = range(run.stop)
             rows = (q[before : before + len(run)], k[: run.stop], v[: run.stop])
             laid = (x.transpose(0, 1).flatten(0, 1) for x in rows)  # [b * s, n/tp, d]
             lengths = [min(documents.max_seqlen, len(places)) for places in (run, seen)]
-            out = kernel(*laid, documents.within(run), documents.within(seen), *lengths, self.window, self.scale)
+            out = kernel(
+                *laid, documents.within(run), documents.within(seen), *lengths, self.window, self.scale
+            )
             outs.append(out.view(b, len(run), -1).transpose(0, 1))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
@@ -119,9 +121,7 @@ def _flash4_by_length(
     how: dict[str, Any] = {"cu_seqlens_q": borders_q, "cu_seqlens_k": borders_k}
     how |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
     reach = (None, None) if window is None else (window, 0)
-    return _first(
-        _flash4_functions()[1](q, k, v, causal=True, softmax_scale=scale, window_size=reach, **how)
-    )
+    return _first(_flash4_functions()[1](q, k, v, causal=True, softmax_scale=scale, window_size=reach, **how))
 
 
 class LocalMathAttention(LaidOutModule):
@@ -160,9 +160,7 @@ class LocalMathAttention(LaidOutModule):
         scores = scores.masked_fill(~mask, float("-inf"))
         probabilities = torch.cat((scores, self._sinks(scores)), dim=-1).softmax(-1)[..., :s]
         if self.spec.dropout and info.is_training:
-            probabilities = functions.drop(
-                probabilities, self._kept(scores, places, info), self.spec.dropout
-            )
+            probabilities = functions.drop(probabilities, self._kept(scores, places, info), self.spec.dropout)
         out = probabilities.to(q.dtype) @ v
         return out.permute(2, 0, 1, 3).flatten(2)
 

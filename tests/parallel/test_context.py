@@ -1,0 +1,97 @@
+"""The zig-zag split of samples against what is written down by hand, and by brute force."""
+
+import pytest
+import torch
+
+from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.context import ContextParallel, by_rank, in_order
+from megatrain.parallel.grid import RankGroup
+
+CPU = torch.device("cpu")
+
+
+def ranks(size: int) -> list[ContextParallel]:
+    return [ContextParallel(RankGroup("cp", tuple(range(size)), rank)) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("size", "places"),
+    [
+        (1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        (4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
+    ],
+)
+def test_a_rank_has_a_chunk_from_the_front_and_its_mirror_image(size: int, places: list[list[int]]) -> None:
+    sample = torch.arange(8)
+    for cp, wanted in zip(ranks(size), places, strict=True):
+        assert cp.places(8 // size, CPU).tolist() == wanted
+        assert cp.shard(sample[None], 1)[0].tolist() == wanted
+        assert [place for run in cp.runs(8 // size) for place in run] == wanted
+
+
+def test_chunks_that_lie_side_by_side_are_one_run() -> None:
+    assert [cp.runs(4) for cp in ranks(2)] == [(range(2), range(6, 8)), (range(2, 6),)]
+    assert ranks(2)[1].chunks(4) == (range(2, 4), range(4, 6))
+
+
+def test_one_rank_has_sequences_of_any_length() -> None:
+    (cp,) = ranks(1)
+    assert cp.places(5, CPU).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rows_of_the_ranks_are_put_in_order_and_back(size: int) -> None:
+    whole = torch.randn(12 * size, 2, 3)
+    held = torch.cat([cp.shard(whole, 0) for cp in ranks(size)])
+    assert torch.equal(in_order(held, size), whole)
+    assert torch.equal(by_rank(whole, size), held)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_has_as_many_pairs_of_queries_and_keys(size: int) -> None:
+    pairs = {int((cp.places(16 // size, CPU) + 1).sum()) for cp in ranks(size)}
+    assert len(pairs) == 1
+
+
+def batch_of(mask: list[list[int]]) -> Batch:
+    b, s = len(mask), len(mask[0])
+    ids = torch.arange(b * s).view(b, s)
+    documents = Documents(torch.tensor([0, 3, s, 2 * s], dtype=torch.int32), s, b, s)
+    return Batch(
+        tokens=ids, labels=ids + 1, loss_mask=torch.tensor(mask, dtype=torch.float32),
+        position_ids=ids % s, documents=documents,
+    )  # fmt: skip
+
+
+def test_a_part_divides_by_the_tokens_of_all_parts() -> None:
+    batch = batch_of([[1, 1, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1]])
+    parts = [cp.own_part(batch) for cp in ranks(2)]
+    assert [part.tokens.tolist() for part in parts] == [
+        [[0, 1, 6, 7], [8, 9, 14, 15]],
+        [[2, 3, 4, 5], [10, 11, 12, 13]],
+    ]
+    assert [part.position_ids[0].tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert [part.counts.sum().item() for part in parts] == [5, 1]
+    assert [part.mean_over.item() for part in parts] == [6, 6]
+    assert all(part.documents is batch.documents for part in parts)
+
+
+def test_means_of_chunks_divide_by_each_rank_s_own_tokens() -> None:
+    batch = batch_of([[1, 1, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1]])
+    assert [cp.own_part(batch, has_chunk_means=True).mean_over.item() for cp in ranks(2)] == [10, 2]
+
+
+def test_what_holds_no_tokens_has_none_afterwards() -> None:
+    empty = torch.empty(0, 0)
+    assert ranks(4)[1].shard(empty, 1).shape == (0, 0)
+
+
+@pytest.mark.parametrize("places", [range(2), range(2, 6), range(3, 4), range(8)])
+def test_borders_within_places_are_those_of_the_documents_parts(places: range) -> None:
+    borders = [0, 3, 3, 8, 10, 16]
+    documents = Documents(torch.tensor(borders, dtype=torch.int32), 6, 2, 8)
+    laid = [sample * 8 + place for sample in range(2) for place in places]
+    expected = [sum(one < border for one in laid) for border in borders]
+    assert documents.within(places).tolist() == expected
+    assert documents.within(places).dtype == torch.int32
