@@ -1,0 +1,231 @@
+"""Routing against loops over tokens in numpy, its losses against finite differences."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels.routing import (
+    DropPolicy,
+    ScoreFunction,
+    TopKRule,
+    expert_capacity,
+    expert_loads,
+    pick_by_sinkhorn,
+    pick_experts,
+    score_shares,
+    sinkhorn_plan,
+    top_experts,
+    within_capacity,
+)
+from megatrain.kernels.routing_losses import balance_loss, entropy, z_loss
+
+FUNCTIONS: tuple[ScoreFunction, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+def _logits(tokens: int = 24, experts: int = 8, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, experts, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _score(row: np.ndarray, function: str) -> np.ndarray:
+    if function == "softmax":
+        return np.exp(row) / np.exp(row).sum()
+    return 1 / (1 + np.exp(-row)) if function == "sigmoid" else np.sqrt(np.log1p(np.exp(row)))
+
+
+def _best(values: np.ndarray, k: int, allowed: list[int]) -> list[int]:
+    """By looking for the largest one k times; the first one wins."""
+    best: list[int] = []
+    for _ in range(k):
+        left = [e for e in allowed if e not in best]
+        top = left[0]
+        for e in left:
+            if values[e] > values[top]:
+                top = e
+        best.append(top)
+    return best
+
+
+def _expected(row: np.ndarray, rule: TopKRule, bias: np.ndarray | None) -> tuple[list[int], list[float]]:
+    scores = _score(row, rule.score_function)
+    is_after = rule.score_function == "softmax" and not rule.is_pre_softmax
+    values = row if is_after else scores if bias is None else scores + bias
+    allowed = list(range(len(row)))
+    if rule.num_groups is not None and rule.group_top_k is not None:
+        size, most = len(row) // rule.num_groups, rule.top_k // rule.group_top_k
+        worth = np.array(
+            [sum(sorted(values[g * size : (g + 1) * size])[-most:]) for g in range(rule.num_groups)]
+        )
+        groups = _best(worth, rule.group_top_k, list(range(rule.num_groups)))
+        allowed = [e for e in allowed if e // size in groups]
+    experts = _best(values, rule.top_k, allowed)
+    if is_after:
+        weights = np.exp(row[experts]) / np.exp(row[experts]).sum()
+    else:
+        weights = scores[experts]
+        if rule.score_function != "softmax" and rule.top_k > 1:
+            weights = weights / weights.sum()
+    return experts, list(weights * rule.scaling_factor)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("groups", "top_k", "is_pre_softmax", "scale"),
+    [
+        (None, 1, False, 1.0),
+        (None, 2, True, 2.5),
+        (None, 4, False, 1.0),
+        ((4, 2), 2, True, 2.5),
+        ((4, 2), 4, False, 1.0),
+    ],
+)
+def test_experts_and_weights_are_those_of_a_loop(
+    function: ScoreFunction, groups: tuple[int, int] | None, top_k: int, is_pre_softmax: bool, scale: float
+) -> None:
+    num_groups, group_top_k = groups or (None, None)
+    rule = TopKRule(
+        top_k=top_k,
+        score_function=function,
+        is_pre_softmax=is_pre_softmax,
+        num_groups=num_groups,
+        group_top_k=group_top_k,
+        scaling_factor=scale,
+    )
+    logits = _logits()
+    bias = None if function == "softmax" else torch.linspace(-0.5, 0.5, 8).double()
+    experts, weights = pick_experts(logits, rule, bias)
+    for row, chosen, weighed in zip(logits.numpy(), experts.tolist(), weights.tolist(), strict=True):
+        expected = _expected(row, rule, None if bias is None else bias.numpy())
+        assert chosen == expected[0]
+        assert weighed == pytest.approx(expected[1], rel=1e-12)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("is_pre_softmax", [False, True])
+def test_gradients_of_weights_are_finite_differences(function: ScoreFunction, is_pre_softmax: bool) -> None:
+    rule = TopKRule(top_k=3, score_function=function, is_pre_softmax=is_pre_softmax, scaling_factor=1.5)
+    logits = _logits(tokens=5).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: pick_experts(x, rule)[1], (logits,))
+
+
+def test_equal_scores_go_to_the_lowest_numbers() -> None:
+    assert top_experts(torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0] * 4]), 2).tolist() == [[1, 2], [0, 1]]
+    rule = TopKRule(top_k=2, num_groups=4, group_top_k=2)
+    assert pick_experts(torch.zeros(1, 8), rule)[0].tolist() == [[0, 1]]
+
+
+def test_a_bias_picks_but_does_not_weigh() -> None:
+    rule = TopKRule(top_k=1, score_function="sigmoid")
+    logits = torch.tensor([[3.0, 0.0]])
+    experts, weights = pick_experts(logits, rule, torch.tensor([0.0, 10.0]))
+    assert experts.tolist() == [[1]]
+    assert weights.item() == pytest.approx(0.5)
+
+
+def test_weights_of_narrow_logits_are_computed_wide() -> None:
+    logits = _logits().to(torch.bfloat16)
+    experts, weights = pick_experts(logits, TopKRule(top_k=2, score_function="sigmoid"))
+    wide_experts, wide_weights = pick_experts(logits.float(), TopKRule(top_k=2, score_function="sigmoid"))
+    assert weights.dtype == torch.bfloat16
+    assert torch.equal(experts, wide_experts)
+    assert torch.equal(weights, wide_weights.bfloat16())
+
+
+def test_a_sinkhorn_plan_has_even_rows_and_columns() -> None:
+    logits = _logits(tokens=64) * 3
+    plan = sinkhorn_plan(logits)
+    torch.testing.assert_close(plan.sum(0), torch.full((8,), 1 / 8).double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(plan.sum(1), torch.full((64,), 1 / 64).double(), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0, 4.0])
+def test_a_sinkhorn_plan_is_that_of_scaling_until_factors_rest(size: float) -> None:
+    logits = _logits(tokens=32) * size
+    cost = np.exp(logits.numpy())
+    columns, moved = np.ones(8), 1.0
+    while moved > 1e-4:
+        rows = [1 / (32 * (sum(cost[t] * columns) + 1e-8)) for t in range(32)]
+        new = np.array([1 / (8 * (sum(cost[t, e] * rows[t] for t in range(32)) + 1e-8)) for e in range(8)])
+        columns, moved = new, np.abs(new - columns).mean()
+    expected = torch.from_numpy(cost * columns * np.array(rows)[:, None])
+    torch.testing.assert_close(sinkhorn_plan(logits), expected, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_sinkhorn_evens_loads_and_weighs_by_scores(top_k: int) -> None:
+    logits = _logits(tokens=256) + torch.linspace(-2, 2, 8).double()
+    experts, weights = pick_by_sinkhorn(logits, sinkhorn_plan(logits), top_k)
+    plain = expert_loads(top_experts(logits, top_k), 8)
+    assert expert_loads(experts, 8).max() < 0.7 * plain.max()
+    scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
+    assert torch.equal(weights, scores.gather(1, experts))
+
+
+def test_loads_count_tokens_of_each_expert_and_sequence() -> None:
+    experts = torch.randint(0, 4, (6, 3, 1), generator=torch.Generator().manual_seed(1))
+    experts = torch.cat((experts, (experts + 1) % 4), -1)
+    by_sequence = expert_loads(experts, 4)
+    for b, e in itertools.product(range(3), range(4)):
+        assert by_sequence[b, e] == sum(e in experts[s, b].tolist() for s in range(6))
+    assert torch.equal(expert_loads(experts.flatten(0, 1), 4), by_sequence.sum(0))
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 3), (1.25, 4), (0.5, 2), (100.0, 300)])
+def test_capacity_is_rounded_up(factor: float, expected: int) -> None:
+    assert expert_capacity(factor, top_k=2, num_tokens=12, num_experts=8) == expected
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("capacity", [1, 4, 24])
+def test_capacity_drops_what_a_loop_drops(policy: DropPolicy, capacity: int) -> None:
+    experts, weights = pick_experts(_logits(), TopKRule(top_k=3, is_pre_softmax=True))
+    weights[5], experts[5] = weights[4], experts[4]  # equal claims: the first one
+    kept = within_capacity(experts, weights, capacity, policy)
+    claims = [(t, j) for t in range(24) for j in range(3)]
+    for expert in range(8):
+        own = [claim for claim in claims if experts[claim] == expert]
+        if policy == "probs":
+            own.sort(key=lambda claim: -weights[claim].item())
+        assert [bool(kept[claim]) for claim in own] == [n < capacity for n in range(len(own))]
+
+
+def test_the_balance_loss_is_its_formula_and_1_where_loads_are_even() -> None:
+    logits = _logits()
+    shares, loads = score_shares(logits, "sigmoid"), expert_loads(top_experts(logits, 2), 8)
+    loss = sum(shares[t, e] * loads[e] for t in range(24) for e in range(8)) * 8 / (2 * 24**2)
+    torch.testing.assert_close(balance_loss(shares, loads, top_k=2, num_tokens=24), loss)
+    even = torch.full((24, 8), 1 / 8).double()
+    assert balance_loss(even, torch.full((8,), 6), top_k=2, num_tokens=24).item() == pytest.approx(1)
+
+
+def test_losses_of_sequences_are_averaged() -> None:
+    shares, loads = score_shares(_logits(), "softmax").view(6, 4, 8), torch.randint(0, 9, (4, 8))
+    each = [balance_loss(shares[:, b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
+    torch.testing.assert_close(balance_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean())
+
+
+def test_parts_of_losses_add_up() -> None:
+    logits = _logits()
+    shares, loads = score_shares(logits, "softmax"), expert_loads(top_experts(logits, 2), 8)
+    parts = [balance_loss(part, loads, top_k=2, num_tokens=24) for part in shares.split(10)]
+    torch.testing.assert_close(sum(parts), balance_loss(shares, loads, top_k=2, num_tokens=24))
+    parts = [z_loss(part, num_tokens=24) for part in logits.split(10)]
+    torch.testing.assert_close(sum(parts), torch.tensor(logits.logsumexp(-1).square().mean().item()).double())
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_of_losses_are_finite_differences(function: ScoreFunction) -> None:
+    loads = torch.arange(8).double()
+    logits = _logits(tokens=5).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x: balance_loss(score_shares(x, function), loads, top_k=2, num_tokens=5), (logits,)
+    )
+    assert torch.autograd.gradcheck(lambda x: z_loss(x, num_tokens=5), (logits,))
+
+
+def test_entropy_is_log_e_without_preferences_and_0_with_one() -> None:
+    assert entropy(torch.full((3, 8), 1 / 8)).item() == pytest.approx(3 * math.log(8))
+    assert entropy(torch.eye(8)).item() == 0
