@@ -40,4 +40,5 @@ def z_loss(logits: Tensor, *, num_tokens: int) -> Tensor:
 
 def entropy(shares: Tensor) -> Tensor:
     """Sum over tokens of -sum_e(p_e log p_e), in nats: log E where a router has no preferences."""
-    return torch.special.entr(shares).sum()
+    total: Tensor = torch.special.entr(shares).sum()
+    return total

@@ -83,6 +83,45 @@ class MlpSpec:
         return self.activation in ("swiglu", "geglu_tanh", "quick_geglu")
 
 
+Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
+"""Over which tokens a loss keeps the loads of experts even: a micro-batch's, a sequence's, a global batch's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """Picks some experts for each token, and says with what weights their outputs are summed."""
+
+    num_experts: int
+    top_k: int
+    score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    is_pre_softmax: bool = False
+    """Whether the softmax is over all experts, and not over the best alone."""
+    num_groups: int | None = None
+    """Groups of neighbours, of which a token goes to `group_top_k`; None: there are none."""
+    group_top_k: int | None = None
+    scaling_factor: float | None = None
+    """Of the weights."""
+    dtype: Literal["fp32", "fp64"] | None = None
+    """Of logits and scores; None: logits in that of the model."""
+    losses: tuple[tuple[Balancing, float], ...] = ()
+    """What keeps loads even, each with its factor."""
+    is_sinkhorn: bool = False
+    """Whether experts are picked by scores that Sinkhorn's iteration has evened out."""
+    z_loss_coeff: float = 0.0
+    has_expert_bias: bool = False
+    """Whether scores get a bias for each expert when experts are picked."""
+    bias_update_rate: float = 1e-3
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    """Largest load of an expert over the even one; None: nothing is dropped."""
+    drops_last: bool = False
+    """Whether it is the last tokens that are dropped, and not those of the lowest scores."""
+    is_padded: bool = False
+    """Whether every expert computes as many rows as it has capacity."""
+    is_forced: bool = False
+    """Whether experts are picked at random, to measure speed with even loads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One layer."""
