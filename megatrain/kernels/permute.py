@@ -5,7 +5,8 @@
                                                           expert 2: token 0
 
 A visit is a pair of token and expert; visits of an expert keep the order of the tokens. Both ways only read by index:
-the gradient of one is the other, nothing is added in an order that changes from run to run, and no host waits for counts.
+the gradient of one is the other, nothing is added in an order that changes from run to run, and no host waits for
+counts. On GPUs a fused kernel moves the rows; the references here do it in any dtype on any device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.dtypes import wide
+from megatrain.kernels.fused import permute as fused
+from megatrain.kernels.fused.launching import is_fused
 
 
 class Order(NamedTuple):
@@ -75,34 +78,35 @@ def order_by_expert(
 
 
 def gather_rows(x: Tensor, order: Order) -> Tensor:
-    """The token of each visit at its row; zeros where there is none.
-
-    Args:
-        x: [t, h].
-    Returns:
-        [r, h].
-    """
-    return _at(x, order.tokens)
+    """The token of each visit at its row; zeros where there is none: [t, h] -> [r, h]."""
+    at = fused.rows_at if is_fused(x) else rows_at_reference
+    return at(x, order.tokens)
 
 
 def sum_rows(rows: Tensor, order: Order) -> Tensor:
     """For each token the sum of its visits' rows, formed in a wide dtype: [r, h] -> [t, h]."""
-    total = torch.zeros(order.num_tokens, rows.shape[1], dtype=wide(rows.dtype), device=rows.device)
-    for places in order.places.unbind(1):
-        total += _at(rows, places)
-    return total.to(rows.dtype)
+    at = fused.sums_at if is_fused(rows) else sums_at_reference
+    return at(rows, order.places)
 
 
 def gather_numbers(numbers: Tensor, order: Order) -> Tensor:
     """The number of each visit at its row, 0 where there is none: [t, k] -> [r]."""
-    return _at(numbers.reshape(-1, 1), order.visits).flatten()
+    return rows_at_reference(numbers.reshape(-1, 1), order.visits).flatten()
 
 
 def numbers_back(numbers: Tensor, order: Order) -> Tensor:
     """The number at each visit's row, 0 for a visit without one: [r] -> [t, k]."""
-    return _at(numbers[:, None], order.places.flatten()).view(order.places.shape)
+    return rows_at_reference(numbers[:, None], order.places.flatten()).view(order.places.shape)
 
 
-def _at(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x by number; zeros for -1, whatever x holds."""
+def rows_at_reference(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x by number, and zeros for -1, whatever x holds: [n, h] and int64 [r] -> [r, h]."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+
+
+def sums_at_reference(x: Tensor, index: Tensor) -> Tensor:
+    """Sums of rows of x by number, one after the other, without those of number -1: [n, h] and int64 [r, k] -> [r, h]."""
+    total = torch.zeros(len(index), x.shape[1], dtype=wide(x.dtype), device=x.device)
+    for places in index.unbind(1):
+        total += rows_at_reference(x, places)
+    return total.to(x.dtype)

@@ -13,10 +13,20 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from megatrain.kernels import activations, dropout, normal, norms, rotary, softmax, turning  # noqa: E402
+from megatrain.kernels import (  # noqa: E402
+    activations,
+    dropout,
+    normal,
+    norms,
+    permute,
+    rotary,
+    softmax,
+    turning,
+)
 from megatrain.kernels.activations import Activation  # noqa: E402
 from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
 from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
+from megatrain.kernels.fused import permute as fused_permute  # noqa: E402
 from megatrain.kernels.fused import random as fused_random  # noqa: E402
 from megatrain.kernels.fused import rotary as fused_rotary  # noqa: E402
 from megatrain.kernels.fused import softmax as fused_softmax  # noqa: E402
@@ -192,3 +202,21 @@ def test_dropout_keeps_the_same_elements() -> None:
     dropout.fill_reference(expected, rows.cpu(), 77, round(0.3 * 2**32))
     assert torch.equal(found.cpu(), expected)
     assert 0.65 < found.float().mean().item() < 0.75
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "top_k", "columns"), [(1, 1, 5), (7, 3, 1030), (40, 8, 64)])
+def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, columns: int) -> None:
+    scores = drawn(tokens, 9)
+    experts = scores.topk(top_k).indices
+    order = permute.order_by_expert(
+        experts, num_experts=6, num_rows=tokens * 6, rows_each=tokens, kept=experts != 2
+    )
+    x = drawn(tokens, columns, dtype=dtype)
+    rows = fused_permute.rows_at(x, order.tokens)
+    assert torch.equal(rows, permute.rows_at_reference(x, order.tokens))
+    rows = drawn(tokens * 6, columns, dtype=dtype, seed=1).masked_fill_(
+        (order.visits < 0)[:, None], float("nan")
+    )
+    found = fused_permute.sums_at(rows, order.places)
+    assert torch.equal(found, permute.sums_at_reference(rows, order.places))
