@@ -1,0 +1,40 @@
+"""A plan without memory: every exchange makes tensors of the sizes that an even load would have."""
+
+import pytest
+import torch
+
+from megatrain.kernels.routing import Routes
+from megatrain.parallel.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
+from megatrain.parallel.grid import RankGroup
+
+
+@pytest.mark.parametrize(
+    ("kind", "ep", "etp", "rows", "own_experts"),
+    [
+        ("local", 1, 1, 24, 8),
+        ("allgather", 2, 1, 48, 4),  # all visits that could come: three of each of 16 tokens
+        ("allgather", 4, 2, 128, 2),
+        ("alltoall", 2, 1, 24, 4),
+        ("alltoall", 4, 2, 48, 2),
+    ],
+)
+def test_planned_rows_are_those_of_an_even_load(
+    kind: str, ep: int, etp: int, rows: int, own_experts: int
+) -> None:
+    groups = [RankGroup(name, tuple(range(size)), 0) for name, size in (("ep", ep), ("etp", etp))]
+    exchange = {
+        "local": lambda: LocalExchange(8),
+        "allgather": lambda: AllGatherExchange(8, *groups),
+        "alltoall": lambda: AllToAllExchange(8, *groups),
+    }[kind]()
+    x = torch.empty(8, 16, device="meta", requires_grad=True)
+    weights = torch.empty(8, 3, device="meta", requires_grad=True)
+    visitors = exchange.send(x, Routes(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights))
+    assert visitors.rows.shape == (rows, 16)
+    assert visitors.weights.shape == (rows,)
+    assert visitors.ends.shape == (own_experts,)
+    out = exchange.bring_back(visitors.rows * visitors.weights[:, None], visitors)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert x.grad is not None
+    assert weights.grad is not None
