@@ -19,6 +19,7 @@ _KERNELS: Final = {
     "sdpa": "torch's own choice of kernel",
     "math": "attention written out, with all scores in memory",
 }
+_OTHERS: Final = "transformer_engine"
 _FOR_GPUS: Final = ("flash4", "flash2", "cudnn")
 _LIBRARY: Final = "flash-attn-4"
 _OLDEST: Final = "4.0.0b36"
@@ -33,6 +34,9 @@ def attention_backend(draft: Draft) -> Answer:
     """The kernel, for layers that it can compute; softcaps, sinks and dropout of scores are written out."""
     asked = draft.config.model.attention_backend
     words = f"--attention-backend {asked}"
+    if draft.config.model.transformer_impl == _OTHERS:
+        version = draft.facts.libraries.get(_OTHERS, "(not installed here)")
+        return Answer(_OTHERS, f"{words}: the choice of Transformer Engine {version}")
     if asked in _KERNELS:
         return Answer(asked, f"{words}: {_KERNELS[asked]}")
     if asked in ("unfused", "local"):

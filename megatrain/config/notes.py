@@ -133,6 +133,14 @@ def attention_kernel(draft: Draft) -> Iterator[str]:
         yield draft.origins["derived.attention_backend"].detail
 
 
+def memory_is_planned_with_local(draft: Draft) -> Iterator[str]:
+    if draft.config.training.dry_run and draft.config.model.transformer_impl != "local":
+        yield (
+            f"memory is planned with the parts of --transformer-impl local: what those of {draft.config.model.transformer_impl}"
+            " keep is not known without a GPU"
+        )
+
+
 def layers_are_of_ones_own(draft: Draft) -> Iterator[str]:
     function, own = layer_function(draft.config.model.spec), draft.facts.own_layers
     if function is not None and own is not None:
@@ -200,6 +208,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     positions_are_relative,
     attention_is_written_out,
     attention_kernel,
+    memory_is_planned_with_local,
     layers_are_of_ones_own,
     width_is_its_own_base,
     output_layer_is_slow,

@@ -39,7 +39,7 @@ class Derived:
     """The sizes of each layer."""
     attention_scale: float | None = INVALID
     """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
-    attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math"] = INVALID
+    attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math", "transformer_engine"] = INVALID
     """The kernel of attention."""
     matrix_init_std: float = INVALID
     """Standard deviation of initial matrices, before what the depth asks for."""

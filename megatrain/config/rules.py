@@ -21,6 +21,7 @@ from megatrain.config.resume import RESUME_RULES
 from megatrain.config.size_rules import SIZE_RULES
 from megatrain.config.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.training_rules import TRAINING_RULES
+from megatrain.config.transformer_engine import TRANSFORMER_ENGINE_RULES
 from megatrain.config.unsupported import UNSUPPORTED_RULES
 
 Problems = Iterator[Problem]
@@ -185,6 +186,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     *PARALLEL_RULES,
     *MODEL_RULES,
     *LAYER_RULES,
+    *TRANSFORMER_ENGINE_RULES,
     training_has_one_length,
     samples_fill_a_batch,
     warmup_has_one_length,

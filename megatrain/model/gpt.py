@@ -16,6 +16,7 @@ from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalLeaves
+from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
 from megatrain.model.layer import Chain, Rotation, TransformerLayer, norm_weights
 from megatrain.model.layouts import positions_layout, vocab_layout
 from megatrain.model.recompute import Recompute, layer_segments
@@ -159,6 +160,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
+    implementation: str = "local",
     attention: str = "sdpa",
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
 ) -> Model:
@@ -169,6 +171,7 @@ def build_model(
         dtype: of the weights and of the computation.
         device: of the position tables (weights have no memory yet).
         seed: of dropout.
+        implementation: of the leaves, as --transformer-impl names it.
         attention: its kernel, as `derived.attention_backend` names it.
         recompute: what runs twice, to keep less.
     """
@@ -176,7 +179,9 @@ def build_model(
         TensorParallel(grid.tp, grid.kv, sequence_parallel),
         ContextParallel(RankGroup("cp", (grid.rank,), 0)),
     )
-    leaves = LocalLeaves(tp, cp, dtype, spec.norm, seed, attention)
+    leaves: Leaves = LocalLeaves(tp, cp, dtype, spec.norm, seed, attention)
+    if implementation == "transformer_engine":
+        leaves = TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed)
     rotations = _Rotations(cp.places(seq_length // cp.size, device), dtype)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype
     segments: list[nn.Module] = []

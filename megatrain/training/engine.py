@@ -231,6 +231,8 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         dtype=getattr(torch, plan.derived.params_dtype),
         device=device,
         seed=config.training.seed,
+        # Without memory, as in plans, there is nothing to compute with: Transformer Engine is not even imported.
+        implementation="local" if device.type == "meta" else config.model.transformer_impl,
         attention=plan.derived.attention_backend,
         recompute=recompute_of(plan),
     )

@@ -15,6 +15,8 @@ A100 = Facts(
     device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
 )
 WIDE_HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=136, ffn_hidden_size=64)
+ENGINE = "--transformer-impl transformer_engine"
+WITH_ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
 
 
 def dataset(prefix, num_sequences, *, split="all", weight=None):
@@ -388,9 +390,41 @@ CASES = {
         ("--profile --profile-ranks 0 2", "", None,
          "--profile-ranks names rank 2, and there are 1 ranks\n  fix: name ranks from 0 to 0"),
     ],
-    "features_are_there": [
-        ("--transformer-impl transformer_engine", "", None,
-         "--transformer-impl transformer_engine is not there yet\n  fix: use --transformer-impl local"),
+    "transformer_engine_is_there": [
+        (f"{ENGINE} --bf16", "", CUDA,
+         ("--transformer-impl transformer_engine: Transformer Engine is not installed\n"
+         "  fix: install it (pip install --no-build-isolation transformer_engine[pytorch],")),
+        (f"{ENGINE} --bf16", "", Facts(device="cuda", libraries={"transformer_engine": "2.9.0"}),
+         ("--transformer-impl transformer_engine: Transformer Engine 2.9.0 is installed, and 2.20 or later is needed\n"
+         "  fix: install a later one, or use --transformer-impl local")),
+    ],
+    "transformer_engine_computes_this": [
+        (f"{ENGINE} --bf16", "", Facts(libraries={"transformer_engine": "2.20.2"}),
+         ("--transformer-impl transformer_engine computes on GPUs, and this run on cpu\n"
+         "  fix: use --transformer-impl local")),
+        (ENGINE, "", WITH_ENGINE,
+         ("--transformer-impl transformer_engine computes in bf16 or fp16, and this run in float32\n"
+         "  fix: add --bf16, or use --transformer-impl local")),
+        *[(f"{ENGINE} --bf16 {flags}", without, WITH_ENGINE,
+           f"--transformer-impl transformer_engine does not have {said}")
+          for flags, without, said in (
+            ("--attention-dropout 0.1", "--attention-dropout",
+             ("--attention-dropout 0.1 that is the same under every layout\n"
+             "  fix: use --attention-dropout 0, or use --transformer-impl local")),
+            ("--attn-logit-softcapping 30", "", "--attn-logit-softcapping 30.0 in its fused kernels\n  fix: leave it out"),
+            ("--softmax-type learnable", "", "--softmax-type learnable here\n  fix: use --softmax-type vanilla"),
+            ("", "--swiglu", "exact GELU, which this run has without --swiglu and its like\n  fix: leave out what asks"),
+            ("--quick-geglu --activation-func-clamp-value 7", "--swiglu",
+             "--activation-func-clamp-value 7.0\n  fix: leave it out"),
+            ("--quick-geglu --glu-linear-offset 1", "--swiglu", "--glu-linear-offset 1.0\n  fix: leave it out"),
+            ("--qk-layernorm --qk-layernorm-width all_heads", "",
+             "--qk-layernorm-width all_heads, a norm over heads of several ranks\n  fix: use --qk-layernorm-width head"),
+            ("--fp32-residual-connection", "", "--fp32-residual-connection: its norms read"),
+            ("--recompute-granularity selective --recompute-modules layernorm", "",
+             "--recompute-modules layernorm: its norms keep what they give\n  fix: use --recompute-modules core_attn mlp"),
+            ("--attention-backend flash", "",
+             "--attention-backend flash: it chooses itself, or by NVTE_FLASH_ATTN and its like\n  fix: use --attention-backend auto, with"),
+          )],
     ],
     "mlp_has_one_activation": [
         ("--squared-relu", "", None, "--swiglu and --squared-relu all say how the MLP is activated\n  fix: give one of them"),

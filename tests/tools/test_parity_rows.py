@@ -9,7 +9,6 @@ import pytest
 from megatrain.config import ConfigError, features
 from megatrain.config.features import REFUSED, features_of
 from megatrain.config.tree import settings
-from megatrain.config.unsupported import _MISSING
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.main import _parser
 from megatrain.tools.parity import chosen_rows
@@ -79,17 +78,19 @@ def _others(option, feature):
     return {one.name for one in option.features if one is not feature}
 
 
-def test_every_choice_of_a_model_is_in_a_model_of_parity_or_refused():
+def test_every_choice_of_a_model_is_in_a_model_of_parity():
     used = {(path, plan.config.get(path)) for plan in _plans_of_models() for path in _model_choices()}
-    missing = {(one.path, one.value) for one in _MISSING}
     for path, values in _model_choices().items():
         for value in values:
-            assert ((path, value) in used) != ((path, value) in missing), (
+            assert (path, value) in used, (
                 f"{path} {value}: add it to a model of megatrain/tools/parity_models.py"
             )
 
 
-APART = {"model.attention_backend": "picks a kernel for one and the same mathematics"}
+APART = {
+    "model.attention_backend": "picks a kernel for one and the same mathematics",
+    "model.transformer_impl": "the same; its rows are those of `megatrain parity --device cuda --transformer-impl`",
+}
 """Choices that no model of parity needs, and why."""
 
 

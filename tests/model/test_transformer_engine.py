@@ -1,0 +1,215 @@
+"""The leaves of Transformer Engine, with a stand-in for the library: names, layouts, where gradients go."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.config.errors import ConfigError
+from megatrain.kernels.rotary import RotarySpec
+from megatrain.model.gpt import Model, build_model
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormSpec
+from megatrain.optim.sharded import fill_shards
+from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.data import DataParallel
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from transformer_engine_stand_in import SIGNATURES, stand_in
+
+VOCAB, SEQ, BATCH, PASSES = 101, 12, 2, 3
+CPU = torch.device("cpu")
+_ATTENTION = {"num_heads": 4, "num_query_groups": 2, "head_channels": 8, "rotary": RotarySpec(base=10000.0)}
+
+
+def spec_of(attention: AttentionSpec, mlp: MlpSpec, *, position: str = "pre", **norm: object) -> GptSpec:
+    layer = LayerSpec(mixer=attention, mlp=mlp, norm_position=position)  # type: ignore[arg-type]
+    return GptSpec(
+        hidden_size=16, vocab_size=VOCAB, padded_vocab_size=128, layers=(layer,) * 2, is_tied=True, init_std=0.2,
+        output_init_std=0.1, norm=NormSpec(**norm), hidden_dropout=0.1,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+SPECS = {
+    "llama": spec_of(AttentionSpec(**_ATTENTION), MlpSpec(ffn_hidden_size=24)),
+    "gpt2": spec_of(
+        AttentionSpec(**_ATTENTION, has_bias=True, has_qkv_bias=True),
+        MlpSpec(ffn_hidden_size=24, activation="gelu_tanh", has_bias=True),
+        kind="LayerNorm",
+    ),
+    "post": spec_of(
+        AttentionSpec(**_ATTENTION, qk_norm="head", window=3, scale=0.3),
+        MlpSpec(ffn_hidden_size=24, activation="geglu_tanh"),
+        position="post",
+        is_stored_minus_one=True,
+    ),
+    "both": spec_of(
+        AttentionSpec(**_ATTENTION, qk_norm="head", has_qkv_bias=True),
+        MlpSpec(ffn_hidden_size=24, activation="squared_relu"),
+        position="both",
+        kind="LayerNorm",
+        is_stored_minus_one=True,
+    ),
+    "quick": spec_of(AttentionSpec(**_ATTENTION), MlpSpec(ffn_hidden_size=24, activation="quick_geglu")),
+}
+
+
+@pytest.fixture
+def library() -> Iterator[ModuleType]:
+    with stand_in() as found:
+        yield found
+
+
+def built(spec: GptSpec, implementation: str) -> Model:
+    return build_model(
+        spec, RankGrid.build(GridShape(), 0), seq_length=SEQ, sequence_parallel=False, dtype=torch.float64,
+        device=CPU, implementation=implementation,
+    )  # fmt: skip
+
+
+def batches() -> list[Batch]:
+    ids = torch.randint(0, VOCAB, (PASSES, BATCH, SEQ + 1), generator=torch.Generator().manual_seed(5))
+    return [
+        Batch(
+            tokens=one[:, :-1], labels=one[:, 1:], loss_mask=torch.ones(BATCH, SEQ),
+            position_ids=torch.arange(SEQ).expand(BATCH, -1),
+        )
+        for one in ids
+    ]  # fmt: skip
+
+
+def trained(
+    spec: GptSpec, implementation: str, *, splits_backward: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses of some micro-batches, and the sums of their gradients by the names of this rank's parameters."""
+    grid, model = RankGrid.build(GridShape(), 0), built(spec, implementation)
+    buffers = FlatBuffers(
+        model.registry, shard_group=grid.dp, weight_dtype=torch.float64, grad_dtype=torch.float64, device=CPU
+    )
+    fill_shards(buffers.weight_shards, buffers, InitialWeights(3))
+    executor = Executor(
+        model.segments, grid, hidden_shape=(SEQ, BATCH, spec.hidden_size), dtype=torch.float64, device=CPU,
+        hooks=DataParallel(buffers, grid),
+    )  # fmt: skip
+    actions = one_forward_one_backward(0, 1, PASSES)
+    infos = [PassInfo(microbatch=number, first_sample=BATCH * number) for number in range(PASSES)]
+    executor.run(with_split_backward(actions) if splits_backward else actions, batches(), infos)
+    assert not any(entry.parameter.grad is not None for entry in model.registry.entries.values()), (
+        "a gradient besides the buffer's"
+    )
+    gradients = {
+        name: entry.module.weight_grads[entry.attribute].clone()
+        for name, entry in model.registry.entries.items()
+    }
+    return torch.stack([info.sums["lm_loss"] for info in infos]), gradients
+
+
+@pytest.mark.parametrize("splits_backward", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_losses_and_gradients_are_those_of_local(
+    library: ModuleType,
+    name: str,
+    splits_backward: bool,
+) -> None:
+    loss, gradients = trained(SPECS[name], "local")
+    found_loss, found = trained(SPECS[name], "transformer_engine", splits_backward=splits_backward)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    assert list(found) == list(gradients)
+    for parameter, gradient in gradients.items():
+        assert gradient.any(), parameter
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-9, atol=1e-11, msg=parameter)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_parameters_are_those_of_local(library: ModuleType, name: str) -> None:
+    local, other = (built(SPECS[name], one).registry for one in ("local", "transformer_engine"))
+    assert {name: entry.layout for name, entry in other.entries.items()} == {
+        name: entry.layout for name, entry in local.entries.items()
+    }
+
+
+def test_evaluation_needs_no_gradients(library: ModuleType) -> None:
+    losses = []
+    for implementation in ("local", "transformer_engine"):
+        grid, model = RankGrid.build(GridShape(), 0), built(SPECS["gpt2"], implementation)
+        buffers = FlatBuffers(
+            model.registry, shard_group=grid.dp, weight_dtype=torch.float64, grad_dtype=torch.float64,
+            device=CPU, has_gradients=False,
+        )  # fmt: skip
+        fill_shards(buffers.weight_shards, buffers, InitialWeights(3))
+        hidden, info = None, PassInfo(is_training=False)
+        with torch.no_grad():
+            for segment in model.segments:
+                hidden = segment(hidden, batches()[0], info)
+        losses.append(info.sums["lm_loss"])
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+
+
+def test_a_renamed_argument_is_found(library: ModuleType) -> None:
+    renamed = {**SIGNATURES, "LayerNormLinear": SIGNATURES["LayerNormLinear"].replace(" eps", " epsilon")}
+    with (
+        mock.patch.dict(SIGNATURES, renamed),
+        pytest.raises(TypeError, match="LayerNormLinear has no argument eps"),
+    ):
+        built(SPECS["llama"], "transformer_engine")
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp"),
+    [
+        ({"softcap": 20.0}, {}),
+        ({"sink": "zero"}, {}),
+        ({"dropout": 0.1}, {}),
+        ({"qk_norm": "all_heads"}, {}),
+        ({}, {"activation": "gelu"}),
+        ({}, {"clamp": 7.0}),
+        ({}, {"offset": 1.0}),
+    ],
+)
+def test_a_layer_that_the_library_lacks_is_not_built(
+    library: ModuleType,
+    attention: dict[str, object],
+    mlp: dict[str, object],
+) -> None:
+    spec = spec_of(
+        AttentionSpec(**{**_ATTENTION, **attention}),  # type: ignore[arg-type]
+        MlpSpec(**{"ffn_hidden_size": 24, **mlp}),  # type: ignore[arg-type]
+    )
+    with pytest.raises(ConfigError, match="does not have .*\n  fix: use --transformer-impl local"):
+        built(spec, "transformer_engine")
+
+
+def test_a_library_that_does_not_load_is_a_problem_with_a_remedy() -> None:
+    with (
+        mock.patch.dict(sys.modules, {"transformer_engine.pytorch": None}),
+        pytest.raises(ConfigError, match="the library does not load: .*\n  fix: install a build of it"),
+    ):
+        built(SPECS["llama"], "transformer_engine")
+
+
+def test_a_plan_does_without_the_library() -> None:
+    flags = (
+        "--dry-run --world-size 4 --transformer-impl transformer_engine --bf16 --tensor-model-parallel-size 2"
+        " --sequence-parallel --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --mock-data"
+        " --tokenizer-type NullTokenizer --vocab-size 99 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --swiglu"
+        " --position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
+    )
+    script = (
+        "import sys, pretrain; code = pretrain.main(sys.argv[1:]);"
+        " assert 'transformer_engine' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *flags.split()], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "memory is planned with the parts of --transformer-impl local" in done.stdout

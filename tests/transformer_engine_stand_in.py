@@ -1,0 +1,315 @@
+"""Stands for `transformer_engine.pytorch` on a CPU: the same signatures, computed with plain torch in any dtype.
+
+What is taken over are facts of Transformer Engine 2.20.2: names of arguments and parameters, where gradients go, what
+travels between tensor ranks. `tests/gpu` holds the signatures to those of the library.
+"""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+_LINEAR = (
+    "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker"
+    " init_method bias return_bias params_dtype parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs"
+    " ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type name"
+)
+_NORM = "normalized_shape eps sequence_parallel params_dtype zero_centered_gamma hidden_size"
+SIGNATURES = {
+    "Linear": f"{_LINEAR} rng_tracker_name save_original_input",
+    "LayerNormLinear": f"{_LINEAR} eps normalization return_layernorm_output return_layernorm_output_gathered"
+    " zero_centered_gamma",
+    "LayerNorm": f"{_NORM} device dtype",
+    "RMSNorm": f"{_NORM} device dtype",
+    "DotProductAttention": "num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type"
+    " window_size bottom_right_diagonal softcap sequence_parallel tp_size get_rng_state_tracker tp_group layer_number"
+    " attention_type cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit name",
+}
+"""Names of the arguments with which modules are made."""
+CALLS = {
+    "DotProductAttention": "query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv"
+    " cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size"
+    " bottom_right_diagonal softcap checkpoint_core_attention core_attention_bias_type core_attention_bias"
+    " alibi_slopes fast_zero_fill inference_params pad_between_seqs fp8_output bf16_backward num_splits score_mod"
+    " score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer qkv_interleave_dim"
+    " thd_attention_policies thd_attention_policy_dispatch",
+}
+"""Names of the arguments with which they are called, where more than an input is handed over."""
+STORE = ("delay_wgrad_compute", "put")
+"""What a linear layer's `wgrad_store` is asked for."""
+
+
+def checked(names: dict[str, str], kind: str, given: dict) -> None:
+    """As Python itself does where a signature does not have these names."""
+    unknown = set(given) - set(names[kind].split())
+    if unknown:
+        raise TypeError(f"{kind} has no argument {', '.join(sorted(unknown))}")
+
+
+class Module(nn.Module):
+    """Parameters are made without memory, and never drawn here."""
+
+    def __init__(self, given: dict) -> None:
+        super().__init__()
+        checked(SIGNATURES, type(self).__name__, given)
+
+    def make(self, name: str, *shape: int, dtype: torch.dtype, device: str) -> None:
+        assert device == "meta", "Transformer Engine would draw initial values of its own"
+        super().register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+
+    def get_extra_state(self) -> Tensor:
+        raise AssertionError("what would be saved is a pickle")
+
+
+class WeightGradStore:
+    """Takes no weight gradients."""
+
+    def delay_wgrad_compute(self) -> bool:
+        return False
+
+
+class _Product(Function):
+    """x W^T + bias, with what travels between tensor ranks; gradients of W go to `main_grad`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, layer, store):
+        ctx.layer, ctx.store, ctx.weight, ctx.has_bias = layer, store, weight, bias is not None
+        ctx.save_for_backward(x)
+        if layer.mode == "column" and layer.is_split:
+            x = gathered(x, layer.group)
+        y = x @ weight.t()
+        if bias is not None:
+            y = y + bias
+        return summed(y, layer) if layer.mode == "row" else y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), layer, weight = ctx.saved_tensors, ctx.layer, ctx.weight
+        if layer.is_split:
+            x, dy = (x, gathered(dy, layer.group)) if layer.mode == "row" else (gathered(x, layer.group), dy)
+        dx = dy @ weight
+        if layer.mode == "column":
+            dx = summed(dx, layer)
+
+        def form(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+            grad = weight.main_grad
+            assert grad.shape == weight.shape
+            grad.addmm_(dy.flatten(0, -2).to(grad.dtype).t(), x.flatten(0, -2).to(grad.dtype))
+            return grad, dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+
+        dbias = None
+        if weight.requires_grad:
+            if ctx.store.delay_wgrad_compute():
+                ctx.store.put([x, dy], form)
+            else:
+                dbias = form(x, dy)[1]
+        return dx, None, dbias, None, None
+
+
+def gathered(x: Tensor, group) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def summed(x: Tensor, layer: "_LinearBase") -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=layer.group)
+    return x.chunk(dist.get_world_size(layer.group))[dist.get_rank(layer.group)] if layer.is_split else x
+
+
+class _LinearBase(Module):
+    def __init__(self, **given) -> None:
+        super().__init__(given)
+        assert given["fuse_wgrad_accumulation"], "a gradient of its own would be a copy"
+        assert not {name for name in given if name.startswith("ub_")}, "user buffers"
+        self.mode, self.group = given["parallel_mode"], given["tp_group"]
+        assert self.mode in ("row", "column", None)
+        size = 1 if self.group is None else dist.get_world_size(self.group)
+        assert size == given["tp_size"]
+        rows, columns = given["out_features"], given["in_features"]
+        if self.mode == "column":
+            assert rows % size == 0
+            rows //= size
+        if self.mode == "row":
+            assert columns % size == 0
+            columns //= size
+        self.is_split = size > 1 and given["sequence_parallel"]
+        how = {"dtype": given["params_dtype"], "device": given["device"]}
+        self.make("weight", rows, columns, **how)
+        self.has_bias = given["bias"]
+        if self.has_bias:
+            self.make("bias", rows, **how)
+        self.wgrad_store = WeightGradStore()
+
+    def product(self, x: Tensor) -> Tensor:
+        assert all(x.dtype == weight.dtype for weight in self.parameters()), "data types must match"
+        is_apart = self.mode == "row"
+        bias = self.bias if self.has_bias and not is_apart else None
+        y = _Product.apply(x, self.weight, bias, self, self.wgrad_store)
+        return y + self.bias if self.has_bias and is_apart else y
+
+
+class Linear(_LinearBase):
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        return self.product(inp)
+
+
+class LayerNormLinear(_LinearBase):
+    def __init__(self, **given) -> None:
+        super().__init__(**given)
+        self.kind, self.eps = given["normalization"], given["eps"]
+        self.is_centered = given["zero_centered_gamma"]
+        names = ["layer_norm_weight", *(["layer_norm_bias"] if self.kind == "LayerNorm" else [])]
+        for name in names:
+            self.make(name, given["in_features"], dtype=given["params_dtype"], device=given["device"])
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
+        bias = self.layer_norm_bias if self.kind == "LayerNorm" else None
+        return self.product(normed(inp, self.layer_norm_weight, bias, self.eps, self.is_centered))
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centered: bool) -> Tensor:
+    gain = weight + 1 if is_centered else weight
+    if bias is None:
+        return F.rms_norm(x, weight.shape, gain, eps)
+    return F.layer_norm(x, weight.shape, gain, bias, eps)
+
+
+class _Norm(Module):
+    def __init__(self, normalized_shape, **given) -> None:
+        super().__init__({"normalized_shape": normalized_shape, **given})
+        self.eps, self.is_centered = given["eps"], given["zero_centered_gamma"]
+        names = ["weight", *(["bias"] if type(self) is LayerNorm else [])]
+        for name in names:
+            self.make(name, *normalized_shape, dtype=given["dtype"], device=given["device"])
+
+    def forward(self, x):
+        return normed(x, self.weight, getattr(self, "bias", None), self.eps, self.is_centered)
+
+
+class LayerNorm(_Norm):
+    pass
+
+
+class RMSNorm(_Norm):
+    pass
+
+
+class DotProductAttention(Module):
+    def __init__(self, **given) -> None:
+        super().__init__(given)
+        assert given["attention_dropout"] == 0.0
+        assert given["qkv_format"] == "sbhd"
+        assert given["attn_mask_type"] == "causal"
+        self.heads, self.groups = given["num_attention_heads"], given["num_gqa_groups"]
+        self.channels, self.window, self.scale = (
+            given["kv_channels"], given["window_size"], given["softmax_scale"],
+        )  # fmt: skip
+
+    def forward(self, query_layer, key_layer, value_layer, **given) -> Tensor:
+        checked(CALLS, "DotProductAttention", given)
+        assert query_layer.shape[-2:] == (self.heads, self.channels)
+        assert key_layer.shape[-2:] == value_layer.shape[-2:] == (self.groups, self.channels)
+        if not given:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
+            return self.attended(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        assert (given["qkv_format"], given["attn_mask_type"]) == ("thd", "padding_causal")
+        borders = given["cu_seqlens_q"]
+        assert borders.dtype == torch.int32
+        assert torch.equal(borders, given["cu_seqlens_kv"])
+        assert given["max_seqlen_q"] == given["max_seqlen_kv"] == int(borders.diff().max())
+        places = torch.bucketize(torch.arange(len(query_layer)), borders, right=True)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query_layer, key_layer, value_layer))
+        return self.attended(q, k, v, places[:, None] == places).squeeze(0).transpose(0, 1).flatten(1)
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, is_same: Tensor | None) -> Tensor:
+        """[b, n, s, d]"""
+        s = q.shape[2]
+        mask = torch.ones(s, s, dtype=torch.bool).tril()
+        if self.window is not None:
+            left, right = self.window
+            assert right == 0
+            mask = mask.triu(-left)
+        if is_same is not None:
+            mask = mask & is_same
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+
+
+class Sequential(nn.Sequential):
+    """Parts are put together at the first call, with the parameters that they have then."""
+
+    def forward(self, x):
+        parameters = list(self.parameters())
+        if not hasattr(self, "together"):
+            self.together = parameters
+        assert [id(one) for one in self.together] == [id(one) for one in parameters]
+        assert not any(one.is_meta for one in parameters)
+        return super().forward(x)
+
+
+def _activation(name: str, curve, *, is_gated: bool) -> type[nn.Module]:
+    class Activation(nn.Module):
+        def forward(self, x):
+            if not is_gated:
+                return curve(x)
+            gate, up = x.chunk(2, -1)
+            return curve(gate) * up
+
+    Activation.__name__ = name
+    return Activation
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS = {
+    "SwiGLU": _activation("SwiGLU", F.silu, is_gated=True),
+    "GEGLU": _activation("GEGLU", _tanh_gelu, is_gated=True),
+    "QGEGLU": _activation("QGEGLU", _quick_gelu, is_gated=True),
+    "GELU": _activation("GELU", _tanh_gelu, is_gated=False),
+    "SReLU": _activation("SReLU", lambda x: F.relu(x).square(), is_gated=False),
+}
+
+
+@contextmanager
+def stand_in() -> Iterator[ModuleType]:
+    """While it lasts, `import transformer_engine.pytorch` gives this."""
+    package, library = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    ops = ModuleType("transformer_engine.pytorch.ops")
+    package.pytorch, library.ops = library, ops
+    for one in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention):
+        setattr(library, one.__name__, one)
+    ops.Sequential = Sequential
+    for name, one in ACTIVATIONS.items():
+        setattr(ops, name, one)
+    modules = {"transformer_engine": package, "transformer_engine.pytorch": library}
+    with mock.patch.dict(sys.modules, modules):
+        yield library
+
+
+def differences(library: ModuleType) -> list[str]:
+    """Names of arguments that are used here, and that the library does not have."""
+    made = [(getattr(library, kind), kind, names) for kind, names in SIGNATURES.items()]
+    called = [(getattr(library, kind).forward, f"{kind}.forward", names) for kind, names in CALLS.items()]
+    missing = []
+    for function, kind, names in (*made, *called):
+        known = inspect.signature(function).parameters
+        takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+        missing += [f"{kind}: {name}" for name in names.split() if name not in known and not takes_more]
+    missing += [f"ops: {name}" for name in ACTIVATIONS if not hasattr(library.ops, name)]
+    store = library.Linear(8, 8, device="meta", bias=False).wgrad_store
+    return missing + [f"wgrad_store: {name}" for name in STORE if not hasattr(store, name)]
