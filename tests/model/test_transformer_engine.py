@@ -3,13 +3,13 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from transformer_engine_stand_in import SIGNATURES, stand_in
 
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.rotary import RotarySpec
@@ -23,9 +23,6 @@ from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from transformer_engine_stand_in import SIGNATURES, stand_in
 
 VOCAB, SEQ, BATCH, PASSES = 101, 12, 2, 3
 CPU = torch.device("cpu")
@@ -185,14 +182,14 @@ def test_a_layer_that_the_library_lacks_is_not_built(
         AttentionSpec(**{**_ATTENTION, **attention}),  # type: ignore[arg-type]
         MlpSpec(**{"ffn_hidden_size": 24, **mlp}),  # type: ignore[arg-type]
     )
-    with pytest.raises(ConfigError, match="does not have .*\n  fix: use --transformer-impl local"):
+    with pytest.raises(ConfigError, match=r"does not have .*\n  fix: use --transformer-impl local"):
         built(spec, "transformer_engine")
 
 
 def test_a_library_that_does_not_load_is_a_problem_with_a_remedy() -> None:
     with (
         mock.patch.dict(sys.modules, {"transformer_engine.pytorch": None}),
-        pytest.raises(ConfigError, match="the library does not load: .*\n  fix: install a build of it"),
+        pytest.raises(ConfigError, match=r"the library does not load: .*\n  fix: install a build of it"),
     ):
         built(SPECS["llama"], "transformer_engine")
 

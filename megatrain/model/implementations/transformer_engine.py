@@ -160,7 +160,7 @@ def _send_gradient(weight: nn.Parameter, grad: Tensor | None) -> None:
     if grad is None:
         return
     if weight.dim() > 1:
-        weight.main_grad = grad  # type: ignore[attr-defined] (the library's word for it)
+        setattr(weight, "main_grad", grad)  # noqa: B010 (an attribute that the library has added)
     else:
         weight.register_post_accumulate_grad_hook(functools.partial(_move_gradient, grad))
 

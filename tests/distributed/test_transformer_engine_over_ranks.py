@@ -1,0 +1,74 @@
+"""Transformer Engine's leaves over ranks, with a stand-in for the library, against `local` in one process in fp64."""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+from transformer_engine_stand_in import stand_in
+
+from megatrain.config import Plan
+from megatrain.tools import parity_measure
+from megatrain.tools.parity_judge import judge
+from megatrain.tools.parity_measure import Job, Measured, measure
+from megatrain.tools.parity_rows import Layout
+from megatrain.tools.worker_pool import WorkerPool
+
+WORDS = (
+    "llama",
+    "llama documents zloss",
+    "mup tied selective",
+    "gpt2",
+    "tp2 gpt2 tied",
+    "tp2 sp gpt2 tied dp2 zero1 overlap",
+    "tp2 sp documents uniform",
+    "tp4 groups2 sp block",
+    "tp3 groups1 mup",
+    "tp2 sp pp2 dp2 zero3 overlap tied tokens",
+    "dp2 zero2 gpt2 scale",
+)
+NO_DROPOUT_OF_SCORES = ("--attention-dropout", "0")
+
+
+def with_engine(rank: int, world_size: int, job: Job) -> Measured:
+    """As parity measures it, with Transformer Engine's leaves in place of `local`'s."""
+    return measured(rank, world_size, job, "transformer_engine")
+
+
+def with_local(rank: int, world_size: int, job: Job) -> Measured:
+    return measured(rank, world_size, job, "local")
+
+
+def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measured:
+    plan_of = parity_measure.tiny_plan
+
+    def changed(layout: Layout, world_size: int, *flags: str, **how: Any) -> Plan:
+        plan = plan_of(layout, world_size, *flags, *NO_DROPOUT_OF_SCORES, **how)
+        values = {"model.transformer_impl": implementation}  # on a CPU and in fp64, a rule would refuse it
+        return dataclasses.replace(plan, config=plan.config.with_values(values))
+
+    with stand_in(), mock.patch.object(parity_measure, "tiny_plan", changed):
+        return measure(rank, world_size, job)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_a_layout_computes_what_local_computes_alone(pool: WorkerPool, words: str) -> None:
+    layout = Layout.of(words)
+    (reference,) = pool.run(1, with_local, Job(layout.alone))
+    verdict = judge(reference, pool.run(layout.world_size, with_engine, Job(layout)))
+    assert verdict.is_good, verdict
+
+
+def test_a_group_that_is_not_handed_over_would_be_found(pool: WorkerPool) -> None:
+    layout = Layout.of("tp2 sp")
+    (reference,) = pool.run(1, with_local, Job(layout.alone))
+    verdict = judge(reference, pool.run(2, without_group, Job(layout)))
+    assert not verdict.is_good
+
+
+def without_group(rank: int, world_size: int, job: Job) -> Measured:
+    """The ranks' parts are not summed."""
+    import transformer_engine_stand_in as engine
+
+    with mock.patch.object(engine, "summed", lambda x, layer: x[: len(x) // 2] if layer.is_split else x):
+        return with_engine(rank, world_size, job)
