@@ -4,13 +4,12 @@ Megatron-LM's names     auto, flash, fused, unfused, local
 kernels by name         flash4 (flash-attn-4), flash2 and cudnn (torch's), sdpa (torch's own choice), math (written out)
 """
 
-import re
-import sys
 from collections.abc import Iterator
 from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Answer, Draft
+from megatrain.config.versions import in_order
 
 _KERNELS: Final = {
     "flash4": "flash-attn-4",
@@ -80,7 +79,7 @@ def _why_not(kernel: str, draft: Draft) -> str:
         version = draft.facts.libraries.get(_LIBRARY)
         if version is None:
             return f"{_LIBRARY} is not installed"
-        if _order(version) < _order(_OLDEST):
+        if in_order(version) < in_order(_OLDEST):
             return f"{_LIBRARY} {version} is older than {_OLDEST}"
     capability = draft.facts.device_capability
     if capability is not None and capability[0] not in _GENERATIONS[kernel]:
@@ -94,11 +93,3 @@ def _why_not(kernel: str, draft: Draft) -> str:
             said = f"--kv-channels is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
             return f"it takes heads of at most {most} channels in multiples of 8, and {said}"
     return ""
-
-
-def _order(version: str) -> tuple[int, ...]:
-    """Versions such as 4.0.0b36 in their order: a beta comes before its release."""
-    release, _, beta = version.partition("b")
-    numbers = [int(number) for number in re.findall(r"\d+", release)[:3]]
-    found = re.match(r"\d+", beta)
-    return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if found else sys.maxsize)

@@ -3,18 +3,18 @@
 Nothing is done by `local` in its place: what the library does not have is a problem with what to use.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.own_layers import layer_function
 from megatrain.config.plan import Draft
+from megatrain.config.versions import in_order
 
 _ASKED: Final = "--transformer-impl transformer_engine"
 _LOCAL: Final = "use --transformer-impl local"
 _LIBRARY: Final = "transformer_engine"
-OLDEST: Final = "2.20"
+_OLDEST: Final = "2.20"
 """Its modules are called as this version takes it."""
 
 
@@ -32,9 +32,9 @@ def transformer_engine_is_there(draft: Draft) -> Iterator[Problem]:
             f"{_ASKED}: Transformer Engine is not installed",
             f"install it (pip install --no-build-isolation transformer_engine[pytorch], which is built for this CUDA), or {_LOCAL}",
         )
-    elif _numbers(version) < _numbers(OLDEST):
+    elif in_order(version) < in_order(_OLDEST):
         yield Problem(
-            f"{_ASKED}: Transformer Engine {version} is installed, and {OLDEST} or later is needed",
+            f"{_ASKED}: Transformer Engine {version} is installed, and {_OLDEST} or later is needed",
             f"install a later one, or {_LOCAL}",
         )
 
@@ -105,12 +105,6 @@ def _missing(draft: Draft) -> Iterator[tuple[str, bool, str]]:
     )
     own = layer_function(model.spec)
     yield f"layers of one's own (--spec {own})", own is not None, "leave --spec out"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Of a version such as 2.20.2 or 2.21.0+abc: those before what is no number."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found.group().split("."))) if found else ()
 
 
 TRANSFORMER_ENGINE_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (

@@ -29,6 +29,7 @@ from megatrain.model.implementations.local import LocalDropout
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel
 
@@ -38,6 +39,7 @@ class TransformerEngineLeaves:
     """Builds the leaves for one rank. What the library cannot do, a rule of the configuration refuses."""
 
     tp: TensorParallel
+    cp: ContextParallel
     dtype: torch.dtype
     norms: NormSpec
     seed: int
@@ -72,10 +74,12 @@ class TransformerEngineLeaves:
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:  # noqa: ARG002
         if spec.softcap is not None or spec.sink != "none" or spec.dropout:
             raise _refused(f"the attention of {spec}")
+        if self.cp.size > 1:
+            raise _refused("attention over the ranks of --context-parallel-size")
         return TeCoreAttention(spec, self.tp)
 
     def dropout(self, p: float, name: str) -> Pointwise:
-        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp)
+        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
 
 
 _ACTIVATIONS = {
