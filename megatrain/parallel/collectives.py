@@ -24,14 +24,14 @@ class Transfer:
     """A collective on its way. What it reads and writes lives, and stays as it is, until `wait`."""
 
     def __init__(self, work: Any = None, *kept: Tensor) -> None:
-        self._work = work
+        self._works = work if isinstance(work, list) else [] if work is None else [work]
         self._kept = kept
 
     def wait(self) -> None:
         """Order what follows behind it: on a GPU the stream waits, not the host."""
-        if self._work is not None:
-            self._work.wait()
-        self._work, self._kept = None, ()
+        for work in self._works:
+            work.wait()
+        self._works, self._kept = [], ()
 
 
 def all_reduce(x: Tensor, group: RankGroup, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
@@ -128,6 +128,19 @@ def begin_all_to_all_into(
         return Transfer(None, out, x)
     work = dist.all_to_all_single(out, x, from_ranks, to_ranks, group=group.handle, async_op=True)
     return Transfer(work, out, x)
+
+
+def begin_shift(x: Tensor, out: Tensor, group: RankGroup) -> Transfer:
+    """Begin to send `x` to the next rank of a ring, and to fill `out` with what the rank before sends."""
+    assert group.size > 1, "a ring of one rank has no next one"
+    if x.is_meta:
+        return Transfer(None, x, out)
+    to_rank, from_rank = (group.ranks[(group.rank + step) % group.size] for step in (1, -1))
+    both = [
+        dist.P2POp(dist.isend, x, to_rank, group.handle),
+        dist.P2POp(dist.irecv, out, from_rank, group.handle),
+    ]
+    return Transfer(dist.batch_isend_irecv(both), x, out)
 
 
 def gather_json(value: Any, group: RankGroup, device: torch.device | None = None) -> list[Any]:

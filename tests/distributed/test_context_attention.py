@@ -1,0 +1,238 @@
+"""Attention over context ranks against attention of whole sequences: outputs and gradients of q, k, v and sinks, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels.attention import AttentionKernel, View
+from megatrain.kernels.attention_fused import CpuFlash
+from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.parallel.batch import Documents
+from megatrain.parallel.context_gather import gathered_attention
+from megatrain.parallel.context_heads import to_heads, to_rows
+from megatrain.parallel.context_ring import ring_attention
+from megatrain.parallel.context_views import Views
+from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.groups import make_group
+from megatrain.tools.worker_pool import WorkerPool
+
+S, B, HEADS, D = 48, 2, 4, 8
+BORDERS = [0, 1, 13, 30, 30, 48, 61, 90, 96]
+"""Of the samples laid end to end: documents that end in a chunk, cross several, and an empty one."""
+DROPOUT = 0.3
+
+
+class ByRules:
+    """Stands for kernels of GPUs: it is told rules, not masks."""
+
+    takes_masks = False
+    written = WrittenAttention(scale=0.4)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        return self.written.forward(q, k, v, as_mask(view, len(q), len(k)))
+
+    def backward(self, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *known, view = tensors
+        return self.written.backward(*known, as_mask(view, len(known[1]), len(known[2])))
+
+
+def as_mask(view: View, num_queries: int, num_keys: int) -> View:
+    """Each document by itself, its last query beside its last key."""
+    assert view.mask is None
+    if not view.is_causal:
+        assert view.borders is None
+        return view
+    mask = torch.zeros(B * num_queries, B * num_keys, dtype=torch.bool)
+    queries = torch.arange(0, (B + 1) * num_queries, num_queries)
+    keys = torch.arange(0, (B + 1) * num_keys, num_keys)
+    if view.borders is not None:
+        queries, keys = view.borders.queries, view.borders.keys
+        assert int(queries.diff().max()) <= view.borders.max_queries
+        assert int(keys.diff().max()) <= view.borders.max_keys
+    for i in range(len(queries) - 1):
+        rows, columns = slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
+        part = mask[rows, columns]
+        offset = part.shape[1] - part.shape[0]
+        part.fill_(value=True).tril_(offset)
+        if view.window is not None:
+            part.triu_(offset - view.window)
+    by_sample = mask.view(B, num_queries, B, num_keys)
+    return View(mask=torch.stack([by_sample[b, :, b] for b in range(B)]).unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: int = 2
+    kernel: str = "cpu"
+    window: int | None = None
+    softcap: float | None = None
+    has_documents: bool = False
+    has_sink: bool = False
+    has_dropout: bool = False
+
+    def attention(self) -> AttentionKernel:
+        if self.kernel != "written":
+            return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
+        return WrittenAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
+
+    def views(self, rows: int, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
+        """Of a rank with so many rows."""
+        return Views(
+            chunk=rows // 2,
+            device=torch.device("cpu"),
+            takes_masks=self.attention().takes_masks,
+            window=self.window,
+            documents=Documents(torch.tensor(BORDERS, dtype=torch.int32), 29, B, S)
+            if self.has_documents
+            else None,
+            keeps=(lambda queries, keys: kept(queries, keys)[:, first_head : first_head + num_heads])
+            if self.has_dropout
+            else None,
+        )
+
+
+CASES = {
+    "plain": Case(),
+    "a key for each query": Case(groups=4),
+    "one key for all queries": Case(groups=1),
+    "written out": Case(kernel="written"),
+    "documents": Case(has_documents=True),
+    "window": Case(window=5),
+    "wide window, documents, sink": Case(window=19, has_documents=True, has_sink=True),
+    "sink": Case(has_sink=True),
+    "all that is written out": Case(
+        kernel="written", window=11, softcap=1.5, has_documents=True, has_sink=True, has_dropout=True
+    ),
+}
+
+
+def kept(queries: Tensor, keys: Tensor) -> Tensor:
+    """By places alone: bool [b, n, sq, sk]."""
+    numbers = torch.rand(B, HEADS, S, S, generator=torch.Generator().manual_seed(5)) >= DROPOUT
+    return numbers[:, :, queries][..., keys]
+
+
+def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and a sink; and what comes back from the output."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(S, B, HEADS, D), (S, B, case.groups, D), (S, B, case.groups, D), (HEADS,), (S, B, HEADS, D)]
+    *x, upstream = (2 * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    return x, upstream
+
+
+def whole(case: Case) -> list[Tensor]:
+    """The output of whole sequences and the gradients, by scores written out."""
+    (q, k, v, sink), upstream = inputs(case)
+    leaves = [x.requires_grad_() for x in (q, k, v, sink)]
+    k, v = (x.repeat_interleave(HEADS // case.groups, dim=2) for x in (k, v))
+    scores = torch.einsum("ibnd,jbnd->bnij", q, k) * 0.4
+    if case.softcap is not None:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
+    places = torch.arange(S)
+    distance = places[:, None] - places
+    mask = (distance >= 0) & (distance <= (S if case.window is None else case.window))
+    mask = mask.expand(B, 1, S, S)
+    if case.has_documents:
+        number = torch.bucketize(torch.arange(B * S), torch.tensor(BORDERS), right=True).view(B, 1, S)
+        mask = mask & (number.unsqueeze(-1) == number.unsqueeze(-2))
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if case.has_sink:
+        scores = torch.cat((scores, sink.view(-1, 1, 1).expand(B, HEADS, S, 1)), dim=-1)
+    shares = scores.softmax(-1)[..., :S]
+    if case.has_dropout:
+        shares = shares * kept(places, places) / (1 - DROPOUT)
+    out = torch.einsum("bnij,jbnd->ibnd", shares, v)
+    out.backward(upstream)
+    return [out.detach(), *(torch.zeros(1) if x.grad is None else x.grad for x in leaves)]
+
+
+def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
+    chunks = x.chunk(2 * size)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]))
+
+
+def on_a_rank(
+    rank: int, world_size: int, case: Case, how: str, heads_size: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """This rank's rows of the output and the gradients, and its share of the sink's."""
+    shape = GridShape(tp=heads_size, dp=world_size // heads_size)  # the two levels of context ranks
+    grid = RankGrid.build(shape, rank, make_group)
+    (q, k, v, sink), upstream = inputs(case)
+    q, k, v = (own_rows(x, rank, world_size).to(dtype).requires_grad_() for x in (q, k, v))
+    sink = sink.to(dtype).requires_grad_()
+    out = attend(q, k, v, sink if case.has_sink else None, case, how, grid)
+    out.backward(own_rows(upstream, rank, world_size).to(dtype))
+    return [out.detach(), *(torch.zeros(1) if x.grad is None else x.grad for x in (q, k, v, sink))]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, case: Case, how: str, grid: RankGrid
+) -> Tensor:
+    group: RankGroup = grid.dp
+    own = HEADS // grid.tp.size
+    views = case.views(q.shape[0] * grid.tp.size, first_head=own * grid.tp.rank, num_heads=own)
+    algorithm: Any = gathered_attention if how == "all_gather" else ring_attention
+    if grid.tp.size == 1:
+        return algorithm(q, k, v, sink, case.attention(), views, group)  # type: ignore[no-any-return]
+    q, k, v = to_heads(q, k, v, grid.tp)
+    sink = None if sink is None else sink[own * grid.tp.rank : own * (grid.tp.rank + 1)]
+    return to_rows(algorithm(q, k, v, sink, case.attention(), views, group), grid.tp)
+
+
+LAYOUTS = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 4, 1), ("all_gather", 2, 1), ("all_gather", 3, 1), ("all_gather", 4, 1),
+           ("a2a", 2, 2), ("a2a", 4, 4), ("a2a+p2p", 4, 2), ("a2a+p2p", 8, 2), ("a2a+p2p", 8, 4)]  # fmt: skip
+"""How ranks communicate, their number, and how many of them exchange heads."""
+
+
+@pytest.mark.parametrize(("how", "size", "heads_size"), LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_split_attention_is_whole_attention(
+    pool: WorkerPool, name: str, how: str, size: int, heads_size: int
+) -> None:
+    case = CASES[name]
+    check(case, pool.run(size, on_a_rank, case, how, heads_size, torch.float64))
+
+
+def check(case: Case, found: list[list[Tensor]]) -> None:
+    """Every rank's rows are those of whole sequences; shares of the sink's gradient sum up to it."""
+    expected = whole(case)
+    for number, want in enumerate(expected[:4]):
+        for rank, parts in enumerate(found):
+            torch.testing.assert_close(
+                parts[number], own_rows(want, rank, len(found)), rtol=1e-11, atol=1e-12
+            )
+    if case.has_sink:
+        torch.testing.assert_close(sum(parts[4] for parts in found), expected[4], rtol=1e-11, atol=1e-12)
+
+
+RUNS = [("all_gather", 2, 1), ("all_gather", 4, 1), ("all_gather", 4, 2)]
+
+
+@pytest.mark.parametrize(("how", "size", "heads_size"), RUNS)
+@pytest.mark.parametrize("name", ["plain", "documents", "window", "wide window, documents, sink"])
+def test_kernels_without_masks_are_told_the_same(
+    pool: WorkerPool, name: str, how: str, size: int, heads_size: int
+) -> None:
+    case = replace(CASES[name], kernel="rules")
+    check(case, pool.run(size, on_a_rank, case, how, heads_size, torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "heads_size"), [("p2p", 4, 1), ("all_gather", 4, 1), ("a2a+p2p", 4, 2)]
+)
+def test_sums_are_wide_where_inputs_are_narrow(
+    pool: WorkerPool, how: str, size: int, heads_size: int
+) -> None:
+    case = CASES["sink"]
+    expected = whole(case)
+    for rank, parts in enumerate(pool.run(size, on_a_rank, case, how, heads_size, torch.bfloat16)):
+        for number, want in enumerate(expected[:4]):
+            assert parts[number].dtype == torch.bfloat16
+            part = own_rows(want, rank, size)
+            error = (parts[number].double() - part).abs().max() / part.abs().max()
+            assert error < 0.02, f"{how}: {number} of rank {rank} is off by {error}"
