@@ -27,6 +27,12 @@ def ffn_hidden_size(draft: Draft) -> Answer:
     return Answer(4 * model.hidden_size, f"4 * hidden size {model.hidden_size}")
 
 
+def moe_ffn_hidden_size(draft: Draft) -> Answer:
+    if draft.config.experts.num_experts is None:
+        return Answer(None, "--num-experts is not given")
+    return Answer(settled(draft.config.model.ffn_hidden_size), "equals --ffn-hidden-size")
+
+
 def activation(draft: Draft) -> Answer:
     return Answer(*activation_of(draft.config.model))
 
@@ -82,7 +88,7 @@ def sizes_of_layers(draft: Draft) -> Answer:
         return Answer(LayerTable(own.layers), f"by --spec {function}")
     text = settled(model.heterogeneous_layers_config_encoded_json)
     try:
-        table = layer_table(model)
+        table = layer_table(model, draft.config.experts)
     except LayersError:
         raise UnsettledError from None  # The rule `layers_are_understood` reports it.
     for layer in table.layers:

@@ -2,7 +2,7 @@
 
     one token, each layer:  h*(q + 2k)  queries, keys, values      q = heads * channels
                            q*h         attention's output         k = groups * channels
-                           m*h*f       the MLP                    m = 3 if gated, else 2
+                           m*h*f       the MLP                    m = 3 if gated, else 2; of experts, all widths that a token meets
     and once:              h*v         the output layer           v = padded vocabulary
     pairs of tokens:       q           scores and their use, causal half of two products
 
@@ -26,7 +26,7 @@ def training_flops(
     for layer in table.layers:
         q, k = layer.head_channels * layer.num_heads, layer.head_channels * layer.num_query_groups
         matrices = 3 if layer.is_gated else 2
-        per_token += matrices * h * layer.ffn_hidden_size + h * (q + 2 * k) + q * h
+        per_token += matrices * h * layer.active_width + h * (q + 2 * k) + q * h
         per_pair += q
     return 6 * (num_tokens * per_token + sum_of_squared_lengths * per_pair)
 

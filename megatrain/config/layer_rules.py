@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.errors import Problem
+from megatrain.config.experts import ExpertsConfig
 from megatrain.config.layer_sizes import LayersError, layer_table
 from megatrain.config.own_layers import is_usual, layer_function
 from megatrain.config.plan import Draft
@@ -16,7 +17,7 @@ def layers_are_understood(draft: Draft) -> Problems:
     if model.heterogeneous_layers_config_encoded_json is None:
         return
     try:
-        layer_table(model)
+        layer_table(model, ExpertsConfig())
     except LayersError as error:
         yield Problem(
             f"{_source(draft)}: {error}",
@@ -91,7 +92,7 @@ def stages_hold_something(draft: Draft) -> Problems:
     size = len(layers) // pp
     for stage in range(1, pp - 1):
         own = layers[stage * size : (stage + 1) * size]
-        if not any(layer.num_heads or layer.ffn_hidden_size for layer in own):
+        if not any(layer.num_heads or layer.has_mlp for layer in own):
             yield Problem(
                 f"{_source(draft)}: layers {stage * size} to {(stage + 1) * size - 1} (from 0) have no parts, and are all"
                 f" of stage {stage} of --pipeline-model-parallel-size {pp}",

@@ -10,23 +10,56 @@ The format is Megatron-LM's for --heterogeneous-layers-config-path, which takes 
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from megatrain.config.experts import ExpertsConfig
 from megatrain.config.model import ModelConfig
+from megatrain.config.patterns import PatternError, layers_with_experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """The experts of a layer."""
+
+    num_experts: int
+    top_k: int
+    """Of them, that each token goes to."""
+    ffn_hidden_size: int
+    """Width inside each."""
+    shared_ffn_hidden_size: int
+    """Width of the MLP beside them; 0: there is none."""
+
+    @property
+    def active_width(self) -> int:
+        """Width that each token meets."""
+        return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """One layer. 0 heads: no attention; a width of 0: no MLP."""
+    """One layer. 0 heads: no attention; a width of 0 and no experts: no MLP."""
 
     num_heads: int = 0
     num_query_groups: int = 0
     head_channels: int = 0
     ffn_hidden_size: int = 0
+    """Of a dense MLP."""
     is_gated: bool = False
+    experts: ExpertSizes | None = None
+
+    @property
+    def has_mlp(self) -> bool:
+        """Dense, or of experts."""
+        return bool(self.ffn_hidden_size) or self.experts is not None
+
+    @property
+    def active_width(self) -> int:
+        """Width that each token meets."""
+        return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
 
 @dataclass(frozen=True)
@@ -36,19 +69,18 @@ class LayerTable:
     layers: tuple[LayerSizes, ...]
 
     def __str__(self) -> str:
-        attention, mlp = ([n for n in numbers if n] for numbers in zip(*self._numbers(), strict=True))
+        attention = [layer.num_query_groups for layer in self.layers if layer.num_query_groups]
+        mlp = [layer.ffn_hidden_size for layer in self.layers if layer.ffn_hidden_size]
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
         parts = [
             f"{len(self.layers)} layers",
             f"query groups {_span(attention)}" if attention else "",
             f"ffn {_span(mlp)}" if mlp else "",
+            _told_experts(experts, len(self.layers)),
             _missing(len(self.layers) - len(attention), "attention"),
-            _missing(len(self.layers) - len(mlp), "MLP"),
+            _missing(len(self.layers) - len(mlp) - len(experts), "MLP"),
         ]
         return ", ".join(part for part in parts if part)
-
-    def _numbers(self) -> Iterator[tuple[int, int]]:
-        for layer in self.layers:
-            yield layer.num_query_groups, layer.ffn_hidden_size
 
 
 class LayersError(Exception):
@@ -62,8 +94,32 @@ _KEYS: Final = {
 }
 
 
-def layer_table(model: ModelConfig) -> LayerTable:
+def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
     """The sizes that a resolved model's settings give. Raises LayersError."""
+    dense = _dense_layers(model)
+    if experts.num_experts is None:
+        return LayerTable(dense)
+    if experts.moe_ffn_hidden_size is None:
+        raise LayersError("--moe-ffn-hidden-size is none")
+    sizes = ExpertSizes(
+        num_experts=experts.num_experts,
+        top_k=experts.moe_router_topk,
+        ffn_hidden_size=experts.moe_ffn_hidden_size,
+        shared_ffn_hidden_size=experts.moe_shared_expert_intermediate_size or 0,
+    )
+    try:
+        has_experts = layers_with_experts(experts.moe_layer_freq, model.num_layers)
+    except PatternError as error:
+        raise LayersError(f"--moe-layer-freq {error}") from error
+    return LayerTable(
+        tuple(
+            dataclasses.replace(layer, ffn_hidden_size=0, experts=sizes) if has and layer.has_mlp else layer
+            for layer, has in zip(dense, has_experts, strict=True)
+        )
+    )
+
+
+def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
     text = model.heterogeneous_layers_config_encoded_json
     usual = LayerSizes(
         num_heads=model.num_attention_heads,
@@ -73,13 +129,11 @@ def layer_table(model: ModelConfig) -> LayerTable:
         is_gated=model.swiglu or model.geglu or model.quick_geglu,
     )
     if text is None:
-        return LayerTable((usual,) * model.num_layers)
+        return (usual,) * model.num_layers
     blocks = _blocks(text)
     if len(blocks) != model.num_layers:
         raise LayersError(f"block_configs has {len(blocks)} layers, and --num-layers is {model.num_layers}")
-    return LayerTable(
-        tuple(_layer(block, f"block_configs[{n}]", usual, model) for n, block in enumerate(blocks))
-    )
+    return tuple(_layer(block, f"block_configs[{n}]", usual, model) for n, block in enumerate(blocks))
 
 
 def condensed(text: str) -> str:
@@ -169,6 +223,15 @@ def _refuse_others(values: Mapping[str, Any], known: Any, where: str) -> None:
     for key, value in values.items():
         if key not in known and value:
             raise LayersError(f"{where}.{key} {json.dumps(value)} has no meaning here")
+
+
+def _told_experts(experts: Sequence[ExpertSizes], num_layers: int) -> str:
+    if not experts:
+        return ""
+    one = experts[0]
+    shared = f" and {one.shared_ffn_hidden_size} shared" if one.shared_ffn_hidden_size else ""
+    where = "" if len(experts) == num_layers else f" in {len(experts)} layers"
+    return f"{one.num_experts} experts of {one.ffn_hidden_size}{shared}, {one.top_k} a token{where}"
 
 
 def _span(numbers: list[int]) -> str:

@@ -54,6 +54,16 @@ _ACCEPTED: Final = (
         "here random numbers have no state that would be tracked", "--te-rng-tracker --inference-rng-tracker"
     ),
     here("here every feature has a flag of its own, without a gate before it", "--enable-experimental"),
+    # Experts
+    here(
+        "here experts' products are always grouped in bf16, and made expert by expert in other dtypes",
+        "--moe-grouped-gemm --moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor"
+        " --use-grouped-gemm-for-shared-expert",
+    ),
+    here(
+        "here the implementation decides which operations of experts are fused; results are the same but for rounding",
+        "--moe-permute-fusion --moe-router-fusion --use-fused-weighted-squared-relu",
+    ),
     # Parallelism
     here(
         "here a matrix is put together whole for Muon, on one rank, whatever the layout; what is not whole is refused",
@@ -178,31 +188,54 @@ _NOT_YET: Final = (
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
     later(
-        "a model of experts (MoE)",
-        "--num-experts= --expert-model-parallel-size=1 --expert-tensor-parallel-size=1 --moe-layer-freq="
-        " --moe-ffn-hidden-size= --moe-grouped-gemm --moe-token-dispatcher-type= --moe-router-topk="
-        " --moe-router-load-balancing-type=+ --moe-aux-loss-coeff=+0|0.0 --moe-z-loss-coeff=0 --moe-router-dtype="
-        " --moe-shared-expert-intermediate-size= --moe-shared-expert-gate --moe-shared-expert-overlap"
-        " --moe-shared-expert-glu-interleave-size= --moe-router-score-function= --moe-router-topk-scaling-factor="
-        " --moe-router-enable-expert-bias --moe-router-bias-update-rate= --moe-permute-fusion"
-        " --moe-permute-fusion-into-hybridep --moe-router-pre-softmax --moe-router-group-topk= --moe-router-num-groups="
-        " --moe-router-fusion --moe-router-force-load-balancing --moe-router-force-biased="
-        " --moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-router-quantile-balancing-ema="
-        " --moe-expert-capacity-factor= --moe-expert-rank-capacity-factor= --moe-pad-expert-input-to-capacity"
-        " --moe-token-drop-policy= --moe-input-jitter-eps= --moe-latent-size= --moe-per-layer-logging"
-        " --moe-layer-recompute --moe-apply-probs-on-input --moe-combine-bwd-dtype= --moe-dispatch-fwd-dtype="
-        " --moe-enable-deepep --moe-deepep-num-sms= --moe-enable-routing-replay --moe-flex-dispatcher-backend="
-        " --moe-flex-dispatcher-num-sms= --moe-hybridep-num-blocks-permute= --moe-hybridep-num-blocks-unpermute="
-        " --moe-hybridep-num-sms= --moe-hybridep-num-sms-preprocessing= --moe-hybridep-pad-uneven-dispatch-inputs"
-        " --moe-mlp-glu-interleave-size= --moe-ncclep-zero-copy --moe-pad-experts-for-cuda-graph-inference"
-        " --moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu= --moe-paged-stash-buffer-size-factor-cuda="
-        " --moe-paged-stash-page-size= --moe-single-grouped-bias --moe-single-grouped-weight --moe-use-grouped-tensor"
-        " --moe-use-upcycling --moe-upcycling-granularity= --moe-routing-trace-capture-hidden-states"
+        "experts on several ranks",
+        "--expert-model-parallel-size=1 --expert-tensor-parallel-size=1",
+        instead="leave this out: all ranks of --tensor-model-parallel-size 1 hold all experts",
+    ),
+    later(
+        "overlap of experts' communication with computation",
+        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad"
+        " --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream",
+        instead="leave this out: results are the same, and steps take longer",
+    ),
+    later(
+        "a dispatcher of experts' tokens other than allgather and alltoall",
+        "--moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-enable-deepep --moe-deepep-num-sms="
+        " --moe-hybridep-num-sms= --moe-hybridep-num-sms-preprocessing= --moe-hybridep-num-blocks-permute="
+        " --moe-hybridep-num-blocks-unpermute= --moe-hybridep-pad-uneven-dispatch-inputs"
+        " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy --moe-expert-rank-capacity-factor="
+        " --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
+        instead="use --moe-token-dispatcher-type alltoall",
+    ),
+    later(
+        "memory for experts' activations outside of PyTorch's allocator",
+        "--moe-paged-stash --moe-paged-stash-page-size= --moe-paged-stash-buffer-size-factor-cpu="
+        " --moe-paged-stash-buffer-size-factor-cuda=",
+        instead="use --recompute-granularity selective --recompute-modules moe_act, or moe",
+    ),
+    later(
+        "recomputation by this name",
+        "--moe-layer-recompute",
+        instead="use --recompute-granularity selective --recompute-modules moe",
+    ),
+    later(
+        "another form of experts",
+        "--moe-latent-size= --moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
+        " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
+        instead="leave this out",
+    ),
+    later(
+        "a record or a forced choice of routes",
+        "--moe-router-force-load-balancing --moe-router-force-biased= --moe-enable-routing-replay"
+        " --moe-router-quantile-balancing-ema=0|0.0 --moe-routing-trace-capture-hidden-states"
         " --moe-routing-trace-capture-logits --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters="
-        " --moe-routing-trace-path= --overlap-moe-expert-parallel-comm --overlap-dispatch-backward-with-experts-wgrad"
-        " --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream --use-grouped-gemm-for-shared-expert"
-        " --use-fused-weighted-squared-relu --save-tokens-per-expert-interval=",
-        instead="leave this out and train a dense model",
+        " --moe-routing-trace-path= --moe-per-layer-logging --save-tokens-per-expert-interval=",
+        instead="leave this out",
+    ),
+    later(
+        "experts in fp8, or CUDA graphs of them,",
+        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8 --moe-pad-experts-for-cuda-graph-inference",
+        instead="leave this out and train in bf16",
     ),
     later(
         "overlap of tensor-parallel communication within one product, and so in forward passes,",
@@ -610,6 +643,7 @@ _NEVER: Final = (
 
 CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
     "--dataloader-type": ("external",),
+    "--moe-router-load-balancing-type": ("quantile_balancing",),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),

@@ -41,6 +41,24 @@ def layers_with(text: str | None, num_layers: int, *, one_means: bool) -> tuple[
     return tuple(bool(entry) == one_means for entry in entries)
 
 
+def layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer has experts.
+
+    Args:
+        text: a number N: every Nth layer, the first one too. A list: those with an entry of 1.
+        num_layers: of the model.
+
+    Raises:
+        PatternError: as in `layers_with`.
+    """
+    if re.fullmatch(r"[0-9]{1,6}", text.strip()):
+        step = int(text)
+        if step < 1:
+            raise PatternError(f"{text} is not 1 or more")
+        return tuple(number % step == 0 for number in range(num_layers))
+    return layers_with(text, num_layers, one_means=True)
+
+
 def window_of(text: str | None) -> int | None:
     """How many tokens to the left attention sees; None: all.
 

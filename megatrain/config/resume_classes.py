@@ -30,7 +30,9 @@ SHAPE: Final = ResumeClass(
     settings="model: num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention"
     " num_query_groups heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
     " quick_geglu position_embedding_type softmax_type untie_embeddings_and_output_weights disable_bias_linear"
-    " add_qkv_bias",
+    " add_qkv_bias;"
+    " experts: num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate"
+    " moe_router_enable_expert_bias",
 )
 VOCABULARY: Final = ResumeClass(
     kind="refused",
@@ -46,7 +48,9 @@ FUNCTION: Final = ResumeClass(
     " rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"
     " mscale mscale_all_dim yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq"
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"
-    " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult",
+    " mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult;"
+    " experts: moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups"
+    " moe_router_group_topk moe_router_topk_scaling_factor",
 )
 ORDER: Final = ResumeClass(
     kind="consent",
@@ -73,6 +77,9 @@ SAFE: Final = ResumeClass(
     kind="safe",
     settings="model: spec spec_digest max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
     " transformer_impl attention_backend fp32_residual_connection z_loss_coeff hidden_dropout attention_dropout;"
+    " experts: moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"
+    " moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
+    " moe_token_drop_policy moe_token_dispatcher_type;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel use_distributed_optimizer"
     " overlap_grad_reduce overlap_param_gather data_parallel_sharding_strategy use_megatron_fsdp"
     " num_distributed_optimizer_instances"

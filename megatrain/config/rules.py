@@ -11,6 +11,7 @@ from typing import Final
 
 from megatrain.config.data_rules import DATA_RULES
 from megatrain.config.errors import Problem
+from megatrain.config.expert_rules import EXPERT_RULES
 from megatrain.config.features import features_are_proven
 from megatrain.config.layer_rules import LAYER_RULES
 from megatrain.config.log_rules import LOG_RULES
@@ -187,6 +188,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     *MODEL_RULES,
     *LAYER_RULES,
     *TRANSFORMER_ENGINE_RULES,
+    *EXPERT_RULES,
     training_has_one_length,
     samples_fill_a_batch,
     warmup_has_one_length,

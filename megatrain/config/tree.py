@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from megatrain.config.data import DataConfig
+from megatrain.config.experts import ExpertsConfig
 from megatrain.config.logs import LoggingConfig
 from megatrain.config.model import ModelConfig
 from megatrain.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -33,6 +34,7 @@ class Config:
     """Everything that a user decides about a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

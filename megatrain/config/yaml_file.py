@@ -205,7 +205,7 @@ def _yaml_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(_quoted(text) for text in value) + "]"
+        return "[" + ", ".join(map(_yaml_text, value)) + "]"
     return _quoted(value) if isinstance(value, str) else repr(value)
 
 

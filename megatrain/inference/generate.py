@@ -19,6 +19,7 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.load import load_weights_only
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config.errors import ConfigError, NoCheckpointError
+from megatrain.config.experts import ExpertsConfig
 from megatrain.config.model import ModelConfig
 from megatrain.config.tokenizer import TokenizerConfig
 from megatrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -73,8 +74,9 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
     )
     window = manifest.config["data"]["seq_length"]
     config = ModelConfig(**manifest.config["model"])
+    experts = ExpertsConfig(**manifest.config.get("experts", {}))  # checkpoints from before there were any
     model = build_model(
-        with_own_layers(gpt_spec(config, vocab_size=tokenizer.vocab_size), config),
+        with_own_layers(gpt_spec(config, experts, vocab_size=tokenizer.vocab_size), config),
         (grid := RankGrid.build(GridShape(), 0)),
         seq_length=window,
         sequence_parallel=False,

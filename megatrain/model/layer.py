@@ -195,6 +195,7 @@ class TransformerLayer(nn.Module):
                 Attention(spec.mixer, gpt, position, f"{prefix}.attention", leaves, tp, rotation, recompute)
             )
         if spec.mlp is not None:
+            assert isinstance(spec.mlp, MlpSpec), "a rule refuses experts"
             is_whole = recompute.has_part("mlp")
             again = recompute.has_part("layernorm") and not is_whole
             mlp = Mlp(spec.mlp, gpt, position, f"{prefix}.mlp", leaves, tp, forms_norm_again=again)

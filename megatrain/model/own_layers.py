@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from megatrain.config.errors import ConfigError
-from megatrain.config.layer_sizes import LayerSizes
+from megatrain.config.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.model import ModelConfig
 from megatrain.config.own_layers import LayerFunction, OwnLayers, layer_function
 from megatrain.kernels.activations import Curve
-from megatrain.model.specs import GptSpec, LayerSpec
+from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,7 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
             f"--spec {function} returned {said}, and --num-layers is {count}",
             fix="return one LayerSpec for each layer, such as dataclasses.replace(layer, ...) of those that it gets",
         )
-    for curve in {
-        layer.mlp.curve for layer in layers if layer.mlp is not None and layer.mlp.curve is not None
-    }:
+    for curve in {mlp.curve for layer in layers for mlp in _mlps(layer) if mlp.curve is not None}:
         x = torch.linspace(-3.05, 3.05, 20, dtype=torch.float64)
         slope = (curve.value(x + 1e-6) - curve.value(x - 1e-6)) / 2e-6
         if not torch.allclose(slope, curve.slope(x), rtol=1e-4, atol=1e-6):
@@ -136,14 +134,31 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
             )
 
 
+def _mlps(layer: LayerSpec) -> list[MlpSpec]:
+    """All that a layer has."""
+    if not isinstance(layer.mlp, ExpertsSpec):
+        return [] if layer.mlp is None else [layer.mlp]
+    return [layer.mlp.expert, *([] if layer.mlp.shared is None else [layer.mlp.shared])]
+
+
 def _sizes(layer: LayerSpec) -> LayerSizes:
     mixer, mlp = layer.mixer, layer.mlp
     return LayerSizes(
         num_heads=mixer.num_heads if mixer else 0,
         num_query_groups=mixer.num_query_groups if mixer else 0,
         head_channels=mixer.head_channels if mixer else 0,
-        ffn_hidden_size=mlp.ffn_hidden_size if mlp else 0,
-        is_gated=mlp.is_gated if mlp else False,
+        ffn_hidden_size=mlp.ffn_hidden_size if isinstance(mlp, MlpSpec) else 0,
+        is_gated=any(one.is_gated for one in _mlps(layer)),
+        experts=_expert_sizes(mlp) if isinstance(mlp, ExpertsSpec) else None,
+    )
+
+
+def _expert_sizes(experts: ExpertsSpec) -> ExpertSizes:
+    return ExpertSizes(
+        num_experts=experts.router.num_experts,
+        top_k=experts.router.top_k,
+        ffn_hidden_size=experts.expert.ffn_hidden_size,
+        shared_ffn_hidden_size=0 if experts.shared is None else experts.shared.ffn_hidden_size,
     )
 
 

@@ -1,6 +1,6 @@
 """Layer specs: for each layer of the model, which parts make it, as data.
 
-    LayerSpec = mixer (attention) + mlp, each on a branch of the residual stream:
+    LayerSpec = mixer (attention) + mlp or experts, each on a branch of the residual stream:
 
     pre   x + f(norm x)        post   x + norm(f x)        both   x + norm(f(norm x))
 
@@ -9,12 +9,14 @@ What a spec does not say (dtype, ranks, kernels) is the implementation's busines
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from megatrain.config.derived_model import activation_of
-from megatrain.config.layer_sizes import layer_table
+from megatrain.config.experts import ExpertsConfig
+from megatrain.config.layer_sizes import ExpertSizes, LayerSizes, layer_table
 from megatrain.config.model import ModelConfig
 from megatrain.config.mup import attention_scale, matrix_init_std
 from megatrain.config.patterns import layers_with, window_of
@@ -123,12 +125,25 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Experts in place of an MLP: each token goes to some of them."""
+
+    router: RouterSpec
+    expert: MlpSpec
+    """Each of them."""
+    shared: MlpSpec | None = None
+    """An MLP beside them that sees all tokens."""
+    has_shared_gate: bool = False
+    """Whether what that gives is multiplied with a sigmoid of the token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """One layer."""
 
     mixer: AttentionSpec | None
     """None: the layer has no attention."""
-    mlp: MlpSpec | None
+    mlp: MlpSpec | ExpertsSpec | None
     """None: the layer has no MLP."""
     norm_position: NormPosition = "pre"
 
@@ -170,12 +185,14 @@ class GptSpec:
     """Of the square of each token's log sum of exponentials, which is added to its loss."""
 
 
-def gpt_spec(model: ModelConfig, *, vocab_size: int, does_qk_norm_decay: bool = False) -> GptSpec:
+def gpt_spec(
+    model: ModelConfig, experts: ExpertsConfig, *, vocab_size: int, does_qk_norm_decay: bool = False
+) -> GptSpec:
     """The spec that a resolved configuration describes."""
     init_std = matrix_init_std(model)[0]
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
-    layers = _layers(model, attention_scale(model)[0], does_qk_norm_decay)
+    layers = _layers(model, experts, attention_scale(model)[0], does_qk_norm_decay)
     return GptSpec(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
@@ -202,14 +219,16 @@ def gpt_spec(model: ModelConfig, *, vocab_size: int, does_qk_norm_decay: bool = 
     )
 
 
-def _layers(model: ModelConfig, scale: float | None, does_qk_norm_decay: bool) -> tuple[LayerSpec, ...]:
+def _layers(
+    model: ModelConfig, experts: ExpertsConfig, scale: float | None, does_qk_norm_decay: bool
+) -> tuple[LayerSpec, ...]:
     has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
     has_rotary = layers_with(model.no_rope_freq, model.num_layers, one_means=False)
     left = window_of(model.window_size)
     rotary = _rotary(model)
     has_bias = not model.disable_bias_linear
     layers = []
-    for number, sizes in enumerate(layer_table(model).layers):
+    for number, sizes in enumerate(layer_table(model, experts).layers):
         attention = AttentionSpec(
             num_heads=sizes.num_heads,
             num_query_groups=sizes.num_query_groups,
@@ -235,11 +254,48 @@ def _layers(model: ModelConfig, scale: float | None, does_qk_norm_decay: bool) -
         layers.append(
             LayerSpec(
                 mixer=attention if sizes.num_heads else None,
-                mlp=mlp if sizes.ffn_hidden_size else None,
+                mlp=_mlp(mlp, sizes, experts),
                 norm_position=model.norm_position,
             )
         )
     return tuple(layers)
+
+
+def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec | ExpertsSpec | None:
+    """What a layer of these sizes has; `dense`: the MLP that all have in common but for its width."""
+    if sizes.experts is None:
+        return dense if sizes.ffn_hidden_size else None
+    width = sizes.experts.shared_ffn_hidden_size
+    return ExpertsSpec(
+        router=_router(experts, sizes.experts),
+        expert=dataclasses.replace(dense, ffn_hidden_size=sizes.experts.ffn_hidden_size),
+        shared=dataclasses.replace(dense, ffn_hidden_size=width) if width else None,
+        has_shared_gate=experts.moe_shared_expert_gate,
+    )
+
+
+def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
+    kinds = experts.moe_router_load_balancing_type
+    factors = dict(zip(kinds, experts.moe_aux_loss_coeff, strict=True))
+    return RouterSpec(
+        num_experts=sizes.num_experts,
+        top_k=sizes.top_k,
+        score_function=experts.moe_router_score_function,
+        is_pre_softmax=experts.moe_router_pre_softmax,
+        num_groups=experts.moe_router_num_groups,
+        group_top_k=experts.moe_router_group_topk,
+        scaling_factor=experts.moe_router_topk_scaling_factor,
+        dtype=experts.moe_router_dtype,
+        losses=tuple((loss, factors[loss]) for loss in get_args(Balancing) if factors.get(loss)),
+        is_sinkhorn="sinkhorn" in kinds,
+        z_loss_coeff=experts.moe_z_loss_coeff or 0.0,
+        has_expert_bias=experts.moe_router_enable_expert_bias,
+        bias_update_rate=experts.moe_router_bias_update_rate,
+        jitter=experts.moe_input_jitter_eps or 0.0,
+        capacity_factor=experts.moe_expert_capacity_factor,
+        drops_last=experts.moe_token_drop_policy == "position",  # noqa: S105 (no password)
+        is_padded=experts.moe_pad_expert_input_to_capacity,
+    )
 
 
 _SINKS: dict[str, Literal["none", "zero", "learned"]] = {

@@ -220,6 +220,7 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         with_own_layers(
             gpt_spec(
                 config.model,
+                config.experts,
                 vocab_size=plan.derived.vocab_size,
                 does_qk_norm_decay=config.optimizer.apply_wd_to_qk_layernorm,
             ),

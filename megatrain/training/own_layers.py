@@ -21,7 +21,7 @@ def with_own_layers(request: Request, facts: Facts) -> Facts:
         return facts
     try:
         plan = _plain_plan(request, facts)
-        usual = gpt_spec(plan.config.model, vocab_size=plan.derived.vocab_size).layers
+        usual = gpt_spec(plan.config.model, plan.config.experts, vocab_size=plan.derived.vocab_size).layers
         return dataclasses.replace(facts, own_layers=own_layers(function, plan.config.model, usual))
     except ConfigError as error:
         return dataclasses.replace(facts, data_problems=(*facts.data_problems, *error.problems))

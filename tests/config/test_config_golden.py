@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ModelConfig
+from megatrain.config.experts import ExpertsConfig
 from megatrain.config.flops import padded_vocabulary, training_flops
 from megatrain.config.layer_sizes import layer_table
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LATER = (
-    "num_experts",
     "mtp_num_layers",
     "multi_latent_attention",
     "hybrid_layer_pattern",
@@ -23,10 +23,10 @@ def cases(name):
     return json.loads((GOLDEN / name).read_text())["cases"]
 
 
-DENSE = [case for case in cases("flops.json") if not any(case["arguments"].get(name) for name in LATER)]
+THERE = [case for case in cases("flops.json") if not any(case["arguments"].get(name) for name in LATER)]
 
 
-@pytest.mark.parametrize("case", DENSE, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", THERE, ids=lambda case: case["name"])
 def test_flops_are_megatrons(case):
     arguments = case["arguments"]
     names = (
@@ -43,18 +43,27 @@ def test_flops_are_megatrons(case):
         num_query_groups=arguments["num_query_groups"] or arguments["num_attention_heads"],
         heterogeneous_layers_config_encoded_json=None,
     )
+    freq = arguments["moe_layer_freq"]
+    experts = ExpertsConfig(
+        num_experts=arguments["num_experts"],
+        moe_layer_freq=str(freq),
+        moe_router_topk=arguments["moe_router_topk"],
+        moe_ffn_hidden_size=arguments["moe_ffn_hidden_size"] or arguments["ffn_hidden_size"],
+        moe_shared_expert_intermediate_size=arguments["moe_shared_expert_intermediate_size"],
+    )
     length, packed = arguments["seq_length"], case.get("packed", {})
     found = training_flops(
         model,
-        layer_table(model),
+        layer_table(model, experts),
         num_tokens=packed.get("total_real_tokens_in_batch", case["batch_size"] * length),
         sum_of_squared_lengths=packed.get("seqlen_squared_sum_in_batch", case["batch_size"] * length**2),
     )
     assert found == pytest.approx(case["flops"], rel=1e-12)
 
 
-def test_enough_dense_cases_are_compared():
-    assert len(DENSE) >= 7
+def test_enough_cases_are_compared():
+    assert len(THERE) >= 11
+    assert sum(case["arguments"]["num_experts"] is not None for case in THERE) >= 4
 
 
 @pytest.mark.parametrize("case", cases("vocab_padding.json"))

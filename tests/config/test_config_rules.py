@@ -97,6 +97,116 @@ CASES = {
          ("--num-query-groups 2 has no effect without --group-query-attention (Megatron-LM ignores it silently)\n"
          "  fix: add --group-query-attention")),
     ],
+    "expert_settings_have_an_effect": [
+        ("--moe-router-topk 4", "", None,
+         ("--moe-router-topk has no effect without --num-experts\n"
+          "  fix: add --num-experts, or leave this out")),
+    ],
+    "layers_with_experts_are_understood": [
+        ("--num-experts 4 --moe-layer-freq [0]*2+[1]", "", None,
+         ("--moe-layer-freq: [0]*2+[1] has 3 entries, and there are 4 layers\n"
+          "  fix: give a number N for every Nth layer, or a list such as [0]*1+[1]*3")),
+        ("--num-experts 4 --moe-layer-freq [0]*4", "", None,
+         ("--moe-layer-freq [0]*4 leaves no layer with experts, and --num-experts is 4\n"
+          "  fix: give at least one layer an entry of 1, or leave --num-experts out")),
+    ],
+    "experts_have_a_width": [
+        ("--num-experts 4 --moe-ffn-hidden-size none", "", None,
+         "--moe-ffn-hidden-size none leaves experts without a width\n  fix: leave it out"),
+    ],
+    "tokens_have_enough_experts": [
+        ("--num-experts 4 --moe-router-topk 6", "", None,
+         "--moe-router-topk 6 is more than --num-experts 4\n  fix: use --moe-router-topk 2"),
+    ],
+    "one_expert_needs_a_weight": [
+        ("--num-experts 4 --moe-router-topk 1", "", None,
+         ("its weight is always 1, and the router never learns\n"
+          "  fix: add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid")),
+    ],
+    "expert_groups_fit": [
+        ("--num-experts 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "", None,
+         "--num-experts 6 do not divide into --moe-router-num-groups 4\n  fix: use --moe-router-num-groups 3"),
+        ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5", "", None,
+         "--moe-router-group-topk 5 is more than --moe-router-num-groups 4\n  fix: use --moe-router-group-topk 4"),
+        ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3", "", None,
+         ("--moe-router-topk 3 does not divide over --moe-router-group-topk 2 groups of 2 experts\n"
+          "  fix: use --moe-router-topk 2")),
+        ("--num-experts 8 --moe-router-num-groups 4", "", None,
+         ("--moe-router-num-groups is given without --moe-router-group-topk\n"
+          "  fix: give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1")),
+    ],
+    "pre_softmax_is_for_softmax": [
+        ("--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid", "", None,
+         ("--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid\n"
+          "  fix: leave one of them out")),
+    ],
+    "balancing_is_known": [
+        ("--num-experts 4 --moe-router-load-balancing-type even", "", None,
+         ("--moe-router-load-balancing-type even: not there\n"
+          "  fix: use some of aux_loss seq_aux_loss global_aux_loss, or sinkhorn, or none")),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 1e-2 0", "", None,
+         ("--moe-router-load-balancing-type aux_loss none do not go together\n"
+          "  fix: use one of them, or different ones of aux_loss seq_aux_loss global_aux_loss")),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2", "", None,
+         ("--moe-router-load-balancing-type names 2 and --moe-aux-loss-coeff 1 of them\n"
+          "  fix: give one factor for each, such as --moe-aux-loss-coeff 1e-2 1e-2")),
+        ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2", "", None,
+         ("--moe-aux-loss-coeff 0.01 has no effect with --moe-router-load-balancing-type none\n"
+          "  fix: leave it out, or use --moe-router-load-balancing-type aux_loss")),
+        ("--num-experts 4 --moe-aux-loss-coeff -1", "", None,
+         "--moe-aux-loss-coeff -1.0 rewards uneven loads\n  fix: use 1e-2"),
+    ],
+    "bias_is_for_sigmoid": [
+        ("--num-experts 4 --moe-router-enable-expert-bias", "", None,
+         ("--moe-router-enable-expert-bias does not go with --moe-router-score-function softmax, as in Megatron-LM\n"
+          "  fix: use --moe-router-score-function sigmoid")),
+        ("--num-experts 4 --moe-router-bias-update-rate 0.01", "", None,
+         "--moe-router-bias-update-rate 0.01 has no effect without --moe-router-enable-expert-bias\n  fix: add that"),
+    ],
+    "sinkhorn_stands_alone": [
+        (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
+          " --moe-router-score-function sigmoid"), "", None,
+         "both decide which experts a token goes to\n  fix: use one of them"),
+    ],
+    "capacity_settings_have_an_effect": [
+        ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "", None,
+         ("--moe-pad-expert-input-to-capacity and --moe-token-drop-policy position have no effect without"
+          " --moe-expert-capacity-factor: nothing is dropped\n  fix: add --moe-expert-capacity-factor 1.25")),
+    ],
+    "shared_expert_has_a_size": [
+        ("--num-experts 4 --moe-shared-expert-gate", "", None,
+         ("--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size\n"
+          "  fix: give the width of the shared MLP, or leave the gate out")),
+    ],
+    "dispatcher_is_there": [
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "", None,
+         ("--moe-token-dispatcher-type flex stands for libraries (DeepEP, HybridEP) that are not used here\n"
+          "  fix: use --moe-token-dispatcher-type alltoall")),
+    ],
+    "experts_have_no_biases": [
+        ("--num-experts 4", "--disable-bias-linear", None,
+         "--num-experts with biases of linear layers is not there yet\n  fix: add --disable-bias-linear"),
+    ],
+    "experts_go_with_layers_alike": [
+        (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
+         ("--num-experts and --heterogeneous-layers-config-path do not go together yet: the file names no experts\n"
+          "  fix: use --moe-layer-freq")),
+    ],
+    "experts_and_tensor_ranks_split_the_sequence": [
+        ("--num-experts 4 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel, as in Megatron-LM\n"
+          "  fix: add --sequence-parallel")),
+    ],
+    "shared_expert_divides_over_tp_ranks": [
+        (("--num-experts 4 --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2"
+          " --sequence-parallel"), "", Facts(world_size=2),
+         ("--moe-shared-expert-intermediate-size 33 does not divide over --tensor-model-parallel-size 2\n"
+          "  fix: use --moe-shared-expert-intermediate-size 34")),
+    ],
+    "experts_are_there": [
+        ("--num-experts 4", "", None,
+         "--num-experts 4: experts (MoE) are not there yet\n  fix: leave it out and train a dense model"),
+    ],
     "hidden_size_divides_over_heads": [
         ("--hidden-size 62", "", None,
          "--hidden-size 62 does not divide over --num-attention-heads 4\n  fix: use --hidden-size 64"),

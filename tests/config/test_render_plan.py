@@ -1,5 +1,7 @@
 """What is printed of a plan at start."""
 
+import re
+
 import pytest
 
 from megatrain.config import Facts, parse, render_plan, resolve, to_yaml
@@ -49,9 +51,9 @@ def test_a_saved_configuration_is_shown_by_what_is_no_default(plan_of, tmp_path)
     given = lines[: lines.index("derived")]
     assert any("seed 7" in line for line in given)
     assert not any("adam_eps" in line for line in given)
-    assert given[-1].startswith("  and 1")
+    assert re.match(r"  and \d{3} with", given[-1])
     assert given[-1].endswith(" with the value of their default")
-    assert len(given) < 16
+    assert len(given) < 20
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Ours:
     def __init__(self, flags: str, weights: Weights) -> None:
         plan = resolve(parse([*TINY.split(), *flags.split()]), Facts(vocab_size=VOCAB, eod_id=VOCAB - 1))
         self.grid = RankGrid.build(GridShape(), 0)
-        spec = gpt_spec(plan.config.model, vocab_size=VOCAB)
+        spec = gpt_spec(plan.config.model, plan.config.experts, vocab_size=VOCAB)
         kind = {"dtype": torch.float32, "device": torch.device("cpu")}
         self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
         self.buffers = FlatBuffers(
