@@ -22,6 +22,10 @@ class LossScaler(Protocol):
 
     scale: float
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether there are steps that are skipped: the next one then depends on how this one was."""
+
     def skips(self, lm_loss: float) -> bool:
         """Whether a step with this loss, or gradients, that are not finite is skipped rather than an error."""
 
@@ -44,6 +48,11 @@ class ConstantLossScale:
     """Whether gradients that overflow are no error, as the factor may be too large for some steps."""
     skips_all: bool = False
     """Whether nothing is."""
+
+    @property
+    def may_skip(self) -> bool:
+        """See `LossScaler`."""
+        return self.skips_gradients or self.skips_all
 
     def skips(self, lm_loss: float) -> bool:
         """See `LossScaler`."""
@@ -70,6 +79,7 @@ class DynamicLossScale:
     """Finite steps in a row until the scale grows."""
     hysteresis: int
     """Steps that are not finite until the scale shrinks."""
+    may_skip = True
 
     def skips(self, lm_loss: float) -> bool:  # noqa: ARG002 (a loss may overflow too)
         """See `LossScaler`."""

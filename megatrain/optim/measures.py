@@ -15,19 +15,19 @@ from megatrain.kernels.squares import sum_of_squares
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 
-def parameter_norm(optimizer: ShardedOptimizer) -> float:
-    """L2 norm of all main weights; called by all ranks."""
+def parameter_norm(optimizer: ShardedOptimizer) -> Tensor:
+    """L2 norm of all main weights, one number on the device; called by all ranks."""
     parts = [main[place] for main, place in _own_places(optimizer, optimizer.state(WEIGHT))]
     squares = sum_of_squares(parts, optimizer.device)
-    return optimizer.parallel.sum_over_shards(squares).sqrt().item()
+    return optimizer.parallel.sum_over_shards(squares).sqrt()
 
 
-def num_zero_gradients(optimizer: ShardedOptimizer) -> int:
-    """Elements of the summed gradient that are zero; called by all ranks before the gradients are cleared."""
+def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
+    """Elements of the summed gradient that are zero, one number on the device; called by all ranks before the gradients are cleared."""
     count = torch.zeros((), dtype=torch.int64, device=optimizer.device)
     for flat, place in _own_places(optimizer, optimizer.buffers.gradient_shards):
         count += flat[place].numel() - flat[place].count_nonzero()
-    return int(optimizer.parallel.sum_over_shards(count).item())
+    return optimizer.parallel.sum_over_shards(count)
 
 
 def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:

@@ -7,9 +7,9 @@ Every layout runs this same step; parity checks it, the loop repeats it.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
+from megatrain.training.step_report import StepReport, StepUnderway, Told
 from megatrain.training.timers import Timers
 from megatrain.training.updates import (
     kept_dtypes_of,
@@ -38,26 +39,6 @@ from megatrain.training.updates import (
     offload_fraction_of,
     update_rule_of,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """What a step did, equal on all ranks."""
-
-    lm_loss: float
-    """Sum of the token losses that count over their number, of the whole global batch."""
-    z_loss: float | None = None
-    """The same of what --z-loss-coeff adds to them, where it is given."""
-    grad_norm: float
-    """Before clipping, without the loss scale."""
-    loss_scale: float
-    """What the loss was multiplied with."""
-    is_finite: bool
-    """False: nothing was updated."""
-    params_norm: float | None = None
-    """L2 norm of the updated weights, with --log-params-norm."""
-    num_zeros: int | None = None
-    """Elements of the gradient that are zero, with --log-num-zeros-in-grad."""
 
 
 class Engine:
@@ -106,6 +87,8 @@ class Engine:
             offload_fraction=offload_fraction_of(plan),
         )
         self.loss_scaler = loss_scaler_of(plan)
+        self._were_good: Tensor | None = None
+        """Whether all steps until now were finite, where one that is not ends the run."""
         rows = self.model.tp.sequence_rows(config.data.seq_length)
         self.executor = Executor(
             self.model.segments,
@@ -121,40 +104,82 @@ class Engine:
         self.optimizer.fill("weight", InitialWeights(self.plan.config.training.seed))
         self.optimizer.publish_weights()
 
+    @property
+    def num_ahead(self) -> int:
+        """Steps that may begin before the report of one is read. 0: the next step depends on it, or it is there at once."""
+        is_waited_for = self.loss_scaler.may_skip or self.timers.level > 0
+        return int(self.device.type == "cuda" and not is_waited_for)
+
     def step(self, batches: Sequence[Batch], rates: Rates, *, first_sample: int = 0) -> StepReport:
         """One optimizer step over this rank's micro-batches of the global batch, which starts at `first_sample`."""
+        return self.begin_step(batches, rates, first_sample=first_sample).read()
+
+    def begin_step(
+        self,
+        batches: Sequence[Batch],
+        rates: Rates,
+        *,
+        first_sample: int = 0,
+        flags: Callable[[], Sequence[int]] = tuple,
+    ) -> StepUnderway:
+        """As `step`; the host does not wait for its end. At most `num_ahead` others are begun before it is read.
+
+        Args:
+            flags: numbers of this rank, asked for at the end of the step; the report has the largest of all ranks.
+        """
         logging = self.plan.config.logging
         scale = self.loss_scaler.scale
         with self.timers.time("forward-backward"):
             losses = self.accumulate_gradients(batches, first_sample=first_sample)
         with self.timers.time("optimizer-clip-main-grad"):
             norm = self.optimizer.gradient_norm() / scale
-        num_zeros = num_zero_gradients(self.optimizer) if logging.log_num_zeros_in_grad else None
+        told = {"grad_norm": norm, **losses}
+        if logging.log_num_zeros_in_grad:
+            told["num_zeros"] = num_zero_gradients(self.optimizer)
         with self.timers.time("optimizer"):
-            self.optimizer.step(
-                rates,
-                norm=norm,
-                gradient_scale=scale,
-                is_finite=norm.isfinite() & losses["lm_loss"].isfinite(),
-            )
+            self.optimizer.step(rates, norm=norm, gradient_scale=scale, is_finite=self._is_good(norm, losses))
         self.buffers.clear_gradients()
-        grad_norm, *told = torch.stack(
-            [norm, *losses.values()]
-        ).tolist()  # the one place where the host waits
-        told_by_name = dict(zip(losses, told, strict=True))
-        lm_loss = told_by_name["lm_loss"]
-        is_finite = math.isfinite(grad_norm) and math.isfinite(lm_loss)
+        if logging.log_params_norm:
+            told["params_norm"] = parameter_norm(self.optimizer)
+        told |= {f"flag {place}": flag for place, flag in enumerate(self._largest(flags()))}
+        return StepUnderway(Told(told), functools.partial(self._conclude, scale))
+
+    def _is_good(self, norm: Tensor, losses: dict[str, Tensor]) -> Tensor:
+        """Whether the step may update: one truth value, on the device.
+
+        Where a step that is not finite ends the run, no later one updates, as the host may hear of it only then.
+        """
+        is_good = norm.isfinite() & losses["lm_loss"].isfinite()
+        if not self.loss_scaler.may_skip:
+            is_good = self._were_good = is_good if self._were_good is None else is_good & self._were_good
+        return is_good
+
+    def _largest(self, flags: Sequence[int]) -> Sequence[Tensor]:
+        """The largest of each of these numbers over all ranks. The device hears only of those that are not 0."""
+        if not flags:
+            return ()
+        numbers = torch.zeros(len(flags), device=self.device)
+        for place, flag in enumerate(flags):
+            if flag:
+                numbers[place] = flag
+        return all_reduce(numbers, self.grid.world, "max").unbind()
+
+    def _conclude(self, scale: float, told: Mapping[str, float]) -> StepReport:
+        """What a step did, of the numbers that it told; the host's own state follows it."""
+        is_finite = math.isfinite(told["grad_norm"]) and math.isfinite(told["lm_loss"])
         if not is_finite:
             self.optimizer.step_count -= 1
         self.loss_scaler.update(is_finite=is_finite)
+        num_zeros = told.get("num_zeros")
         return StepReport(
-            lm_loss=lm_loss,
-            z_loss=told_by_name.get("z_loss"),
-            grad_norm=grad_norm,
+            lm_loss=told["lm_loss"],
+            z_loss=told.get("z_loss"),
+            grad_norm=told["grad_norm"],
             loss_scale=scale,
             is_finite=is_finite,
-            params_norm=parameter_norm(self.optimizer) if logging.log_params_norm else None,
-            num_zeros=num_zeros,
+            params_norm=told.get("params_norm"),
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            flags=tuple(int(value) for name, value in told.items() if name.startswith("flag ")),
         )
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, Tensor]:

@@ -28,11 +28,16 @@ class Profiling:
     def __init__(self, plan: Plan, *, rank: int, start: int) -> None:
         logging = plan.config.logging
         ranks = logging.profile_ranks or (0,)
+        self._is_asked_for = logging.profile
         self._is_on = logging.profile and rank in ranks
         self._first, self._last = max(logging.profile_step_start, start) + 1, logging.profile_step_end
         self._file = profile_folder(plan) / f"rank{rank}.json.gz"
         self._device = plan.derived.device
         self._profile: profile | None = None
+
+    def is_border(self, iteration: int) -> bool:
+        """Whether profiling, of any rank, begins behind this iteration or ends with it."""
+        return self._is_asked_for and iteration in (self._first - 1, self._last)
 
     def before_iteration(self, iteration: int) -> None:
         """Begin, if `iteration` is the first one to profile."""

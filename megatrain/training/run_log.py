@@ -22,7 +22,6 @@ import torch
 from megatrain.config import Plan
 from megatrain.parallel.collectives import gather_json
 from megatrain.training.console import clock
-from megatrain.training.engine import StepReport
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import (
     MetricsFile,
@@ -32,6 +31,7 @@ from megatrain.training.metrics import (
     peak_tflops,
 )
 from megatrain.training.scalars import evaluation_scalars, iteration_scalars
+from megatrain.training.step_report import StepReport
 from megatrain.training.tensorboard import TensorBoardCurves
 from megatrain.training.timers import Timers, across_ranks
 from megatrain.training.weights_and_biases import WandbCurves

@@ -1,11 +1,14 @@
-"""Reasons to end before the target: signals, a time limit, an interval. The ranks agree on them after each step."""
+"""Reasons to end before the target: signals, a time limit, an interval.
+
+what a rank was asked for (`flags`) ─> the largest over all ranks, with a step's report ─> the same `reason` on all
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -46,22 +49,24 @@ class StopRequest:
             for number, handler in former.items():
                 signal.signal(number, handler)
 
-    def reason(self, iteration: int, world: RankGroup, device: torch.device) -> str | None:
-        """Why to stop after this iteration, equal on all ranks; None: go on."""
-        if self.exit_interval and iteration % self.exit_interval == 0:
-            return self.urgent_reason(world, device) or f"--exit-interval {self.exit_interval}"
-        return self.urgent_reason(world, device)
+    def flags(self) -> tuple[int, int]:
+        """What this rank was asked for: a signal's number, and 1 behind the time limit. All ranks share the largest."""
+        return self.signal_number, int(self.deadline is not None and time.monotonic() >= self.deadline)
+
+    def reason(self, iteration: int, flags: Sequence[int]) -> str | None:
+        """Why to stop after this iteration, of the flags that all ranks share; None: go on."""
+        if self.is_interval_over(iteration):
+            return _asked(flags) or f"--exit-interval {self.exit_interval}"
+        return _asked(flags)
+
+    def is_interval_over(self, iteration: int) -> bool:
+        """Whether --exit-interval ends the run behind this iteration."""
+        return self.exit_interval is not None and iteration % self.exit_interval == 0
 
     def urgent_reason(self, world: RankGroup, device: torch.device) -> str | None:
-        """Why to stop now, in the middle of an evaluation too: a signal, or the time limit."""
-        is_late = self.deadline is not None and time.monotonic() >= self.deadline
-        flags = torch.tensor([self.signal_number, int(is_late)], device=device)
-        number, is_late = all_reduce(flags, world, "max").tolist()
-        if number:
-            return f"signal {signal.Signals(number).name}"
-        if is_late:
-            return "--exit-duration-in-mins is over"
-        return None
+        """Why to stop in the middle of an evaluation: a signal, or the time limit. The ranks wait for one another."""
+        flags = torch.tensor(self.flags(), device=device)
+        return _asked(all_reduce(flags, world, "max").tolist())
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -70,3 +75,11 @@ class StopRequest:
             os.kill(os.getpid(), number)
         if not self.signal_number:
             self.signal_number, self.signal_time = number, now
+
+
+def _asked(flags: Sequence[int]) -> str | None:
+    """What `StopRequest.flags` mean."""
+    number, is_late = flags
+    if number:
+        return f"signal {signal.Signals(number).name}"
+    return "--exit-duration-in-mins is over" if is_late else None

@@ -2,6 +2,8 @@
 
     resume ─> [ batches ─> step ─> log ─> evaluate? ─> save? ─> stop? ] ... ─> save ─> last evaluation
 
+On a GPU a step's report is read while the next step runs, wherever nothing comes between the two.
+
 Exit codes: 0 the target is reached, 75 stopped early, after saving where --save was given (the same command goes on).
 """
 
@@ -10,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +21,23 @@ from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import Plan, StoredRun, render_plan, resolve, to_yaml
-from megatrain.config.batch_sizes import batch_sizes
 from megatrain.config.data_plans import evaluations
 from megatrain.config.errors import MegatrainError
 from megatrain.config.plan import continues_optimizer
 from megatrain.config.training_rules import signal_number
-from megatrain.parallel.groups import limit_collectives
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
 from megatrain.training.engine import Engine, mean_losses
 from megatrain.training.failure import exit_code_of
 from megatrain.training.garbage import GarbageCollection
+from megatrain.training.iterations import Iterations, NotFiniteError, Progress
 from megatrain.training.launch import Ranks
-from megatrain.training.not_finite import explain
 from megatrain.training.profiling import Profiling
 from megatrain.training.run_log import RunLog
 from megatrain.training.run_status import RunStatus
-from megatrain.training.spikes import SpikeWatch
 from megatrain.training.stopping import StopRequest
 from megatrain.training.summary import describe
-from megatrain.training.updates import schedules_of
 
 REACHED, STOPPED_EARLY = 0, 75
-
-
-class NotFiniteError(MegatrainError):
-    """A loss or a gradient norm that is infinite or no number, on all ranks alike."""
 
 
 class Trainer:
@@ -54,10 +47,7 @@ class Trainer:
         self.ranks = ranks
         self.plan = ranks.plan
         self.config, self.derived = ranks.plan.config, ranks.plan.derived
-        self.iteration = 0
-        self.consumed_train_samples = 0
-        self.scheduled_samples = 0
-        """Samples of the steps that were made: where the schedules are."""
+        self.progress = Progress()
         self.consumed_valid_samples = 0
         self.is_evaluation_left = False
         """Whether a stop came before the evaluation at this iteration was done."""
@@ -73,18 +63,13 @@ class Trainer:
             interval=self.config.training.manual_gc_interval,
             around_evaluation=self.config.training.manual_gc_eval,
         )
-        training = self.config.training
-        self.spikes = {"grad_norm": SpikeWatch("gradient norm")} if training.check_for_large_grads else {}
-        self.spikes |= {"lm_loss": SpikeWatch("lm loss")} if training.check_for_spiky_loss else {}
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
-        self.status = RunStatus(self.save_folder if ranks.is_main else None, lambda: self.iteration)
+        self.status = RunStatus(self.save_folder if ranks.is_main else None, lambda: self.progress.iteration)
 
     def _follow(self, plan: Plan) -> None:
         """Take over what a plan says about the steps to come."""
         self.plan, self.config, self.derived = plan, plan.config, plan.derived
-        self.schedules = schedules_of(plan)
-        self.batch_sizes = batch_sizes(self.config, data_parallel_size=self.derived.data_parallel_size)
 
     def resume(self) -> None:
         """Take the state from `--load`, or draw the initial weights."""
@@ -112,15 +97,17 @@ class Trainer:
                 f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}: a run begins with them"
             )
             return
-        self.iteration = loaded.iteration
-        self.consumed_train_samples = loaded.consumed_train_samples
+        self.progress.iteration = loaded.iteration
+        self.progress.consumed_train_samples = loaded.consumed_train_samples
         self.consumed_valid_samples = loaded.state["consumed_valid_samples"]
         self.is_evaluation_left = loaded.state["is_evaluation_left"]
         if with_optimizer:
-            self.scheduled_samples = loaded.state.get("scheduled_samples", self.consumed_train_samples)
+            self.progress.scheduled_samples = loaded.state.get(
+                "scheduled_samples", self.progress.consumed_train_samples
+            )
             self.engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
         self._say(
-            f"> loaded {loaded.path}: iteration {self.iteration}, {self.consumed_train_samples} samples consumed"
+            f"> loaded {loaded.path}: iteration {self.progress.iteration}, {self.progress.consumed_train_samples} samples consumed"
         )
 
     def _check_against(self, loaded: Loaded, *, is_start: bool) -> None:
@@ -157,8 +144,8 @@ class Trainer:
                     self.ranks,
                     self.plan,
                     self.engine.timers,
-                    iteration=self.iteration,
-                    consumed_samples=self.consumed_train_samples,
+                    iteration=self.progress.iteration,
+                    consumed_samples=self.progress.consumed_train_samples,
                 )
             self._say(self.log.speed_note())
             exit_code, reason = self._train()
@@ -177,14 +164,14 @@ class Trainer:
             "" if self._is_last or self.save_folder else "; nothing was saved, as --save was not given"
         )
         self._say(
-            f"> ended at iteration {self.iteration} of {self.derived.train_iters}: {reason}{resumable} (exit code {exit_code})"
+            f"> ended at iteration {self.progress.iteration} of {self.derived.train_iters}: {reason}{resumable} (exit code {exit_code})"
         )
         return exit_code
 
     def _train(self) -> tuple[int, str]:
         """The exit code and why."""
         assert self.log is not None
-        start = self.iteration
+        start = self.progress.iteration
         stop = StopRequest(
             exit_interval=self.config.resilience.exit_interval,
             exit_duration_in_mins=self.config.resilience.exit_duration_in_mins,
@@ -202,23 +189,47 @@ class Trainer:
             if self.is_evaluation_left:
                 reason = self._evaluate_if_due(stop)
                 self._save_if_due(is_stopping=True)
-            profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=start)
-            self.log.start_clock()
-            while self.iteration < self.derived.train_iters and reason is None:
-                profiling.before_iteration(self.iteration + 1)
-                self._iterate(is_first=self.iteration == start)
-                self._tell_profile(profiling)
-                self.garbage.after_iteration(self.iteration)
-                reason = self._evaluate_if_due(stop)
-                reason = reason or stop.reason(self.iteration, self.ranks.grid.world, self.ranks.device)
-                self._save_if_due(is_stopping=reason is not None)
+            if reason is None and not self._is_last:
+                reason = self._run_iterations(stop)
         is_reached = self._is_last and not self.is_evaluation_left
         if is_reached:
-            reason = "the target was reached before" if start == self.iteration else "the target is reached"
+            reason = (
+                "the target was reached before"
+                if start == self.progress.iteration
+                else "the target is reached"
+            )
         return (REACHED if is_reached else STOPPED_EARLY), reason or ""
 
+    def _run_iterations(self, stop: StopRequest) -> str | None:
+        """To the target, with all that comes between iterations; why to stop before it, if so."""
+        assert self.batches.train is not None
+        assert self.log is not None
+        profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=self.progress.iteration)
+        self.log.start_clock()
+        iterations = Iterations(
+            self.ranks,
+            self.plan,
+            self.engine,
+            self.batches.train,
+            log=self.log,
+            progress=self.progress,
+            stop=stop,
+        )
+        reason = None
+        while not self._is_last and reason is None:
+            number = iterations.next_number
+            profiling.before_iteration(number)
+            is_border = self._is_border(number, stop) or profiling.is_border(number)
+            reason = iterations.run_next(waits=is_border)
+            self._tell_profile(profiling)
+            self.garbage.after_iteration(number)
+            if not iterations.underway:
+                reason = self._evaluate_if_due(stop) or reason
+                self._save_if_due(is_stopping=reason is not None)
+        return reason
+
     def _tell_profile(self, profiling: Profiling) -> None:
-        text = profiling.after_iteration(self.iteration)
+        text = profiling.after_iteration(self.progress.iteration)
         if text is not None:
             assert self.log is not None
             self._say(text)
@@ -226,58 +237,21 @@ class Trainer:
 
     @property
     def _is_last(self) -> bool:
-        return self.iteration >= self.derived.train_iters
+        return self.progress.iteration >= self.derived.train_iters
 
-    def _iterate(self, *, is_first: bool) -> None:
-        """One step and what it shows."""
-        assert self.batches.train is not None
-        assert self.log is not None
-        consumed = self.consumed_train_samples
-        batch = self.batch_sizes.at(consumed)
-        rates = self.schedules.at(self.scheduled_samples)
-        with self._watched(is_first=is_first):
-            with self.engine.timers.time("batch-generator"):
-                batches = self.batches.train.microbatches(
-                    consumed, self.batch_sizes.num_microbatches(consumed)
-                )
-            report = self.engine.step(batches, rates, first_sample=consumed)
-        if is_first:
-            self._say(self.phases.start_summary())
-            limit_collectives(self.ranks.grid, seconds=self.derived.collective_timeout_seconds)
-        self.iteration += 1
-        self.consumed_train_samples += batch
-        if report.is_finite:
-            self.scheduled_samples += batch
-        elif not self.engine.loss_scaler.skips(report.lm_loss):
-            where, fix = explain(self.engine, batches, first_sample=consumed)
-            raise NotFiniteError(
-                f"iteration {self.iteration}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}; {where}",
-                fix=fix,
-            )
-        for spike in (watch.look(getattr(report, name)) for name, watch in self.spikes.items()):
-            if spike is not None:
-                self._say(f"> iteration {self.iteration}: {spike}")
-        self.log.show_iteration(
-            report,
-            iteration=self.iteration,
-            consumed_samples=self.consumed_train_samples,
-            batch=batch,
-            lr=rates.lr,
-            is_line_due=is_first or self._is_last,
+    def _is_border(self, iteration: int, stop: StopRequest) -> bool:
+        """Whether the loop does something behind this iteration that needs its end."""
+        return (
+            iteration >= self.derived.train_iters
+            or self._is_save_due(iteration)
+            or evaluations(self.plan).is_due(iteration)
+            or stop.is_interval_over(iteration)
         )
-
-    def _watched(self, *, is_first: bool) -> AbstractContextManager[None]:
-        """An iteration that lasts much longer than those before may hang: that shall be seen."""
-        assert self.log is not None
-        if is_first:
-            return self.phases.phase("the first iteration")
-        patience = 5 * self.log.seconds_of_last_iteration
-        return self.phases.watch(f"iteration {self.iteration + 1}", patience_seconds=patience)
 
     def _evaluate_if_due(self, stop: StopRequest) -> str | None:
         """Evaluate where the interval or the end of training asks for it; why it was left unfinished, if it was."""
         of_run = evaluations(self.plan)
-        if not of_run.is_due(self.iteration):
+        if not of_run.is_due(self.progress.iteration):
             return None
         assert self.log is not None
         with self.garbage.evaluation():
@@ -316,16 +290,19 @@ class Trainer:
                 split=evaluation.split,
                 dataset=evaluation.dataset,
                 loss=loss,
-                iteration=self.iteration,
-                consumed_samples=self.consumed_train_samples,
+                iteration=self.progress.iteration,
+                consumed_samples=self.progress.consumed_train_samples,
             )
         return None
 
     def _save_if_due(self, *, is_stopping: bool) -> None:
-        interval = self.config.checkpoint.save_interval
-        is_due = interval is not None and self.iteration % interval == 0
-        if self.save_folder is not None and (is_due or is_stopping or self._is_last):
+        is_due = self._is_save_due(self.progress.iteration) or is_stopping or self._is_last
+        if self.save_folder is not None and is_due:
             self._save()
+
+    def _is_save_due(self, iteration: int) -> bool:
+        interval = self.config.checkpoint.save_interval
+        return interval is not None and iteration % interval == 0
 
     def _save(self) -> None:
         assert self.save_folder is not None
@@ -335,8 +312,8 @@ class Trainer:
         with self.phases.watch("saving a checkpoint"):
             path = save_checkpoint(
                 self.save_folder,
-                iteration=self.iteration,
-                consumed_train_samples=self.consumed_train_samples,
+                iteration=self.progress.iteration,
+                consumed_train_samples=self.progress.consumed_train_samples,
                 optimizer=self.engine.optimizer,
                 grid=self.ranks.grid,
                 state=self._state(),
@@ -351,7 +328,7 @@ class Trainer:
         """What a checkpoint keeps beside tensors and configuration."""
         return {
             "consumed_valid_samples": self.consumed_valid_samples,
-            "scheduled_samples": self.scheduled_samples,
+            "scheduled_samples": self.progress.scheduled_samples,
             "schedule": self.derived.schedule.to_dict(),
             "loss_scale": self.engine.loss_scaler.state(),
             "has_optimizer": not self.config.checkpoint.no_save_optim,

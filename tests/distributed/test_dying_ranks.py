@@ -24,15 +24,15 @@ FOREVER = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at
 
 def at_step(number, then):
     """Call `then` before the step of this number."""
-    step, calls = Engine.step, []
+    begin, calls = Engine.begin_step, []
 
     def spoiled(engine, *arguments, **more):
         calls.append(None)
         if len(calls) == number:
             then()
-        return step(engine, *arguments, **more)
+        return begin(engine, *arguments, **more)
 
-    Engine.step = spoiled
+    Engine.begin_step = spoiled
 
 
 def fails():

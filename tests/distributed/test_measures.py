@@ -44,4 +44,4 @@ def test_measures_are_those_of_the_whole_tensors() -> None:
 def measures(rank: int, world_size: int, layout: Layout) -> tuple[int, float]:
     engine = engine_of(tiny_plan(layout, world_size), rank)
     engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
-    return num_zero_gradients(engine.optimizer), parameter_norm(engine.optimizer)
+    return int(num_zero_gradients(engine.optimizer)), float(parameter_norm(engine.optimizer))

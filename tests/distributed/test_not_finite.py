@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from run_here import LAYOUTS, make_trainer
 
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.trainer import NotFiniteError, Trainer
+from megatrain.training.engine import Engine
+from megatrain.training.iterations import Iterations, NotFiniteError
+from megatrain.training.trainer import Trainer
 
 WORLD_SIZE, FLAGS = LAYOUTS["tp2 dp2 pp2"]
 ITERATION = 3
@@ -74,23 +77,32 @@ def plant_once(trainer: Trainer) -> None:
 
 
 def told(
-    rank: int, world_size: int, plant: Callable[[Trainer], None], culprits: tuple[int, ...], flags: list[str]
+    rank: int,
+    world_size: int,
+    plant: Callable[[Trainer], None],
+    culprits: tuple[int, ...],
+    flags: list[str],
+    num_ahead: int,
 ) -> str:
-    """What a run says whose `culprits` are spoiled before the step of `ITERATION`."""
+    """What a run says whose `culprits` are spoiled before the step of `ITERATION`, and which runs so many steps ahead."""
     trainer = make_trainer(rank, world_size, [*FLAGS, "--eval-iters", "0", *flags])
     trainer.resume()
-    iterate = trainer._iterate
+    run_next = Iterations.run_next
 
-    def planted(**more):
-        if trainer.iteration == ITERATION - 1 and rank in culprits:
+    def planted(self, **more):
+        if self.next_number == ITERATION and rank in culprits:
             plant(trainer)
-        iterate(**more)
+        return run_next(self, **more)
 
-    trainer._iterate = planted  # type: ignore[method-assign]
-    try:
-        trainer.train()
-    except NotFiniteError as error:
-        return str(error)
+    with (
+        mock.patch.object(Iterations, "run_next", planted),
+        mock.patch.object(Engine, "num_ahead", num_ahead),
+    ):
+        try:
+            trainer.train()
+        except NotFiniteError as error:
+            assert trainer.progress.iteration == ITERATION
+            return str(error)
     return "no error"
 
 
@@ -105,11 +117,12 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
 @pytest.mark.parametrize(("plant", "culprits", "words"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_first_place_is_named(
-    pool: WorkerPool, plant: Callable[[Trainer], None], culprits: tuple[int, ...], words: str
+    pool: WorkerPool, plant: Callable[[Trainer], None], culprits: tuple[int, ...], words: str, num_ahead: int
 ) -> None:
-    answers = pool.run(WORLD_SIZE, told, plant, culprits, [])
+    answers = pool.run(WORLD_SIZE, told, plant, culprits, [], num_ahead)
     for answer in answers:
         assert answer.startswith(f"iteration {ITERATION}: lm loss is ")
         assert words in answer
@@ -117,4 +130,6 @@ def test_the_first_place_is_named(
 
 
 def test_an_overflow_under_a_dynamic_scale_is_no_error(pool: WorkerPool) -> None:
-    assert set(pool.run(WORLD_SIZE, told, plant_once, (0,), ["--fp16", "--train-iters", "6"])) == {"no error"}
+    assert set(pool.run(WORLD_SIZE, told, plant_once, (0,), ["--fp16", "--train-iters", "6"], 0)) == {
+        "no error"
+    }

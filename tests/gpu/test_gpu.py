@@ -105,3 +105,26 @@ def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.Captu
         assert step["max_memory_bytes"] >= step["memory_bytes"] > 0
         assert step["reserved_memory_bytes"] >= step["memory_bytes"]
         assert sum(step["timers"].values()) <= step["iteration_ms"]
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--calculate-per-token-loss --log-params-norm --log-num-zeros-in-grad"]
+)
+def test_the_host_waits_for_nothing_in_a_step(flags: str) -> None:
+    plan = resolve(
+        parse([*SMALL.split(), "--bf16", *flags.split()]), Facts(vocab_size=101, eod_id=100, device="cuda")
+    )
+    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
+    engine.initialize()
+    assert engine.num_ahead == 1
+    batches = [on_device(b, "cuda") for b in own_batches(0, Layout.of(""), 0)]
+    rates = Rates(lr=1e-3, weight_decay=0.01)
+    for _ in range(2):
+        engine.step(batches, rates)  # what is made once is made here
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = engine.begin_step(batches, rates, flags=lambda: (0, 0))
+        second = engine.begin_step(batches, rates, flags=lambda: (0, 0))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first.read().lm_loss > second.read().lm_loss

@@ -1,0 +1,73 @@
+"""What a step did, and how the host hears of it without holding up the device.
+
+    step ─> StepUnderway, its numbers on their way to the host ─> read(): waits for them ─> StepReport
+
+Another step may begin in between, so that the device always has work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a step did, equal on all ranks."""
+
+    lm_loss: float
+    """Sum of the token losses that count over their number, of the whole global batch."""
+    z_loss: float | None = None
+    """The same of what --z-loss-coeff adds to them, where it is given."""
+    grad_norm: float
+    """Before clipping, without the loss scale."""
+    loss_scale: float
+    """What the loss was multiplied with."""
+    is_finite: bool
+    """False: nothing was updated."""
+    params_norm: float | None = None
+    """L2 norm of the updated weights, with --log-params-norm."""
+    num_zeros: int | None = None
+    """Elements of the gradient that are zero, with --log-num-zeros-in-grad."""
+    flags: tuple[int, ...] = ()
+    """The largest of each number that ranks gave to the step."""
+
+
+class Told:
+    """Named numbers that leave the device behind what it has to do until now.
+
+    Args:
+        values: numbers on one device, as tensors of one element.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._names = tuple(values)
+        self._numbers = torch.stack([value.double() for value in values.values()])
+        self._arrival: torch.cuda.Event | None = None
+        if self._numbers.device.type == "cuda":
+            pinned = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
+            self._numbers = pinned.copy_(self._numbers, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def read(self) -> dict[str, float]:
+        """The numbers; the host waits until they are there."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return dict(zip(self._names, self._numbers.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class StepUnderway:
+    """A step that all ranks have begun. `read` is called once, in the order of the steps."""
+
+    told: Told
+    conclude: Callable[[Mapping[str, float]], StepReport]
+    """Makes a report of the numbers; of the engine that began the step."""
+
+    def read(self) -> StepReport:
+        """Wait for the step's end, and tell what it did."""
+        return self.conclude(self.told.read())

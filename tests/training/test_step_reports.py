@@ -1,0 +1,127 @@
+"""Reports that are read while the next step runs: the same lines, checkpoints and ends as where the host waits for each."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_broken_command_lines import command_line
+
+import pretrain
+from megatrain.config import Facts, parse, resolve
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.tools.parity_measure import own_batches, tiny_plan
+from megatrain.tools.parity_rows import Layout
+from megatrain.training.engine import Engine
+from megatrain.training.updates import schedules_of
+
+TIMES = ("iteration_ms", "tokens_per_second_per_gpu", "timers", "max_memory_bytes")
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, **changed: str) -> int:
+    monkeypatch.setattr(Engine, "num_ahead", num_ahead)
+    flags: dict[str, str | None] = {"--train-iters": "9", "--save": str(folder), "--load": str(folder)}
+    flags |= {"--log-interval": "2", "--save-interval": "4", "--eval-interval": "6", "--eval-iters": "1"}
+    flags |= {"--log-params-norm": "", "--log-num-zeros-in-grad": "", "--global-batch-size": "4"}
+    flags |= {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    return pretrain.main(command_line(flags))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+def test_a_run_leaves_the_same_lines_and_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / "waits", tmp_path / "ahead"]
+    for num_ahead, folder in enumerate(folders):
+        assert run(folder, monkeypatch, num_ahead=num_ahead) == 0
+    waits, ahead = (lines_of(folder) for folder in folders)
+    assert [line["iteration"] for line in ahead if "lm_loss" in line] == list(range(1, 10))
+    assert ahead == waits
+    assert all(line["params_norm"] > 0 and line["num_zeros"] == 0 for line in ahead if "lm_loss" in line)
+    waits_shards, ahead_shards = (shards_of(folder) for folder in folders)
+    assert len(ahead_shards) == 3  # behind iterations 4, 8 and 9
+    assert ahead_shards == waits_shards
+
+
+def test_a_signal_ends_the_run_within_two_iterations_and_it_goes_on_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, calls = Engine.begin_step, []
+
+    def signalled(self: Engine, *arguments: Any, **more: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return begin(self, *arguments, **more)
+
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert run(whole, monkeypatch, num_ahead=1) == 0
+    monkeypatch.setattr(Engine, "begin_step", signalled)
+    assert run(stopped, monkeypatch, num_ahead=1) == 75
+    assert [line["iteration"] for line in lines_of(stopped)] == [1, 2, 3]
+    assert run(stopped, monkeypatch, num_ahead=1) == 0
+    assert lines_of(stopped) == lines_of(whole)
+    assert shards_of(stopped)["iter_0000009/shard_00000.safetensors"] == next(
+        shard for name, shard in shards_of(whole).items() if "0000009" in name
+    )
+
+
+def test_the_interval_ends_a_run_that_is_ahead_on_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(tmp_path, monkeypatch, num_ahead=1, exit_interval="3") == 75
+    assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2, 3]
+
+
+def test_behind_a_step_that_is_not_finite_nothing_moves() -> None:
+    """The host hears of it when later steps have begun, and looks for its cause in the same weights."""
+    layout = Layout.of("")
+    plan = tiny_plan(layout, 1)
+    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine.initialize()
+    batches, rates = list(own_batches(0, layout, 0)), schedules_of(plan).at(0)
+    assert engine.begin_step(batches, rates).read().is_finite
+    before = [x.clone() for kind in engine.optimizer.kinds for x in engine.optimizer.state(kind)]
+    finish = engine.data_parallel.finish_gradients
+
+    def spoiled() -> None:
+        finish()
+        engine.buffers.gradient_shards[0][0] = torch.nan
+
+    engine.data_parallel.finish_gradients = spoiled  # type: ignore[method-assign]
+    steps = [engine.begin_step(batches, rates)]
+    engine.data_parallel.finish_gradients = finish  # type: ignore[method-assign]
+    steps.append(engine.begin_step(batches, rates, flags=lambda: (0, 7)))
+    reports = [step.read() for step in steps]
+    assert [report.is_finite for report in reports] == [False, True]
+    assert reports[1].flags == (0, 7)
+    after = [x for kind in engine.optimizer.kinds for x in engine.optimizer.state(kind)]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_ahead"),
+    [
+        ("", 1),
+        ("--bf16", 1),
+        ("--fp16", 0),
+        ("--fp16 --loss-scale 8", 0),
+        ("--no-check-for-nan-in-loss-and-grad", 0),
+        ("--bf16 --timing-log-level 1", 0),
+    ],
+)
+def test_steps_that_may_be_skipped_and_timed_ones_are_waited_for(flags: str, num_ahead: int) -> None:
+    plan = resolve(parse([*command_line({}), *flags.split()]), Facts(vocab_size=101, eod_id=100))
+    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    assert engine.num_ahead == 0  # what a CPU computes is there at once
+    engine.device = torch.device("cuda")
+    assert engine.num_ahead == num_ahead
