@@ -138,12 +138,10 @@ def plan_chunks(
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> list[PlannedChunk]:
     """What this rank writes: the boxes of its shards, but for those of which another rank writes its copy."""
-    if not grid.dp_copies.is_first:
-        return []
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:
         for _, box, values in optimizer.owned(kind):
-            if grid.is_first_of(box.piece.copies):
+            if grid.owns(box.piece.copies):
                 piece = box.piece
                 plan += [
                     PlannedChunk(piece.name, piece.shape, kind, part, own)

@@ -62,7 +62,17 @@ def model_parallel_size(draft: Draft) -> Answer:
 
 def data_parallel_size(draft: Draft) -> Answer:
     world, replica = draft.derived.world_size, draft.derived.model_parallel_size
-    return Answer(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
+    cp = draft.config.parallel.context_parallel_size
+    if cp == 1:
+        return Answer(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
+    return Answer(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
+
+
+def expert_tensor_parallel_size(draft: Draft) -> Answer:
+    given = draft.config.parallel.expert_tensor_parallel_size
+    if given is not None:
+        return Answer(settled(given), "--expert-tensor-parallel-size")
+    return Answer(settled(draft.config.parallel.tensor_model_parallel_size), "--tensor-model-parallel-size")
 
 
 def startup_timeout_seconds(draft: Draft) -> Answer:

@@ -258,6 +258,46 @@ def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
         )
 
 
+def expert_ranks_have_experts(draft: Draft) -> Problems:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        size = draft.config.get(f"parallel.{name}")
+        if draft.config.experts.num_experts is None and size is not None and size > 1:
+            yield Problem(
+                f"{flag_of(name)} {size} has no effect without --num-experts",
+                "add --num-experts, or leave this out",
+            )
+
+
+def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
+    number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
+    if number is not None and number % ep:
+        yield Problem(
+            f"--num-experts {number} do not divide over --expert-model-parallel-size {ep}",
+            f"use --expert-model-parallel-size {_divisor_near(number, ep)}, or --num-experts {-(-number // ep) * ep}",
+        )
+
+
+def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
+    experts, etp = draft.config.experts, draft.derived.expert_tensor_parallel_size
+    width = experts.moe_ffn_hidden_size
+    if experts.num_experts is not None and width is not None and width % etp:
+        yield Problem(
+            f"--moe-ffn-hidden-size {width} does not divide over the {etp} ranks of --expert-tensor-parallel-size"
+            " (left out: --tensor-model-parallel-size)",
+            f"use --expert-tensor-parallel-size {_divisor_near(width, etp)}, or --moe-ffn-hidden-size"
+            f" {-(-width // etp) * etp}",
+        )
+
+
+def expert_parallelism_is_proven(draft: Draft) -> Problems:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        size = draft.config.get(f"parallel.{name}")
+        if draft.config.experts.num_experts is not None and size is not None and size > 1:
+            yield Problem(
+                f"{flag_of(name)} {size}: experts on several ranks are not there yet", "leave this out"
+            )
+
+
 def experts_are_there(draft: Draft) -> Problems:
     """Says nothing where another rule has something to say."""
     others = (problem for rule in EXPERT_RULES[:-1] for problem in rule(draft))
@@ -285,6 +325,10 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sinkhorn_stands_alone,
     capacity_settings_have_an_effect,
     shared_expert_has_a_size,
+    expert_ranks_have_experts,
+    experts_divide_over_ep_ranks,
+    expert_width_divides_over_etp_ranks,
+    expert_parallelism_is_proven,
     dispatcher_is_there,
     experts_have_no_biases,
     experts_go_with_layers_alike,

@@ -1,8 +1,8 @@
 """Megatron-LM's flags that are no settings here: each is accepted with a line that says why, or refused with a remedy.
 
     --use-mcore-models          note: --use-mcore-models: there is one model definition here
-    --context-parallel-size 1   note: --context-parallel-size 1: so it is here; context parallelism is not there yet
-    --context-parallel-size 2   problem: --context-parallel-size 2: context parallelism is not there yet
+    --wgrad-deferral-limit 0    note: --wgrad-deferral-limit 0: as it is here; overlap ... is not there yet
+    --wgrad-deferral-limit 4    problem: --wgrad-deferral-limit 4: overlap of communication ... is not there yet
 
 The flags are in `megatron_table.py`, by answer. A setting of the same name wins over its line there.
 """

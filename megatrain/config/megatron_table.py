@@ -183,14 +183,9 @@ _NOT_YET: Final = (
     # Parallelism
     later(
         "context parallelism",
-        "--context-parallel-size=1 --cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --hybrid-context-parallel"
+        "--cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --hybrid-context-parallel"
         " --max-seqlen-per-dp-cp-rank=",
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
-    ),
-    later(
-        "experts on several ranks",
-        "--expert-model-parallel-size=1 --expert-tensor-parallel-size=1",
-        instead="leave this out: all ranks of --tensor-model-parallel-size 1 hold all experts",
     ),
     later(
         "overlap of experts' communication with computation",

@@ -14,6 +14,12 @@ class ParallelConfig:
     """Ranks over which each layer's matrices are split (tp)."""
     pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Stages into which the layers are cut (pp)."""
+    context_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    """Ranks over which the sequence of each sample is split, in all layers (cp)."""
+    expert_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
+    """Ranks over which the experts of a layer are spread (ep)."""
+    expert_tensor_parallel_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Ranks over which the matrices of each expert are split (etp). Left out: as other layers, by --tensor-model-parallel-size."""
     use_tp_pp_dp_mapping: bool = False
     """Number the ranks so that the stages of a pipeline are closer to each other than its replicas are."""
     sequence_parallel: bool = False

@@ -30,11 +30,13 @@ def sharding_is_said_once(draft: Draft) -> Problems:
 
 def instances_divide_replicas(draft: Draft) -> Problems:
     parallel, dp = draft.config.parallel, draft.derived.data_parallel_size
-    instances = parallel.num_distributed_optimizer_instances
-    if dp % instances:
-        known = [number for number in range(1, dp + 1) if dp % number == 0]
+    instances, cp = parallel.num_distributed_optimizer_instances, parallel.context_parallel_size
+    replicas = dp * cp
+    if replicas % instances:
+        known = [number for number in range(1, replicas + 1) if replicas % number == 0]
+        ranks = "data-parallel ranks" if cp == 1 else f"replicas (data-parallel {dp} * context-parallel {cp})"
         yield Problem(
-            f"--num-distributed-optimizer-instances {instances} do not divide {dp} data-parallel ranks",
+            f"--num-distributed-optimizer-instances {instances} do not divide {replicas} {ranks}",
             f"use --num-distributed-optimizer-instances {max(number for number in known if number <= instances)}",
         )
 

@@ -48,6 +48,9 @@ class Derived:
     kv_copies: int = INVALID
     """How many tensor ranks hold the same keys and values."""
     data_parallel_size: int = INVALID
+    """Ranks that read different samples: ranks / (tp * cp * pp)."""
+    expert_tensor_parallel_size: int = INVALID
+    """Ranks that split the matrices of each expert, where there are experts."""
     startup_timeout_seconds: int = INVALID
     """That a collective may take until the first iteration has ended: a rank may wait for another's index or cache."""
     collective_timeout_seconds: int = INVALID

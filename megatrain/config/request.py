@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,3 +38,12 @@ class Request:
         """The value at this path, or None where it is open, missing or not understood: for gathering facts."""
         value = self.config.get(path)
         return value if is_settled(value) else None
+
+    def fewest_ranks(self) -> int:
+        """As many as hold the model once, as far as is known: all of its dense layers, and all of its experts."""
+        tp, cp, pp, ep = (
+            self.known(f"parallel.{name}_parallel_size") or 1
+            for name in ("tensor_model", "context", "pipeline_model", "expert_model")
+        )
+        etp = self.known("parallel.expert_tensor_parallel_size") or tp
+        return math.lcm(tp * cp * pp, etp * ep * pp)

@@ -4,7 +4,8 @@ A rule yields problems, each with the flag, its value and a value that works. It
 that it needs is wrong already, `resolve` skips it.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from megatrain.config.errors import Problem
@@ -116,17 +117,55 @@ def layers_divide_over_stages(draft: Draft) -> Problems:
 
 
 def ranks_hold_whole_replicas(draft: Draft) -> Problems:
-    parallel, world = draft.config.parallel, draft.derived.world_size
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if world % (tp * pp):
-        fits = _multiple_near(world, tp * pp)
-        is_asked = parallel.world_size is not None
+    parallel = draft.config.parallel
+    cp = parallel.context_parallel_size
+    sizes = {
+        "--tensor-model-parallel-size": parallel.tensor_model_parallel_size,
+        **({"--context-parallel-size": cp} if cp > 1 else {}),
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+    }
+    yield from _ranks_are_a_multiple_of(sizes, draft)
+
+
+def ranks_hold_all_experts(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    if parallel.expert_model_parallel_size == 1 and parallel.expert_tensor_parallel_size is None:
+        return
+    sizes = {
+        "--expert-tensor-parallel-size": draft.derived.expert_tensor_parallel_size,
+        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
+        "--pipeline-model-parallel-size": parallel.pipeline_model_parallel_size,
+    }
+    yield from _ranks_are_a_multiple_of(sizes, draft)
+
+
+def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems:
+    world, product = draft.derived.world_size, math.prod(sizes.values())
+    if world % product:
+        fits = _multiple_near(world, product)
+        is_asked = draft.config.parallel.world_size is not None
         yield Problem(
-            f"{f'--world-size {world}' if is_asked else f'{world} ranks were started, which'} is no multiple of --tensor-model-parallel-size {tp} *"
-            f" --pipeline-model-parallel-size {pp} = {tp * pp}",
+            f"{f'--world-size {world}' if is_asked else f'{world} ranks were started, which'} is no multiple of"
+            f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
             f"use --world-size {fits}, or lower these sizes"
             if is_asked
             else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or lower these sizes",
+        )
+
+
+def experts_have_the_pipelines_of_dense_layers(draft: Draft) -> Problems:
+    """Where stages are closer than replicas, a stage's next one is as many ranks away as work on one micro-batch."""
+    parallel = draft.config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep, etp = parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size
+    is_apart = parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1
+    if is_apart and ep > 1 and tp * cp != etp * ep:
+        yield Problem(
+            f"with --use-tp-pp-dp-mapping and stages, --expert-tensor-parallel-size {etp} *"
+            f" --expert-model-parallel-size {ep} = {etp * ep} must be --tensor-model-parallel-size {tp} *"
+            f" --context-parallel-size {cp} = {tp * cp}",
+            "leave --use-tp-pp-dp-mapping out, or make them equal"
+            f" (--expert-tensor-parallel-size 1 --expert-model-parallel-size {tp * cp})",
         )
 
 
@@ -212,6 +251,8 @@ SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     ffn_size_is_positive,
     layers_divide_over_stages,
     ranks_hold_whole_replicas,
+    ranks_hold_all_experts,
+    experts_have_the_pipelines_of_dense_layers,
     global_batch_divides_into_passes,
     evaluation_batch_divides_into_passes,
     sequence_divides_over_tp_ranks,

@@ -19,7 +19,7 @@ def parameter_norm(optimizer: ShardedOptimizer) -> Tensor:
     """L2 norm of all main weights, one number on the device; called by all ranks."""
     parts = [main[place] for main, place in _own_places(optimizer, optimizer.state(WEIGHT))]
     squares = sum_of_squares(parts, optimizer.device)
-    return optimizer.parallel.sum_over_shards(squares).sqrt()
+    return optimizer.parallel.sum_over_ranks(squares).sqrt()
 
 
 def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
@@ -27,7 +27,7 @@ def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
     count = torch.zeros((), dtype=torch.int64, device=optimizer.device)
     for flat, place in _own_places(optimizer, optimizer.buffers.gradient_shards):
         count += flat[place].numel() - flat[place].count_nonzero()
-    return optimizer.parallel.sum_over_shards(count)
+    return optimizer.parallel.sum_over_ranks(count)
 
 
 def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
@@ -35,5 +35,5 @@ def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tu
     grid = optimizer.parallel.grid
     for shard, flat in zip(optimizer.buffers.shards, flats, strict=True):
         for piece, place in shard.pieces():
-            if grid.is_first_of(piece.copies):
+            if grid.owns(piece.copies):
                 yield flat, place

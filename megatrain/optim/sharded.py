@@ -127,7 +127,7 @@ class ShardedOptimizer:
     def gradient_norm(self) -> Tensor:
         """L2 norm over every element of the model, each counted once: a number in the widest dtype, equal on all ranks."""
         squares = sum_of_squares(self._counted, self.device)
-        return self.parallel.sum_over_shards(squares).sqrt()
+        return self.parallel.sum_over_ranks(squares).sqrt()
 
     def step(
         self, rates: Rates, *, norm: Tensor, gradient_scale: float = 1.0, is_finite: Tensor | None = None
@@ -202,7 +202,7 @@ class ShardedOptimizer:
         counted: list[Tensor] = []
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
             for piece, part in shard.pieces():
-                if self.parallel.grid.is_first_of(piece.copies):
+                if self.parallel.grid.owns(piece.copies):
                     counted.append(gradients[part])
         return counted
 

@@ -43,7 +43,7 @@ class DataParallel:
 
     Args:
         buffers: the chunk's memory, cut for `grid.dp_shard`.
-        grid: whose `dp` ranks are the replicas.
+        grid: whose `replicas` they are.
         transport: how they travel.
     """
 
@@ -148,6 +148,6 @@ class DataParallel:
             yield bucket, self.buffers.weights[number]
             self.weights.release(number)
 
-    def sum_over_shards(self, number: Tensor) -> Tensor:
-        """The sum, in place, over the ranks that own different elements of the model."""
-        return all_reduce(all_reduce(number, self.grid.tp_pp), self.grid.dp_shard)
+    def sum_over_ranks(self, number: Tensor) -> Tensor:
+        """The sum, in place, over all ranks, each of which has counted elements that no other rank counts."""
+        return all_reduce(number, self.grid.world)

@@ -123,13 +123,13 @@ def _world_size(request: Request, given: int | None) -> int:
         raise ConfigError(f"--world-size {given} leaves no rank", fix="give the number of ranks of the run")
     if given is not None:
         return given
-    tp, pp = (request.known(f"parallel.{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline"))
+    taken = request.fewest_ranks()
     if request.known("training.global_batch_size") is None:
         _say(
-            f"--global-batch-size is left open, so that it depends on the number of ranks: taken as {tp * pp}, which"
+            f"--global-batch-size is left open, so that it depends on the number of ranks: taken as {taken}, which"
             " --world-size changes"
         )
-    return int(tp * pp)
+    return taken
 
 
 def _plan_on_any_device(request: Request, facts: Facts) -> Plan:

@@ -100,8 +100,7 @@ def _world_size(request: Request, environment: LaunchEnvironment) -> tuple[int, 
         return given, "--world-size"
     if environment.world_size > 1:
         return environment.world_size, "the ranks that were started"
-    tp, pp = (request.known(f"parallel.{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline"))
-    return tp * pp, "as many as hold the model once; --world-size changes it"
+    return request.fewest_ranks(), "as many as hold the model once; --world-size changes it"
 
 
 def _plan(request: Request, facts: Facts) -> Plan:
@@ -158,8 +157,10 @@ def _pipeline(plan: Plan) -> Pipeline:
 def _rank_layout(plan: Plan, reason: str) -> RankLayout:
     shape = grid_shape(plan)
     axes = {}
-    for name in ("tp", "dp", "pp"):
-        lists = shape.rank_lists(name)
+    cp = ("cp",) if shape.cp > 1 else ()
+    experts = ("etp", "ep") if shape.has_experts else ()
+    for name in ("tp", *cp, "dp", "pp", *experts):
+        lists = shape.expert_lists(name) if name in experts else shape.rank_lists(name)
         size = len(lists[0])
         stride = lists[0][1] - lists[0][0] if size > 1 else 1
         axes[name] = Axis(

@@ -216,7 +216,7 @@ class Engine:
         if not self.grid.pp.is_last:
             return [scale] * len(batches)  # only the head, on the last stage, reads it
         tokens = [batch.counts.sum(dtype=torch.float64) for batch in batches]
-        total = all_reduce(torch.stack(tokens).sum(), self.grid.dp)
+        total = all_reduce(torch.stack(tokens).sum(), self.grid.replicas)
         return [scale * count / total.clamp(min=1) for count in tokens]
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -235,7 +235,7 @@ class Engine:
         for info in infos:
             if info.sums:
                 sums += torch.stack([info.sums[name].double() for name in names])
-        return all_reduce(all_reduce(sums, self.grid.dp), self.grid.pp)
+        return all_reduce(all_reduce(sums, self.grid.replicas), self.grid.pp)
 
 
 def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:

@@ -7,6 +7,7 @@ Nobody enters a collective before all ranks have the same plan; whoever fails af
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import resource
@@ -156,17 +157,21 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
 def grid_shape(plan: Plan) -> GridShape:
     """The axes that a plan asks for."""
     parallel = plan.config.parallel
-    return GridShape(
+    shape = GridShape(
         tp=parallel.tensor_model_parallel_size,
         kv_copies=plan.derived.kv_copies,
+        cp=parallel.context_parallel_size,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
+        ep=parallel.expert_model_parallel_size,
+        etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         has_matrices=plan.config.optimizer.optimizer == "muon",
-        dp_copies=plan.derived.data_parallel_size
-        if parallel.data_parallel_sharding_strategy == "no_shard"
-        else parallel.num_distributed_optimizer_instances,
     )
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        return dataclasses.replace(shape, dp_copies=shape.replicas, expert_copies=shape.expert_replicas)
+    instances = parallel.num_distributed_optimizer_instances
+    return dataclasses.replace(shape, dp_copies=instances, expert_copies=instances)
 
 
 def _check_launch(environment: LaunchEnvironment, console: Console) -> None:

@@ -39,10 +39,16 @@ def describe_grid(grid: RankGrid) -> str:
     """Sizes of the axes, and the groups of this rank."""
     shape = grid.shape
     ranks = f"{shape.world_size} rank{'s' if shape.world_size > 1 else ''}"
-    words = f"{ranks} = tp {shape.tp} x dp {shape.dp} x pp {shape.pp}"
+    cp = f" x cp {shape.cp}" if shape.cp > 1 else ""
+    words = f"{ranks} = tp {shape.tp}{cp} x dp {shape.dp} x pp {shape.pp}"
+    if shape.etp is not None:
+        words += f", for experts etp {shape.etp} x ep {shape.ep} x dp {shape.expert_replicas} x pp {shape.pp}"
     if shape.world_size == 1:
         return words
-    groups = [f"{g.name} {list(g.ranks)}" for g in (grid.tp, grid.dp, grid.pp) if g.size > 1]
+    of_experts = (grid.etp, grid.ep) if shape.has_experts else ()
+    groups = [
+        f"{g.name} {list(g.ranks)}" for g in (grid.tp, grid.cp, grid.dp, grid.pp, *of_experts) if g.size > 1
+    ]
     return f"{words}; rank {grid.rank} is in {', '.join(groups)}"
 
 
@@ -52,8 +58,10 @@ def _own(engine: Engine) -> int:
 
 def _whole_model(engine: Engine) -> int:
     grid = engine.grid
-    counted = _numel(piece for piece in _pieces(engine) if grid.is_first_of(piece.copies))
-    return int(all_reduce(torch.tensor(counted, device=engine.device), grid.tp_pp))
+    counted = _numel(
+        piece for piece in _pieces(engine) if grid.replicas.is_first and grid.is_first_of(piece.copies)
+    )
+    return int(all_reduce(torch.tensor(counted, device=engine.device), grid.world))
 
 
 def _pieces(engine: Engine) -> Iterator[Piece]:

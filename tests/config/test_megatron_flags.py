@@ -134,7 +134,7 @@ def is_same_default(here, there):
         ("--use_flash_attn", "--use-flash-attn: --attention-backend picks"),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist: checkpoints are written in megatrain's own format"),
         ("--max-tokens-to-oom 12000", "--max-tokens-to-oom 12000: Megatron-LM does not read it either"),
-        ("--context-parallel-size=1", "--context-parallel-size 1: as it is here; context parallelism is not there yet"),
+        ("--num-virtual-stages-per-pipeline-rank=1", "--num-virtual-stages-per-pipeline-rank 1: as it is here; more than one"),
         ("--cpu-offloading-num-layers 0", "--cpu-offloading-num-layers 0: as it is here"),
         ("--moe-grouped-gemm=false", "--moe-grouped-gemm false: as if it were left out"),
         ("--dist_ckpt_strictness log_all", "--dist-ckpt-strictness log_all: here a checkpoint always has to hold"),
@@ -164,7 +164,6 @@ NOT_HERE = {
     "--moe-flex-dispatcher-backend deepep": "--moe-token-dispatcher-type alltoall",
     "--moe-layer-recompute": "--recompute-modules moe",
     "--moe-paged-stash": "--recompute-modules moe_act",
-    "--context-parallel-size 2": "--sequence-parallel",
     "--async-save": "the run waits while it saves",
     "--retro-add-retriever": "train a GPT",
     "--vision-pretraining": "train a GPT",
@@ -301,8 +300,8 @@ def test_yaml_files_hold_lists_text_and_nothing(tmp_path):
 
 def test_a_flag_wins_over_yaml(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("parallel:\n  context_parallel_size: 2\n")
-    assert told("--config", str(file), "--context-parallel-size", "1")[1] == []
+    file.write_text("parallel:\n  wgrad_deferral_limit: 2\n")
+    assert told("--config", str(file), "--wgrad-deferral-limit", "0")[1] == []
 
 
 # ---- typos

@@ -17,51 +17,61 @@ COLUMNS = ("tp", "pp", "dp", "cp", "dp-cp", "ep", "etp", "edp")
 """What Megatron-LM recorded of each rank behind its number: its place in these groups."""
 
 
-def dense_shape(case: dict[str, Any]) -> GridShape:
+def shape_of(case: dict[str, Any]) -> GridShape:
     return GridShape(
-        tp=case["tensor"], cp=case["context"], dp=case["data"], pp=case["pipeline"], order=case["order"]
+        tp=case["tensor"],
+        cp=case["context"],
+        dp=case["data"],
+        pp=case["pipeline"],
+        ep=case["expert"],
+        etp=case["expert_tensor"],
+        order=case["order"],
     )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['world_size']}-{c['order']}")
 def test_rank_lists_are_megatrons(case: dict[str, Any]) -> None:
-    dense = dense_shape(case)
-    experts = dense.experts(ep=case["expert"], etp=case["expert_tensor"])
-    assert experts.dp == case["expert_data"]
-    assert {axes: dense.rank_lists(axes) for axes in case["dense"]} == case["dense"]
-    assert {axes: experts.rank_lists(axes) for axes in case["experts"]} == case["experts"]
+    shape = shape_of(case)
+    assert shape.expert_replicas == case["expert_data"]
+    assert {axes: shape.rank_lists(axes) for axes in case["dense"]} == case["dense"]
+    assert {axes: shape.expert_lists(of_experts(axes)) for axes in case["experts"]} == case["experts"]
 
-    names = {
-        "tp": dense, "pp": dense, "dp": dense, "cp": dense, "dp-cp": dense, "ep": experts, "etp": experts, "edp": experts,
-    }  # fmt: skip
     for rank, *places in case["ranks"]:
         lists = [
-            shape.rank_lists({"etp": "tp", "edp": "dp"}.get(name, name)) for name, shape in names.items()
+            shape.expert_lists(name) if name in ("ep", "etp", "edp") else shape.rank_lists(name)
+            for name in COLUMNS
         ]
         found = [next(group.index(rank) for group in groups if rank in group) for groups in lists]
-        assert dict(zip(names, found, strict=True)) == dict(zip(COLUMNS, places, strict=True))
+        assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, places, strict=True))
+        grid = RankGrid.build(shape, rank)
+        groups = (grid.tp, grid.pp, grid.dp, grid.cp, grid.replicas, grid.ep, grid.etp, grid.expert_replicas)
+        assert [group.rank for group in groups] == places
+
+
+def of_experts(axes: str) -> str:
+    return "-".join({"tp": "etp", "dp": "edp"}.get(name, name) for name in axes.split("-"))
 
 
 @pytest.mark.parametrize("case", RAISING, ids=lambda c: f"{c['world_size']}-{c['order']}")
 def test_where_megatron_finds_other_pipelines_for_experts_so_do_we(case: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="experts would have other pipelines"):
-        dense_shape(case).experts(ep=case["expert"], etp=case["expert_tensor"])
+        shape_of(case)
 
 
 def test_experts_need_ranks_that_divide() -> None:
     with pytest.raises(ValueError, match="8 ranks do not divide into 3 = etp"):
-        GridShape(dp=8).experts(ep=3, etp=1)
+        GridShape(dp=8, ep=3, etp=1)
 
 
 @pytest.mark.parametrize("order", [DEFAULT_ORDER, STAGES_BEFORE_REPLICAS])
 def test_65536_ranks_take_less_than_a_second(order: str) -> None:
-    shape = GridShape(tp=8, dp=512, pp=16, order=order)
     began = time.process_time()
-    grid = RankGrid.build(shape, 54321)
-    experts = shape.experts(ep=64, etp=1) if order == DEFAULT_ORDER else shape.experts(ep=1, etp=8)
+    experts = {"ep": 64, "etp": 1} if order == DEFAULT_ORDER else {"ep": 2, "etp": 8}
+    grid = RankGrid.build(GridShape(tp=8, cp=2, dp=256, pp=16, order=order, **experts), 54321)
     assert time.process_time() - began < 1.0
-    assert (grid.world.size, grid.tp.size, grid.dp.size, grid.pp.size) == (65536, 8, 512, 16)
-    assert experts.world_size == 65536
+    assert (grid.world.size, grid.tp.size, grid.dp.size, grid.pp.size) == (65536, 8, 256, 16)
+    assert (grid.replicas.size, grid.tp_cp.size) == (512, 16)
+    assert grid.expert_replicas.size * grid.ep_etp.size * 16 == 65536
 
 
 def test_every_rank_makes_the_same_groups_in_the_same_order() -> None:
@@ -81,19 +91,19 @@ def test_a_rank_knows_its_place() -> None:
     grid = RankGrid.build(GridShape(tp=2, dp=2, pp=2), 6)
     assert (grid.tp.ranks, grid.dp.ranks, grid.pp.ranks) == ((6, 7), (4, 6), (2, 6))
     assert (grid.tp.rank, grid.dp.rank, grid.pp.rank) == (0, 1, 1)
-    assert grid.tp_pp.ranks == (2, 3, 6, 7)
     assert grid.embedding.ranks == (2, 6)
 
 
 def test_optimizer_instances_are_neighbours_along_dp() -> None:
     shape = GridShape(tp=2, dp=4, dp_copies=2)
-    assert shape.shard_lists() == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    assert shape.copies_lists() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    lists = shape.state_lists("dense")
+    assert lists.shard == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert lists.copies == [[0, 4], [2, 6], [1, 5], [3, 7]]
     made: dict[str, Sequence[Sequence[int]]] = {}
     grid = RankGrid.build(shape, 5, lambda name, lists: made.update({name: lists}) or "handle")
     assert (grid.dp_shard.ranks, grid.dp_shard.rank) == ((5, 7), 0)
     assert (grid.dp_copies.ranks, grid.dp_copies.rank) == ((1, 5), 1)
-    assert (made["dp_shard"], made["dp_copies"]) == (shape.shard_lists(), shape.copies_lists())
+    assert (made["dp_shard"], made["dp_copies"]) == (lists.shard, lists.copies)
 
 
 @pytest.mark.parametrize(("copies", "is_sharded"), [(1, True), (4, False)])
@@ -120,3 +130,46 @@ def test_middle_stages_share_no_embedding() -> None:
     grid = RankGrid.build(GridShape(pp=4), 1)
     assert grid.embedding.ranks == (1,)
     assert grid.embedding.size == 1
+
+
+def test_ranks_that_share_a_sequence_are_replicas_too() -> None:
+    shape = GridShape(tp=2, cp=2, dp=2)
+    grid = RankGrid.build(shape, 6)
+    assert (grid.cp.ranks, grid.dp.ranks, grid.tp_cp.ranks) == ((4, 6), (2, 6), (4, 5, 6, 7))
+    assert (grid.replicas.ranks, grid.replicas.rank) == ((0, 2, 4, 6), 3)
+    assert grid.dp_shard.ranks == grid.replicas.ranks
+    halves = RankGrid.build(GridShape(tp=2, cp=2, dp=2, dp_copies=2), 6)
+    assert (halves.dp_shard.ranks, halves.dp_copies.ranks) == ((4, 6), (2, 6))
+
+
+@pytest.mark.parametrize(("etp", "ep", "expert_replicas", "ep_etp", "matrix"), [
+    (1, 1, (0, 1, 2, 3), (2,), (0, 1, 2, 3)),
+    (1, 2, (0, 2), (2, 3), (0, 2)),
+    (2, 1, (0, 2), (2, 3), (0, 1, 2, 3)),
+    (2, 2, (2,), (0, 1, 2, 3), (2, 3)),
+    (1, 4, (2,), (0, 1, 2, 3), (2,)),
+])  # fmt: skip
+def test_experts_lie_on_ranks_of_their_own_factorisation(
+    etp: int, ep: int, expert_replicas: tuple[int, ...], ep_etp: tuple[int, ...], matrix: tuple[int, ...]
+) -> None:
+    grid = RankGrid.build(GridShape(tp=2, dp=2, pp=2, etp=etp, ep=ep, has_matrices=True), 2)
+    assert grid.family("expert").replicas.ranks == grid.expert_shard.ranks == expert_replicas
+    assert (grid.ep_etp.ranks, grid.expert_matrix.ranks) == (ep_etp, matrix)
+    assert (grid.family("dense").replicas.ranks, grid.matrix.ranks) == ((0, 2), (0, 1, 2, 3))
+
+
+def test_without_experts_nothing_is_made_for_them() -> None:
+    made: list[str] = []
+    shape = GridShape(tp=2, cp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
+    grid = RankGrid.build(shape, 0, lambda name, _lists: made.append(name) or name)
+    assert made == [
+        "world", "messages", "pp", "pp_backward", "embedding", "tp", "cp", "tp_cp", "dp", "replicas",
+    ]  # fmt: skip
+    assert (grid.expert_replicas.handle, grid.etp.handle) == ("replicas", "tp")
+
+
+def test_layers_never_wait_behind_what_travels_between_replicas() -> None:
+    """The same ranks, and yet two channels: gradients of the layer before travel while this one sends its tokens."""
+    grid = RankGrid.build(GridShape(tp=2, cp=1, dp=1, etp=1, ep=1), 0, lambda name, _lists: name)
+    assert (grid.tp.ranks, grid.expert_replicas.ranks) == ((0, 1), (0, 1))
+    assert (grid.tp.handle, grid.expert_replicas.handle) == ("tp", "expert_replicas")
