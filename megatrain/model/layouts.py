@@ -154,3 +154,11 @@ def vocab_layout(
     return ParamLayout(
         shape=(rows, num_columns), pieces=(piece,) if first < stop else (), init=init, kind=kind
     )
+
+
+def router_layout(
+    name: str, num_experts: int, num_inputs: int, init: Init, tp: TensorParallel
+) -> ParamLayout:
+    """Weight of a router: the ranks hold copies, and under sp each sees its own tokens."""
+    shape = (num_experts, num_inputs)
+    return ParamLayout(shape=shape, pieces=(_whole(name, shape, tp, tp.norm_grad_sum),), init=init)

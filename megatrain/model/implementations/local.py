@@ -21,6 +21,7 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
+from megatrain.parallel.tokens import TokenSplit
 
 
 @dataclass(frozen=True)
@@ -192,15 +193,11 @@ class LocalDropout(nn.Module):
         super().__init__()
         self.p = p
         self.key = key
-        self.tp = tp
-        self.cp = cp
+        self.split = TokenSplit(tp, cp)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         if not info.is_training:
             return x
         rows, samples, channels = x.shape
-        first, of_cp = self.tp.first_row(rows), self.tp.whole_length(rows)
-        places = self.cp.places(of_cp, x.device)[first : first + rows]
-        numbers = torch.arange(samples, device=x.device) + info.first_sample
-        tokens = places[:, None] + numbers * (of_cp * self.cp.size)
+        tokens = self.split.numbers(rows, samples, first_sample=info.first_sample, device=x.device)
         return functions.drop(x, keep_mask(tokens, channels, key=self.key, p=self.p), self.p)
