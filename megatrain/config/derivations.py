@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from megatrain.config.attention import attention_backend
+from megatrain.config.context import context_communication
 from megatrain.config.data_plans import (
     requested_test_samples,
     requested_train_samples,
@@ -102,6 +103,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.params_dtype", resolved_params_dtype),
     ("derived.main_dtype", main_dtype),
     ("derived.attention_backend", attention_backend),
+    ("derived.context_communication", context_communication),
     ("derived.world_size", world_size),
     ("derived.model_parallel_size", model_parallel_size),
     ("derived.data_parallel_size", data_parallel_size),

@@ -67,6 +67,12 @@ DIFFERENT_DEFAULTS: Final = (
         is_told=False,
     ),
     DifferentDefault(
+        "parallel.cp_comm_type",
+        "p2p",
+        "all_gather, which takes any windows and documents",
+        is_told=False,
+    ),
+    DifferentDefault(
         "data.data_cache_path",
         "cache/GPTDataset_indices",
         "files of a format of its own, beside the first dataset in `index_cache`",

@@ -32,8 +32,8 @@ class Feature:
     flags: str
     """How a user asks for it; none: by giving nothing."""
     is_used: Callable[[Decided], bool]
-    needs: str | None = None
-    """The feature without which it has no effect, so that no row proves it."""
+    needs: tuple[str, ...] = ()
+    """The features without any of which it has no effect, so that no row proves it."""
     rows: Mapping[str, str] = field(default_factory=dict)
     """What parity tries it with: a word for the row, and its flags. Left out: its name and `flags`."""
 
@@ -100,8 +100,19 @@ def _instances(plan: Decided) -> int:
     return plan.config.parallel.num_distributed_optimizer_instances
 
 
+def _cp(plan: Decided) -> int:
+    return plan.config.parallel.context_parallel_size
+
+
+def _communications(plan: Decided) -> set[str]:
+    """The ways in which context ranks share keys and values; those of one rank have no effect."""
+    return set(plan.derived.context_communication) if _cp(plan) > 1 else {"all_gather"}
+
+
+_REPLICAS = ("dp", "cp")
 _SHARDING, _INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_CP = "--context-parallel-size"
 
 OPTIONS: Final[tuple[Option, ...]] = (
     Option(
@@ -127,7 +138,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "copies",
                 "less --num-query-groups than tensor ranks",
                 lambda p: p.config.model.num_query_groups < _tp(p),
-                needs="tp",
+                needs=("tp",),
                 rows=_sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4),
             ),
         ),
@@ -137,7 +148,30 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ("parallel.sequence_parallel",),
         (
             Feature("nosp", "", lambda p: not p.config.parallel.sequence_parallel),
-            Feature("sp", "--sequence-parallel", lambda p: p.config.parallel.sequence_parallel, needs="tp"),
+            Feature(
+                "sp", "--sequence-parallel", lambda p: p.config.parallel.sequence_parallel, needs=("tp",)
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "context parallelism",
+        ("parallel.context_parallel_size",),
+        (
+            Feature("cp1", "", lambda p: _cp(p) == 1),
+            Feature("cp", _CP, lambda p: _cp(p) > 1, rows=_sizes(_CP, "cp", 2, 4)),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "context communication",
+        ("parallel.cp_comm_type",),
+        (
+            Feature(
+                "allgather",
+                "--cp-comm-type all_gather",
+                lambda p: _communications(p) == {"all_gather"},
+            ),
         ),
         is_layout=True,
     ),
@@ -178,7 +212,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "ppfirst",
                 "--use-tp-pp-dp-mapping",
                 lambda p: p.config.parallel.use_tp_pp_dp_mapping,
-                needs="pp",
+                needs=("pp",),
             ),
         ),
         is_layout=True,
@@ -192,13 +226,17 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
         (
             Feature("zero0", "--no-use-distributed-optimizer", lambda p: _strategy(p) == "no_shard"),
-            Feature("zero1", "--use-distributed-optimizer", lambda p: _strategy(p) == "optim", needs="dp"),
-            Feature("zero2", f"{_SHARDING} optim_grads", lambda p: _strategy(p) == "optim_grads", needs="dp"),
+            Feature(
+                "zero1", "--use-distributed-optimizer", lambda p: _strategy(p) == "optim", needs=_REPLICAS
+            ),
+            Feature(
+                "zero2", f"{_SHARDING} optim_grads", lambda p: _strategy(p) == "optim_grads", needs=_REPLICAS
+            ),
             Feature(
                 "zero3",
                 f"{_SHARDING} optim_grads_params",
                 lambda p: _strategy(p) == "optim_grads_params",
-                needs="dp",
+                needs=_REPLICAS,
             ),
         ),
         is_layout=True,
@@ -212,7 +250,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "instances",
                 _INSTANCES,
                 lambda p: _instances(p) > 1,
-                needs="dp",
+                needs=_REPLICAS,
                 rows=_sizes(_INSTANCES, "instances", 2),
             ),
         ),
@@ -231,19 +269,19 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "overlap",
                 "--overlap-grad-reduce --overlap-param-gather",
                 lambda p: _overlaps(p) == (True, True),
-                needs="dp",
+                needs=_REPLICAS,
             ),
             Feature(
                 "overlapgrads",
                 "--overlap-grad-reduce --no-overlap-param-gather",
                 lambda p: _overlaps(p) == (True, False),
-                needs="dp",
+                needs=_REPLICAS,
             ),
             Feature(
                 "overlapweights",
                 "--no-overlap-grad-reduce --overlap-param-gather",
                 lambda p: _overlaps(p) == (False, True),
-                needs="dp",
+                needs=_REPLICAS,
             ),
         ),
         is_layout=True,
@@ -398,7 +436,11 @@ def features_of(plan: Decided, options: Sequence[Option] = OPTIONS) -> dict[str,
     used = {
         feature.name: feature for option in options for feature in option.features if feature.is_used(plan)
     }
-    return {name: feature for name, feature in used.items() if feature.needs is None or feature.needs in used}
+    return {
+        name: feature
+        for name, feature in used.items()
+        if not feature.needs or any(need in used for need in feature.needs)
+    }
 
 
 def features_are_proven(

@@ -183,8 +183,7 @@ _NOT_YET: Final = (
     # Parallelism
     later(
         "context parallelism",
-        "--cp-comm-type=+ --hierarchical-context-parallel-sizes=+ --hybrid-context-parallel"
-        " --max-seqlen-per-dp-cp-rank=",
+        "--hierarchical-context-parallel-sizes=+ --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
     later(

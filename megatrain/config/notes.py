@@ -17,6 +17,15 @@ def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
 
 
+def context_settings_alone(draft: Draft) -> Iterator[str]:
+    paths = ("parallel.cp_comm_type", "parallel.context_parallel_chunk_means")
+    if draft.config.parallel.context_parallel_size > 1:
+        return
+    for path in paths:
+        if draft.is_given(path):
+            yield f"{flag_of(path)} has no effect with --context-parallel-size 1"
+
+
 def no_norm_runs_again(draft: Draft) -> Iterator[str]:
     if "layernorm" in draft.config.training.recompute_modules and draft.config.model.norm_position == "post":
         yield "--recompute-modules layernorm has no effect with --norm-position post: no norm stands before a linear layer"
@@ -195,6 +204,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     dropout_by_default,
     float32_by_default,
     sequence_parallel_alone,
+    context_settings_alone,
     strategy_without_fsdp,
     no_norm_runs_again,
     samples_left_over,

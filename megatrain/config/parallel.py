@@ -16,6 +16,10 @@ class ParallelConfig:
     """Stages into which the layers are cut (pp)."""
     context_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Ranks over which the sequence of each sample is split, in all layers (cp)."""
+    cp_comm_type: tuple[str, ...] = ()
+    """How context ranks share keys and values: all_gather. One for all layers, or one for each. Left out: all_gather."""
+    context_parallel_chunk_means: bool = False
+    """Let each context rank's mean over its own tokens count alike, as in Megatron-LM, whatever the loss mask: then the loss depends on how samples are split. Not in Megatron-LM."""
     expert_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Ranks over which the experts of a layer are spread (ep)."""
     expert_tensor_parallel_size: int | None = field(default=None, metadata=in_range(at_least=1))

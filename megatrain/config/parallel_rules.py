@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.context import CONTEXT_RULES
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -52,5 +53,6 @@ def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
 PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_is_said_once,
     instances_divide_replicas,
+    *CONTEXT_RULES,
     narrow_reduction_needs_narrow_weights,
 )

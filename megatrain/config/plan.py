@@ -41,6 +41,8 @@ class Derived:
     """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
     attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math", "transformer_engine"] = INVALID
     """The kernel of attention."""
+    context_communication: tuple[str, ...] = INVALID
+    """How context ranks share keys and values: one way for all layers, or one for each."""
     matrix_init_std: float = INVALID
     """Standard deviation of initial matrices, before what the depth asks for."""
     model_parallel_size: int = INVALID

@@ -203,7 +203,7 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
 def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     parallel, length = draft.config.parallel, draft.config.data.seq_length
     tp = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and length % tp:
+    if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
             f"--seq-length {length} does not divide over --tensor-model-parallel-size {tp}, as --sequence-parallel needs",
             f"use --seq-length {_multiple_near(length, tp)}, or leave --sequence-parallel out",

@@ -7,15 +7,6 @@ from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
 
-def context_parallelism_is_proven(draft: Draft) -> Iterator[Problem]:
-    size = draft.config.parallel.context_parallel_size
-    if size > 1:
-        yield Problem(
-            f"--context-parallel-size {size}: context parallelism is not there yet",
-            "use --tensor-model-parallel-size with --sequence-parallel for long sequences",
-        )
-
-
 def deterministic_mode_is_for_cpus(draft: Draft) -> Iterator[Problem]:
     if draft.config.training.deterministic_mode and draft.derived.device == "cuda":
         yield Problem(
@@ -24,7 +15,4 @@ def deterministic_mode_is_for_cpus(draft: Draft) -> Iterator[Problem]:
         )
 
 
-UNSUPPORTED_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
-    context_parallelism_is_proven,
-    deterministic_mode_is_for_cpus,
-)
+UNSUPPORTED_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (deterministic_mode_is_for_cpus,)

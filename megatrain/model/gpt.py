@@ -23,7 +23,7 @@ from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import AttentionSpec, GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.context import ContextParallel
-from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
 from megatrain.parallel.tensor import TensorParallel, own_embedding, vocab_embedding
 
@@ -177,7 +177,7 @@ def build_model(
     """
     tp, cp = (
         TensorParallel(grid.tp, grid.kv, sequence_parallel),
-        ContextParallel(RankGroup("cp", (grid.rank,), 0)),
+        ContextParallel(grid.cp),
     )
     leaves: Leaves = LocalLeaves(tp, cp, dtype, spec.norm, seed, attention)
     if implementation == "transformer_engine":

@@ -17,9 +17,10 @@ from megatrain.model import functions, head
 from megatrain.model.implementations import local_attention
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import data_gradients, tensor, vocab
+from megatrain.parallel import context, data_gradients, tensor, vocab
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.data_gradients import GradientSums
 from megatrain.parallel.data_weights import WeightGathers
@@ -214,6 +215,28 @@ def _samples_of_the_step() -> AbstractContextManager[Any]:
     return mock.patch.object(engine, "PassInfo", lambda **values: PassInfo(**{**values, "first_sample": 0}))
 
 
+def _chunks_as_they_come() -> AbstractContextManager[Any]:
+    return mock.patch.object(context, "in_order", lambda x, _cp_size: x)
+
+
+def _own_gradient_of_keys() -> AbstractContextManager[Any]:
+    return mock.patch.object(context, "reduce_scatter", lambda x, group: x.chunk(group.size)[group.rank])
+
+
+def _places_from_the_first_row() -> AbstractContextManager[Any]:
+    def of_a_sample(_self: ContextParallel, rows: int, device: torch.device) -> torch.Tensor:
+        return torch.arange(rows, device=device)
+
+    return mock.patch.object(ContextParallel, "places", of_a_sample)
+
+
+def _means_of_chunks() -> AbstractContextManager[Any]:
+    own_part = ContextParallel.own_part
+    return mock.patch.object(
+        ContextParallel, "own_part", lambda self, batch, **_: own_part(self, batch, has_chunk_means=True)
+    )
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, "tp2"),
     "wrong scale": Fault(_wrong_scale, "dp2 zero1 overlap"),
@@ -240,6 +263,10 @@ FAULTS = {
     "dropout that draws alike for all ranks' heads": Fault(_heads_that_draw_alike, "tp2 gpt2"),
     "dropout of whole rows that differs between ranks": Fault(_rows_of_each_rank, "tp2 qwen"),
     "dropout that draws alike for all samples": Fault(_samples_of_the_step, "dp2 zero1 overlap gpt2"),
+    "chunks of the context ranks in the order of the ranks": Fault(_chunks_as_they_come, "cp2"),
+    "gradient of keys and values of the own queries alone": Fault(_own_gradient_of_keys, "cp2"),
+    "places counted from a context rank's first row": Fault(_places_from_the_first_row, "cp2"),
+    "mean over a context rank's own tokens": Fault(_means_of_chunks, "cp2"),
     "a rank's part of a matrix made orthogonal alone": Fault(_matrices_of_one_rank, "tp2 muon"),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), "pp2 tied"),
 }

@@ -161,6 +161,8 @@ def own_batches(
     tokens = torch.from_numpy(rng.integers(0, _VOCAB, (layout.global_batch, _SEQ + 1)))
     mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
     labels = tokens[:, 1:].clone()
+    if layout.has("hollow"):
+        mask[:, _SEQ // 4 : _SEQ - _SEQ // 4] = 0
     if layout.has("ignored"):
         labels[mask == 0] = 10 * _VOCAB
         labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100

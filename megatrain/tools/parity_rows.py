@@ -30,6 +30,7 @@ PRODUCT = (
     "tensor parallelism",
     "copies of keys and values",
     "sequence parallelism",
+    "context parallelism",
     "data parallelism",
     "pipeline parallelism",
     "sharding over replicas",
@@ -44,13 +45,14 @@ _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for si
 
 OPTIONS: dict[str, dict[str, str]] = {
     **{option.name: option.words() for option in FEATURE_OPTIONS},
-    "labels": {"labelled": "", "ignored": ""},
+    "labels": {"labelled": "", "ignored": "", "hollow": ""},
     "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
     "model": MODELS,
     "batch": _BATCHES,
 }
 """Words by option, and the flags of each. `ignored`: some labels say that their tokens do not count, and others are no
-ids where the mask is 0. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
+ids where the mask is 0. `hollow`: in the middle half of each sample no token counts, which is all that some context ranks
+have. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
 
 _WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
 _NAMES = tuple(OPTIONS)
@@ -58,6 +60,7 @@ _SIZED = (
     "tensor parallelism",
     "data parallelism",
     "pipeline parallelism",
+    "context parallelism",
     "copies of keys and values",
     "optimizer instances",
     "batch",
@@ -68,7 +71,7 @@ _FEATURE_OF = {
 }
 
 _OPTION_OF = {feature.name: option.name for option in FEATURE_OPTIONS for feature in option.features}
-_TIED = {name for one in _FEATURE_OF.values() if one.needs is not None for name in (one.name, one.needs)}
+_TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED for name in one.pair}
 _BOUND = tuple(dict.fromkeys([*_SIZED, *(_OPTION_OF[name] for name in sorted(_TIED))]))
 """Options whose words do not go with all words of another option."""
@@ -109,6 +112,10 @@ class Layout:
         return self.size("tensor parallelism")
 
     @property
+    def cp(self) -> int:
+        return self.size("context parallelism")
+
+    @property
     def dp(self) -> int:
         return self.size("data parallelism")
 
@@ -118,7 +125,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.dp * self.pp
+        return self.tp * self.cp * self.dp * self.pp
 
     @property
     def global_batch(self) -> int:
@@ -165,21 +172,22 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
-        if feature.needs is not None and feature.needs not in used and known[_OPTION_OF[feature.needs]]:
+        if feature.needs and all(need not in used and known[_OPTION_OF[need]] for need in feature.needs):
             return False
     return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED)
 
 
 def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
     """Whether the sizes that are known go together."""
-    tp, dp, pp = (sizes.get(name, 1) for name in _SIZED[:3])
-    if tp * dp * pp > max_ranks:
+    tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
+    if tp * dp * pp * cp > max_ranks:
         return False
     if "batch" in sizes and "data parallelism" in sizes:
         passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
         if left_over or passes > MAX_PASSES:
             return False
-    if "data parallelism" in sizes and dp % max(sizes.get("optimizer instances", 1), 1):
+    has_replicas = "data parallelism" in sizes and "context parallelism" in sizes
+    if has_replicas and dp * cp % max(sizes.get("optimizer instances", 1), 1):
         return False
     groups = sizes.get("copies of keys and values", 0)
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)

@@ -89,7 +89,7 @@ class Engine:
         self.loss_scaler = loss_scaler_of(plan)
         self._were_good: Tensor | None = None
         """Whether all steps until now were finite, where one that is not ends the run."""
-        rows = self.model.tp.sequence_rows(config.data.seq_length)
+        rows = self.model.tp.sequence_rows(config.data.seq_length // self.model.cp.size)
         self.executor = Executor(
             self.model.segments,
             grid,
@@ -111,7 +111,7 @@ class Engine:
         return int(self.device.type == "cuda" and not is_waited_for)
 
     def step(self, batches: Sequence[Batch], rates: Rates, *, first_sample: int = 0) -> StepReport:
-        """One optimizer step over this rank's micro-batches of the global batch, which starts at `first_sample`."""
+        """One optimizer step over this replica's micro-batches of the global batch, which starts at `first_sample`."""
         return self.begin_step(batches, rates, first_sample=first_sample).read()
 
     def begin_step(
@@ -184,15 +184,20 @@ class Engine:
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, Tensor]:
         """Forward and backward of all micro-batches, and the sums over ranks; returns losses a token of the global batch."""
-        pp = self.grid.pp
-        infos = self.passes(batches, first_sample=first_sample)
-        self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+        pp, own = self.grid.pp, self.own_parts(batches)
+        infos = self.passes(own, first_sample=first_sample)
+        self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(own)), own, infos)
         self.data_parallel.finish_gradients()
         names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
         return dict(zip(names, mean_losses(self._summed(infos, [*names, "tokens"])), strict=True))
 
+    def own_parts(self, batches: Sequence[Batch]) -> list[Batch]:
+        """What this rank computes with of its replica's micro-batches: its rows of each sample."""
+        has_chunk_means = self.plan.config.parallel.context_parallel_chunk_means
+        return [self.model.cp.own_part(batch, has_chunk_means=has_chunk_means) for batch in batches]
+
     def passes(self, batches: Sequence[Batch], *, first_sample: int) -> list[PassInfo]:
-        """What each micro-batch's pass knows, of a global batch that starts at this sample."""
+        """What the pass of each of `own_parts` knows, of a global batch that starts at this sample."""
         micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
         return [
             PassInfo(
@@ -215,18 +220,18 @@ class Engine:
             return [scale / (len(batches) * self.grid.dp.size)] * len(batches)
         if not self.grid.pp.is_last:
             return [scale] * len(batches)  # only the head, on the last stage, reads it
-        tokens = [batch.counts.sum(dtype=torch.float64) for batch in batches]
-        total = all_reduce(torch.stack(tokens).sum(), self.grid.replicas)
-        return [scale * count / total.clamp(min=1) for count in tokens]
+        tokens = torch.stack([batch.counts.sum(dtype=torch.float64) for batch in batches]).sum()
+        total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
+        return [scale * batch.mean_over.double() / total for batch in batches]
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Sum of the token losses and number of tokens over the batch of all replicas, wide [2]."""
-        pp = self.grid.pp
+        pp, own = self.grid.pp, self.own_parts(batches)
         infos = [
             PassInfo(microbatch=number, documents=batch.documents, is_training=False)
-            for number, batch in enumerate(batches)
+            for number, batch in enumerate(own)
         ]
-        self.executor.run(forward_only(pp.rank, pp.size, len(batches)), batches, infos)
+        self.executor.run(forward_only(pp.rank, pp.size, len(own)), own, infos)
         return self._summed(infos, ["lm_loss", "tokens"])
 
     def _summed(self, infos: Sequence[PassInfo], names: Sequence[str]) -> Tensor:

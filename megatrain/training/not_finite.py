@@ -77,6 +77,7 @@ def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list
         for placed in bucket.placed:
             for name, count in _bad_pieces(placed.entry, placed.entry.parameter.detach()):
                 found.append(Finding(stage="weight", rank=rank, text=f"{count} values of the weight {name}"))
+    batches = engine.own_parts(batches)
     infos = engine.passes(batches, first_sample=first_sample)
     for batch, info in zip(batches, infos, strict=True):
         if not _is_finite(batch.loss_mask):

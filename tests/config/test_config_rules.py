@@ -244,7 +244,7 @@ CASES = {
         ("--pipeline-model-parallel-size 2 --dry-run --world-size 3", "", Facts(world_size=3),
          ("--world-size 3 is no multiple of --tensor-model-parallel-size 1 * --pipeline-model-parallel-size 2 = 2\n"
           "  fix: use --world-size 4")),
-        ("--context-parallel-size 3", "", Facts(world_size=4),
+        ("--context-parallel-size 3 --seq-length 48", "", Facts(world_size=4),
          ("4 ranks were started, which is no multiple of --tensor-model-parallel-size 1 * --context-parallel-size 3 *"
           " --pipeline-model-parallel-size 1 = 3\n  fix: start 6 ranks")),
     ],
@@ -259,10 +259,6 @@ CASES = {
          ("--expert-tensor-parallel-size 1 * --expert-model-parallel-size 4 = 4 must be --tensor-model-parallel-size 2 *"
           " --context-parallel-size 1 = 2\n  fix: leave --use-tp-pp-dp-mapping out, or make them equal"
           " (--expert-tensor-parallel-size 1 --expert-model-parallel-size 2)")),
-    ],
-    "context_parallelism_is_proven": [
-        ("--context-parallel-size 2", "", Facts(world_size=2),
-         "--context-parallel-size 2: context parallelism is not there yet\n  fix: use --tensor-model-parallel-size"),
     ],
     "expert_parallelism_is_proven": [
         (f"{FOUR} --expert-model-parallel-size 2", "", Facts(world_size=2),
@@ -313,6 +309,24 @@ CASES = {
         ("--num-distributed-optimizer-instances 3 --context-parallel-size 2", "", Facts(world_size=4),
          ("--num-distributed-optimizer-instances 3 do not divide 4 replicas (data-parallel 2 * context-parallel 2)\n"
           "  fix: use --num-distributed-optimizer-instances 2")),
+    ],
+    "communication_is_said_for_each_layer": [
+        ("--cp-comm-type all_gather all_gather all_gather", "", None,
+         ("--cp-comm-type names 3 ways for 4 layers\n"
+          "  fix: name one for all layers, such as --cp-comm-type all_gather, or one for each")),
+    ],
+    "chunk_means_are_means": [
+        ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
+         "--calculate-per-token-loss one over all tokens\n  fix: leave one of them out"),
+    ],
+    "sequence_divides_over_context_ranks": [
+        ("--context-parallel-size 4 --seq-length 20", "", Facts(world_size=4),
+         ("--seq-length 20 is no multiple of 8, as two chunks for each of --context-parallel-size 4 need\n"
+          "  fix: use --seq-length 24")),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 12", "",
+         Facts(world_size=8),
+         ("--seq-length 12 is no multiple of 8, as two chunks for each of --context-parallel-size 2 and"
+          " --sequence-parallel over --tensor-model-parallel-size 4 need\n  fix: use --seq-length 16")),
     ],
     "narrow_reduction_needs_narrow_weights": [
         ("--grad-reduce-in-bf16", "", None, "--grad-reduce-in-bf16 with float32 weights\n  fix: use --bf16"),

@@ -17,6 +17,7 @@ APART = {
     "optimizer.muon_scale_mode": "a number for each whole matrix",
     "optimizer.muon_coefficient_type": "numbers for each whole matrix",
     "optimizer.muon_fp32_matmul_prec": "a number format, measured against its noise",
+    "parallel.context_parallel_chunk_means": "makes the loss depend on how samples are split, as in Megatron-LM",
     "precision.bf16": "a number format, measured against its noise",
     "precision.fp16": "a number format, measured against its noise",
     "precision.grad_reduce_in_bf16": "a number format, measured against its noise",

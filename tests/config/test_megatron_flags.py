@@ -91,7 +91,7 @@ def test_settings_take_what_megatrons_take(megatron):
 DECIDED_LATER = {
     "--dataloader-type": "single", "--tiktoken-pattern": "v2", "--exit-signal": "SIGTERM",
     "--yarn-beta-fast": "32", "--yarn-beta-slow": "1", "--yarn-correction-range-round-to-int": "True",
-    "--mup-width-mult": "None", "--mup-output-mult": "None",  # 1, which it replaces by what follows from the sizes
+    "--cp-comm-type": "p2p", "--mup-width-mult": "None", "--mup-output-mult": "None",  # 1, which it replaces by what follows from the sizes
 }  # fmt: skip
 
 
@@ -275,9 +275,9 @@ def test_yaml_files_get_the_same_answers(tmp_path, place):
         [f"{file}:{line}: use_mcore_models: true: there is one model definition here"],
         [],
     )
-    file.write_text(f"{place}cp_comm_type: [p2p, a2a]\n")
+    file.write_text(f"{place}hierarchical_context_parallel_sizes: [2, 4]\n")
     _, (problem,) = told("--config", str(file))
-    assert problem.startswith(f"{file}:{line}: cp_comm_type: p2p a2a: context parallelism is not there yet\n")
+    assert problem.startswith(f"{file}:{line}: hierarchical_context_parallel_sizes: 2 4: context parallelism")
     file.write_text(f"{place}encoder_seq_length: 64\n")
     _, (problem,) = told("--config", str(file))
     assert problem.endswith("encoder_seq_length is an old name\n  fix: write `seq_length: 64` below `data:`")
