@@ -74,23 +74,26 @@ class Joined:
     """What queries got from the blocks of keys so far. Each query sees a key of the first block.
 
     Attributes:
-        out: [s, b, n, d] in the wide dtype.
+        out: [s, b, n, d], in the wide dtype where blocks were joined.
         lse: [s, b, n].
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self.out = out.to(wide(out.dtype), copy=True)
-        self.lse = lse.clone()
+        self.out, self.lse = out, lse
+        self._is_own = False
 
     def add(self, out: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
         """Another block, for these rows of the queries."""
+        if not self._is_own:
+            self.out, self.lse = self.out.to(wide(self.out.dtype), copy=True), self.lse.clone()
+            self._is_own = True
         known = self.lse[rows]
         self.out[rows] = self.out[rows].lerp(out.to(self.out.dtype), torch.sigmoid(lse - known).unsqueeze(-1))
         self.lse[rows] = torch.logaddexp(known, lse)
 
     def add_sink(self, sink: Tensor) -> None:
         """A score [n] that every query sees, and that leads nowhere."""
-        self.out *= torch.sigmoid(self.lse - sink).unsqueeze(-1)
+        self.out = self.out * torch.sigmoid(self.lse - sink).unsqueeze(-1)
         self.lse = torch.logaddexp(self.lse, sink.to(self.lse.dtype))
 
 

@@ -37,11 +37,11 @@ class ContextParallel:
     def rank(self) -> int:
         return self.group.rank
 
-    def chunks(self, rows: int) -> tuple[range, range]:
-        """The places in the sample of this rank's two chunks, of `rows` together, which are even."""
+    def chunks(self, rows: int, rank: int | None = None) -> tuple[range, range]:
+        """The places in the sample of this rank's two chunks, or another's, of `rows` together, which are even."""
         length, left_over = divmod(rows, 2)
         assert not left_over, f"{rows} rows are no two chunks"
-        first, second = (number * length for number in self._numbers)
+        first, second = (number * length for number in self._numbers(rank))
         return range(first, first + length), range(second, second + length)
 
     def runs(self, rows: int) -> tuple[range, ...]:
@@ -62,7 +62,7 @@ class ContextParallel:
             return x
         length, left_over = divmod(x.shape[dim], 2 * self.size)
         assert not left_over, f"{x.shape[dim]} rows do not divide into {2 * self.size} chunks"
-        return torch.cat([x.narrow(dim, number * length, length) for number in self._numbers], dim)
+        return torch.cat([x.narrow(dim, number * length, length) for number in self._numbers()], dim)
 
     def own_part(self, batch: Batch, *, has_chunk_means: bool = False) -> Batch:
         """This rank's rows of a micro-batch. Documents stay whole, as attention needs all their borders.
@@ -79,10 +79,10 @@ class ContextParallel:
         own = replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids)
         return replace(own, own_mean_over=own.mean_over * self.size if has_chunk_means else batch.mean_over)
 
-    @property
-    def _numbers(self) -> tuple[int, int]:
-        """Of this rank's chunks."""
-        return self.rank, 2 * self.size - 1 - self.rank
+    def _numbers(self, rank: int | None = None) -> tuple[int, int]:
+        """Of a rank's chunks."""
+        rank = self.rank if rank is None else rank
+        return rank, 2 * self.size - 1 - rank
 
     def whole(self, x: Tensor) -> Tensor:
         """All ranks' rows along dimension 0, in the order of the sample: [s/cp, ...] -> [s, ...]; autograd knows it."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.parallel.collectives import begin_all_to_all_into
+from megatrain.parallel.context import by_rank, in_order
 from megatrain.parallel.grid import RankGroup
 
 
@@ -27,6 +28,8 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: RankGroup) -> tuple[Tensor,
 
     Keys and values of fewer heads than ranks are copied first, so that each rank has those that its queries need.
     """
+    if group.size == 1:
+        return q, k, v
     copies = max(1, group.size // k.shape[2])
     k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
     shares = [x.unflatten(2, (group.size, -1)) for x in (q, k, v)]  # [s/c, b, c, heads/c, d]
@@ -37,6 +40,8 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: RankGroup) -> tuple[Tensor,
 
 def to_rows(out: Tensor, group: RankGroup) -> Tensor:
     """Back to this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
+    if group.size == 1:
+        return out
     rows: Tensor = _ToRows.apply(out, group)
     return rows.flatten(2, 3)
 
@@ -74,9 +79,7 @@ def _heads(x: Tensor, group: RankGroup) -> Tensor:
 
 def _rows(x: Tensor, group: RankGroup) -> Tensor:
     """[s, b, heads/c, d] -> [s/c, b, c, heads/c, d]."""
-    early, late = x.unflatten(0, (2, group.size, -1))
-    by_rank = torch.stack((early, late.flip(0)), dim=1).flatten(1, 2)
-    return _exchanged(by_rank, group).movedim(0, 2)
+    return _exchanged(by_rank(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)
 
 
 def _exchanged(x: Tensor, group: RankGroup) -> Tensor:

@@ -23,6 +23,7 @@ from torch.autograd import Function
 from megatrain.kernels.attention import AttentionKernel, Joined, View, sink_gradient
 from megatrain.kernels.dtypes import wide
 from megatrain.parallel.collectives import Transfer, begin_shift
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_views import Views
 from megatrain.parallel.grid import RankGroup
 
@@ -34,7 +35,7 @@ def ring_attention(
     sink: Tensor | None,
     kernel: AttentionKernel,
     views: Views,
-    group: RankGroup,
+    cp: ContextParallel,
 ) -> Tensor:
     """Attention of a rank's rows to the whole samples.
 
@@ -45,7 +46,7 @@ def ring_attention(
     Returns:
         [s/cp, b, n, d].
     """
-    out: Tensor = _Ring.apply(q, k, v, sink, kernel, views, group)
+    out: Tensor = _Ring.apply(q, k, v, sink, kernel, views, cp)
     return out
 
 
@@ -68,13 +69,13 @@ class _Ring(Function):
         sink: Tensor | None,
         kernel: AttentionKernel,
         views: Views,
-        group: RankGroup,
+        cp: ContextParallel,
     ) -> Tensor:
         kv = torch.stack((k, v))
         joined: Joined | None = None
-        for step in range(group.size):
-            coming, transfer = _begin_next(kv, group, is_last=step == group.size - 1)
-            block = _block(step, views, group)
+        for step in range(cp.size):
+            coming, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
+            block = _block(step, q.shape[0], views, cp)
             found = kernel.forward(q[block.queries], kv[0, block.keys], kv[1, block.keys], block.view)
             if joined is None:
                 joined = Joined(*found)
@@ -87,18 +88,18 @@ class _Ring(Function):
             joined.add_sink(sink)
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, out, joined.lse)
-        ctx.kernel, ctx.views, ctx.group = kernel, views, group
+        ctx.kernel, ctx.views, ctx.cp = kernel, views, cp
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
-        views, group, dout = ctx.views, ctx.group, grads[0]
+        views, cp, dout = ctx.views, ctx.cp, grads[0]
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
 
         def gradients(step: int, kv: Tensor, sums: Tensor) -> None:
             """Add those of a step's block to `dq` and `sums`."""
-            block = _block(step, views, group)
+            block = _block(step, q.shape[0], views, cp)
             rows, keys = block.queries, block.keys
             found = ctx.kernel.backward(
                 dout[rows], q[rows], kv[0, keys], kv[1, keys], out[rows], lse[rows], block.view
@@ -108,22 +109,22 @@ class _Ring(Function):
 
         own = kv = torch.stack((k, v))
         sums = returned = torch.zeros_like(kv, dtype=wide(kv.dtype))
-        coming, transfer = _begin_next(kv, group, is_last=group.size == 1)
+        coming, transfer = _begin_next(kv, cp.group, is_last=cp.size == 1)
         home = Transfer()
-        for step in range(1, group.size):
+        for step in range(1, cp.size):
             transfer.wait()
             kv = coming
-            coming, transfer = _begin_next(kv, group, is_last=step == group.size - 1)
+            coming, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
             fresh = torch.zeros_like(sums)
             gradients(step, kv, fresh)
             home.wait()
             fresh += returned  # zeros at first: the sums of a rank's keys begin with the rank behind it
             returned = torch.empty_like(sums)
-            home = begin_shift(fresh, returned, group)
+            home = begin_shift(fresh, returned, cp.group)
         sums = torch.zeros_like(sums)
         gradients(0, own, sums)
         home.wait()
-        if group.size > 1:
+        if cp.size > 1:
             sums += returned
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype), dsink, None, None, None
@@ -137,14 +138,14 @@ def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor,
     return coming, begin_shift(kv, coming, group)
 
 
-def _block(step: int, views: Views, group: RankGroup) -> _Block:
-    """`step`: how many ranks on the keys have come."""
-    size, rank = group.size, group.rank
-    source = (rank - step) % size
-    own, theirs = (rank, 2 * size - 1 - rank), (source, 2 * size - 1 - source)
-    whole, first, second = slice(None), slice(views.chunk), slice(views.chunk, None)
+def _block(step: int, rows: int, views: Views, cp: ContextParallel) -> _Block:
+    """`step`: how many ranks on the keys have come. `rows`: of each rank."""
+    whole, first, second = slice(None), slice(rows // 2), slice(rows // 2, None)
     if step == 0:
+        own = cp.chunks(rows) if cp.size > 1 else cp.runs(rows)
         return _Block(whole, whole, views.between(own, own))
-    if source < rank:
+    source = (cp.rank - step) % cp.size
+    own, theirs = cp.chunks(rows), cp.chunks(rows, source)
+    if source < cp.rank:
         return _Block(whole, first, views.between(own, theirs[:1]))
     return _Block(second, whole, views.between(own[1:], theirs))

@@ -13,11 +13,12 @@ from megatrain.kernels.attention import AttentionKernel, View
 from megatrain.kernels.attention_fused import CpuFlash
 from megatrain.kernels.attention_written import WrittenAttention
 from megatrain.parallel.batch import Documents
+from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_gather import gathered_attention
 from megatrain.parallel.context_heads import to_heads, to_rows
 from megatrain.parallel.context_ring import ring_attention
 from megatrain.parallel.context_views import Views
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -80,10 +81,9 @@ class Case:
             return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
         return WrittenAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
 
-    def views(self, rows: int, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
-        """Of a rank with so many rows."""
+    def views(self, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
+        """Of a rank with these heads."""
         return Views(
-            chunk=rows // 2,
             device=torch.device("cpu"),
             takes_masks=self.attention().takes_masks,
             window=self.window,
@@ -173,15 +173,13 @@ def on_a_rank(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, case: Case, how: str, grid: RankGrid
 ) -> Tensor:
-    group: RankGroup = grid.dp
+    cp = ContextParallel(grid.dp)
     own = HEADS // grid.tp.size
-    views = case.views(q.shape[0] * grid.tp.size, first_head=own * grid.tp.rank, num_heads=own)
+    views = case.views(first_head=own * grid.tp.rank, num_heads=own)
     algorithm: Any = gathered_attention if how == "all_gather" else ring_attention
-    if grid.tp.size == 1:
-        return algorithm(q, k, v, sink, case.attention(), views, group)  # type: ignore[no-any-return]
     q, k, v = to_heads(q, k, v, grid.tp)
     sink = None if sink is None else sink[own * grid.tp.rank : own * (grid.tp.rank + 1)]
-    return to_rows(algorithm(q, k, v, sink, case.attention(), views, group), grid.tp)
+    return to_rows(algorithm(q, k, v, sink, case.attention(), views, cp), grid.tp)
 
 
 LAYOUTS = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 4, 1), ("all_gather", 2, 1), ("all_gather", 3, 1), ("all_gather", 4, 1),
