@@ -42,21 +42,17 @@ class Documents:
         sample, place = self.cu_seqlens // self.seq_length, self.cu_seqlens % self.seq_length
         return sample * len(places) + (place - places.start).clamp(0, len(places))
 
-    def seen_from(self, places: Tensor) -> Tensor:
-        """True where the query at places[i] may see key j: both in one document, and j no later. Bool [b, 1, q, s]."""
-        is_same = self.numbers[:, places, None] == self.numbers[:, None, :]
-        return (is_same & is_behind(places, self.seq_length)).unsqueeze(1)
+    @functools.cached_property
+    def mask(self) -> Tensor:
+        """True where query i may see key j: both in one document, and j no later than i. Bool [b, 1, s, s]."""
+        is_same = self.numbers.unsqueeze(-1) == self.numbers.unsqueeze(-2)
+        return is_same.tril().unsqueeze(1)
 
 
 def whole_samples(num_samples: int, seq_length: int, device: torch.device) -> Documents:
     """Each sample is a document."""
     borders = torch.arange(num_samples + 1, dtype=torch.int32, device=device) * seq_length
     return Documents(borders, seq_length, num_samples, seq_length)
-
-
-def is_behind(places: Tensor, length: int) -> Tensor:
-    """True where key j is no later than the query at places[i]. Bool [q, length]."""
-    return torch.arange(length, device=places.device) <= places[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,11 @@ Source: the split is Megatron-LM's.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.collectives import all_gather, reduce_scatter
 from megatrain.parallel.grid import RankGroup
 
 
@@ -83,24 +80,6 @@ class ContextParallel:
         """Of a rank's chunks."""
         rank = self.rank if rank is None else rank
         return rank, 2 * self.size - 1 - rank
-
-    def whole(self, x: Tensor) -> Tensor:
-        """All ranks' rows along dimension 0, in the order of the sample: [s/cp, ...] -> [s, ...]; autograd knows it."""
-        if self.size == 1:
-            return x
-        out: Tensor = _Whole.apply(x, self.group)
-        return out
-
-
-class _Whole(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return in_order(all_gather(x, group), group.size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(by_rank(grads[0], ctx.group.size), ctx.group), None
 
 
 def in_order(x: Tensor, cp_size: int) -> Tensor:

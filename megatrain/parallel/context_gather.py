@@ -84,7 +84,7 @@ class _Gathered(Function):
         for transfer in transfers:
             transfer.wait()
         dk, dv = own.flatten(0, 1).unbind(2)
-        dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
 

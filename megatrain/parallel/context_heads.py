@@ -70,11 +70,7 @@ class _ToRows(Function):
 
 def _heads(x: Tensor, group: RankGroup) -> Tensor:
     """[s/c, b, c, heads/c, d] -> [s, b, heads/c, d]."""
-    by_rank = _exchanged(x.movedim(2, 0), group)
-    early, late = by_rank.unflatten(1, (2, -1)).unbind(
-        1
-    )  # each [c, chunk, ...]; late chunks come last rank first
-    return torch.cat((early, late.flip(0))).flatten(0, 1)
+    return in_order(_exchanged(x.movedim(2, 0), group).flatten(0, 1), group.size)
 
 
 def _rows(x: Tensor, group: RankGroup) -> Tensor:

@@ -126,7 +126,7 @@ class _Ring(Function):
         home.wait()
         if cp.size > 1:
             sums += returned
-        dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
         return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype), dsink, None, None, None
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions, head
-from megatrain.model.implementations import local_attention
+from megatrain.model.implementations import local_context_attention
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel import context, data_gradients, tensor, vocab
@@ -190,7 +190,7 @@ def _heads_that_draw_alike() -> AbstractContextManager[Any]:
         num_heads, s = rows.shape[-2:]
         return keep_mask(rows - dist.get_rank() * num_heads * s, *columns, **stream)
 
-    return mock.patch.object(local_attention, "keep_mask", as_on_the_first_rank)
+    return mock.patch.object(local_context_attention, "keep_mask", as_on_the_first_rank)
 
 
 def _rows_of_each_rank() -> AbstractContextManager[Any]:

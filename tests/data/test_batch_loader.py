@@ -151,7 +151,7 @@ def test_documents_of_a_batch_are_laid_end_to_end():
     assert batch.documents.cu_seqlens.tolist() == [0, 2, 3, 4]
     assert batch.documents.cu_seqlens.dtype == torch.int32
     assert batch.documents.max_seqlen == 2
-    mask = batch.documents.seen_from(torch.arange(2))
+    mask = batch.documents.mask
     assert mask.shape == (2, 1, 2, 2)
     assert mask[:, 0].tolist() == [[[True, False], [True, True]], [[True, False], [False, True]]]
 
@@ -162,7 +162,7 @@ def test_a_mask_is_that_of_its_definition():
         b, s = map(int, random.integers(1, [4, 12]))
         inner = np.flatnonzero(random.random(b * s) < 0.3)
         borders = sorted({0, b * s, *(s * np.arange(b)).tolist(), *inner.tolist()})
-        mask = Documents(torch.tensor(borders, dtype=torch.int32), 1, b, s).seen_from(torch.arange(s))
+        mask = Documents(torch.tensor(borders, dtype=torch.int32), 1, b, s).mask
         for sample, i, j in np.ndindex(b, s, s):
             cut = any(sample * s + j < border <= sample * s + i for border in borders)
             assert mask[sample, 0, i, j] == (j <= i and not cut)

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.model.implementations.local_attention import LocalCoreAttention, LocalMathAttention
+from megatrain.model.implementations.local_attention import LocalCoreAttention
+from megatrain.model.implementations.local_context_attention import LocalContextAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor import TensorParallel
 
@@ -28,7 +30,7 @@ def attend(
     """The output [s, b, n d] and the gradients of q, k and v."""
     q, k, v = (one.clone().requires_grad_() for one in x)
     core = LocalCoreAttention(
-        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D), "sdpa", CP
+        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D), "sdpa"
     )
     out = core(q, k, v, PassInfo(documents=documents))
     out.backward(upstream)
@@ -107,8 +109,11 @@ def test_kernels_agree_with_attention_written_out(
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
     found = []
     for core, x in (
-        (LocalCoreAttention(spec, backend, CP), qkv),
-        (LocalMathAttention(spec, None, 0, tp, CP, torch.float64), qkv.double()),
+        (LocalCoreAttention(spec, backend), qkv),
+        (
+            LocalContextAttention(spec, None, 0, tp, ContextAttention(ALONE, CP), "math", torch.float64),
+            qkv.double(),
+        ),
     ):
         x = x.clone().requires_grad_()
         out = core(*x.split([heads, groups, groups], dim=2), info)

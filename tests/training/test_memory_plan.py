@@ -211,9 +211,9 @@ def test_stages_between_the_first_and_last_of_a_kind_are_as_if_followed(*, is_fe
     found = planned_memory(plan, engines, flights)
     whole = [followed(plan, engine.grid, META, count).memory() for engine in engines]
     assert found[:5] == whole[:5]
-    # The head's two sums of a micro-batch stay until the step ends.
+    # The head's three sums of a micro-batch stay until the step ends.
     followed_there = min(count, flights[5] + 6 + 1)
-    assert whole[5].total - found[5].total == (count - followed_there) * 2 * 4
+    assert whole[5].total - found[5].total == (count - followed_there) * 3 * 4
 
 
 def test_a_ledger_sees_births_deaths_and_the_peak() -> None:

@@ -14,11 +14,14 @@ from megatrain.kernels.dropout import keep_mask
 from megatrain.kernels.normal import stream_key
 from megatrain.model import functions
 from megatrain.model.implementations.leaves import CoreAttention, Pointwise
-from megatrain.model.implementations.local_attention import LocalCoreAttention, LocalMathAttention
+from megatrain.model.implementations.local_attention import LocalCoreAttention
+from megatrain.model.implementations.local_context_attention import LocalContextAttention
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
 from megatrain.parallel.tokens import TokenSplit
@@ -36,6 +39,8 @@ class LocalLeaves:
     """Of dropout."""
     attention: str = "sdpa"
     """Kernel of attention, as `derived.attention_backend` names it."""
+    attention_over: ContextAttention | None = None
+    """How attention reaches across the ranks of `cp`; None: around a ring of them."""
 
     def norm(self, weights: Weights, spec: NormSpec) -> LocalNorm:
         return LocalNorm(weights, spec, self.dtype)
@@ -58,11 +63,12 @@ class LocalLeaves:
         return LocalActivationRowLinear(self, linear, activation)
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
-        is_fused = spec.softcap is None and spec.sink == "none" and not spec.dropout
-        if is_fused and self.attention != "math":
-            return LocalCoreAttention(spec, self.attention, self.cp)
+        is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout
+        if is_plain and self.attention != "math" and self.cp.size == 1:
+            return LocalCoreAttention(spec, self.attention)
         key = stream_key(self.seed, f"{name}.dropout")
-        return LocalMathAttention(spec, sink, key, self.tp, self.cp, self.dtype)
+        over = self.attention_over or ContextAttention(RankGroup("heads", (0,), 0), self.cp)
+        return LocalContextAttention(spec, sink, key, self.tp, over, self.attention, self.dtype)
 
     def dropout(self, p: float, name: str) -> Pointwise:
         return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)

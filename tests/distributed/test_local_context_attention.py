@@ -1,0 +1,87 @@
+"""Core attention of context ranks against that of one rank, output and gradients, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.model.implementations.local import LocalLeaves
+from megatrain.model.layouts import Columns, columns_bias_layout
+from megatrain.model.specs import AttentionSpec, NormSpec
+from megatrain.parallel.batch import Documents, PassInfo
+from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.groups import make_group
+from megatrain.parallel.tensor import TensorParallel
+from megatrain.tools.worker_pool import WorkerPool
+
+S, B, HEADS, GROUPS, D = 48, 2, 4, 2, 8
+BORDERS = [0, 1, 19, 48, 48, 77, 96]
+ALONE = RankGroup("alone", (0,), 0)
+TP = TensorParallel(ALONE, ALONE, sequence_parallel=False)
+
+
+def spec(**options: Any) -> AttentionSpec:
+    return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D, **options)
+
+
+CASES = {
+    "plain": spec(),
+    "window": spec(window=7),
+    "softcap, window, dropout": spec(softcap=3.0, window=9, dropout=0.3),
+    "learned sink": spec(sink="learned", scale=0.7),
+    "zero sink, dropout": spec(sink="zero", dropout=0.1),
+}
+WAYS = {"p2p": (1, 4), "all_gather": (1, 4), "a2a": (4, 1), "a2a+p2p": (2, 2), "a2a+all_gather": (2, 2)}
+"""Ranks that exchange heads, and ranks that bring keys and values to each other."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_context_ranks_attend_as_one_rank_does(
+    pool: WorkerPool, name: str, way: str, has_documents: bool
+) -> None:
+    ((*whole, whole_sink),) = pool.run(1, on_a_rank, name, "one rank", (1, 1), has_documents)
+    found = pool.run(4, on_a_rank, name, way, WAYS[way], has_documents)
+    for rank, (*own, _) in enumerate(found):
+        cp = ContextParallel(RankGroup("cp", (0, 1, 2, 3), rank))
+        for one, expected in zip(own, whole, strict=True):
+            torch.testing.assert_close(one, cp.shard(expected, 0), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(sum(sink for *_, sink in found), whole_sink, rtol=1e-11, atol=1e-12)
+
+
+def on_a_rank(
+    rank: int, world_size: int, name: str, way: str, sizes: tuple[int, int], has_documents: bool
+) -> list[Tensor]:
+    """Output and gradients of queries, keys and values of this rank's rows, and its share of the sinks'."""
+    grid = RankGrid.build(
+        GridShape(tp=sizes[0], dp=sizes[1]), rank, make_group
+    )  # two levels of context ranks
+    cp = ContextParallel(grid.world)
+    over = ContextAttention(grid.tp, ContextParallel(grid.dp), gathers="all_gather" in way)
+    torch.manual_seed(0)
+    whole = [torch.randn(S, B, n, D, dtype=torch.float64) for n in (HEADS, GROUPS, GROUPS)]
+    upstream, sink = (
+        torch.randn(S, B, HEADS * D, dtype=torch.float64),
+        torch.randn(HEADS, dtype=torch.float64),
+    )
+    q, k, v = (cp.shard(x, 0).requires_grad_() for x in whole)
+    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32), 29, B, S) if has_documents else None
+    info = PassInfo(first_sample=6, documents=documents)
+
+    case = CASES[name]
+    layout = columns_bias_layout([Columns("sink", HEADS)], TP) if case.sink == "learned" else None
+    leaves = LocalLeaves(TP, cp, torch.float64, NormSpec(), seed=3, attention_over=over)
+    core = cast("Any", leaves.core_attention(case, layout, "attention"))
+    sink_gradient = torch.zeros_like(sink)
+    if layout is not None:
+        core.sink = torch.nn.Parameter(sink)
+        core.weight_grads["sink"] = sink_gradient
+    out = core(q, k, v, info)
+    out.backward(cp.shard(upstream, 0))
+    return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None), sink_gradient]
