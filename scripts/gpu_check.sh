@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one or more GPUs: the GPU tests, a small run under several layouts in fp64 and bf16, all ways of data
-# parallelism on 2 or 4 GPUs, and case A1.
+# On a machine with one or more GPUs: the GPU tests, Transformer Engine's layers beside ours where it is installed, a small
+# run under several layouts in fp64 and bf16, all ways of data parallelism on 2 or 4 GPUs, and case A1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -10,6 +10,11 @@ mkdir -p "$out" "$runs"
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 
 python3 -m pytest -q tests/gpu tests/kernels tests/model/test_attention.py tests/model/test_math_attention.py tests/data/test_batch_loader.py 2>&1 | tail -15
+
+if python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("transformer_engine") is None)'; then
+  timeout 300 python3 -m megatrain.tools.main parity --device cuda --transformer-impl transformer_engine 2>&1 | tee "$out/engine.log"
+  timeout 500 python3 scripts/compare_implementations.py --output "$out/implementations" 2>&1 | tail -3
+fi
 
 small="--num-layers 4 --hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 768 --normalization RMSNorm --swiglu
   --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 256 --mock-data

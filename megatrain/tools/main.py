@@ -106,6 +106,12 @@ def _add_parity(commands: Any) -> None:
         default="cpu",
         help="where to compute; a rank on each GPU (default: cpu)",
     )
+    parity.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        default="local",
+        help="whose parts of layers rows are computed with, those that they can be; in bf16 against `local` (default: local)",
+    )
 
 
 def _add_report(commands: Any) -> None:

@@ -19,7 +19,15 @@ from megatrain.config import ConfigError
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.parity_faults import FAULTS
 from megatrain.tools.parity_judge import TOLERANCE, Distance, judge
-from megatrain.tools.parity_measure import NUM_STEPS, Job, Measured, Precision, measure
+from megatrain.tools.parity_measure import (
+    NUM_STEPS,
+    Implementation,
+    Job,
+    Measured,
+    Precision,
+    measure,
+    plan_of,
+)
 from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
 from megatrain.tools.parity_narrow import TIMES, NarrowComparer, NarrowVerdict
 from megatrain.tools.parity_results import Results
@@ -61,7 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
     seconds = 120 if arguments.device == "cpu" else 600  # on GPUs the first job compiles kernels
     with WorkerPool(max_ranks, device=arguments.device, timeout_seconds=seconds) as pool:
-        is_good = _self_test(pool) if arguments.self_test else _print_table(pool, rows, arguments.results)
+        implementation, results = arguments.transformer_impl, arguments.results
+        is_good = (
+            _self_test(pool) if arguments.self_test else _print_table(pool, rows, results, implementation)
+        )
     print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
     return 0 if is_good else 1
 
@@ -100,12 +111,45 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
     if arguments.quick:
         layouts = layouts[:QUICK_ROWS]
     precision = arguments.precision
+    if arguments.transformer_impl != "local":
+        return _rows_of(arguments.transformer_impl, layouts if precision else None, arguments, max_ranks)
     if precision not in (None, "fp64"):
         return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
     rows: list[Row] = [("fp64", layout) for layout in layouts]
     if precision is None and not (arguments.quick or arguments.full):
         fitting = [layout for layout in NARROW_ROWS if is_row(layout.words, max_ranks=max_ranks)]
         rows += [("fp32", layout) for layout in fitting] + [("bf16", layout) for layout in fitting]
+    return rows
+
+
+def _rows_of(
+    implementation: Implementation,
+    layouts: Sequence[Layout] | None,
+    arguments: argparse.Namespace,
+    max_ranks: int,
+) -> list[Row]:
+    """The rows in bf16 that another implementation than `local` computes; without `layouts`, some.
+
+    Raises:
+        ConfigError: it computes none.
+    """
+    precision: Precision = arguments.precision or "bf16"
+
+    def job(layout: Layout) -> Job:
+        return Job(layout, precision, arguments.device, implementation)
+
+    first = Layout.of("tokens")
+    plan_of(job(first), 1)
+    if layouts is None:
+        narrow = [layout for layout in NARROW_ROWS if is_row(layout.words, max_ranks=max_ranks)]
+        layouts = [first, first.but("documents"), *narrow, *(layout.but("mup") for layout in narrow)]
+    rows: list[Row] = []
+    for layout in dict.fromkeys(one.but("tokens") for one in layouts):
+        try:
+            plan_of(job(layout), layout.world_size)
+        except ConfigError:
+            continue  # a rule says what this implementation lacks
+        rows.append((precision, layout))
     return rows
 
 
@@ -119,8 +163,10 @@ def _slice_of(arguments: argparse.Namespace) -> tuple[int, int]:
     return int(number), int(slices)
 
 
-def _print_table(pool: WorkerPool, rows: Sequence[Row], results_file: str | None) -> bool:
-    results = Results.read(results_file)
+def _print_table(
+    pool: WorkerPool, rows: Sequence[Row], results_file: str | None, implementation: Implementation
+) -> bool:
+    results = Results.read(results_file, implementation)
     todo = [row for row in rows if not results.has_passed(*row)]
     if len(todo) < len(rows):
         print(f"{len(rows) - len(todo)} of them have passed already, as {results_file} says")
@@ -128,7 +174,8 @@ def _print_table(pool: WorkerPool, rows: Sequence[Row], results_file: str | None
     is_good = all(_wide_rows(Comparer(pool), wide, results))
     for precision in ("fp32", "bf16"):
         layouts = [layout for known, layout in todo if known == precision]
-        is_good &= all(_narrow_rows(NarrowComparer(pool, precision), layouts, results))
+        comparer = NarrowComparer(pool, precision, implementation)
+        is_good &= all(_narrow_rows(comparer, layouts, results))
     return is_good
 
 
@@ -159,7 +206,7 @@ def _narrow_rows(comparer: NarrowComparer, layouts: Sequence[Layout], results: R
     if not layouts:
         return []
     print(
-        f"in {comparer.precision}: loss, norm, gradient, weight, each with the noise of rounding behind it;"
+        f"{comparer.implementation} in {comparer.precision}: loss, norm, gradient, weight, each with the noise of rounding behind it;"
         f" at most {TIMES:g} times the noise passes"
     )
     verdicts = []

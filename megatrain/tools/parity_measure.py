@@ -19,6 +19,7 @@ from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import planted
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
 from megatrain.training.engine import Engine
+from megatrain.training.facts import library_versions
 from megatrain.training.launch import grid_shape
 from megatrain.training.own_layers import with_own_layers
 from megatrain.training.updates import schedules_of
@@ -53,6 +54,7 @@ class Measured:
 
 
 Precision = Literal["fp64", "fp32", "bf16"]
+Implementation = Literal["local", "transformer_engine"]
 _PRECISION_FLAGS: dict[Precision, str] = {
     "fp64": "--params-dtype float64",
     "fp32": "--params-dtype float32",
@@ -67,6 +69,7 @@ class Job:
     layout: Layout
     precision: Precision = "fp64"
     device: Device = "cpu"
+    implementation: Implementation = "local"
     micro_batch: int = MICRO_BATCH
     is_rounding_measured: bool = False
     """Whether the weights of the first step are wanted, and Adam moves elements by their gradients' sizes, so that
@@ -122,6 +125,7 @@ def plan_of(job: Job, world_size: int) -> Plan:
     """What a job runs."""
     flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
+    flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 
 
@@ -137,7 +141,10 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
         f"--lr 1e-2 --adam-eps 1e-6 --weight-decay 0.1 --params-dtype float64 --device {device}"
     )
     request = parse([*flags.split(), *layout.flags(), *more_flags])
-    facts = Facts(world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device)
+    libraries = {name: found for name, found in library_versions().items() if name == "transformer_engine"}
+    facts = Facts(
+        world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device, libraries=libraries
+    )
     return resolve(request, with_own_layers(request, facts))
 
 

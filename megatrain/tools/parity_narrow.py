@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from megatrain.tools.parity_judge import Distance, judge, judge_first_step, without_gradient
-from megatrain.tools.parity_measure import Job, Measured, Precision, measure
+from megatrain.tools.parity_measure import Implementation, Job, Measured, Precision, measure
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -75,6 +75,8 @@ class NarrowComparer:
 
     pool: WorkerPool
     precision: Precision
+    implementation: Implementation = "local"
+    """Of the rows. What is exact, and the noise of one process, is always `local`'s."""
     answers: dict[Job, list[Measured]] = field(default_factory=dict)
 
     def compare(self, layout: Layout, *, fault: str | None = None) -> NarrowVerdict:
@@ -82,32 +84,33 @@ class NarrowComparer:
         layout = layout.but("tokens")
         alone, fewest = layout.alone, layout.alone.but(" ".join(layout.words_of(*_SPLIT_WORDS)))
         found = self.pool.run(layout.world_size, measure, replace(self._job(layout), fault=fault))
-        (truth,) = self._run(replace(self._job(alone), precision="fp64"))
-        own = [judge(truth, self._run(job)) for job in self._orders(alone)]
+        local = replace(self._job(alone), implementation="local")
+        (truth,) = self._run(replace(local, precision="fp64"))
+        own = [judge(truth, self._run(job)) for job in _orders(local)]
         order: Distance | None = None
         order_noise: tuple[float, ...] = ()
         if fewest != layout:
             idle, usual = without_gradient(truth), self._run(self._job(fewest))
             order = judge_first_step(usual, found, idle)
-            others = [judge_first_step(usual, self._run(job), idle) for job in self._orders(fewest)]
+            others = [judge_first_step(usual, self._run(job), idle) for job in _orders(self._job(fewest))]
             order_noise = _largest(others)
         return NarrowVerdict(judge(truth, found), _largest(own), order, order_noise)
 
     def _job(self, layout: Layout) -> Job:
-        return Job(layout, self.precision, self.pool.device, is_rounding_measured=True)
-
-    def _orders(self, layout: Layout) -> list[Job]:
-        """The usual order of accumulation, and others."""
-        usual = self._job(layout)
-        jobs = [usual, replace(usual, micro_batch=MICRO_BATCH // 2)]
-        if layout.global_batch % (2 * MICRO_BATCH) == 0:
-            jobs.append(replace(usual, micro_batch=2 * MICRO_BATCH))
-        return jobs
+        return Job(layout, self.precision, self.pool.device, self.implementation, is_rounding_measured=True)
 
     def _run(self, job: Job) -> list[Measured]:
         if job not in self.answers:
             self.answers[job] = self.pool.run(job.layout.world_size, measure, job)
         return self.answers[job]
+
+
+def _orders(usual: Job) -> list[Job]:
+    """The usual order of accumulation, and others."""
+    jobs = [usual, replace(usual, micro_batch=MICRO_BATCH // 2)]
+    if usual.layout.global_batch % (2 * MICRO_BATCH) == 0:
+        jobs.append(replace(usual, micro_batch=2 * MICRO_BATCH))
+    return jobs
 
 
 def _largest(distances: Sequence[Distance]) -> tuple[float, ...]:

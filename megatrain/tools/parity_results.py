@@ -1,6 +1,6 @@
 """What rows of parity found, a JSON object a line, so that a table that was stopped goes on where it was.
 
-{"precision": "fp64", "layout": "tp2 sp", "ranks": 2, "passed": true, "loss": ..., "seconds": ...}
+{"precision": "fp64", "implementation": "local", "layout": "tp2 sp", "ranks": 2, "passed": true, "loss": ..., "seconds": ...}
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ class Results:
     """The rows that a file holds, and those that are added to it; without a file, nothing is kept."""
 
     path: Path | None
+    implementation: str
     passed: set[tuple[str, str]] = field(default_factory=set)
 
     @classmethod
-    def read(cls, path: str | None) -> Results:
-        """What a file holds; the last line is left out if a kill cut it short."""
-        results = cls(None if path is None else Path(path))
+    def read(cls, path: str | None, implementation: str = "local") -> Results:
+        """What a file holds of an implementation; the last line is left out if a kill cut it short."""
+        results = cls(None if path is None else Path(path), implementation)
         if results.path is None or not results.path.exists():
             return results
         whole, _, cut = results.path.read_text().rpartition("\n")
@@ -31,7 +32,7 @@ class Results:
             results.path.write_text(f"{whole}\n" if whole else "")
         for line in whole.splitlines():
             entry = json.loads(line)
-            if entry["passed"]:
+            if entry["passed"] and entry.get("implementation", "local") == implementation:
                 results.passed.add((entry["precision"], entry["layout"]))
         return results
 
@@ -46,6 +47,7 @@ class Results:
             return
         entry = {
             "precision": precision,
+            "implementation": self.implementation,
             "layout": layout.name,
             "ranks": layout.world_size,
             "passed": is_good,

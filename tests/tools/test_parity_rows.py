@@ -4,18 +4,20 @@ import functools
 from collections import Counter
 from itertools import combinations, product
 
+import numpy as np
 import pytest
 
 from megatrain.config import ConfigError, features
 from megatrain.config.features import REFUSED, features_of
 from megatrain.config.tree import settings
+from megatrain.tools import parity_measure
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.main import _parser
 from megatrain.tools.parity import chosen_rows
-from megatrain.tools.parity_measure import tiny_plan
+from megatrain.tools.parity_measure import Measured, Part, tiny_plan
 from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
-from megatrain.tools.parity_narrow import within
+from megatrain.tools.parity_narrow import NarrowComparer, within
 from megatrain.tools.parity_results import Results
 from megatrain.tools.parity_rows import (
     MAX_RANKS,
@@ -170,6 +172,62 @@ def test_what_cannot_be_chosen_is_told(flags, words):
     with pytest.raises(ConfigError) as caught:
         asked(*flags)
     assert words in str(caught.value)
+
+
+ENGINE = ("--transformer-impl", "transformer_engine", "--device", "cuda")
+
+
+@pytest.fixture
+def has_engine(monkeypatch):
+    monkeypatch.setattr(parity_measure, "library_versions", lambda: {"transformer_engine": "2.20.2"})
+
+
+@pytest.mark.usefixtures("has_engine")
+def test_rows_of_transformer_engine_are_those_that_it_computes():
+    few, many = asked(*ENGINE), asked(*ENGINE, "--precision", "bf16")
+    assert {precision for precision, _ in (*few, *many)} == {"bf16"}
+    assert {name for name in MODELS if any(row.has(name) for _, row in many)} == {"llama", "mup", "puzzle"}
+    for words in ("documents", "mup", "tp2", "sp", "dp2", "pp2"):
+        assert any(layout.has(words) for _, layout in few)
+
+
+@pytest.mark.usefixtures("has_engine")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (ENGINE[:2], "computes on GPUs, and this run on cpu"),
+        ([*ENGINE, "--precision", "fp32"], "computes in bf16 or fp16, and this run in float32"),
+    ],
+)
+def test_rows_that_transformer_engine_has_nowhere_are_told(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        asked(*flags)
+
+
+def test_rows_of_transformer_engine_are_held_against_local():
+    jobs = []
+
+    class Pool:
+        device = "cuda"
+
+        def run(self, world_size, _measure, job):
+            jobs.append((world_size, job.implementation, job.precision))
+            part = Part("a", ((0, 1),), np.ones(1))
+            return [Measured([1.0], [1.0], [part], [part], [part])] * world_size
+
+    NarrowComparer(Pool(), "bf16", "transformer_engine").compare(Layout.of("tp2 sp dp2"))
+    assert jobs[0] == (4, "transformer_engine", "bf16")
+    assert {job for job in jobs[1:] if job[0] == 1} == {(1, "local", "fp64"), (1, "local", "bf16")}
+    assert {job for job in jobs[1:] if job[0] > 1} == {(2, "transformer_engine", "bf16")}
+
+
+def test_results_of_another_implementation_are_not_ours(tmp_path):
+    path, layout = str(tmp_path / "rows.jsonl"), Layout.of("tp2")
+    Results.read(path, "transformer_engine").add(
+        "bf16", layout, is_good=True, numbers=(1.0, 2.0, 3.0, 4.0), seconds=0.5
+    )
+    assert Results.read(path, "transformer_engine").has_passed("bf16", layout)
+    assert not Results.read(path).has_passed("bf16", layout)
 
 
 def test_results_go_on_behind_a_cut_line_and_failures_run_again(tmp_path):

@@ -1,0 +1,93 @@
+"""Transformer Engine's leaves on GPUs: the signatures that they were written against, and results within rounding of local's."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformer_engine_stand_in import differences
+
+from megatrain.tools import parity_rows
+from megatrain.tools.main import main
+from megatrain.tools.parity_narrow import NarrowComparer
+from megatrain.tools.parity_rows import Layout
+from megatrain.tools.worker_pool import WorkerPool
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # of its libraries
+]
+GPT2 = "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0"
+
+
+def test_the_library_has_the_signatures_of_the_stand_in() -> None:
+    import transformer_engine.pytorch as te
+
+    assert not differences(te), importlib.metadata.version("transformer_engine")
+
+
+@pytest.fixture(scope="module")
+def comparer() -> Iterator[NarrowComparer]:
+    num_gpus = min(torch.cuda.device_count(), 2)
+    with WorkerPool(num_gpus, device="cuda", timeout_seconds=600) as pool:
+        yield NarrowComparer(pool, "bf16", "transformer_engine")
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["llama", "llama documents", "llama tied selective", "mup", "puzzle", "tp2", "tp2 sp", "tp2 sp mup tied"],
+)
+def test_losses_and_gradients_are_locals_within_rounding(comparer: NarrowComparer, words: str) -> None:
+    layout = Layout.of(words)
+    if layout.world_size > comparer.pool.size:
+        pytest.skip(f"needs {layout.world_size} GPUs")
+    verdict = comparer.compare(layout)
+    assert verdict.is_good, verdict
+
+
+def test_gpt2_without_dropout_of_scores_is_locals_within_rounding() -> None:
+    """Models of parity are known by name in its workers too: here the work is done in this process."""
+    with mock.patch.dict(parity_rows.MODELS, gpt2=GPT2):
+        comparer = NarrowComparer(_Here(), "bf16", "transformer_engine")  # type: ignore[arg-type]
+        verdict = comparer.compare(Layout.of("gpt2"))
+    assert verdict.is_good, verdict
+
+
+class _Here:
+    """Stands for a pool of one."""
+
+    device = "cuda"
+
+    def run(self, world_size: int, function: object, *arguments: object) -> list[object]:
+        assert world_size == 1
+        assert callable(function)
+        return [function(0, 1, *arguments)]
+
+
+def test_a_checkpoint_goes_back_and_forth(tmp_path: Path) -> None:
+    import pretrain
+
+    flags = (
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm"
+        " --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
+        " --seq-length 64 --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2"
+        f" --global-batch-size 4 --lr 1e-3 --bf16 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
+    ).split()
+    for number, implementation in enumerate(("transformer_engine", "local", "transformer_engine"), 1):
+        asked = ["--transformer-impl", implementation, "--train-iters", str(5 * number)]
+        assert pretrain.main([*flags, *asked]) == 0
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
+
+
+def test_the_command_prints_rows_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "parity --device cuda --precision bf16 --transformer-impl transformer_engine --layouts mup uniform"
+    )
+    assert main([*flags.split(), "--slice", "1/3"]) == 0
+    assert "transformer_engine in bf16" in capsys.readouterr().out

@@ -1,0 +1,55 @@
+"""Runs whose layers are Transformer Engine's, with a stand-in for the library: checkpoints, and what changes on resume."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from transformer_engine_stand_in import stand_in
+
+import pretrain
+from megatrain.config.transformer_engine import TRANSFORMER_ENGINE_RULES
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --qk-layernorm"
+    " --position-embedding-type rope --hidden-dropout 0.1 --attention-dropout 0 --seq-length 16 --mock-data"
+    " --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2"
+    " --params-dtype float64 --eval-interval 4 --eval-iters 1 --train-iters 12 --exit-interval 4"
+)
+CHANGED = "--transformer-impl transformer_engine -> local"
+ENDED, STOPPED = 0, 75
+
+
+@pytest.fixture(autouse=True)
+def engine() -> Iterator[None]:
+    """On a CPU and in fp64, rules would refuse it."""
+    module = importlib.import_module("megatrain.config.resolve")
+    others = tuple(rule for rule in module.RULES if rule not in TRANSFORMER_ENGINE_RULES)
+    assert len(others) < len(module.RULES)
+    with stand_in(), mock.patch.object(module, "RULES", others):
+        yield
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["lm_loss"] for row in rows if "lm_loss" in row]
+
+
+def run(folder: Path, *implementations: str) -> list[float]:
+    """Four iterations with each, from one checkpoint to the next."""
+    for number, implementation in enumerate(implementations, 1):
+        flags = [*FLAGS.split(), "--save", str(folder), "--load", str(folder)]
+        code = pretrain.main([*flags, "--transformer-impl", implementation])
+        assert code == (ENDED if number == len(implementations) else STOPPED)
+    return losses(folder)
+
+
+def test_checkpoints_go_back_and_forth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = run(tmp_path / "local", "local", "local", "local")
+    assert CHANGED not in capsys.readouterr().out
+    mixed = run(tmp_path / "mixed", "transformer_engine", "local", "transformer_engine")
+    assert CHANGED in capsys.readouterr().out
+    assert len(usual) == 12
+    assert mixed == pytest.approx(usual, rel=1e-11)
