@@ -29,7 +29,7 @@ def main() -> None:
     model = build_model_of(plan, grid, device)
     buffers = FlatBuffers(
         model.registry,
-        shard_group=grid.dp,
+        grid=grid,
         weight_dtype=torch.bfloat16,
         grad_dtype=torch.float32,
         device=device,

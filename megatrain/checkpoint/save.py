@@ -140,8 +140,8 @@ def plan_chunks(
     """What this rank writes: the boxes of its shards, but for those of which another rank writes its copy."""
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:
-        for _, box, values in optimizer.owned(kind):
-            if grid.owns(box.piece.copies):
+        for placed, box, values in optimizer.owned(kind):
+            if grid.owns(box.piece.copies, placed.entry.layout.family):
                 piece = box.piece
                 plan += [
                     PlannedChunk(piece.name, piece.shape, kind, part, own)

@@ -85,7 +85,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
     )
     buffers = FlatBuffers(
         model.registry,
-        shard_group=grid.dp,
+        grid=grid,
         weight_dtype=dtype,
         grad_dtype=dtype,
         device=device,

@@ -18,7 +18,7 @@ import torch
 
 from megatrain.parallel.buffers import Shard
 from megatrain.parallel.collectives import gather_json
-from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.grid import Family, RankGrid, RankGroup
 from megatrain.parallel.layout import Box, ParamLayout, Piece, box_shape
 
 
@@ -69,9 +69,13 @@ class Round:
     """Each rank's parts of what this rank works on."""
 
 
-def own_parts(shards: Sequence[Shard], grid: RankGrid, *, splits_qkv: bool) -> Iterator[OwnPart]:
-    """This rank's parts, in the order of the shards."""
+def own_parts(
+    shards: Sequence[Shard], grid: RankGrid, family: Family, *, splits_qkv: bool
+) -> Iterator[OwnPart]:
+    """This rank's parts of a family's matrices, in the order of the shards."""
     for number, shard in enumerate(shards):
+        if shard.bucket.family != family:
+            continue
         for placed, box, place in shard.owned():
             layout = placed.entry.layout
             if not layout.group.is_matrix:
@@ -121,7 +125,9 @@ def assign(matrices: set[Matrix], num_ranks: int) -> list[list[Matrix]]:
 
 def _matrix_of(piece: Piece, layout: ParamLayout, *, is_alone: bool) -> tuple[Matrix, int]:
     """The matrix that a piece is part of, and the row at which its tensor begins there."""
-    pieces = (piece,) if is_alone else layout.pieces
+    size = 1 if is_alone else len(layout.pieces) // layout.num_matrices
+    first = layout.pieces.index(piece) // size * size
+    pieces = layout.pieces[first : first + size]
     before = pieces[: pieces.index(piece)]
     rows = sum(other.shape[0] for other in pieces)
     return Matrix("+".join(other.name for other in pieces), (rows, piece.shape[1])), sum(

@@ -35,5 +35,5 @@ def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tu
     grid = optimizer.parallel.grid
     for shard, flat in zip(optimizer.buffers.shards, flats, strict=True):
         for piece, place in shard.pieces():
-            if grid.owns(piece.copies):
+            if grid.owns(piece.copies, shard.bucket.family):
                 yield flat, place

@@ -24,7 +24,7 @@ from megatrain.kernels.newton_schulz import CoefficientType, orthogonalized
 from megatrain.optim.matrices import OwnPart, Round, own_parts, plan_rounds
 from megatrain.parallel.buffers import Shard
 from megatrain.parallel.collectives import all_to_all
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.grid import Family, RankGrid, RankGroup
 from megatrain.parallel.layout import Box
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
@@ -64,19 +64,22 @@ class Muon:
     Args:
         rule: its numbers.
         shards: of this rank.
-        grid: whose `matrix` ranks hold the matrices together.
+        grid: whose families have ranks that hold matrices together.
     """
 
     kind = "momentum_buffer"
 
     def __init__(self, rule: MuonRule, shards: Sequence[Shard], grid: RankGrid) -> None:
         self.rule = rule
-        self.group = grid.matrix
-        self._parts = list(own_parts(shards, grid, splits_qkv=rule.splits_qkv))
-        self._rounds: list[Round] | None = None
+        families: tuple[Family, ...] = ("dense", "expert") if grid.shape.has_experts else ("dense",)
+        self._parts = {
+            family: list(own_parts(shards, grid, family, splits_qkv=rule.splits_qkv)) for family in families
+        }
+        self.groups = {family: grid.family(family).matrix for family in families}
+        self._rounds: list[tuple[RankGroup, Round]] | None = None
 
     def step(self, shards: Sequence[FlatUpdate], momenta: Sequence[Tensor]) -> None:
-        """Update the matrices in all shards; called by all ranks of the group. On a GPU the host waits for it to begin.
+        """Update the matrices in all shards; called by all ranks. On a GPU the host waits for it to begin.
 
         Args:
             shards: as the rule for the rest has them.
@@ -85,14 +88,23 @@ class Muon:
         if shards[0].main.is_meta or not shards[0].is_finite:
             return
         if self._rounds is None:
-            self._rounds = plan_rounds(self._parts, self.group, shards[0].main.device)
+            self._rounds = [
+                (group, one)
+                for family, group in self.groups.items()
+                for one in plan_rounds(self._parts[family], group, shards[0].main.device)
+            ]
         main_dtype = shards[0].main.dtype
         dtype = main_dtype if main_dtype == torch.float64 else self.rule.dtype
-        for one in self._rounds:
-            self._run(one, shards, momenta, dtype)
+        for group, one in self._rounds:
+            self._run(one, group, shards, momenta, dtype)
 
     def _run(
-        self, one: Round, shards: Sequence[FlatUpdate], momenta: Sequence[Tensor], dtype: torch.dtype
+        self,
+        one: Round,
+        group: RankGroup,
+        shards: Sequence[FlatUpdate],
+        momenta: Sequence[Tensor],
+        dtype: torch.dtype,
     ) -> None:
         sent, to_ranks = [], []
         for parts in one.held:
@@ -100,11 +112,11 @@ class Muon:
             sent += [value.to(dtype) for p, value in values if p.is_sent]
             to_ranks.append(sum(p.numel for p in parts if p.is_sent))
         from_ranks = [sum(p.numel for p in parts if p.is_sent) for parts in one.wanted]
-        arrived = all_to_all(_joined(sent, shards[0].main, dtype), to_ranks, from_ranks, self.group)
+        arrived = all_to_all(_joined(sent, shards[0].main, dtype), to_ranks, from_ranks, group)
         back = self._work(one, arrived)
         to_ranks = [sum(p.numel for p in parts) for parts in one.wanted]
         from_ranks = [sum(p.numel for p in parts) for parts in one.held]
-        updates = all_to_all(_joined(back, shards[0].main, dtype), to_ranks, from_ranks, self.group)
+        updates = all_to_all(_joined(back, shards[0].main, dtype), to_ranks, from_ranks, group)
         held = [p for parts in one.held for p in parts]
         for p, value in zip(held, updates.split([p.numel for p in held]), strict=True):
             self._apply(p, value, shards[p.shard])

@@ -202,7 +202,7 @@ class ShardedOptimizer:
         counted: list[Tensor] = []
         for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
             for piece, part in shard.pieces():
-                if self.parallel.grid.owns(piece.copies):
+                if self.parallel.grid.owns(piece.copies, shard.bucket.family):
                     counted.append(gradients[part])
         return counted
 

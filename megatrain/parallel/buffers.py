@@ -6,7 +6,8 @@
 
 A parameter is a view of a bucket's weights. Gradients of linear layers are accumulated straight into its
 gradients. Within a bucket, parameters that the optimizer treats alike stand together, so that it works on few ranges.
-A tied embedding has a bucket of its own, with shards that lie alike on the first and the last pipeline stage.
+A tied embedding has a bucket of its own, with shards that lie alike on the first and the last pipeline stage; so have
+a segment's experts, whose shards lie on other ranks than those of its dense layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.parallel.bucket_memory import BucketMemory
-from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.grid import Family, RankGrid, RankGroup
 from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry, Piece
 
 _ALIGNMENT = 64
@@ -40,10 +41,11 @@ class Placed:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that lie in one tensor: those of a segment, or a tied embedding."""
+    """Parameters that lie in one tensor: those of a segment that belong to one family, or a tied embedding."""
 
     users: tuple[int, ...]
     """Segments that work with them: one, or more with a tied embedding."""
+    family: Family
     size: int
     """Elements, with what aligns them."""
     placed: tuple[Placed, ...]
@@ -97,7 +99,7 @@ class FlatBuffers:
 
     Args:
         registry: the chunk's parameters; they become views of `weights`.
-        shard_group: ranks over which optimizer state is sharded (one rank: no sharding).
+        grid: over whose ranks optimizer state is sharded, each family's over its own.
         weight_dtype, grad_dtype: of the two.
         device: where they live.
         has_gradients: whether there are any.
@@ -109,7 +111,7 @@ class FlatBuffers:
         self,
         registry: ParamRegistry,
         *,
-        shard_group: RankGroup,
+        grid: RankGrid,
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         device: torch.device,
@@ -118,8 +120,8 @@ class FlatBuffers:
         keeps_gradients: bool = True,
     ) -> None:
         self.registry = registry
-        self.buckets = _cut_buckets(registry, shard_group.size)
-        self.shards = _cut_shards(self.buckets, shard_group)
+        self.buckets = _cut_buckets(registry, grid)
+        self.shards = [_own_shard(bucket, grid.family(bucket.family).shard) for bucket in self.buckets]
         self._buckets_of: dict[int, list[int]] = {}
         for number, bucket in enumerate(self.buckets):
             for user in bucket.users:
@@ -127,7 +129,7 @@ class FlatBuffers:
         self.weight_memory = BucketMemory(weight_dtype, device)
         self.gradient_memory = BucketMemory(grad_dtype, device)
         for number, (bucket, shard) in enumerate(zip(self.buckets, self.shards, strict=True)):
-            stays = shard_group.size == 1 or bucket.placed[0].entry.is_shared
+            stays = shard.numel == bucket.size or bucket.placed[0].entry.is_shared
             part = slice(shard.start, shard.stop)
             self.weight_memory.add(bucket.size, part, is_kept_whole=stays or keeps_weights)
             if has_gradients:
@@ -180,28 +182,27 @@ def _aligned(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _cut_buckets(registry: ParamRegistry, num_shards: int) -> list[Bucket]:
+def _cut_buckets(registry: ParamRegistry, grid: RankGrid) -> list[Bucket]:
     buckets: list[Bucket] = []
     for entries in _grouped(registry):
         placed, at = [], 0
         for entry in entries:
             placed.append(Placed(entry, at))
             at = _aligned(at + entry.layout.numel, _ALIGNMENT)
-        buckets.append(Bucket(entries[0].users, _aligned(at, _ALIGNMENT * num_shards), tuple(placed)))
+        family = entries[0].layout.family
+        size = _aligned(at, _ALIGNMENT * grid.family(family).shard.size)
+        buckets.append(Bucket(entries[0].users, family, size, tuple(placed)))
     return buckets
 
 
 def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
     """The parameters of each bucket, in order."""
-    groups: dict[tuple[int, bool], list[ParamEntry]] = {}
+    groups: dict[tuple[int, bool, Family], list[ParamEntry]] = {}
     for entry in registry.entries.values():
-        groups.setdefault((entry.segment, entry.is_shared), []).append(entry)
+        groups.setdefault((entry.segment, entry.is_shared, entry.layout.family), []).append(entry)
     return [sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)]
 
 
-def _cut_shards(buckets: list[Bucket], shard_group: RankGroup) -> list[Shard]:
-    shards: list[Shard] = []
-    for bucket in buckets:
-        size = bucket.size // shard_group.size
-        shards.append(Shard(bucket, shard_group.rank * size, (shard_group.rank + 1) * size))
-    return shards
+def _own_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
+    size = bucket.size // shard_group.size
+    return Shard(bucket, shard_group.rank * size, (shard_group.rank + 1) * size)

@@ -42,8 +42,8 @@ class DataParallel:
     """Moves one model chunk's gradients and weights between its replicas. It is the executor's `SegmentHooks`.
 
     Args:
-        buffers: the chunk's memory, cut for `grid.dp_shard`.
-        grid: whose `replicas` they are.
+        buffers: the chunk's memory, cut for this grid.
+        grid: whose replicas of dense layers and of experts they are.
         transport: how they travel.
     """
 
@@ -55,13 +55,15 @@ class DataParallel:
     ) -> None:
         self.buffers = buffers
         self.grid = grid
+        families = [grid.family(bucket.family) for bucket in buffers.buckets]
         self.weights = WeightGathers(
-            buffers.weight_memory, grid.dp_shard, overlaps=transport.overlaps_weights
+            buffers.weight_memory,
+            [family.shard for family in families],
+            overlaps=transport.overlaps_weights,
         )
         self.gradients = GradientSums(
             buffers.gradient_memory,
-            grid.dp_shard,
-            grid.dp_copies,
+            families,
             overlaps=transport.overlaps_gradients,
             dtype=transport.grad_dtype or buffers.gradient_memory.dtype,
         )

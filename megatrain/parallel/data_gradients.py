@@ -11,7 +11,7 @@ added to this rank's part, and the whole bucket's memory goes. Else it follows t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from megatrain.parallel.bucket_memory import BucketMemory
 from megatrain.parallel.collectives import begin_all_reduce, begin_reduce_scatter_into
-from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.grid import FamilyGroups
 
 
 class GradientSums:
@@ -27,8 +27,7 @@ class GradientSums:
 
     Args:
         memory: of the gradients.
-        shards: the ranks that own different shards of a bucket.
-        copies: the ranks that own the same one.
+        families: of each bucket, the ranks that own different shards of it, and those that own the same one.
         overlaps: whether a sum goes on beside the backward pass; else it is waited for at once or begins when it has ended.
         dtype: in which gradients travel.
     """
@@ -36,15 +35,13 @@ class GradientSums:
     def __init__(
         self,
         memory: BucketMemory,
-        shards: RankGroup,
-        copies: RankGroup,
+        families: Sequence[FamilyGroups],
         *,
         overlaps: bool,
         dtype: torch.dtype,
     ) -> None:
         self.memory = memory
-        self.shards = shards
-        self.copies = copies
+        self.families = families
         self.overlaps = overlaps
         self.dtype = dtype
         self._complete: list[int] = []
@@ -83,7 +80,7 @@ class GradientSums:
         self._move_on(number)
 
     def _is_one_transfer_in_place(self, number: int) -> bool:
-        is_one = self.shards.size == 1 or self.copies.size == 1
+        is_one = self.families[number].shard.size == 1 or self.families[number].copies.size == 1
         return is_one and self.dtype == self.memory.dtype and self.memory.is_kept_whole(number)
 
     def _finish_begun(self) -> None:
@@ -103,12 +100,12 @@ class GradientSums:
 
     def _sum(self, number: int, *, is_last: bool) -> Iterator[None]:
         """Communicates up to each `yield`, and waits behind it."""
-        own = self.memory.parts[number]
-        if self.shards.size > 1:
+        own, copies = self.memory.parts[number], self.families[number].copies
+        if self.families[number].shard.size > 1:
             yield from self._scatter(number, own)
-        if is_last and self.copies.size > 1:
+        if is_last and copies.size > 1:
             sent = own.to(self.dtype)
-            transfer = begin_all_reduce(sent, self.copies)
+            transfer = begin_all_reduce(sent, copies)
             yield
             transfer.wait()
             if sent is not own:
@@ -119,7 +116,7 @@ class GradientSums:
         sent = whole.to(self.dtype)
         is_in_place = sent is whole and is_kept_whole
         received = own if is_in_place else torch.empty_like(own, dtype=self.dtype)
-        transfer = begin_reduce_scatter_into(received, sent, self.shards)
+        transfer = begin_reduce_scatter_into(received, sent, self.families[number].shard)
         yield
         transfer.wait()
         if is_kept_whole and not is_in_place:

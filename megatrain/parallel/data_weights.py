@@ -13,6 +13,8 @@ Where whole weights are not kept (ZeRO-3, arXiv:1910.02054), in forward and in b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.profiler import record_function
 
 from megatrain.parallel.bucket_memory import BucketMemory
@@ -25,11 +27,11 @@ class WeightGathers:
 
     Args:
         memory: of the weights.
-        shards: the ranks whose shards make up a bucket.
+        shards: of each bucket, the ranks whose shards make it up.
         overlaps: whether a gather goes on until the weights are needed; else it begins where it is waited for.
     """
 
-    def __init__(self, memory: BucketMemory, shards: RankGroup, *, overlaps: bool) -> None:
+    def __init__(self, memory: BucketMemory, shards: Sequence[RankGroup], *, overlaps: bool) -> None:
         self.memory = memory
         self.shards = shards
         self.overlaps = overlaps
@@ -70,4 +72,4 @@ class WeightGathers:
         self.memory.bring(number)
         with record_function("gather weights"):
             whole = self.memory.wholes[number].data  # as autograd must not see that weights come and go
-            return begin_all_gather_into(whole, self.memory.parts[number], self.shards)
+            return begin_all_gather_into(whole, self.memory.parts[number], self.shards[number])

@@ -299,7 +299,7 @@ class RankGrid:
             return FamilyGroups(self.replicas, self.dp_shard, self.dp_copies, self.matrix)
         return FamilyGroups(self.expert_replicas, self.expert_shard, self.expert_copies, self.expert_matrix)
 
-    def owns(self, copies: Sequence[str], family: Family = "dense") -> bool:
+    def owns(self, copies: Sequence[str], family: Family) -> bool:
         """Whether this rank counts and writes what it has the shard of: it is the first that holds it.
 
         `copies` are names of groups whose ranks hold the same box, besides the family's replicas.

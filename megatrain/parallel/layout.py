@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.rate_groups import ParamKind
+from megatrain.parallel.grid import Family
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop of each dimension, in a canonical tensor's own coordinates."""
@@ -79,6 +80,10 @@ class ParamLayout:
     """What this is to the learning rate."""
     is_qkv: bool = False
     """Whether these are queries, keys and values, which may count as a matrix each."""
+    family: Family = "dense"
+    """Which ranks hold it: all replicas of dense layers, or those of these experts."""
+    num_matrices: int = 1
+    """Into how many matrices the pieces divide, as many pieces each: those of several experts."""
 
     @property
     def group(self) -> ParamGroup:

@@ -57,7 +57,7 @@ def _matrices_of_one_rank() -> AbstractContextManager[Any]:
     step = Muon.step
 
     def alone(self: Muon, shards: Any, momenta: Any) -> None:
-        self.group = RankGroup("own", (0,), 0)
+        self.groups = dict.fromkeys(self.groups, RankGroup("own", (0,), 0))
         step(self, shards, momenta)
 
     return mock.patch.object(Muon, "step", alone)
@@ -86,7 +86,7 @@ def _first_bucket_too_large() -> AbstractContextManager[Any]:
     formed = GradientSums.formed
 
     def spoiling(self: GradientSums, number: int, *, is_last: bool) -> None:
-        if number == 1 and is_last and self.shards.rank == 0:
+        if number == 1 and is_last and self.families[number].shard.rank == 0:
             self.memory.wholes[number] *= 1.001
         formed(self, number, is_last=is_last)
 

@@ -61,7 +61,7 @@ class Engine:
         strategy = config.parallel.data_parallel_sharding_strategy
         self.buffers = FlatBuffers(
             self.model.registry,
-            shard_group=grid.dp_shard,
+            grid=grid,
             keeps_weights=strategy != "optim_grads_params",
             keeps_gradients=strategy in ("no_shard", "optim"),
             weight_dtype=dtype,

@@ -59,10 +59,15 @@ class ModelTree:
     stages: tuple[StageTree, ...]
 
 
-def model_tree(registries: Sequence[ParamRegistry]) -> ModelTree:
-    """The tree of the model whose pipeline stages have these parameters."""
+def model_tree(registries: Sequence[ParamRegistry], *, ep: int = 1) -> ModelTree:
+    """The tree of the model whose pipeline stages have these parameters, on one of the `ep` ranks with other experts."""
     stages = [_pieces(registry) for registry in registries]
-    whole = {piece.name: math.prod(piece.shape) for pieces in stages for piece in pieces}
+    whole = {
+        piece.name: math.prod(piece.shape) * (ep if entry.layout.family == "expert" else 1)
+        for registry in registries
+        for entry in registry.entries.values()
+        for piece in entry.layout.pieces
+    }
     trees: dict[object, StageTree] = {}
     for number, pieces in enumerate(stages):
         tree = _stage_tree(number, pieces)

@@ -59,7 +59,11 @@ def _own(engine: Engine) -> int:
 def _whole_model(engine: Engine) -> int:
     grid = engine.grid
     counted = _numel(
-        piece for piece in _pieces(engine) if grid.replicas.is_first and grid.is_first_of(piece.copies)
+        piece
+        for entry in engine.model.registry.entries.values()
+        if grid.family(entry.layout.family).replicas.is_first
+        for piece in entry.layout.pieces
+        if grid.is_first_of(piece.copies)
     )
     return int(all_reduce(torch.tensor(counted, device=engine.device), grid.world))
 

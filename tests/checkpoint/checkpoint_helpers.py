@@ -90,9 +90,7 @@ def build_rank(
     shape = dataclasses.replace(shape, dp_copies=1 if is_sharded else shape.dp)
     grid = RankGrid.build(shape, rank)
     model = build_model(spec, grid, seq_length=8, sequence_parallel=False, dtype=dtype, device=CPU)
-    buffers = FlatBuffers(
-        model.registry, shard_group=grid.dp_shard, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU
-    )
+    buffers = FlatBuffers(model.registry, grid=grid, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU)
     rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
     parallel = DataParallel(buffers, grid)
     return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, main_dtype=main_dtype))

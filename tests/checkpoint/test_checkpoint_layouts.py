@@ -170,10 +170,10 @@ def test_weights_load_for_inference(tmp_path: Path) -> None:
         dtype=torch.bfloat16,
         device=CPU,
     )
-    group = RankGrid.build(ONE, 0).dp
+    grid = RankGrid.build(ONE, 0)
     buffers = FlatBuffers(
         model.registry,
-        shard_group=group,
+        grid=grid,
         weight_dtype=torch.bfloat16,
         grad_dtype=torch.float32,
         device=CPU,

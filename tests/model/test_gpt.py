@@ -68,7 +68,7 @@ class Built:
         )
         self.buffers = FlatBuffers(
             self.model.registry,
-            shard_group=self.grid.dp,
+            grid=self.grid,
             weight_dtype=dtype,
             grad_dtype=torch.promote_types(dtype, torch.float32),
             device=CPU,

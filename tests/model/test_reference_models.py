@@ -84,7 +84,7 @@ class Ours:
         kind = {"dtype": torch.float32, "device": torch.device("cpu")}
         self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
         self.buffers = FlatBuffers(
-            self.model.registry, shard_group=self.grid.dp, weight_dtype=torch.float32, grad_dtype=torch.float32,
+            self.model.registry, grid=self.grid, weight_dtype=torch.float32, grad_dtype=torch.float32,
             device=torch.device("cpu"),
         )  # fmt: skip
         source = Copied(weights)

@@ -91,7 +91,7 @@ def trained(
     """The losses of some micro-batches, and the sums of their gradients by the names of this rank's parameters."""
     grid, model = RankGrid.build(GridShape(), 0), built(spec, implementation)
     buffers = FlatBuffers(
-        model.registry, shard_group=grid.dp, weight_dtype=torch.float64, grad_dtype=torch.float64, device=CPU
+        model.registry, grid=grid, weight_dtype=torch.float64, grad_dtype=torch.float64, device=CPU
     )
     fill_shards(buffers.weight_shards, buffers, InitialWeights(3))
     executor = Executor(
@@ -140,7 +140,7 @@ def test_evaluation_needs_no_gradients(library: ModuleType) -> None:
     for implementation in ("local", "transformer_engine"):
         grid, model = RankGrid.build(GridShape(), 0), built(SPECS["gpt2"], implementation)
         buffers = FlatBuffers(
-            model.registry, shard_group=grid.dp, weight_dtype=torch.float64, grad_dtype=torch.float64,
+            model.registry, grid=grid, weight_dtype=torch.float64, grad_dtype=torch.float64,
             device=CPU, has_gradients=False,
         )  # fmt: skip
         fill_shards(buffers.weight_shards, buffers, InitialWeights(3))

@@ -33,6 +33,7 @@ PARAMETERS: dict[str, tuple[ParamKind, dict[str, tuple[int, ...]]]] = {
     "table": ("positions", {"table": (5, 12)}),
     "qkv": ("matrix", {"q": (16, 12), "k": (8, 12), "v": (8, 12)}),
     "down": ("matrix", {"down": (12, 24)}),
+    "experts": ("matrix", {f"{e}.{part}": (6, 12) for e in range(2) for part in ("gate", "up")}),
 }
 
 
@@ -50,12 +51,13 @@ def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedO
             decays=len(shape) > 1,
             kind=kind,
             is_qkv=name == "qkv",
+            num_matrices=2 if name == "experts" else 1,
         )
         module.add_weight(name, layout, dtype)
     grid = RankGrid.build(GridShape(has_matrices=True), 0)
     buffers = FlatBuffers(
         ParamRegistry.of([module]),
-        shard_group=grid.dp_shard,
+        grid=grid,
         weight_dtype=dtype,
         grad_dtype=torch.float32,
         device=torch.device("cpu"),
@@ -95,6 +97,8 @@ def drawn(optimizer: ShardedOptimizer, steps: int = 3) -> list[dict[str, torch.T
 
 def matrices(name: str, value: torch.Tensor, *, splits_qkv: bool) -> list[torch.Tensor]:
     """A parameter as the matrices that Muon works on."""
+    if name == "experts":
+        return list(value.split(12))
     return list(value.split([16, 8, 8])) if name == "qkv" and splits_qkv else [value]
 
 
@@ -126,7 +130,7 @@ def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_its_adamw(splits_qkv
 def test_state_is_kept_for_what_needs_it_alone() -> None:
     optimizer = optimizer_of(TORCHS)
     sizes = {kind: sum(values.numel() for _, _, values in optimizer.owned(kind)) for kind in optimizer.kinds}
-    in_matrices, others = 48 * 12 + 32 * 12 + 12 * 24, 7 + 60
+    in_matrices, others = 48 * 12 + 32 * 12 + 12 * 24 + 24 * 12, 7 + 60
     assert sizes == {
         "weight": in_matrices + others,
         "exp_avg": others,

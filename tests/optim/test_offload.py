@@ -30,7 +30,7 @@ def _optimizer(
     grid = RankGrid.build(GridShape(), 0)
     buffers = FlatBuffers(
         ParamRegistry.of(modules),
-        shard_group=grid.dp,
+        grid=grid,
         weight_dtype=dtype,
         grad_dtype=torch.float32,
         device=torch.device("cpu"),

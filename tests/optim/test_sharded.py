@@ -6,9 +6,9 @@ import torch
 from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.optim.schedule import Rates
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
-from megatrain.parallel.buffers import FlatBuffers, _cut_buckets, _cut_shards
+from megatrain.parallel.buffers import FlatBuffers, _cut_buckets, _own_shard
 from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
 
@@ -32,7 +32,7 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
     grid = RankGrid.build(GridShape(), 0)
     buffers = FlatBuffers(
         ParamRegistry.of([module]),
-        shard_group=grid.dp,
+        grid=grid,
         weight_dtype=dtype,
         grad_dtype=torch.float32,
         device=torch.device("cpu"),
@@ -92,9 +92,9 @@ def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
     """With any number of shards, the ranges of the groups tile each shard."""
     whole = _optimizer(torch.float32).buffers
     for num_shards in (2, 3, 7):
-        buckets = _cut_buckets(whole.registry, num_shards)
         for rank in range(num_shards):
-            for shard in _cut_shards(buckets, RankGroup("dp", tuple(range(num_shards)), rank)):
+            grid = RankGrid.build(GridShape(dp=num_shards), rank)
+            for shard in (_own_shard(bucket, grid.dp) for bucket in _cut_buckets(whole.registry, grid)):
                 ranges = list(_group_ranges(shard))
                 assert [part.start for _, part in ranges] == [
                     0,

@@ -16,7 +16,7 @@ from megatrain.model.layouts import (
     vocab_layout,
 )
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
 from megatrain.parallel.tensor import TensorParallel
 
@@ -62,30 +62,29 @@ def test_shards_of_all_ranks_together_hold_every_element_once(
 ) -> None:
     tp_size, kv_copies = tp_and_copies
     seen: dict[str, np.ndarray] = {}
-    for tp_rank in range(tp_size):
-        module, grid = LaidOutModule(), _grid(tp_rank, tp_size, kv_copies)
+    shape = GridShape(tp=tp_size, dp=dp_size, kv_copies=kv_copies)
+    for rank in range(shape.world_size):
+        module, grid = LaidOutModule(), RankGrid.build(shape, rank)
         for number, layout in enumerate(_layouts(_tp(grid))):
             module.add_weight(f"w{number}", layout, torch.float32)
         registry = ParamRegistry.of([module])
-        for dp_rank in range(dp_size):
-            dp = RankGroup("dp", tuple(range(dp_size)), dp_rank)
-            buffers = FlatBuffers(
-                registry,
-                shard_group=dp,
-                weight_dtype=torch.float32,
-                grad_dtype=torch.float32,
-                device=torch.device("cpu"),
-            )
-            for shard in buffers.shards:
-                owned = list(shard.owned())
-                places = sum(part.stop - part.start for _, part in shard.pieces())
-                assert places == sum(box.numel for _, box, _ in owned)
-                for _, box, place in owned:
-                    assert place.stop - place.start == box.numel
-                    if not grid.is_first_of(box.piece.copies):
-                        continue
-                    counts = seen.setdefault(box.piece.name, np.zeros(box.piece.shape, dtype=int))
-                    counts[tuple(slice(*edge) for edge in box.box)] += 1
+        buffers = FlatBuffers(
+            registry,
+            grid=grid,
+            weight_dtype=torch.float32,
+            grad_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        for shard in buffers.shards:
+            owned = list(shard.owned())
+            places = sum(part.stop - part.start for _, part in shard.pieces())
+            assert places == sum(box.numel for _, box, _ in owned)
+            for _, box, place in owned:
+                assert place.stop - place.start == box.numel
+                if not grid.is_first_of(box.piece.copies):
+                    continue
+                counts = seen.setdefault(box.piece.name, np.zeros(box.piece.shape, dtype=int))
+                counts[tuple(slice(*edge) for edge in box.box)] += 1
     assert {name: counts.shape for name, counts in seen.items()} == {
         "q": (8, 6), "k": (4, 6), "v": (4, 6), "k bias": (4,), "proj": (6, 8), "norm": (6,), "embedding": (11, 6),
     }  # fmt: skip
@@ -100,7 +99,7 @@ def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> Non
     grid = RankGrid.build(GridShape(), 0)
     buffers = FlatBuffers(
         registry,
-        shard_group=grid.dp,
+        grid=grid,
         weight_dtype=torch.float32,
         grad_dtype=torch.float32,
         device=torch.device("cpu"),
