@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.biases import restore_biases
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.load import load_weights_only
 from megatrain.checkpoint.manifest import read_manifest
@@ -92,6 +93,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
         has_gradients=False,
     )
     load_weights_only(path, buffers)
+    restore_biases(model, manifest.state, path)
     return LoadedModel(model, tokenizer, window, path, manifest.iteration)
 
 

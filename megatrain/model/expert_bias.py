@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatrain.model.router import Router
 from megatrain.model.specs import RouterSpec
 
 
@@ -44,6 +45,12 @@ class ExpertBiases:
         sizes = torch.tensor([[router.num_experts] for router in routers.values()], device=device)
         self._sizes = sizes.view(-1, 1)
         self._is_expert = torch.arange(most, device=device) < self._sizes
+
+    def give_to(self, segments: Sequence[nn.Module]) -> None:
+        """Let the routers of this rank's part of the model pick with them."""
+        for module in (module for segment in segments for module in segment.modules()):
+            if isinstance(module, Router):
+                module.bias = self.of(module.layer)
 
     def of(self, layer: int) -> Tensor | None:
         """A router's, [E], which follow all updates; None where it has none."""

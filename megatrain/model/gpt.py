@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.dtypes import wide
 from megatrain.kernels.rotary import RotarySpec
+from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalLeaves
@@ -43,6 +44,8 @@ class Model:
     cp: ContextParallel
     hidden_dtype: torch.dtype
     """Of the residual stream."""
+    expert_biases: ExpertBiases
+    """Of the routers of all stages."""
 
 
 class Embedding(LaidOutModule):
@@ -195,7 +198,9 @@ def build_model(
     segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
         segments.append(_head(spec, grid, tp, leaves, dtype, segments[0]))
-    return Model(spec, segments, ParamRegistry.of(segments), tp, cp, hidden_dtype)
+    biases = ExpertBiases(spec.routers, dtype=wide(dtype), device=device)
+    biases.give_to(segments)
+    return Model(spec, segments, ParamRegistry.of(segments), tp, cp, hidden_dtype, biases)
 
 
 def _embedding(

@@ -60,11 +60,12 @@ class Router(LaidOutModule):
         hidden_size, init, dtype: of its weight, [E, h].
         split: how tokens lie on ranks.
         dp: ranks that read other samples.
-        bias: added to scores to pick, [E]; others move it.
         seed: of jitter.
     """
 
     weight: Tensor
+    bias: Tensor | None
+    """Added to scores to pick, [E]: a part of the model's `ExpertBiases`."""
 
     def __init__(
         self,
@@ -77,12 +78,10 @@ class Router(LaidOutModule):
         dtype: torch.dtype,
         split: TokenSplit,
         dp: RankGroup,
-        bias: Tensor | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        assert spec.has_expert_bias == (bias is not None)
-        self.spec, self.layer, self.split, self.dp, self.bias = spec, layer, split, dp, bias
+        self.spec, self.layer, self.split, self.dp, self.bias = spec, layer, split, dp, None
         self.rule = TopKRule(
             top_k=spec.top_k,
             score_function=spec.score_function,
@@ -130,6 +129,7 @@ class Router(LaidOutModule):
         return out.view(like.shape)
 
     def _pick(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
+        assert self.spec.has_expert_bias == (self.bias is not None)
         if not self.spec.is_sinkhorn:
             return pick_experts(logits, self.rule, self.bias)
         if not info.is_training:

@@ -184,6 +184,15 @@ class GptSpec:
     z_loss_coeff: float = 0.0
     """Of the square of each token's log sum of exponentials, which is added to its loss."""
 
+    @property
+    def routers(self) -> dict[int, RouterSpec]:
+        """Of the layers with experts, by their numbers."""
+        return {
+            number: layer.mlp.router
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer.mlp, ExpertsSpec)
+        }
+
 
 def gpt_spec(
     model: ModelConfig, experts: ExpertsConfig, *, vocab_size: int, does_qk_norm_decay: bool = False

@@ -30,6 +30,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
+from megatrain.training.routers import Routers
 from megatrain.training.step_report import StepReport, StepUnderway, Told
 from megatrain.training.timers import Timers
 from megatrain.training.updates import (
@@ -87,6 +88,7 @@ class Engine:
             offload_fraction=offload_fraction_of(plan),
         )
         self.loss_scaler = loss_scaler_of(plan)
+        self.routers = Routers(self.model, grid, device)
         self._were_good: Tensor | None = None
         """Whether all steps until now were finite, where one that is not ends the run."""
         rows = self.model.tp.sequence_rows(config.data.seq_length // self.model.cp.size)
@@ -136,11 +138,14 @@ class Engine:
         told = {"grad_norm": norm, **losses}
         if logging.log_num_zeros_in_grad:
             told["num_zeros"] = num_zero_gradients(self.optimizer)
+        is_good = self._is_good(norm, losses)
         with self.timers.time("optimizer"):
-            self.optimizer.step(rates, norm=norm, gradient_scale=scale, is_finite=self._is_good(norm, losses))
+            self.optimizer.step(rates, norm=norm, gradient_scale=scale, is_finite=is_good)
+        of_routers = self.routers.follow_step(is_good)
         self.buffers.clear_gradients()
         if logging.log_params_norm:
             told["params_norm"] = parameter_norm(self.optimizer)
+        told |= {f"router {name}": value for name, value in of_routers.items()}
         told |= {f"flag {place}": flag for place, flag in enumerate(self._largest(flags()))}
         return StepUnderway(Told(told), functools.partial(self._conclude, scale))
 
@@ -171,6 +176,7 @@ class Engine:
             self.optimizer.step_count -= 1
         self.loss_scaler.update(is_finite=is_finite)
         num_zeros = told.get("num_zeros")
+        of_routers = {name.removeprefix("router "): told[name] for name in told if name.startswith("router ")}
         return StepReport(
             lm_loss=told["lm_loss"],
             z_loss=told.get("z_loss"),
@@ -179,6 +185,7 @@ class Engine:
             is_finite=is_finite,
             params_norm=told.get("params_norm"),
             num_zeros=None if num_zeros is None else int(num_zeros),
+            routers=self.routers.report(of_routers),
             flags=tuple(int(value) for name, value in told.items() if name.startswith("flag ")),
         )
 
@@ -188,6 +195,7 @@ class Engine:
         infos = self.passes(own, first_sample=first_sample)
         self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(own)), own, infos)
         self.data_parallel.finish_gradients()
+        self.routers.collect(infos)
         names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
         return dict(zip(names, mean_losses(self._summed(infos, [*names, "tokens"])), strict=True))
 
@@ -218,11 +226,16 @@ class Engine:
         scale = self.loss_scaler.scale
         if not self.plan.config.training.calculate_per_token_loss:
             return [scale / (len(batches) * self.grid.dp.size)] * len(batches)
-        if not self.grid.pp.is_last:
-            return [scale] * len(batches)  # only the head, on the last stage, reads it
-        tokens = torch.stack([batch.counts.sum(dtype=torch.float64) for batch in batches]).sum()
-        total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
-        return [scale * batch.mean_over.double() / total for batch in batches]
+        if not self.grid.pp.is_last and not self.routers.have_losses:
+            return [scale] * len(batches)  # only the head, on the last stage, reads it, and routers
+        shares = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        if self.grid.pp.is_last:
+            tokens = torch.stack([batch.counts.sum(dtype=torch.float64) for batch in batches]).sum()
+            total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
+            shares = torch.stack([scale * batch.mean_over.double() / total for batch in batches])
+        if self.routers.have_losses:
+            all_reduce(shares, self.grid.pp)
+        return list(shares.unbind())
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Sum of the token losses and number of tokens over the batch of all replicas, wide [2]."""

@@ -155,6 +155,8 @@ class Iterations:
         for spike in (watch.look(getattr(report, name)) for name, watch in self.spikes.items()):
             if spike is not None:
                 self.ranks.console.say(f"> iteration {iteration.number}: {spike}")
+        for sentence in () if report.routers is None else report.routers.starved:
+            self.ranks.console.say(f"> WARNING: iteration {iteration.number}: {sentence}")
         self.log.show_iteration(
             report,
             iteration=iteration.number,

@@ -38,12 +38,20 @@ class MetricsFile:
 
     def write(self, values: dict[str, Any]) -> None:
         """Append an object; numbers that JSON lacks become null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(json.dumps(_finite(values)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    """With None for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def metrics_path(save: str | None, metrics_file: str | None) -> Path | None:
@@ -122,6 +130,7 @@ def log_line(
         f"global batch size: {values['global_batch_size']:5d}",
         f"lm loss: {values['lm_loss']:.6E}",
         f"z loss: {values['z_loss']:.6E}" if values["z_loss"] is not None else None,
+        *(f"{name}: {loss:.6E}" for name, loss in (values["routers"] or {"losses": {}})["losses"].items()),
         f"loss scale: {values['loss_scale']:.1f}",
         f"grad norm: {values['grad_norm']:.3f}",
         f"num zeros: {values['num_zeros']}" if values["num_zeros"] is not None else None,

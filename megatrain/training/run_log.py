@@ -30,6 +30,7 @@ from megatrain.training.metrics import (
     metrics_path,
     peak_tflops,
 )
+from megatrain.training.router_log import health_line, router_values
 from megatrain.training.scalars import evaluation_scalars, iteration_scalars
 from megatrain.training.step_report import StepReport
 from megatrain.training.tensorboard import TensorBoardCurves
@@ -205,6 +206,7 @@ class RunLog:
             "global_batch_size": batch,
             "lm_loss": report.lm_loss,
             "z_loss": report.z_loss,
+            "routers": router_values(report.routers),
             "grad_norm": report.grad_norm,
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
@@ -228,14 +230,17 @@ class RunLog:
 
     def _say_interval(self) -> None:
         logging, console = self._config.logging, self._ranks.console
+        means = averaged(self._interval)
         line = log_line(
-            averaged(self._interval),
+            means,
             train_iters=self._derived.train_iters,
             has_throughput=logging.log_throughput and self.is_on_gpu,
             speed_unit="tokens/s/GPU" if self.is_on_gpu else "tokens/s",
             world_size=1 if self.is_on_gpu else self._derived.world_size,
         )
         console.say(line)
+        if means["routers"] is not None:
+            console.say(health_line(means["routers"]))
         if logging.timing_log_level:
             own = mean_times(self._interval)
             times = gather_json(own, self._ranks.grid.messages)
@@ -263,6 +268,10 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name in ("lm_loss", "z_loss"):
         if last[name] is not None:
             last[name] = sum(values[name] for values in trained) / len(trained)
+    if last["routers"] is not None:
+        losses = [values["routers"]["losses"] for values in trained]
+        means = {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
+        last["routers"] = last["routers"] | {"losses": means}
     for name in ("skipped", "nan"):
         last[name] = sum(values[name] for values in interval)
     milliseconds = sum(values["iteration_ms"] for values in interval)

@@ -30,6 +30,8 @@ def iteration_scalars(
         "params-norm": values["params_norm"],
         "samples vs steps": values["consumed_samples"],
     }
+    if values["routers"] is not None:
+        found |= values["routers"]["losses"]
     if logging.log_loss_scale_to_tensorboard:
         found["loss-scale"] = values["loss_scale"]
     if logging.log_world_size_to_tensorboard:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatrain.training.routers import RouterReport
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
@@ -32,6 +34,8 @@ class StepReport:
     """L2 norm of the updated weights, with --log-params-norm."""
     num_zeros: int | None = None
     """Elements of the gradient that are zero, with --log-num-zeros-in-grad."""
+    routers: RouterReport | None = None
+    """What the routers of layers with experts did, where there are any."""
     flags: tuple[int, ...] = ()
     """The largest of each number that ranks gave to the step."""
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatrain.checkpoint.biases import restore_biases
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
@@ -88,6 +89,7 @@ class Trainer:
                 self.ranks.grid,
                 with_optimizer=with_optimizer,
             )
+        restore_biases(self.engine.model, loaded.state, loaded.path)
         for line in loaded.skipped:
             self._say(f"> {line}")
         if str(loaded.path) != stored.path:
@@ -331,6 +333,7 @@ class Trainer:
             "scheduled_samples": self.progress.scheduled_samples,
             "schedule": self.derived.schedule.to_dict(),
             "loss_scale": self.engine.loss_scaler.state(),
+            "expert_biases": self.engine.model.expert_biases.state(),
             "has_optimizer": not self.config.checkpoint.no_save_optim,
             "is_evaluation_left": self.is_evaluation_left,
             "tokenizer_fingerprint": self.ranks.facts.tokenizer_fingerprint,

@@ -28,9 +28,10 @@ def router_of(spec: RouterSpec, dtype: torch.dtype = torch.float64, bias: Tensor
     """A router with weights and memory for their gradients."""
     router = Router(
         spec, 3, "router", hidden_size=H, init=Init(std=1), dtype=dtype, split=ALONE,
-        dp=RankGroup("dp", (0,), 0), bias=bias,
+        dp=RankGroup("dp", (0,), 0),
     )  # fmt: skip
     weight = torch.randn(spec.num_experts, H, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    router.bias = bias
     router.weight = torch.nn.Parameter(weight)
     router.weight_grads["weight"] = torch.zeros_like(weight)
     return router

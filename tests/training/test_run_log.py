@@ -17,7 +17,7 @@ from megatrain.training.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
-    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "z_loss": None, "grad_norm": 1.5,
+    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "z_loss": None, "routers": None, "grad_norm": 1.5,
     "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip
@@ -46,6 +46,15 @@ def test_the_line_is_megatrons_with_speed_behind_it() -> None:
 def test_columns_that_were_not_asked_for_are_left_out() -> None:
     found = line({**VALUES, "num_zeros": None, "params_norm": None, "mfu": None}, has_throughput=False)
     assert not any(words in found for words in ("z loss", "zeros", "params", "throughput", "MFU"))
+
+
+def test_losses_of_routers_are_averaged_and_stand_behind_the_loss() -> None:
+    layers = [{"layer": 1, "max_load": 1.5, "dropped": 0.0, "entropy": 2.0}]
+    routers = [{"losses": {"load_balancing_loss": loss}, "layers": layers} for loss in (1.0, 2.0)]
+    means = averaged([{**VALUES, "routers": one} for one in routers])
+    line = log_line(means, train_iters=100, has_throughput=False, speed_unit="tokens/s", world_size=1)
+    assert " | lm loss: 2.000000E+00 | load_balancing_loss: 1.500000E+00 | loss scale: " in line
+    assert means["routers"]["layers"] == layers
 
 
 def test_the_z_loss_stands_beside_the_loss_that_is_without_it() -> None:

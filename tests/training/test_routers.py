@@ -1,0 +1,112 @@
+"""What a run knows of its routers: figures of steps, experts that nobody visits, biases, lines of the log."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatrain.model.expert_bias import ExpertBiases
+from megatrain.model.router import ROUTER_SUMS
+from megatrain.model.specs import RouterSpec
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.tensor import TensorParallel
+from megatrain.training.router_log import health_line, router_values
+from megatrain.training.routers import STARVED_ITERATIONS, RouterReport, Routers
+
+CPU = torch.device("cpu")
+SPECS = {
+    1: RouterSpec(
+        num_experts=4, top_k=2, losses=(("aux_loss", 0.1),), z_loss_coeff=0.1,
+        score_function="sigmoid", has_expert_bias=True, bias_update_rate=0.5,
+    ),
+    3: RouterSpec(num_experts=3, top_k=1, losses=(("aux_loss", 0.1), ("seq_aux_loss", 0.0))),
+}  # fmt: skip
+GOOD = torch.tensor(True)
+
+
+def routers_of(specs: dict[int, RouterSpec]) -> Routers:
+    grid = RankGrid.build(GridShape(), 0)
+    model = SimpleNamespace(
+        spec=SimpleNamespace(routers=specs),
+        expert_biases=ExpertBiases(specs, dtype=torch.float32, device=CPU),
+        tp=TensorParallel(grid.tp, grid.kv, sequence_parallel=False),
+        cp=ContextParallel(RankGroup("cp", (0,), 0)),
+    )
+    return Routers(model, grid, CPU)  # type: ignore[arg-type]
+
+
+def told(loads: list[float], **sums: float) -> torch.Tensor:
+    return torch.tensor([*(sums.get(name, 0.0) for name in ROUTER_SUMS), *loads], dtype=torch.float64)
+
+
+def step(routers: Routers, infos: list[PassInfo], good: torch.Tensor = GOOD) -> RouterReport:
+    routers.collect(infos)
+    report = routers.report({name: value.item() for name, value in routers.follow_step(good).items()})
+    assert report is not None
+    return report
+
+
+def passes(first: list[float], second: list[float]) -> list[PassInfo]:
+    """Two micro-batches; of the layers' loads, those of layer 1 in both."""
+    ten = {"entropy": 10.0, "aux_loss": 1.0, "z_loss": 4.0}
+    rest = {"entropy": 5.0, "dropped": 2.0, "aux_loss": 3.0}
+    one = PassInfo(router_sums={1: told(first, **ten), 3: told([6, 3, 1], **rest)})
+    other = PassInfo(router_sums={1: told(second, **ten), 3: told([0, 7, 3], **rest)})
+    return [one, other]
+
+
+def test_figures_are_of_the_whole_step() -> None:
+    report = step(routers_of(SPECS), passes([8, 6, 4, 2], [8, 0, 6, 6]))
+    assert report.losses == pytest.approx({"z_loss": 2.0, "load_balancing_loss": 2.0})
+    first, second = report.layers
+    assert (first.layer, second.layer) == (1, 3)
+    assert (first.max_load, first.dropped, first.entropy) == pytest.approx((16 / 10, 0, 20 / 20))
+    assert (second.max_load, second.dropped, second.entropy) == pytest.approx((30 / 20, 4 / 20, 10 / 20))
+    assert not report.starved
+
+
+def test_biases_follow_the_loads_of_the_step() -> None:
+    routers = routers_of(SPECS)
+    step(routers, passes([9, 1, 5, 5], [9, 1, 5, 5]))
+    assert routers.biases.values.tolist() == [[-0.5, 0.5, 0, 0], [0, 0, 0, 0]]
+    step(routers, passes([9, 1, 5, 5], [9, 1, 5, 5]), ~GOOD)
+    assert routers.biases.values.tolist() == [[-0.5, 0.5, 0, 0], [0, 0, 0, 0]]
+
+
+def test_starved_experts_are_named_when_they_are_and_when_the_time_has_doubled() -> None:
+    routers = routers_of(SPECS)
+    sentences = {}
+    for iteration in range(1, 4 * STARVED_ITERATIONS + 1):
+        report = step(routers, passes([20, 0, 0, 0], [0, 20, 0, 0]))
+        if report.starved:
+            sentences[iteration] = report.starved
+    assert list(sentences) == [STARVED_ITERATIONS * times for times in (1, 2, 4)]
+    (sentence,) = sentences[STARVED_ITERATIONS]
+    assert sentence.startswith("expert 2 (and 1 other) of layer 1 has had no token for 20 iterations")
+
+
+def test_an_expert_that_is_visited_again_starves_anew() -> None:
+    routers = routers_of(SPECS)
+    for loads in [[20.0, 10, 10, 0]] * (STARVED_ITERATIONS - 1) + [[20.0, 10, 5, 5]]:
+        assert not step(routers, passes(loads, loads)).starved
+    hungry = [[20.0, 10, 10, 0]] * STARVED_ITERATIONS
+    assert [bool(step(routers, passes(loads, loads)).starved) for loads in hungry].count(True) == 1
+
+
+def test_a_model_without_routers_tells_nothing() -> None:
+    routers = routers_of({})
+    routers.collect([PassInfo()])
+    assert routers.follow_step(GOOD) == {}
+    assert routers.report({}) is None
+    assert not routers.have_losses
+
+
+def test_the_line_of_the_log_names_the_layers() -> None:
+    values = router_values(step(routers_of(SPECS), passes([8, 6, 4, 2], [8, 0, 6, 6])))
+    assert values is not None
+    assert health_line(values) == (
+        " experts | largest load: 1.60 x mean (layer 1) | dropped: 10.00 %"
+        " | router entropy: 0.500 (layer 3) to 1.000 |"
+    )
