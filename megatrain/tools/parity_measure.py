@@ -22,6 +22,7 @@ from megatrain.training.engine import Engine
 from megatrain.training.facts import library_versions
 from megatrain.training.launch import grid_shape
 from megatrain.training.own_layers import with_own_layers
+from megatrain.training.step_report import StepReport
 from megatrain.training.updates import schedules_of
 
 NUM_STEPS = 3
@@ -43,7 +44,7 @@ class Measured:
     """What one rank found."""
 
     losses: list[float]
-    """Of each step, with the z-loss behind it if there is one."""
+    """Of each step, with all else that it tells of: the z-loss, and what routers do, of which none is 0."""
     norms: list[float]
     gradients: list[Part]
     """Of the first step."""
@@ -93,8 +94,17 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
             if step == 0 and job.is_rounding_measured:
                 first_weights = main_weights_of(engine)
         weights = weights_of(engine)
-    losses = [loss for r in reports for loss in (r.lm_loss, r.z_loss) if loss is not None]
+    losses = [loss for report in reports for loss in _losses_of(report)]
     return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
+
+
+def _losses_of(report: StepReport) -> Iterator[float]:
+    """All that a step tells, with what its routers do."""
+    yield from (loss for loss in (report.lm_loss, report.z_loss) if loss is not None)
+    if report.routers is not None:
+        yield from report.routers.losses.values()
+        for layer in report.routers.layers:
+            yield from (layer.max_load, 1 + layer.dropped, layer.entropy)
 
 
 def _noted_gradients(engine: Engine) -> list[Part]:
@@ -235,8 +245,9 @@ def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
 
 
 def weights_of(engine: Engine) -> list[Part]:
-    """The weights that the model computes with: every copy, not only what this rank's optimizer owns."""
-    parts = []
+    """What the model computes with: every copy, not only what this rank's optimizer owns, and biases of routers."""
+    biases = engine.model.expert_biases.state()
+    parts = [Part(name, ((0, len(values)),), np.asarray(values)) for name, values in biases.items()]
     for bucket, weights in engine.data_parallel.whole_buckets():
         for placed in bucket.placed:
             flat = weights[placed.start : placed.stop]
