@@ -294,6 +294,10 @@ def _linear(leaves: TransformerEngineLeaves, mode: str, linear: Weights) -> dict
     }
 
 
+_BOUNDS = 512
+"""Tokens; the longest document is rounded up to a multiple."""
+
+
 class TeCoreAttention(nn.Module):
     """Causal attention of this rank's heads. The library chooses the kernel."""
 
@@ -316,7 +320,9 @@ class TeCoreAttention(nn.Module):
         if documents is None:
             return self.foreign(q, k, v)
         s, b = q.shape[:2]
-        borders, longest = documents.cu_seqlens, documents.max_seqlen
+        borders = documents.cu_seqlens
+        # Kernels are chosen and built anew for another bound: few bounds, none far above the longest document.
+        longest = min(s, -(-documents.max_seqlen // _BOUNDS) * _BOUNDS)
         out = self.foreign(
             *(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)),  # [b * s, n/tp, d]
             qkv_format="thd",
