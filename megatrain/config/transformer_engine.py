@@ -103,6 +103,9 @@ def _missing(draft: Draft) -> Iterator[tuple[str, bool, str]]:
         model.attention_backend != "auto",
         "use --attention-backend auto, with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 against a kernel",
     )
+    cp, num_experts = draft.config.parallel.context_parallel_size, draft.config.experts.num_experts
+    yield f"--context-parallel-size {cp} here", cp > 1, "use --sequence-parallel for long sequences"
+    yield f"--num-experts {num_experts} here", num_experts is not None, "leave it out"
     own = layer_function(model.spec)
     yield f"layers of one's own (--spec {own})", own is not None, "leave --spec out"
 

@@ -567,6 +567,10 @@ CASES = {
          "  fix: install a later one, or use --transformer-impl local")),
     ],
     "transformer_engine_computes_this": [
+        (f"{ENGINE} --bf16 --context-parallel-size 2", "",
+         Facts(device="cuda", world_size=2, libraries={"transformer_engine": "2.20.2"}),
+         ("--transformer-impl transformer_engine does not have --context-parallel-size 2 here\n"
+         "  fix: use --sequence-parallel for long sequences, or use --transformer-impl local")),
         (f"{ENGINE} --bf16", "", Facts(libraries={"transformer_engine": "2.20.2"}),
          ("--transformer-impl transformer_engine computes on GPUs, and this run on cpu\n"
          "  fix: use --transformer-impl local")),
@@ -733,6 +737,22 @@ def test_a_rule_says_what_is_wrong_and_what_to_do(problems_of, flags, without, f
     problems = problems_of(flags, without=without, facts=facts)
     (problem,) = [one for one in problems if "not there yet" not in one] or problems
     assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--num-experts 4 --moe-router-load-balancing-type none",
+            "--num-experts 4 here\n  fix: leave it out",
+        ),
+        ("--spec no.where:layers", "layers of one's own (--spec no.where:layers)\n  fix: leave --spec out"),
+    ],
+)
+def test_layers_of_other_kinds_are_not_transformer_engines(problems_of, flags, words):
+    """Other rules have something to say about these too."""
+    found = problems_of(f"{ENGINE} --bf16 {flags}", facts=WITH_ENGINE)
+    assert any(f"{ENGINE} does not have {words}" in problem for problem in found)
 
 
 def test_the_working_run_breaks_no_rule(problems_of):
