@@ -7,39 +7,23 @@ from typing import Final
 
 from megatrain.config.megatron_answers import here, later, never
 
+_OF_OURS: Final = ", with data that preprocess_data.py made"
+_NEW_NAMES: Final = {
+    "--layernorm-epsilon=": "--norm-epsilon",
+    "--override-lr-scheduler": "--override-opt-param-scheduler",
+    "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt-param-scheduler",
+    "--checkpoint-num-layers=": "--recompute-num-layers",
+    "--activations-checkpoint-method=": "--recompute-method",
+    "--activations-checkpoint-num-layers=": "--recompute-num-layers",
+    "--tiktoken-special-tokens=+": "--tokenizer-special-tokens",
+    "--test-data=+": f"--test-data-path{_OF_OURS}",
+    "--tokenizer-path=": "--tokenizer-model",
+    "--tokenizer-model-type=": "--tokenizer-type",
+}
 _RENAMED: Final = (
-    never("Megatron-LM has renamed it", "--layernorm-epsilon=", instead="use --norm-epsilon"),
-    never(
-        "Megatron-LM has renamed it", "--override-lr-scheduler", instead="use --override-opt-param-scheduler"
-    ),
-    never(
-        "Megatron-LM has renamed it",
-        "--use-checkpoint-lr-scheduler",
-        instead="use --use-checkpoint-opt-param-scheduler",
-    ),
-    never("Megatron-LM has renamed it", "--checkpoint-num-layers=", instead="use --recompute-num-layers"),
-    never("Megatron-LM has renamed it", "--activations-checkpoint-method=", instead="use --recompute-method"),
-    never(
-        "Megatron-LM has renamed it",
-        "--activations-checkpoint-num-layers=",
-        instead="use --recompute-num-layers",
-    ),
-    never(
-        "Megatron-LM has renamed it", "--tiktoken-special-tokens=+", instead="use --tokenizer-special-tokens"
-    ),
-    never(
-        "renamed", "--train-data=+", instead="use --train-data-path, with data that preprocess_data.py made"
-    ),
-    never(
-        "renamed", "--valid-data=+", instead="use --valid-data-path, with data that preprocess_data.py made"
-    ),
-    never(
-        "Megatron-LM has renamed it",
-        "--test-data=+",
-        instead="use --test-data-path, with data that preprocess_data.py made",
-    ),
-    never("Megatron-LM has renamed it", "--tokenizer-path=", instead="use --tokenizer-model"),
-    never("Megatron-LM has renamed it", "--tokenizer-model-type=", instead="use --tokenizer-type"),
+    *(never("Megatron-LM has renamed it", old, instead=f"use {new}") for old, new in _NEW_NAMES.items()),
+    never("renamed", "--train-data=+", instead=f"use --train-data-path{_OF_OURS}"),
+    never("renamed", "--valid-data=+", instead=f"use --valid-data-path{_OF_OURS}"),
 )
 
 _GONE: Final = (
