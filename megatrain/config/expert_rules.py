@@ -298,16 +298,6 @@ def expert_parallelism_is_proven(draft: Draft) -> Problems:
             )
 
 
-def experts_are_there(draft: Draft) -> Problems:
-    """Says nothing where another rule has something to say."""
-    others = (problem for rule in EXPERT_RULES[:-1] for problem in rule(draft))
-    if draft.config.experts.num_experts is not None and next(others, None) is None:
-        yield Problem(
-            f"--num-experts {draft.config.experts.num_experts}: experts (MoE) are not there yet",
-            "leave it out and train a dense model",
-        )
-
-
 def _divisor_near(number: int, wanted: int) -> int:
     return next(n for n in range(min(wanted, number), 0, -1) if number % n == 0)
 
@@ -334,5 +324,4 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     experts_go_with_layers_alike,
     experts_and_tensor_ranks_split_the_sequence,
     shared_expert_divides_over_tp_ranks,
-    experts_are_there,
 )

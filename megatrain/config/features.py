@@ -88,6 +88,10 @@ def _recomputes_layers(plan: Decided) -> bool:
     return plan.config.training.recompute_granularity == "full"
 
 
+def _recomputes_experts(plan: Decided) -> bool:
+    return bool({"moe", "shared_experts"} & {*plan.config.training.recompute_modules})
+
+
 def _separates(plan: Decided) -> bool:
     return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
 
@@ -310,14 +314,49 @@ OPTIONS: Final[tuple[Option, ...]] = (
             Feature(
                 "selective",
                 "--recompute-granularity selective --recompute-modules core_attn mlp",
-                lambda p: _recomputes(p) and not _recomputes_layers(p),
+                lambda p: _recomputes(p) and not (_recomputes_layers(p) or _recomputes_experts(p)),
                 rows={
                     "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
                     "normsagain": "--recompute-granularity selective --recompute-modules core_attn layernorm",
                 },
             ),
+            Feature(
+                "expertsagain",
+                "--recompute-granularity selective --recompute-modules moe",
+                lambda p: _recomputes(p) and _recomputes_experts(p),
+                needs=("experts",),
+                rows={
+                    "moeagain": "--recompute-granularity selective --recompute-modules moe core_attn",
+                    "sharedagain": "--recompute-granularity selective --recompute-modules shared_experts moe_act",
+                },
+            ),
         ),
         is_layout=True,
+    ),
+    Option(
+        "experts",
+        ("experts.num_experts",),
+        (
+            Feature("dense", "", lambda p: p.config.experts.num_experts is None),
+            Feature(
+                "experts",
+                "--num-experts",
+                lambda p: p.config.experts.num_experts is not None,
+                rows={
+                    "experts": (
+                        "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-aux-loss-coeff 0.1"
+                        " --moe-z-loss-coeff 0.01"
+                    ),
+                    "mixed": (
+                        "--num-experts 6 --moe-router-topk 3 --moe-layer-freq [0,1]*2 --moe-router-score-function sigmoid"
+                        " --moe-router-enable-expert-bias"
+                        " --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss"
+                        " --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate"
+                        " --disable-bias-linear"
+                    ),
+                },
+            ),
+        ),
     ),
     Option(
         "embeddings",
@@ -417,6 +456,15 @@ OPTIONS: Final[tuple[Option, ...]] = (
 )
 
 REFUSED: Final[tuple[Refused, ...]] = (
+    *(
+        Refused(
+            (of_experts, name),
+            "experts on several ranks are not there yet",
+            "use --tensor-model-parallel-size 1",
+        )
+        for of_experts in ("experts", "expertsagain")
+        for name in ("tp", "sp", "copies")
+    ),
     Refused(
         ("zero0", "instances"),
         "nothing is spread over the ranks of an instance",

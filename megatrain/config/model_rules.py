@@ -11,6 +11,9 @@ from megatrain.config.tree import flag_of
 
 Problems = Iterator[Problem]
 
+_PARTS: Final = ("core_attn", "mlp", "layernorm")
+_PARTS_OF_EXPERTS: Final = ("moe", "shared_experts", "moe_act")
+
 
 def mlp_has_one_activation(draft: Draft) -> Problems:
     model = draft.config.model
@@ -209,11 +212,17 @@ def recomputation_says_what(draft: Draft) -> Problems:
             " selective",
             "add --recompute-granularity selective, or leave it out",
         )
-    unknown = [name for name in training.recompute_modules if name not in ("core_attn", "mlp", "layernorm")]
+    unknown = [name for name in training.recompute_modules if name not in (*_PARTS, *_PARTS_OF_EXPERTS)]
     if unknown:
         yield Problem(
             f"--recompute-modules {' '.join(unknown)}: not there yet",
-            "use some of --recompute-modules core_attn mlp layernorm",
+            f"use some of --recompute-modules {' '.join((*_PARTS, *_PARTS_OF_EXPERTS))}",
+        )
+    of_experts = [name for name in training.recompute_modules if name in _PARTS_OF_EXPERTS]
+    if of_experts and is_selective and draft.config.experts.num_experts is None:
+        yield Problem(
+            f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts",
+            "leave it out, or use mlp",
         )
 
 

@@ -13,20 +13,24 @@ from torch import Tensor, nn
 
 from megatrain.kernels.dtypes import wide
 from megatrain.kernels.rotary import RotarySpec
+from megatrain.model.branches import Chain, norm_weights
 from megatrain.model.expert_bias import ExpertBiases
+from megatrain.model.experts import Dispatcher, ExpertRanks
 from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local import LocalLeaves
 from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
-from megatrain.model.layer import Chain, Rotation, TransformerLayer, norm_weights
+from megatrain.model.layer import Rotation, TransformerLayer
 from megatrain.model.layouts import positions_layout, vocab_layout
 from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import AttentionSpec, GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.experts import ExpertParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
 from megatrain.parallel.tensor import TensorParallel, own_embedding, vocab_embedding
+from megatrain.parallel.tokens import TokenSplit
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
 POSITIONS_NAME = "embedding.position_embeddings.weight"
@@ -166,6 +170,7 @@ def build_model(
     implementation: str = "local",
     attention: str = "sdpa",
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
+    dispatcher: Dispatcher = "allgather",
 ) -> Model:
     """This rank's part of the model that `spec` describes.
 
@@ -177,6 +182,7 @@ def build_model(
         implementation: of the leaves, as --transformer-impl names it.
         attention: its kernel, as `derived.attention_backend` names it.
         recompute: what runs twice, to keep less.
+        dispatcher: how tokens travel to experts on other ranks.
     """
     tp, cp = (
         TensorParallel(grid.tp, grid.kv, sequence_parallel),
@@ -187,6 +193,14 @@ def build_model(
         leaves = TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed)
     rotations = _Rotations(cp.places(seq_length // cp.size, device), dtype)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype
+    ranks = ExpertRanks(
+        split=TokenSplit(tp, cp),
+        dp=grid.dp,
+        parallel=ExpertParallel(grid.ep, grid.etp),
+        dispatcher=dispatcher,
+        dtype=dtype,
+        seed=seed,
+    )
     segments: list[nn.Module] = []
     if grid.pp.is_first:
         segments.append(_embedding(spec, grid, tp, leaves, dtype, hidden_dtype))
@@ -194,7 +208,7 @@ def build_model(
     for number in stage_layers(len(spec.layers), grid.pp.rank, grid.pp.size):
         layer = spec.layers[number]
         rotation = rotations.of(layer.mixer)
-        layers.append(TransformerLayer(layer, spec, number, leaves, tp, rotation, recompute))
+        layers.append(TransformerLayer(layer, spec, number, leaves, ranks, rotation, recompute))
     segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
         segments.append(_head(spec, grid, tp, leaves, dtype, segments[0]))

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from megatrain.kernels.rotary import RotarySpec, tables
 from megatrain.model import functions
+from megatrain.model.branches import Chain, branch_end, first_norm, ones
+from megatrain.model.experts import ExpertBranch, ExpertRanks
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layouts import (
     Columns,
@@ -28,24 +30,18 @@ from megatrain.model.layouts import (
     stream_layout,
 )
 from megatrain.model.recompute import Recompute, Recomputed
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormPosition, NormSpec
+from megatrain.model.specs import (
+    AttentionSpec,
+    ExpertsSpec,
+    GptSpec,
+    LayerSpec,
+    MlpSpec,
+    NormPosition,
+    NormSpec,
+)
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor import TensorParallel
-
-
-class Chain(nn.Module):
-    """Pointwise parts one after the other; none leave x as it is."""
-
-    def __init__(self, parts: Sequence[Pointwise]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
-        assert len(self.parts) == len(parts)
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        for part in self.parts:
-            x = part(x, info)
-        return x
 
 
 class Rotation(nn.Module):
@@ -90,7 +86,7 @@ class Attention(nn.Module):
         own_groups = max(1, spec.num_query_groups // tp.size)
         self.sizes = [spec.num_heads // tp.size, own_groups, own_groups]
         self.qkv = leaves.column_linear(
-            _first_norm(gpt, position, prefix, tp),
+            first_norm(gpt, position, prefix, tp),
             Weights(
                 columns_layout(_qkv(spec, prefix, "weight", tp), h, Init(std=gpt.init_std), tp, is_qkv=True),
                 columns_bias_layout(_qkv(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
@@ -116,7 +112,7 @@ class Attention(nn.Module):
                 stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
             )
         )
-        self.end = _branch_end(gpt, position, prefix, leaves, tp)
+        self.end = branch_end(gpt, position, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, qkv = self.qkv(residual, delta, info)
@@ -149,7 +145,7 @@ class Mlp(nn.Module):
         h, f = gpt.hidden_size, spec.ffn_hidden_size
         fc1 = ["gate", "up"] if spec.is_gated else ["up"]
         self.fc1 = leaves.column_linear(
-            _first_norm(gpt, position, prefix, tp),
+            first_norm(gpt, position, prefix, tp),
             Weights(
                 columns_layout(
                     [Columns(f"{prefix}.{x}.weight", f) for x in fc1], h, Init(std=gpt.init_std), tp
@@ -167,7 +163,7 @@ class Mlp(nn.Module):
                 stream_layout(f"{prefix}.down.bias", h, Init(), tp) if spec.has_bias else None,
             ),
         )
-        self.end = _branch_end(gpt, position, prefix, leaves, tp)
+        self.end = branch_end(gpt, position, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, x = self.fc1(residual, delta, info)
@@ -183,19 +179,21 @@ class TransformerLayer(nn.Module):
         gpt: GptSpec,
         number: int,
         leaves: Leaves,
-        tp: TensorParallel,
+        ranks: ExpertRanks,
         rotation: Rotation | None,
         recompute: Recompute,
     ) -> None:
         super().__init__()
+        tp = ranks.split.tp
         prefix, position = f"decoder.layers.{number}", spec.norm_position
         self.branches = nn.ModuleList()
         if spec.mixer is not None:
             self.branches.append(
                 Attention(spec.mixer, gpt, position, f"{prefix}.attention", leaves, tp, rotation, recompute)
             )
-        if spec.mlp is not None:
-            assert isinstance(spec.mlp, MlpSpec), "a rule refuses experts"
+        if isinstance(spec.mlp, ExpertsSpec):
+            self.branches.append(ExpertBranch(spec.mlp, gpt, number, position, leaves, ranks, recompute))
+        elif spec.mlp is not None:
             is_whole = recompute.has_part("mlp")
             again = recompute.has_part("layernorm") and not is_whole
             mlp = Mlp(spec.mlp, gpt, position, f"{prefix}.mlp", leaves, tp, forms_norm_again=again)
@@ -206,37 +204,6 @@ class TransformerLayer(nn.Module):
         for branch in self.branches:
             residual, delta = branch(residual, delta, info)
         return residual if delta is None else residual + delta
-
-
-def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> Weights:
-    """Of a norm of the residual stream or of what is added to it."""
-    return Weights(
-        stream_layout(f"{name}.weight", size, _ones(spec), tp),
-        stream_layout(f"{name}.bias", size, Init(), tp) if spec.kind == "LayerNorm" else None,
-    )
-
-
-def _ones(spec: NormSpec) -> Init:
-    return Init(mean=0.0 if spec.is_stored_minus_one else 1.0)
-
-
-def _first_norm(gpt: GptSpec, position: NormPosition, prefix: str, tp: TensorParallel) -> Weights | None:
-    if position == "post":
-        return None
-    return norm_weights(f"{prefix}.norm", gpt.hidden_size, gpt.norm, tp)
-
-
-def _branch_end(
-    gpt: GptSpec, position: NormPosition, prefix: str, leaves: Leaves, tp: TensorParallel
-) -> Chain:
-    parts: list[Pointwise] = []
-    if position != "pre":
-        parts.append(
-            leaves.norm(norm_weights(f"{prefix}.post_norm", gpt.hidden_size, gpt.norm, tp), gpt.norm)
-        )
-    if gpt.hidden_dropout:
-        parts.append(leaves.dropout(gpt.hidden_dropout, f"{prefix}.hidden"))
-    return Chain(parts)
 
 
 def _qkv(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
@@ -256,11 +223,11 @@ def _head_norms(
     """The norm of queries or keys, if there is one; `columns`: those that the projection gives them."""
     if spec.qk_norm == "head":
         decays = spec.does_qk_norm_decay
-        weight = heads_layout(f"{name}.weight", spec.head_channels, _ones(norm), tp, decays=decays)
+        weight = heads_layout(f"{name}.weight", spec.head_channels, ones(norm), tp, decays=decays)
         bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp, decays=decays)
         return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
     if spec.qk_norm == "all_heads":
         channels = dataclasses.replace(columns, name=f"{name}.weight")
-        weight = columns_bias_layout([channels], tp, _ones(norm), decays=spec.does_qk_norm_decay)
+        weight = columns_bias_layout([channels], tp, ones(norm), decays=spec.does_qk_norm_decay)
         return [leaves.split_norm(Weights(weight), norm)]
     return []

@@ -45,37 +45,67 @@ def columns_layout(
     is_qkv: bool = False,
 ) -> ParamLayout:
     """Column-parallel weight."""
-    pieces = _cut_columns(tensors, (num_inputs,), tp)
+    pieces = _cut_columns(tensors, (num_inputs,), tp.group)
     rows = sum(piece.local_shape[0] for piece in pieces)
     return ParamLayout(shape=(rows, num_inputs), pieces=pieces, init=init, is_qkv=is_qkv)
 
 
 def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: TensorParallel) -> ParamLayout:
     """Row-parallel weight."""
-    columns = num_inputs // tp.size
-    box = ((0, num_outputs), (tp.rank * columns, (tp.rank + 1) * columns))
-    piece = Piece(name, (num_outputs, num_inputs), box)
-    return ParamLayout(shape=(num_outputs, columns), pieces=(piece,), init=init)
+    piece = _cut_rows(name, num_outputs, num_inputs, tp.group)
+    return ParamLayout(shape=piece.local_shape, pieces=(piece,), init=init)
 
 
 def columns_bias_layout(
     tensors: Sequence[Columns], tp: TensorParallel, init: Init | None = None, *, decays: bool = False
 ) -> ParamLayout:
     """What belongs to the outputs of a column-parallel layer, one number each."""
-    pieces = _cut_columns(tensors, (), tp)
+    pieces = _cut_columns(tensors, (), tp.group)
     rows = sum(piece.local_shape[0] for piece in pieces)
     return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=decays, kind="vector")
 
 
-def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], tp: TensorParallel) -> tuple[Piece, ...]:
+def expert_columns_layout(
+    experts: Sequence[Sequence[Columns]], num_inputs: int, init: Init, etp: RankGroup
+) -> ParamLayout:
+    """First weights of this rank's experts: those of each, cut over etp and stacked, one expert behind the other."""
+    pieces = _cut_columns([columns for expert in experts for columns in expert], (num_inputs,), etp)
+    rows = sum(piece.local_shape[0] for piece in pieces)
+    return _of_experts((rows, num_inputs), pieces, init, len(experts))
+
+
+def expert_rows_layout(
+    names: Sequence[str], num_outputs: int, num_inputs: int, init: Init, etp: RankGroup
+) -> ParamLayout:
+    """Last weights of this rank's experts, one behind the other."""
+    pieces = tuple(
+        _cut_rows(name, num_outputs, num_inputs, etp, row=number * num_outputs)
+        for number, name in enumerate(names)
+    )
+    return _of_experts((len(names) * num_outputs, num_inputs // etp.size), pieces, init, len(names))
+
+
+def _of_experts(
+    shape: tuple[int, ...], pieces: tuple[Piece, ...], init: Init, num_experts: int
+) -> ParamLayout:
+    return ParamLayout(shape=shape, pieces=pieces, init=init, family="expert", num_matrices=num_experts)
+
+
+def _cut_rows(name: str, num_outputs: int, num_inputs: int, group: RankGroup, row: int = 0) -> Piece:
+    columns = num_inputs // group.size
+    box = ((0, num_outputs), (group.rank * columns, (group.rank + 1) * columns))
+    return Piece(name, (num_outputs, num_inputs), box, row)
+
+
+def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], group: RankGroup) -> tuple[Piece, ...]:
     """This rank's part of each tensor. Where ranks hold copies, each of them sees its own queries' share of a gradient."""
     pieces: list[Piece] = []
     row = 0
     for columns in tensors:
         copies = columns.copies
         num_copies = 1 if copies is None else copies.size
-        rows = columns.num_outputs * num_copies // tp.size
-        first = tp.rank // num_copies * rows
+        rows = columns.num_outputs * num_copies // group.size
+        first = group.rank // num_copies * rows
         names = () if copies is None or copies.size == 1 else (copies.name,)
         pieces.append(
             Piece(

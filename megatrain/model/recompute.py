@@ -2,7 +2,7 @@
 
     uniform   layers in chunks of n, each a segment that keeps what enters it
     block     the first n layers of a stage, each for itself
-    parts     within every layer, the core attention, the MLP, or the norms before them, which run again where the
+    parts     within every layer, the core attention, the MLP, experts, or the norms before them, which run again where the
               linear layer behind them needs what they gave
 
 Nothing random is kept for the second run: dropout is a function of its place. Sources: Chen et al., arXiv:1604.06174;
@@ -29,7 +29,7 @@ class Recompute:
     num_layers: int = 1
     """Of a chunk, or of a stage's first layers."""
     parts: tuple[str, ...] = ()
-    """`core_attn`, `mlp`, `layernorm`."""
+    """`core_attn`, `mlp`, `layernorm`; of layers with experts `moe` and `shared_experts`."""
 
     def has_part(self, name: str) -> bool:
         """Whether this part of every layer is computed twice."""

@@ -55,3 +55,6 @@ MODELS = {
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by name; sizes are the same for all."""
+
+WITHOUT_EXPERTS = ("puzzle", "own")
+"""Models that say themselves what each layer is."""

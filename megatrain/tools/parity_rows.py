@@ -7,7 +7,7 @@
 A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
 first word. To add a word, see config/features.py. What is not a row: more than eight ranks, a batch that does not
 divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
-keys and values are to be copied, replicas that do not divide into instances, a feature without the one that it needs, a pair that the table refuses.
+keys and values are to be copied, replicas that do not divide into instances, a model without experts with them, a feature without the one that it needs, a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import product
 from megatrain.config.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.config.features import REFUSED
 from megatrain.tools.covering import Pair, Partial, covering_rows, possible_pairs
-from megatrain.tools.parity_models import MODELS
+from megatrain.tools.parity_models import MODELS, WITHOUT_EXPERTS
 
 MAX_RANKS = 8
 MICRO_BATCH = 2
@@ -73,7 +73,7 @@ _FEATURE_OF = {
 _OPTION_OF = {feature.name: option.name for option in FEATURE_OPTIONS for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED for name in one.pair}
-_BOUND = tuple(dict.fromkeys([*_SIZED, *(_OPTION_OF[name] for name in sorted(_TIED))]))
+_BOUND = tuple(dict.fromkeys(["model", *_SIZED, *(_OPTION_OF[name] for name in sorted(_TIED))]))
 """Options whose words do not go with all words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
 
@@ -169,6 +169,8 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     known = dict(zip(_BOUND, words, strict=True))
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks):
+        return False
+    if known["model"] in WITHOUT_EXPERTS and known["experts"] not in (None, "dense"):
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():

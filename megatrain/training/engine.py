@@ -279,6 +279,7 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         implementation="local" if device.type == "meta" else config.model.transformer_impl,
         attention=plan.derived.attention_backend,
         recompute=recompute_of(plan),
+        dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
     )
 
 

@@ -205,10 +205,6 @@ CASES = {
          ("--moe-shared-expert-intermediate-size 33 does not divide over --tensor-model-parallel-size 2\n"
           "  fix: use --moe-shared-expert-intermediate-size 34")),
     ],
-    "experts_are_there": [
-        ("--num-experts 4", "", None,
-         "--num-experts 4: experts (MoE) are not there yet\n  fix: leave it out and train a dense model"),
-    ],
     "hidden_size_divides_over_heads": [
         ("--hidden-size 62", "", None,
          "--hidden-size 62 does not divide over --num-attention-heads 4\n  fix: use --hidden-size 64"),
@@ -700,8 +696,11 @@ CASES = {
          "--recompute-method block has no effect without --recompute-granularity full\n  fix: add --recompute-granularity full"),
         ("--recompute-num-layers 1", "", None, "--recompute-num-layers 1 has no effect without --recompute-granularity full"),
         ("--recompute-modules mlp", "", None, "--recompute-modules mlp has no effect without --recompute-granularity selective"),
+        ("--recompute-activations --recompute-modules mlp mla_up_proj", "", None,
+         ("--recompute-modules mla_up_proj: not there yet\n"
+          "  fix: use some of --recompute-modules core_attn mlp layernorm moe shared_experts moe_act")),
         ("--recompute-activations --recompute-modules mlp moe_act", "", None,
-         "--recompute-modules moe_act: not there yet\n  fix: use some of --recompute-modules core_attn mlp layernorm"),
+         "--recompute-modules moe_act has no effect without --num-experts\n  fix: leave it out, or use mlp"),
         ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
          "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from weights_elsewhere import (
     gpt_neox,
     llama_like,
     shaken,
+    with_experts,
 )
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.inference.generate import all_logits
 from megatrain.model.gpt import build_model
+from megatrain.model.router import ROUTER_SUMS
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.batch import Batch, PassInfo
@@ -92,6 +95,8 @@ class Ours:
         left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
         assert not left, f"not used: {left}"
 
+        self.info = PassInfo()
+
     def gradients(self, tokens: Tensor, labels: Tensor) -> Weights:
         """Of the mean loss, by canonical name."""
         places = torch.arange(SEQ).expand_as(tokens)
@@ -100,7 +105,7 @@ class Ours:
             self.model.segments, self.grid, hidden_shape=(SEQ, len(tokens), 32), dtype=torch.float32,
             device=torch.device("cpu"), hooks=DataParallel(self.buffers, self.grid),
         )  # fmt: skip
-        executor.run(one_forward_one_backward(0, 1, 1), [batch], [PassInfo()])
+        executor.run(one_forward_one_backward(0, 1, 1), [batch], [self.info])
         found: Weights = {}
         for bucket, gradients in zip(self.buffers.buckets, self.buffers.gradients, strict=True):
             for placed in bucket.placed:
@@ -218,6 +223,38 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]]
 }  # fmt: skip
 
 
+def with_norms_and_experts(norms: dict[str, str]) -> Callable[[Weights], Weights]:
+    return lambda theirs: with_experts(theirs, LAYERS, norms)
+
+
+EXPERTS = "--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 24"
+MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights], Weights]]] = {
+    "Mixtral": (
+        "MixtralForCausalLM",
+        {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "num_local_experts": 6},
+        f"{LLAMA} {GQA} {UNTIED} {EXPERTS} --rotary-base 1000000",
+        with_norms_and_experts(PRE_NORMS),
+    ),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "num_local_experts": 6,
+         "moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0, 2],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        (f"{LLAMA} {GQA} {UNTIED} {EXPERTS} --moe-layer-freq [0,1]*2 --kv-channels 16 --qk-layernorm --norm-epsilon 1e-6"
+        " --rotary-base 1000000"),
+        with_norms_and_experts({**PRE_NORMS, **QK_NORMS}),
+    ),
+    "OLMoE": (
+        "OlmoeForCausalLM",
+        {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "num_experts": 6,
+         "num_experts_per_tok": 2, "norm_topk_prob": False, "pad_token_id": None, "eos_token_id": None},
+        f"{LLAMA} {UNTIED} {EXPERTS} --moe-router-pre-softmax --qk-layernorm --qk-layernorm-width all_heads",
+        with_norms_and_experts({**PRE_NORMS, **QK_NORMS}),
+    ),
+}  # fmt: skip
+MODELS |= MODELS_WITH_EXPERTS
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")
 def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
@@ -242,3 +279,38 @@ def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
     for tensor, gradient in ours.gradients(tokens, labels).items():
         difference = (gradient - expected[tensor]).abs().max()
         assert difference <= 1e-4 * expected[tensor].abs().max() + 1e-6 * largest, tensor
+
+
+@pytest.mark.parametrize("name", MODELS_WITH_EXPERTS)
+@pytest.mark.filterwarnings("ignore")
+def test_losses_of_routers_are_those_of_the_reference(name: str) -> None:
+    """Theirs is k times ours; it is taken layer by layer, where they take it over the tokens of all layers."""
+    kind, settings, flags, renamed = MODELS_WITH_EXPERTS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind).config_class(**settings)
+    config._attn_implementation = settings["attn_implementation"]
+    theirs = getattr(transformers, kind)(config).eval().float()
+    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
+    with torch.no_grad():
+        shaken(dict(theirs.named_parameters()))
+    out = theirs(tokens, output_router_logits=True)
+    balance = import_module(theirs.__module__).load_balancing_loss_func
+    expected = [balance((logits,), 6, 2) for logits in out.router_logits]
+    loss = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+    (loss + 0.3 * sum(expected)).backward()
+    gradients = renamed(
+        {k: v.grad for k, v in theirs.state_dict(keep_vars=True).items() if v.grad is not None}
+    )
+    ours = Ours(
+        f"{flags} --moe-aux-loss-coeff 0.6", renamed({k: v.detach() for k, v in theirs.state_dict().items()})
+    )
+    found = ours.gradients(tokens, labels)
+    assert (ours.info.sums["lm_loss"] / ours.info.sums["tokens"] - loss).abs() < 1e-5
+    told = [sums[ROUTER_SUMS.index("aux_loss")] for _, sums in sorted(ours.info.router_sums.items())]
+    assert len(told) == len(expected)
+    assert max(abs(2 * one - other) for one, other in zip(told, expected, strict=True)) < 1e-5
+    routers = [tensor for tensor in found if "router" in tensor]
+    assert len(routers) == len(expected)
+    for tensor in routers:
+        difference = (found[tensor] - gradients[tensor]).abs().max()
+        assert difference <= 1e-4 * gradients[tensor].abs().max(), tensor

@@ -79,6 +79,24 @@ def llama_like(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weigh
     return ours
 
 
+def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weights:
+    """Llama with experts in some layers, whose weights are stacked; their gates lie before what they gate."""
+    ours = llama_like(theirs, num_layers, norms)
+    for number in range(num_layers):
+        there, here = f"model.layers.{number}.mlp", f"{LAYER.format(number)}.mlp"
+        if f"{there}.gate.weight" not in theirs:
+            continue
+        ours[f"{here}.router.weight"] = theirs[f"{there}.gate.weight"]
+        stacked = zip(
+            theirs[f"{there}.experts.gate_up_proj"], theirs[f"{there}.experts.down_proj"], strict=True
+        )
+        for expert, (first, last) in enumerate(stacked):
+            gate, up = first.chunk(2)
+            for name, part in (("gate", gate), ("up", up), ("down", last)):
+                ours[f"{here}.experts.{expert}.{name}.weight"] = part
+    return ours
+
+
 def gpt_neox(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
     """It keeps q, k and v of each head together."""
     ours = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.exchange import Visitors
 from megatrain.parallel.layout import ParamLayout
 
 
@@ -20,6 +21,14 @@ class Pointwise(Protocol):
 
     def __call__(self, x: Tensor, info: PassInfo) -> Tensor:
         """x and the result alike in shape."""
+        ...
+
+
+class ResidualNorm(Protocol):
+    """Residual addition, and the norm of the sum or the sum itself, in the dtype of the weights."""
+
+    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """hidden, delta [s/tp, b, h] -> (hidden + delta, norm(hidden + delta))."""
         ...
 
 
@@ -36,6 +45,14 @@ class RowLinear(Protocol):
 
     def __call__(self, x: Tensor, info: PassInfo) -> Tensor:
         """[s, b, i/tp] -> [s/tp, b, h]."""
+        ...
+
+
+class GroupedMlp(Protocol):
+    """This rank's experts."""
+
+    def __call__(self, visitors: Visitors, info: PassInfo) -> Tensor:
+        """What each row's expert gives, times the row's weight: [r, h] -> [r, h]."""
         ...
 
 
@@ -58,6 +75,8 @@ class Leaves(Protocol):
         """RMSNorm over the last two dimensions, [s, b, n/tp, d], of which the first is split over the ranks."""
         ...
 
+    def residual_norm(self, norm: Weights | None) -> ResidualNorm: ...
+
     def column_linear(
         self, norm: Weights | None, linear: Weights, *, forms_norm_again: bool = False
     ) -> ColumnLinear:
@@ -67,6 +86,10 @@ class Leaves(Protocol):
     def row_linear(self, linear: Weights) -> RowLinear: ...
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear: ...
+
+    def grouped_mlp(self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_own: int) -> GroupedMlp:
+        """`num_own`: how many experts this rank holds."""
+        ...
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         """`name`: of the attention layer, by which dropout draws."""

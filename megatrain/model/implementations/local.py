@@ -21,6 +21,8 @@ from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.exchange import Visitors
+from megatrain.parallel.experts import GroupedWeight, grouped_mlp
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
@@ -51,16 +53,20 @@ class LocalLeaves:
     def column_linear(
         self, norm: Weights | None, linear: Weights, *, forms_norm_again: bool = False
     ) -> LocalColumnLinear:
-        own = None if norm is None else self.norm(norm, self.norms)
+        own = self.residual_norm(norm)
         return LocalColumnLinear(self, own, linear, forms_norm_again=forms_norm_again)
+
+    def residual_norm(self, norm: Weights | None) -> LocalNorm | LocalNarrowing:
+        return LocalNarrowing(self.dtype) if norm is None else self.norm(norm, self.norms)
+
+    def grouped_mlp(self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_own: int) -> LocalGroupedMlp:
+        return LocalGroupedMlp(_activation(spec), fc1, fc2, num_own, self.dtype)
 
     def row_linear(self, linear: Weights) -> LocalRowLinear:
         return LocalRowLinear(self, linear)
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
-        curve = spec.curve or _CURVES[spec.activation]
-        activation = Activation(curve=curve, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
-        return LocalActivationRowLinear(self, linear, activation)
+        return LocalActivationRowLinear(self, linear, _activation(spec))
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout
@@ -82,6 +88,11 @@ _CURVES: dict[str, Curve] = {
     "gelu_tanh": activations.GELU_TANH,
     "squared_relu": activations.SQUARED_RELU,
 }
+
+
+def _activation(spec: MlpSpec) -> Activation:
+    curve = spec.curve or _CURVES[spec.activation]
+    return Activation(curve=curve, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
 
 
 class LocalNorm(LaidOutModule):
@@ -125,12 +136,17 @@ class LocalColumnLinear(LaidOutModule):
     weight: Tensor
 
     def __init__(
-        self, leaves: LocalLeaves, norm: LocalNorm | None, linear: Weights, *, forms_norm_again: bool
+        self,
+        leaves: LocalLeaves,
+        norm: LocalNorm | LocalNarrowing,
+        linear: Weights,
+        *,
+        forms_norm_again: bool,
     ) -> None:
         super().__init__()
         self.tp = leaves.tp
         self.forms_norm_again = forms_norm_again
-        self.norm = norm if norm is not None else LocalNarrowing(leaves.dtype)
+        self.norm = norm
         self.add_weight("weight", linear.weight, leaves.dtype)
         if linear.bias is not None:
             self.add_weight("bias", linear.bias, leaves.dtype)
@@ -185,6 +201,30 @@ class LocalActivationRowLinear(LocalRowLinear):
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
         return activated_row_linear(x, self.weight, grad, self.activation, self.tp, info, bias)
+
+
+class LocalGroupedMlp(LaidOutModule):
+    """This rank's experts, whose weights are stacked by rows: [e f/etp, h], behind a gate [e 2 f/etp, h], and [e h, f/etp]."""
+
+    fc1: Tensor
+    fc2: Tensor
+
+    def __init__(
+        self, activation: Activation, fc1: ParamLayout, fc2: ParamLayout, num_own: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.num_own = num_own
+        self.add_weight("fc1", fc1, dtype)
+        self.add_weight("fc2", fc2, dtype)
+
+    def forward(self, visitors: Visitors, info: PassInfo) -> Tensor:
+        return grouped_mlp(visitors, self._weight("fc1"), self._weight("fc2"), self.activation, info)
+
+    def _weight(self, name: str) -> GroupedWeight:
+        value, grad = getattr(self, name), self.weight_grads.get(name)
+        stacked = (self.num_own, -1, value.shape[1])
+        return GroupedWeight(value.view(stacked), None if grad is None else grad.view(stacked))
 
 
 def _bias_of(layer: LaidOutModule) -> Bias | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.normal import stream_key
-from megatrain.model.implementations.leaves import CoreAttention, Pointwise
+from megatrain.model.implementations.leaves import CoreAttention, GroupedMlp, Pointwise, ResidualNorm
 from megatrain.model.implementations.local import LocalDropout
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
@@ -70,6 +70,12 @@ class TransformerEngineLeaves:
         ):
             raise _refused(f"the activation of {spec}")
         return TeRowLinear(self, linear, _ACTIVATIONS[spec.activation])
+
+    def residual_norm(self, norm: Weights | None) -> ResidualNorm:  # noqa: ARG002
+        raise _refused("layers of experts")
+
+    def grouped_mlp(self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_own: int) -> GroupedMlp:  # noqa: ARG002
+        raise _refused("layers of experts")
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:  # noqa: ARG002
         if spec.softcap is not None or spec.sink != "none" or spec.dropout:
