@@ -25,6 +25,7 @@ from megatrain.parallel.data import DataParallel
 from megatrain.parallel.data_gradients import GradientSums
 from megatrain.parallel.data_weights import WeightGathers
 from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.tokens import TokenSplit
 from megatrain.parallel.vocab import VocabShard
 from megatrain.training import engine
 
@@ -194,7 +195,12 @@ def _heads_that_draw_alike() -> AbstractContextManager[Any]:
 
 
 def _rows_of_each_rank() -> AbstractContextManager[Any]:
-    return mock.patch.object(tensor.TensorParallel, "first_row", lambda self, rows: self.rank * rows)
+    numbers = TokenSplit.numbers
+
+    def of_later_rows(self: TokenSplit, *sizes: int, **known: Any) -> torch.Tensor:
+        return numbers(self, *sizes, **known) + self.tp.rank
+
+    return mock.patch.object(TokenSplit, "numbers", of_later_rows)
 
 
 def _own_token_count() -> AbstractContextManager[Any]:
