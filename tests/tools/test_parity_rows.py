@@ -13,7 +13,7 @@ from megatrain.config.tree import settings
 from megatrain.tools import parity_measure
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.main import _parser
-from megatrain.tools.parity import chosen_rows
+from megatrain.tools.parity import chosen_rows, run
 from megatrain.tools.parity_measure import Measured, Part, tiny_plan
 from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
@@ -202,6 +202,21 @@ def test_rows_of_transformer_engine_are_those_that_it_computes():
 def test_rows_that_transformer_engine_has_nowhere_are_told(flags, words):
     with pytest.raises(ConfigError, match=words):
         asked(*flags)
+
+
+@pytest.mark.usefixtures("has_engine")
+def test_what_is_left_out_of_transformer_engines_rows_is_told(capsys):
+    rows = asked(*ENGINE, "--quick")
+    (said,) = [
+        line for line in capsys.readouterr().out.splitlines() if "the others have what it lacks" in line
+    ]
+    assert said.startswith(f"transformer_engine computes {len(rows)} of ")
+    assert 0 < len(rows) < QUICK_ROWS
+
+
+def test_faults_are_not_planted_in_transformer_engine():
+    with pytest.raises(ConfigError, match="--self-test plants faults in --transformer-impl local"):
+        run(_parser().parse_args(["parity", "--self-test", *ENGINE]))
 
 
 def test_rows_of_transformer_engine_are_held_against_local():
