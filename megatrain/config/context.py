@@ -1,6 +1,7 @@
 """Context parallelism: how ranks share keys and values, and what must hold for them to share a sample.
 
 Megatron-LM's names     p2p (a ring), all_gather, a2a (heads for rows), a2a+p2p (both, in two levels)
+another one             a2a+all_gather
 """
 
 import math
@@ -12,14 +13,52 @@ from megatrain.config.plan import Answer, Draft
 
 Problems = Iterator[Problem]
 
+WAYS: Final = ("p2p", "all_gather", "a2a", "a2a+p2p", "a2a+all_gather")
+
 
 def context_communication(draft: Draft) -> Answer:
+    """What a ring cannot do is gathered: kernels of GPUs take windows and documents where keys lie in order."""
     parallel = draft.config.parallel
     if parallel.context_parallel_size == 1:
         return Answer((), "--context-parallel-size 1: there is nothing to share")
-    if parallel.cp_comm_type:
-        return Answer(parallel.cp_comm_type, "--cp-comm-type")
-    return Answer(("all_gather",), "each context rank gathers the keys and values of whole samples")
+    if not parallel.cp_comm_type:
+        if has_documents(draft):
+            return Answer(("all_gather",), "documents leave some ranks of a ring with more work than others")
+        if draft.config.model.window_size is not None:
+            return Answer(("all_gather",), "windows see keys of few ranks")
+        return Answer(("p2p",), "keys and values travel around a ring while others are computed with")
+    ways = tuple(parallel.cp_comm_type)
+    if why := _why_no_ring(draft):
+        return Answer(tuple(way.replace("p2p", "all_gather") for way in ways), why)
+    return Answer(ways, "--cp-comm-type")
+
+
+def has_documents(draft: Draft) -> bool:
+    """Whether attention stays inside of documents."""
+    data = draft.config.data
+    return data.reset_attention_mask or data.dataloader_inter_document_masking
+
+
+def rings_are_gathered(draft: Draft) -> Iterator[str]:
+    """A note, where a ring was asked for that cannot be had."""
+    asked = draft.config.parallel.cp_comm_type
+    has_ring = draft.config.parallel.context_parallel_size > 1 and any("p2p" in way for way in asked)
+    if has_ring and (why := _why_no_ring(draft)):
+        yield f"--cp-comm-type {' '.join(asked)}: {why}"
+
+
+def _why_no_ring(draft: Draft) -> str:
+    """Kernels of GPUs are told runs of keys, not masks; those that are written out take any."""
+    model = draft.config.model
+    is_narrow = draft.derived.device == "cuda" and draft.derived.params_dtype in ("bfloat16", "float16")
+    is_written = draft.derived.attention_backend == "math" or bool(model.attention_dropout)
+    if not is_narrow or is_written or model.attn_logit_softcapping is not None:
+        return ""
+    causes = {"documents": has_documents(draft), "windows": model.window_size is not None}
+    found = " and ".join(name for name, is_there in causes.items() if is_there)
+    return (
+        f"keys and values are gathered, as kernels for {found} need keys that lie in order" if found else ""
+    )
 
 
 def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
@@ -36,6 +75,12 @@ def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
         )
 
 
+def communication_is_known(draft: Draft) -> Problems:
+    for way in dict.fromkeys(draft.config.parallel.cp_comm_type):
+        if way not in WAYS:
+            yield Problem(f"--cp-comm-type {way} is none of {', '.join(WAYS)}", "use --cp-comm-type p2p")
+
+
 def communication_is_said_for_each_layer(draft: Draft) -> Problems:
     types, layers = draft.config.parallel.cp_comm_type, draft.config.model.num_layers
     if types and len(types) not in (1, layers):
@@ -43,6 +88,47 @@ def communication_is_said_for_each_layer(draft: Draft) -> Problems:
             f"--cp-comm-type names {len(types)} ways for {layers} layers",
             f"name one for all layers, such as --cp-comm-type {types[0]}, or one for each",
         )
+
+
+def levels_make_up_the_context_ranks(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    cp, sizes = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
+    if not any("+" in way for way in draft.derived.context_communication):
+        return
+    if not _are_levels(sizes, cp):
+        heads = next((size for size in range(2, cp // 2 + 1) if cp % size == 0), None)
+        given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}" if sizes else "none"
+        yield Problem(
+            f"--cp-comm-type {' '.join(draft.config.parallel.cp_comm_type)} takes two sizes of at least 2 whose product is"
+            f" --context-parallel-size {cp}, not {given}",
+            "use --cp-comm-type p2p"
+            if heads is None
+            else f"use --hierarchical-context-parallel-sizes {heads} {cp // heads}",
+        )
+
+
+def _are_levels(sizes: tuple[int, ...], cp: int) -> bool:
+    return len(sizes) == 2 and min(sizes) > 1 and math.prod(sizes) == cp
+
+
+def heads_divide_over_exchanging_ranks(draft: Draft) -> Problems:
+    """Each rank has as many heads for all rows, and the keys and values of these heads."""
+    parallel = draft.config.parallel
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    sizes = parallel.hierarchical_context_parallel_sizes
+    neighbours = sizes[0] if _are_levels(sizes, cp) else 1
+    ways, layers = draft.derived.context_communication, draft.derived.layer_table.layers
+    for number, layer in enumerate(layers):
+        way = ways[number] if len(ways) == len(layers) else ways[0] if ways else ""
+        ranks = cp if way == "a2a" else neighbours if "+" in way else 1
+        heads, groups = layer.num_heads // tp, max(1, layer.num_query_groups // tp)
+        if heads % ranks or (groups % ranks and ranks % groups):
+            yield Problem(
+                f"--cp-comm-type {way} exchanges heads between {ranks} context ranks, over which the {heads} heads and"
+                f" {groups} query groups that a tensor rank has of layer {number} (from 0) do not divide",
+                "use --cp-comm-type p2p",
+            )
+            return
 
 
 def chunk_means_are_means(draft: Draft) -> Problems:
@@ -55,6 +141,9 @@ def chunk_means_are_means(draft: Draft) -> Problems:
 
 CONTEXT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sequence_divides_over_context_ranks,
+    communication_is_known,
     communication_is_said_for_each_layer,
+    levels_make_up_the_context_ranks,
+    heads_divide_over_exchanging_ranks,
     chunk_means_are_means,
 )

@@ -69,7 +69,7 @@ DIFFERENT_DEFAULTS: Final = (
     DifferentDefault(
         "parallel.cp_comm_type",
         "p2p",
-        "all_gather, which takes any windows and documents",
+        "p2p; all_gather with windows or documents",
         is_told=False,
     ),
     DifferentDefault(

@@ -110,13 +110,13 @@ def _cp(plan: Decided) -> int:
 
 def _communications(plan: Decided) -> set[str]:
     """The ways in which context ranks share keys and values; those of one rank have no effect."""
-    return set(plan.derived.context_communication) if _cp(plan) > 1 else {"all_gather"}
+    return set(plan.derived.context_communication) if _cp(plan) > 1 else {"p2p"}
 
 
 _REPLICAS = ("dp", "cp")
 _SHARDING, _INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_CP = "--context-parallel-size"
+_CP, _WAY = "--context-parallel-size", "--cp-comm-type"
 
 OPTIONS: Final[tuple[Option, ...]] = (
     Option(
@@ -169,12 +169,33 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
     Option(
         "context communication",
-        ("parallel.cp_comm_type",),
+        ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
         (
+            Feature("ring", f"{_WAY} p2p", lambda p: _communications(p) == {"p2p"}),
             Feature(
                 "allgather",
-                "--cp-comm-type all_gather",
+                f"{_WAY} all_gather",
                 lambda p: _communications(p) == {"all_gather"},
+                needs=("cp",),
+            ),
+            Feature("heads", f"{_WAY} a2a", lambda p: _communications(p) == {"a2a"}, needs=("cp",)),
+            Feature(
+                "tworings",
+                f"{_WAY} a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+                lambda p: _communications(p) == {"a2a+p2p"},
+                needs=("cp",),
+            ),
+            Feature(
+                "twogathers",
+                f"{_WAY} a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
+                lambda p: _communications(p) == {"a2a+all_gather"},
+                needs=("cp",),
+            ),
+            Feature(
+                "mixedways",
+                f"{_WAY} p2p all_gather a2a p2p",
+                lambda p: len(_communications(p)) > 1,
+                needs=("cp",),
             ),
         ),
         is_layout=True,

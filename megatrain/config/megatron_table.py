@@ -183,7 +183,7 @@ _NOT_YET: Final = (
     # Parallelism
     later(
         "context parallelism",
-        "--hierarchical-context-parallel-sizes=+ --hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
+        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
     later(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.context import rings_are_gathered
 from megatrain.config.log_rules import LOG_NOTES
 from megatrain.config.own_layers import layer_function
 from megatrain.config.plan import Draft
@@ -18,12 +19,14 @@ def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
 
 
 def context_settings_alone(draft: Draft) -> Iterator[str]:
-    paths = ("parallel.cp_comm_type", "parallel.context_parallel_chunk_means")
-    if draft.config.parallel.context_parallel_size > 1:
-        return
-    for path in paths:
-        if draft.is_given(path):
-            yield f"{flag_of(path)} has no effect with --context-parallel-size 1"
+    levels = "parallel.hierarchical_context_parallel_sizes"
+    paths = ("parallel.cp_comm_type", "parallel.context_parallel_chunk_means", levels)
+    if draft.config.parallel.context_parallel_size == 1:
+        for path in paths:
+            if draft.is_given(path):
+                yield f"{flag_of(path)} has no effect with --context-parallel-size 1"
+    elif draft.is_given(levels) and not any("+" in way for way in draft.derived.context_communication):
+        yield f"{flag_of(levels)} has no effect without --cp-comm-type a2a+p2p"
 
 
 def no_norm_runs_again(draft: Draft) -> Iterator[str]:
@@ -205,6 +208,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     float32_by_default,
     sequence_parallel_alone,
     context_settings_alone,
+    rings_are_gathered,
     strategy_without_fsdp,
     no_norm_runs_again,
     samples_left_over,

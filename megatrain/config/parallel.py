@@ -17,7 +17,9 @@ class ParallelConfig:
     context_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Ranks over which the sequence of each sample is split, in all layers (cp)."""
     cp_comm_type: tuple[str, ...] = ()
-    """How context ranks share keys and values: all_gather. One for all layers, or one for each. Left out: all_gather."""
+    """How context ranks share keys and values: p2p (they travel around a ring), all_gather, a2a (ranks exchange rows of all heads for all rows of some), a2a+p2p or a2a+all_gather (a2a between neighbours, the other between groups of them). One for all layers, or one for each. Left out: p2p, and all_gather with windows or documents."""
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    """For --cp-comm-type a2a+p2p: how many neighbours exchange heads, and how many such groups there are."""
     context_parallel_chunk_means: bool = False
     """Let each context rank's mean over its own tokens count alike, as in Megatron-LM, whatever the loss mask: then the loss depends on how samples are split. Not in Megatron-LM."""
     expert_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))

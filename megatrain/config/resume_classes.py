@@ -81,6 +81,7 @@ SAFE: Final = ResumeClass(
     " moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
     " moe_token_drop_policy moe_token_dispatcher_type;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type context_parallel_chunk_means"
+    " hierarchical_context_parallel_sizes"
     " expert_model_parallel_size expert_tensor_parallel_size sequence_parallel use_distributed_optimizer"
     " overlap_grad_reduce overlap_param_gather data_parallel_sharding_strategy use_megatron_fsdp"
     " num_distributed_optimizer_instances"

@@ -6,6 +6,7 @@ embedding, layers      layers                 layers, head
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from megatrain.model.recompute import Recompute, layer_segments
 from megatrain.model.specs import AttentionSpec, GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.experts import ExpertParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry
@@ -169,6 +171,7 @@ def build_model(
     seed: int = 0,
     implementation: str = "local",
     attention: str = "sdpa",
+    context_ways: Sequence[str] = ("p2p",),
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
     dispatcher: Dispatcher = "allgather",
 ) -> Model:
@@ -181,16 +184,19 @@ def build_model(
         seed: of dropout.
         implementation: of the leaves, as --transformer-impl names it.
         attention: its kernel, as `derived.attention_backend` names it.
+        context_ways: how it reaches across context ranks, as --cp-comm-type names it, in all layers or in each.
         recompute: what runs twice, to keep less.
         dispatcher: how tokens travel to experts on other ranks.
     """
-    tp, cp = (
-        TensorParallel(grid.tp, grid.kv, sequence_parallel),
-        ContextParallel(grid.cp),
-    )
-    leaves: Leaves = LocalLeaves(tp, cp, dtype, spec.norm, seed, attention)
-    if implementation == "transformer_engine":
-        leaves = TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed)
+    tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel), ContextParallel(grid.cp)
+
+    def leaves_of(layer: int) -> Leaves:
+        if implementation == "transformer_engine":
+            return TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed)
+        over = ContextAttention.of(context_ways[layer % len(context_ways)], grid)
+        return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, over)
+
+    leaves = leaves_of(0)
     rotations = _Rotations(cp.places(seq_length // cp.size, device), dtype)
     hidden_dtype = wide(dtype) if spec.is_residual_wide else dtype
     ranks = ExpertRanks(
@@ -208,7 +214,7 @@ def build_model(
     for number in stage_layers(len(spec.layers), grid.pp.rank, grid.pp.size):
         layer = spec.layers[number]
         rotation = rotations.of(layer.mixer)
-        layers.append(TransformerLayer(layer, spec, number, leaves, ranks, rotation, recompute))
+        layers.append(TransformerLayer(layer, spec, number, leaves_of(number), ranks, rotation, recompute))
     segments += layer_segments(layers, recompute)
     if grid.pp.is_last:
         segments.append(_head(spec, grid, tp, leaves, dtype, segments[0]))

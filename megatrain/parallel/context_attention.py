@@ -18,7 +18,7 @@ from megatrain.parallel.context_gather import gathered_attention
 from megatrain.parallel.context_heads import to_heads, to_rows
 from megatrain.parallel.context_ring import ring_attention
 from megatrain.parallel.context_views import Views
-from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.grid import RankGrid, RankGroup
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,15 @@ class ContextAttention:
     """The ranks with the same heads, whose keys and values are brought to each other."""
     gathers: bool = False
     """Whether these are gathered; else they travel around."""
+
+    @classmethod
+    def of(cls, way: str, grid: RankGrid) -> ContextAttention:
+        """What `way`, as --cp-comm-type names it, means to a rank."""
+        alone = RankGroup("alone", (grid.rank,), 0)
+        heads, ring = grid.cp_heads, grid.cp_ring
+        if "+" not in way:
+            heads, ring = (grid.cp, alone) if way == "a2a" else (alone, grid.cp)
+        return cls(heads, ContextParallel(ring), gathers="all_gather" in way)
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`context_heads.to_heads` over `heads`."""

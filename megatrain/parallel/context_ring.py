@@ -119,8 +119,7 @@ class _Ring(Function):
             gradients(step, kv, fresh)
             home.wait()
             fresh += returned  # zeros at first: the sums of a rank's keys begin with the rank behind it
-            returned = torch.empty_like(sums)
-            home = begin_shift(fresh, returned, cp.group)
+            returned, home = _hand_on(fresh, cp.group)
         sums = torch.zeros_like(sums)
         gradients(0, own, sums)
         home.wait()
@@ -136,6 +135,12 @@ def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor,
         return kv, Transfer()
     coming = torch.empty_like(kv)
     return coming, begin_shift(kv, coming, group)
+
+
+def _hand_on(sums: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+    """Begin to send the sums of gradients after their keys and values, and to take those that come."""
+    returned = torch.empty_like(sums)
+    return returned, begin_shift(sums, returned, group)
 
 
 def _block(step: int, rows: int, views: Views, cp: ContextParallel) -> _Block:

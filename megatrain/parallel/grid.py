@@ -49,6 +49,8 @@ class GridShape:
 
     tp: int = 1
     cp: int = 1
+    cp_heads: int = 1
+    """How many neighbours among the context ranks exchange heads, where they have two levels."""
     dp: int = 1
     pp: int = 1
     ep: int = 1
@@ -118,6 +120,13 @@ class GridShape:
             f"{self.tp} tensor ranks do not split into groups of {self.kv_copies}"
         )
         return _runs(self.rank_lists("tp"), self.kv_copies)
+
+    def context_levels(self) -> tuple[_Lists, _Lists]:
+        """Neighbours among context ranks that exchange heads, and ranks of the same place among theirs; none without levels."""
+        lists, size = self.rank_lists("cp"), self.cp_heads
+        if size == 1:
+            return [], []
+        return _runs(lists, size), [ranks[place::size] for ranks in lists for place in range(size)]
 
     def state_lists(self, family: Family) -> StateLists:
         """Over which ranks the weights and the state of a family lie."""
@@ -221,6 +230,10 @@ class RankGrid:
     """Ranks of `tp` that hold the same keys and values; this rank alone, where each has its own."""
     cp: RankGroup
     """Ranks that share the sequence of a sample."""
+    cp_heads: RankGroup
+    """Neighbours of `cp` that exchange heads where context ranks have two levels; this rank alone, where they do not."""
+    cp_ring: RankGroup
+    """The ranks of `cp` that have the same place among their neighbours; likewise."""
     tp_cp: RankGroup
     """Ranks of a stage that work on the same micro-batch."""
     etp: RankGroup
@@ -268,10 +281,13 @@ class RankGrid:
             "pp_backward": shape.rank_lists("pp"),
             "embedding": shape.embedding_lists(),
         }
+        heads, rings = shape.context_levels()
         of_layers = {
             "tp": shape.rank_lists("tp"),
             "kv": shape.kv_lists(),
             "cp": shape.rank_lists("cp"),
+            "cp_heads": heads,
+            "cp_ring": rings,
             "tp_cp": shape.rank_lists("tp-cp"),
             "etp": shape.expert_lists("etp"),
             "ep": shape.expert_lists("ep"),

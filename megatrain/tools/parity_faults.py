@@ -12,12 +12,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatrain.kernels.attention import Joined
 from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions, head
 from megatrain.model.implementations import local_context_attention
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import context, data_gradients, tensor, vocab
+from megatrain.parallel import context_gather, context_heads, context_ring, data_gradients, tensor, vocab
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
 from megatrain.parallel.context import ContextParallel
@@ -221,12 +222,34 @@ def _samples_of_the_step() -> AbstractContextManager[Any]:
     return mock.patch.object(engine, "PassInfo", lambda **values: PassInfo(**{**values, "first_sample": 0}))
 
 
+def _rows_in_plain_order() -> AbstractContextManager[Any]:
+    def cut(self: ContextParallel, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.tensor_split(self.size, dim)[self.rank]
+
+    return mock.patch.object(ContextParallel, "shard", cut)
+
+
 def _chunks_as_they_come() -> AbstractContextManager[Any]:
-    return mock.patch.object(context, "in_order", lambda x, _cp_size: x)
+    return mock.patch.object(context_heads, "in_order", lambda x, _cp_size: x)
+
+
+def _own_keys_alone() -> AbstractContextManager[Any]:
+    return mock.patch.object(Joined, "add", return_value=None)
+
+
+def _sums_that_stay_away() -> AbstractContextManager[Any]:
+    def lost(sums: torch.Tensor, _group: RankGroup) -> tuple[torch.Tensor, Transfer]:
+        return torch.zeros_like(sums), Transfer()
+
+    return mock.patch.object(context_ring, "_hand_on", lost)
 
 
 def _own_gradient_of_keys() -> AbstractContextManager[Any]:
-    return mock.patch.object(context, "reduce_scatter", lambda x, group: x.chunk(group.size)[group.rank])
+    def alone(out: torch.Tensor, x: torch.Tensor, group: RankGroup) -> Transfer:
+        out.copy_(x.chunk(group.size)[group.rank])
+        return Transfer()
+
+    return mock.patch.object(context_gather, "begin_reduce_scatter_into", alone)
 
 
 def _places_from_the_first_row() -> AbstractContextManager[Any]:
@@ -269,8 +292,11 @@ FAULTS = {
     "dropout that draws alike for all ranks' heads": Fault(_heads_that_draw_alike, "tp2 gpt2"),
     "dropout of whole rows that differs between ranks": Fault(_rows_of_each_rank, "tp2 qwen"),
     "dropout that draws alike for all samples": Fault(_samples_of_the_step, "dp2 zero1 overlap gpt2"),
-    "chunks of the context ranks in the order of the ranks": Fault(_chunks_as_they_come, "cp2"),
-    "gradient of keys and values of the own queries alone": Fault(_own_gradient_of_keys, "cp2"),
+    "samples cut in plain order": Fault(_rows_in_plain_order, "cp2"),
+    "chunks of the context ranks in the order of the ranks": Fault(_chunks_as_they_come, "cp2 heads"),
+    "keys and values of other ranks skipped": Fault(_own_keys_alone, "cp2 ring"),
+    "gradients of keys and values lost on their way around": Fault(_sums_that_stay_away, "cp4 ring"),
+    "gradient of keys and values of the own queries alone": Fault(_own_gradient_of_keys, "cp2 allgather"),
     "places counted from a context rank's first row": Fault(_places_from_the_first_row, "cp2"),
     "mean over a context rank's own tokens": Fault(_means_of_chunks, "cp2"),
     "a rank's part of a matrix made orthogonal alone": Fault(_matrices_of_one_rank, "tp2 muon"),

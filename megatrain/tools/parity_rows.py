@@ -172,6 +172,8 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
         return False
     if known["model"] in WITHOUT_EXPERTS and known["experts"] not in (None, "dense"):
         return False
+    if not {"tworings", "twogathers"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
+        return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
         if feature.needs and all(need not in used and known[_OPTION_OF[need]] for need in feature.needs):
@@ -221,7 +223,9 @@ def product_rows(max_ranks: int = MAX_RANKS) -> list[Layout]:
             continue
         turns = others[len(rows) % len(others) :] + others[: len(rows) % len(others)]
         candidates = (
-            tuple(known.get(n, word) for n, word in zip(_NAMES, turn, strict=True)) for turn in turns
+            tuple((known | own).get(n, word) for n, word in zip(_NAMES, turn, strict=True))
+            for own in ({}, {"context communication": "ring"})  # the one way that goes with any size
+            for turn in turns
         )
         found = next((row for row in candidates if is_row(row, max_ranks=max_ranks)), None)
         if found is not None:

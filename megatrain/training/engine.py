@@ -278,6 +278,7 @@ def build_model_of(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
         # Without memory, as in plans, there is nothing to compute with: Transformer Engine is not even imported.
         implementation="local" if device.type == "meta" else config.model.transformer_impl,
         attention=plan.derived.attention_backend,
+        context_ways=plan.derived.context_communication or ("p2p",),
         recompute=recompute_of(plan),
         dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
     )

@@ -161,6 +161,9 @@ def grid_shape(plan: Plan) -> GridShape:
         tp=parallel.tensor_model_parallel_size,
         kv_copies=plan.derived.kv_copies,
         cp=parallel.context_parallel_size,
+        cp_heads=parallel.hierarchical_context_parallel_sizes[0]
+        if any("+" in way for way in plan.derived.context_communication)
+        else 1,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         ep=parallel.expert_model_parallel_size,

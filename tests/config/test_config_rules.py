@@ -306,6 +306,27 @@ CASES = {
          ("--num-distributed-optimizer-instances 3 do not divide 4 replicas (data-parallel 2 * context-parallel 2)\n"
           "  fix: use --num-distributed-optimizer-instances 2")),
     ],
+    "communication_is_known": [
+        ("--cp-comm-type ring", "", None,
+         ("--cp-comm-type ring is none of p2p, all_gather, a2a, a2a+p2p, a2a+all_gather\n"
+          "  fix: use --cp-comm-type p2p")),
+    ],
+    "levels_make_up_the_context_ranks": [
+        ("--cp-comm-type a2a+p2p --context-parallel-size 4", "", Facts(world_size=4),
+         ("--cp-comm-type a2a+p2p takes two sizes of at least 2 whose product is --context-parallel-size 4, not none\n"
+          "  fix: use --hierarchical-context-parallel-sizes 2 2")),
+        ("--cp-comm-type a2a+p2p --context-parallel-size 8 --hierarchical-context-parallel-sizes 3 2", "",
+         Facts(world_size=8),
+         ("--context-parallel-size 8, not --hierarchical-context-parallel-sizes 3 2\n"
+          "  fix: use --hierarchical-context-parallel-sizes 2 4")),
+        ("--cp-comm-type a2a+p2p --context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1", "",
+         Facts(world_size=2), "not --hierarchical-context-parallel-sizes 2 1\n  fix: use --cp-comm-type p2p"),
+    ],
+    "heads_divide_over_exchanging_ranks": [
+        ("--cp-comm-type a2a --context-parallel-size 8", "", Facts(world_size=8),
+         ("--cp-comm-type a2a exchanges heads between 8 context ranks, over which the 4 heads and 4 query groups that a"
+          " tensor rank has of layer 0 (from 0) do not divide\n  fix: use --cp-comm-type p2p")),
+    ],
     "communication_is_said_for_each_layer": [
         ("--cp-comm-type all_gather all_gather all_gather", "", None,
          ("--cp-comm-type names 3 ways for 4 layers\n"

@@ -154,7 +154,7 @@ def test_what_is_here_anyway_is_accepted_with_a_line(argv, words):
 
 
 NOT_HERE = {
-    "--hierarchical-context-parallel-sizes 2 4": "--sequence-parallel",
+    "--hybrid-context-parallel": "--sequence-parallel",
     "--yaml-cfg run.yaml": "use --config FILE",
     "--fp16-lm-cross-entropy": "leave this out",
     "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
@@ -275,9 +275,9 @@ def test_yaml_files_get_the_same_answers(tmp_path, place):
         [f"{file}:{line}: use_mcore_models: true: there is one model definition here"],
         [],
     )
-    file.write_text(f"{place}hierarchical_context_parallel_sizes: [2, 4]\n")
+    file.write_text(f"{place}max_seqlen_per_dp_cp_rank: 64\n")
     _, (problem,) = told("--config", str(file))
-    assert problem.startswith(f"{file}:{line}: hierarchical_context_parallel_sizes: 2 4: context parallelism")
+    assert problem.startswith(f"{file}:{line}: max_seqlen_per_dp_cp_rank: 64: context parallelism")
     file.write_text(f"{place}encoder_seq_length: 64\n")
     _, (problem,) = told("--config", str(file))
     assert problem.endswith("encoder_seq_length is an old name\n  fix: write `seq_length: 64` below `data:`")
