@@ -21,9 +21,9 @@ from megatrain.kernels.fused.launching import is_fake
 
 def attention_kernel(backend: str, q: Tensor, scale: float) -> AttentionKernel:
     """The kernel that `backend`, as `derived.attention_backend` names it, comes to on this device in this dtype."""
-    if not q.is_cuda:
+    if not q.is_cuda and backend != "math":
         return CpuFlash(scale)
-    if q.dtype not in (torch.bfloat16, torch.float16):
+    if backend == "math" or q.dtype not in (torch.bfloat16, torch.float16):
         return WrittenAttention(scale=scale)
     kernels: dict[str, Callable[[float], AttentionKernel]] = {"flash4": Flash4, "cudnn": CuDnn}
     return kernels.get(backend, Flash2)(scale)

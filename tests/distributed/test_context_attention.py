@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.attention import AttentionKernel, View
-from megatrain.kernels.attention_fused import CpuFlash
+from megatrain.kernels.attention_fused import CpuFlash, attention_kernel
 from megatrain.kernels.attention_written import WrittenAttention
 from megatrain.parallel.batch import Documents
 from megatrain.parallel.context import ContextParallel
@@ -75,19 +75,22 @@ class Case:
     has_documents: bool = False
     has_sink: bool = False
     has_dropout: bool = False
+    d: int = D
 
-    def attention(self) -> AttentionKernel:
+    def attention(self, q: Tensor) -> AttentionKernel:
+        if q.is_cuda:
+            return attention_kernel(self.kernel, q, 0.4)
         if self.kernel != "written":
             return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
         return WrittenAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
 
-    def views(self, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
+    def views(self, q: Tensor, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
         """Of a rank with these heads."""
         return Views(
-            device=torch.device("cpu"),
-            takes_masks=self.attention().takes_masks,
+            device=q.device,
+            takes_masks=self.attention(q).takes_masks,
             window=self.window,
-            documents=Documents(torch.tensor(BORDERS, dtype=torch.int32), 29, B, S)
+            documents=Documents(torch.tensor(BORDERS, dtype=torch.int32, device=q.device), 29, B, S)
             if self.has_documents
             else None,
             keeps=(lambda queries, keys: kept(queries, keys)[:, first_head : first_head + num_heads])
@@ -120,7 +123,8 @@ def kept(queries: Tensor, keys: Tensor) -> Tensor:
 def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
     """q, k, v and a sink; and what comes back from the output."""
     generator = torch.Generator().manual_seed(3)
-    shapes = [(S, B, HEADS, D), (S, B, case.groups, D), (S, B, case.groups, D), (HEADS,), (S, B, HEADS, D)]
+    d = case.d
+    shapes = [(S, B, HEADS, d), (S, B, case.groups, d), (S, B, case.groups, d), (HEADS,), (S, B, HEADS, d)]
     *x, upstream = (2 * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
     return x, upstream
 
@@ -157,17 +161,19 @@ def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
 
 
 def on_a_rank(
-    rank: int, world_size: int, case: Case, how: str, heads_size: int, dtype: torch.dtype
+    rank: int, world_size: int, case: Case, how: str, heads_size: int, dtype: torch.dtype, kind: str = "cpu"
 ) -> list[Tensor]:
     """This rank's rows of the output and the gradients, and its share of the sink's."""
     shape = GridShape(tp=heads_size, dp=world_size // heads_size)  # the two levels of context ranks
     grid = RankGrid.build(shape, rank, make_group)
     (q, k, v, sink), upstream = inputs(case)
-    q, k, v = (own_rows(x, rank, world_size).to(dtype).requires_grad_() for x in (q, k, v))
-    sink = sink.to(dtype).requires_grad_()
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    q, k, v = (own_rows(x, rank, world_size).to(device, dtype).requires_grad_() for x in (q, k, v))
+    sink = sink.to(device, dtype).requires_grad_()
     out = attend(q, k, v, sink if case.has_sink else None, case, how, grid)
-    out.backward(own_rows(upstream, rank, world_size).to(dtype))
-    return [out.detach(), *(torch.zeros(1) if x.grad is None else x.grad for x in (q, k, v, sink))]
+    out.backward(own_rows(upstream, rank, world_size).to(device, dtype))
+    grads = [torch.zeros(1) if x.grad is None else x.grad.cpu() for x in (q, k, v, sink)]
+    return [out.detach().cpu(), *grads]
 
 
 def attend(
@@ -175,11 +181,11 @@ def attend(
 ) -> Tensor:
     cp = ContextParallel(grid.dp)
     own = HEADS // grid.tp.size
-    views = case.views(first_head=own * grid.tp.rank, num_heads=own)
+    views = case.views(q, first_head=own * grid.tp.rank, num_heads=own)
     algorithm: Any = gathered_attention if how == "all_gather" else ring_attention
     q, k, v = to_heads(q, k, v, grid.tp)
     sink = None if sink is None else sink[own * grid.tp.rank : own * (grid.tp.rank + 1)]
-    return to_rows(algorithm(q, k, v, sink, case.attention(), views, cp), grid.tp)
+    return to_rows(algorithm(q, k, v, sink, case.attention(q), views, cp), grid.tp)
 
 
 LAYOUTS = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 4, 1), ("all_gather", 2, 1), ("all_gather", 3, 1), ("all_gather", 4, 1),
@@ -208,7 +214,7 @@ def check(case: Case, found: list[list[Tensor]]) -> None:
         torch.testing.assert_close(sum(parts[4] for parts in found), expected[4], rtol=1e-11, atol=1e-12)
 
 
-RUNS = [("all_gather", 2, 1), ("all_gather", 4, 1), ("all_gather", 4, 2)]
+RUNS = [("all_gather", 2, 1), ("all_gather", 4, 1), ("all_gather", 4, 2), ("a2a", 4, 4)]
 
 
 @pytest.mark.parametrize(("how", "size", "heads_size"), RUNS)
@@ -227,10 +233,28 @@ def test_sums_are_wide_where_inputs_are_narrow(
     pool: WorkerPool, how: str, size: int, heads_size: int
 ) -> None:
     case = CASES["sink"]
-    expected = whole(case)
-    for rank, parts in enumerate(pool.run(size, on_a_rank, case, how, heads_size, torch.bfloat16)):
-        for number, want in enumerate(expected[:4]):
+    check_narrow(case, pool.run(size, on_a_rank, case, how, heads_size, torch.bfloat16))
+
+
+def check_narrow(case: Case, found: list[list[Tensor]]) -> None:
+    """The same within what bf16 rounds."""
+    for number, want in enumerate(whole(case)[:4]):
+        for rank, parts in enumerate(found):
             assert parts[number].dtype == torch.bfloat16
-            part = own_rows(want, rank, size)
+            part = own_rows(want, rank, len(found))
             error = (parts[number].double() - part).abs().max() / part.abs().max()
-            assert error < 0.02, f"{how}: {number} of rank {rank} is off by {error}"
+            assert error < 0.02, f"{number} of rank {rank} is off by {error}"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("backend", ["flash4", "flash2", "cudnn", "math"])
+@pytest.mark.parametrize(("how", "heads_size"), [("p2p", 1), ("all_gather", 1), ("a2a", 2)])
+@pytest.mark.parametrize("name", ["plain", "sink", "window", "wide window, documents, sink"])
+def test_two_gpus_attend_to_whole_sequences(name: str, how: str, heads_size: int, backend: str) -> None:
+    if backend == "flash4":
+        pytest.importorskip("flash_attn.cute")
+    case = replace(CASES[name], kernel=backend, d=64)
+    if how == "p2p" and backend != "math" and (case.window is not None or case.has_documents):
+        pytest.skip("kernels without masks need keys in order")
+    with WorkerPool(2, device="cuda", timeout_seconds=600) as pool:
+        check_narrow(case, pool.run(2, on_a_rank, case, how, heads_size, torch.bfloat16, "cuda"))

@@ -68,7 +68,7 @@ class LocalContextAttention(LaidOutModule):
 
     def _kernel(self, q: Tensor) -> AttentionKernel:
         spec = self.spec
-        if spec.softcap is not None or spec.dropout or self.backend == "math":
+        if spec.softcap is not None or spec.dropout:
             return WrittenAttention(scale=self.scale, softcap=spec.softcap, dropout=spec.dropout)
         return attention_kernel(self.backend, q, self.scale)
 
