@@ -239,9 +239,10 @@ def experts_go_with_layers_alike(draft: Draft) -> Problems:
 def experts_and_tensor_ranks_split_the_sequence(draft: Draft) -> Problems:
     parallel = draft.config.parallel
     tp = parallel.tensor_model_parallel_size
-    if draft.config.experts.num_experts is not None and tp > 1 and not parallel.sequence_parallel:
+    has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
+    if has_experts and tp > 1 and not parallel.sequence_parallel:
         yield Problem(
-            f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel, as in Megatron-LM",
+            f"a layer with experts under --tensor-model-parallel-size {tp} needs --sequence-parallel, as in Megatron-LM",
             "add --sequence-parallel",
         )
 

@@ -40,6 +40,8 @@ class ExpertsConfig:
     """Pick experts by scores with a bias for each expert, which moves after every step towards even loads (without an auxiliary loss)."""
     moe_router_bias_update_rate: float = field(default=1e-3, metadata=in_range(at_least=0))
     """How far the biases of --moe-router-enable-expert-bias move each step."""
+    moe_router_force_load_balancing: bool = False
+    """Pick experts at random, whatever the router says: for measuring speed with even loads, never for training."""
     moe_input_jitter_eps: float | None = field(default=None, metadata=in_range(at_least=0, below=1))
     """Multiply what the router sees with noise of this size around 1 in training."""
     moe_expert_capacity_factor: float | None = field(default=None, metadata=in_range(above=0))

@@ -133,7 +133,7 @@ class Facts:
             own = values["own_layers"]
             values["own_layers"] = OwnLayers(
                 digest=own["digest"],
-                layers=tuple(LayerSizes(**layer) for layer in own["layers"]),
+                layers=tuple(map(LayerSizes.from_dict, own["layers"])),
                 differences=tuple(own["differences"]),
             )
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])

@@ -92,6 +92,11 @@ def _recomputes_experts(plan: Decided) -> bool:
     return bool({"moe", "shared_experts"} & {*plan.config.training.recompute_modules})
 
 
+def _has_experts(plan: Decided) -> bool:
+    """By flags or by --spec."""
+    return any(layer.experts is not None for layer in plan.derived.layer_table.layers)
+
+
 def _separates(plan: Decided) -> bool:
     return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
 
@@ -358,11 +363,11 @@ OPTIONS: Final[tuple[Option, ...]] = (
         "experts",
         ("experts.num_experts",),
         (
-            Feature("dense", "", lambda p: p.config.experts.num_experts is None),
+            Feature("dense", "", lambda p: not _has_experts(p)),
             Feature(
                 "experts",
                 "--num-experts",
-                lambda p: p.config.experts.num_experts is not None,
+                _has_experts,
                 rows={
                     "experts": (
                         "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-aux-loss-coeff 0.1"

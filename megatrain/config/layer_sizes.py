@@ -51,6 +51,12 @@ class LayerSizes:
     is_gated: bool = False
     experts: ExpertSizes | None = None
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerSizes:
+        """Of what JSON holds of it."""
+        experts = values["experts"]
+        return cls(**{**values, "experts": None if experts is None else ExpertSizes(**experts)})
+
     @property
     def has_mlp(self) -> bool:
         """Dense, or of experts."""

@@ -220,7 +220,7 @@ _NOT_YET: Final = (
     ),
     later(
         "a record or a forced choice of routes",
-        "--moe-router-force-load-balancing --moe-router-force-biased= --moe-enable-routing-replay"
+        "--moe-router-force-biased= --moe-enable-routing-replay"
         " --moe-router-quantile-balancing-ema=0|0.0 --moe-routing-trace-capture-hidden-states"
         " --moe-routing-trace-capture-logits --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters="
         " --moe-routing-trace-path= --moe-per-layer-logging --save-tokens-per-expert-interval=",

@@ -78,7 +78,7 @@ SAFE: Final = ResumeClass(
     settings="model: spec spec_digest max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
     " transformer_impl attention_backend fp32_residual_connection z_loss_coeff hidden_dropout attention_dropout;"
     " experts: moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"
-    " moe_router_bias_update_rate moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
+    " moe_router_bias_update_rate moe_router_force_load_balancing moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
     " moe_token_drop_policy moe_token_dispatcher_type;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type context_parallel_chunk_means"
     " hierarchical_context_parallel_sizes"

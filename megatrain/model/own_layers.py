@@ -124,6 +124,10 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
             f"--spec {function} returned {said}, and --num-layers is {count}",
             fix="return one LayerSpec for each layer, such as dataclasses.replace(layer, ...) of those that it gets",
         )
+    if any(mlp.has_bias for layer in layers if isinstance(layer.mlp, ExpertsSpec) for mlp in _mlps(layer)):
+        raise ConfigError(
+            f"--spec {function} gives experts biases, which are not there yet", fix="leave has_bias out"
+        )
     for curve in {mlp.curve for layer in layers for mlp in _mlps(layer) if mlp.curve is not None}:
         x = torch.linspace(-3.05, 3.05, 20, dtype=torch.float64)
         slope = (curve.value(x + 1e-6) - curve.value(x - 1e-6)) / 2e-6

@@ -304,6 +304,7 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
         capacity_factor=experts.moe_expert_capacity_factor,
         drops_last=experts.moe_token_drop_policy == "position",  # noqa: S105 (no password)
         is_padded=experts.moe_pad_expert_input_to_capacity,
+        is_forced=experts.moe_router_force_load_balancing,
     )
 
 

@@ -58,7 +58,9 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
     return DryRun(
         plan=plan,
-        model=model_tree([engine.model.registry for engine in engines], ep=shape.ep),
+        model=model_tree(
+            [engine.model.registry for engine in engines], engines[0].model.spec.routers, ep=shape.ep
+        ),
         flops=_flops(plan),
         memory=tuple(memory),
         device_memory_bytes=_device_memory(plan),

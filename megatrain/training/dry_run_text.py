@@ -45,7 +45,9 @@ def as_text(found: DryRun) -> str:
 
 def _model(found: DryRun) -> Iterator[str]:
     model = found.model
-    yield f"model: {model.parameters:,} parameters"
+    met = f", of which each token meets {model.active_parameters:,}"
+    has_more = model.active_parameters < model.parameters
+    yield f"model: {model.parameters:,} parameters{met if has_more else ''}"
     yield f"  {_parts(model.by_part)}"
     for tree in model.stages:
         yield f"  a rank of {_stages(tree.stages)} holds {tree.parameters:,}: {_parts(tree.by_part)}"
@@ -88,6 +90,8 @@ def _memory(found: DryRun) -> Iterator[str]:
         ]
         yield f"  {'  '.join(cells)}".rstrip()
     yield "  other: position tables, batches, cuBLAS; beside all of it: the CUDA context, NCCL, the allocator's losses"
+    if found.plan.config.experts.num_experts is not None:
+        yield "  experts are taken to be visited by equally many tokens"
     if any(stage.held.on_host for stage in found.memory):
         most = max(stage.held.on_host for stage in found.memory)
         yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of the host's memory a rank, in no column"

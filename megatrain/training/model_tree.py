@@ -1,20 +1,23 @@
 """The parameters of a model as a tree, and how many each part and each rank has. Read from the parameter registries.
 
 registries, one a pipeline stage ─> parts: canonical tensors, with the box that a rank of the stage holds
-└─> counts by part: embedding, attention, MLP, norms, head
+└─> counts by part: embedding, attention, MLP, router, experts, norms, head
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatrain.model.specs import RouterSpec
 from megatrain.parallel.layout import ParamRegistry, Piece
 
-PARTS = ("embedding", "attention", "mlp", "norms", "head")
+PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +58,19 @@ class ModelTree:
     """The whole model; what several ranks hold is counted once."""
 
     parameters: int
+    active_parameters: int
+    """Of those, what each token meets: all but the experts that it does not go to."""
     by_part: dict[str, int]
     stages: tuple[StageTree, ...]
 
 
-def model_tree(registries: Sequence[ParamRegistry], *, ep: int = 1) -> ModelTree:
-    """The tree of the model whose pipeline stages have these parameters, on one of the `ep` ranks with other experts."""
+def model_tree(
+    registries: Sequence[ParamRegistry], routers: Mapping[int, RouterSpec], *, ep: int = 1
+) -> ModelTree:
+    """The tree of the model whose pipeline stages have these parameters, on one of the `ep` ranks with other experts.
+
+    `routers`: of the layers with experts, by their numbers.
+    """
     stages = [_pieces(registry) for registry in registries]
     whole = {
         piece.name: math.prod(piece.shape) * (ep if entry.layout.family == "expert" else 1)
@@ -82,7 +92,10 @@ def model_tree(registries: Sequence[ParamRegistry], *, ep: int = 1) -> ModelTree
             )
         trees[likeness] = tree
     return ModelTree(
-        parameters=sum(whole.values()), by_part=_by_part(whole.items()), stages=tuple(trees.values())
+        parameters=sum(whole.values()),
+        active_parameters=sum(_active(name, count, routers) for name, count in whole.items()),
+        by_part=_by_part(whole.items()),
+        stages=tuple(trees.values()),
     )
 
 
@@ -94,7 +107,19 @@ def part_of(name: str) -> str:
         return "head"
     if name.rpartition(".")[0].endswith("norm"):
         return "norms"
+    for part in ("router", "experts"):
+        if f".mlp.{part}." in name:
+            return part
     return "attention" if ".attention." in name else "mlp"
+
+
+def _active(name: str, count: int, routers: Mapping[int, RouterSpec]) -> int:
+    """How many of a tensor's numbers a token meets, on average over the experts."""
+    match = _LAYER.match(name)
+    if match is None or part_of(name) != "experts":
+        return count
+    router = routers[int(match.group(1))]
+    return count * router.top_k // router.num_experts
 
 
 def segment_name(registry: ParamRegistry, segment: int) -> str:
@@ -154,13 +179,31 @@ def _blocks(pieces: Sequence[Piece]) -> list[Block]:
         )
         by_layer.setdefault((place, layer), []).append(one)
     blocks: list[Block] = []
-    for (_, layer), tensors in by_layer.items():
+    for (_, layer), each in by_layer.items():
+        tensors = _joined_experts(each)
         last = blocks[-1] if blocks else None
         is_next = last and last.first_layer is not None and layer == last.first_layer + last.num_layers
-        if last and is_next and last.tensors == tuple(tensors):
+        if last and is_next and last.tensors == tensors:
             blocks[-1] = Block(
                 first_layer=last.first_layer, num_layers=last.num_layers + 1, tensors=last.tensors
             )
         else:
-            blocks.append(Block(first_layer=layer, num_layers=int(layer is not None), tensors=tuple(tensors)))
+            blocks.append(Block(first_layer=layer, num_layers=int(layer is not None), tensors=tensors))
     return blocks
+
+
+def _joined_experts(tensors: Sequence[Tensors]) -> tuple[Tensors, ...]:
+    """The same with one line for the experts' tensors of a name: `mlp.experts.0 to 7.up.weight`."""
+    experts: dict[str, list[int]] = {}
+    for tensor in tensors:
+        if match := _EXPERT.fullmatch(tensor.name):
+            experts.setdefault(match.group(2), []).append(int(match.group(1)))
+    joined: list[Tensors] = []
+    for tensor in tensors:
+        match = _EXPERT.fullmatch(tensor.name)
+        if match is None:
+            joined.append(tensor)
+        elif numbers := experts.pop(match.group(2), None):
+            span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+            joined.append(dataclasses.replace(tensor, name=f"mlp.experts.{span}.{match.group(2)}"))
+    return tuple(joined)

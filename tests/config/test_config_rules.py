@@ -196,7 +196,7 @@ CASES = {
     ],
     "experts_and_tensor_ranks_split_the_sequence": [
         ("--num-experts 4 --tensor-model-parallel-size 2", "", Facts(world_size=2),
-         ("--num-experts with --tensor-model-parallel-size 2 needs --sequence-parallel, as in Megatron-LM\n"
+         ("a layer with experts under --tensor-model-parallel-size 2 needs --sequence-parallel, as in Megatron-LM\n"
           "  fix: add --sequence-parallel")),
     ],
     "shared_expert_divides_over_tp_ranks": [

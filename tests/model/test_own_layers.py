@@ -35,10 +35,43 @@ def example(tmp_path: Path) -> Path:
     return path
 
 
-def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "") -> Plan:
+def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "", ranks: int = 1) -> Plan:
     request = parse(f"{MODEL} --spec {spec} {flags}".split())
-    facts = with_own_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored))
+    facts = with_own_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
     return resolve(request, Facts.from_json(facts.to_json()))
+
+
+EXPERTS = """
+import dataclasses
+from megatrain.model.specs import ExpertsSpec, RouterSpec
+
+def experts_behind(model, layers):
+    first, *others = layers
+    expert = dataclasses.replace(first.mlp, ffn_hidden_size=16)
+    experts = ExpertsSpec(router=RouterSpec(num_experts=6, top_k=2), expert=expert, shared=expert)
+    return [first, *(dataclasses.replace(layer, mlp=experts) for layer in others)]
+
+def with_biases(model, layers):
+    return [dataclasses.replace(one, mlp=dataclasses.replace(one.mlp, expert=dataclasses.replace(
+        one.mlp.expert, has_bias=True))) if isinstance(one.mlp, ExpertsSpec) else one
+        for one in experts_behind(model, layers)]
+"""
+
+
+def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
+    file = tmp_path / "experts.py"
+    file.write_text(EXPERTS)
+    plan = plan_of(f"{file}:experts_behind")
+    assert "in 3 layers" in str(plan.derived.layer_table)
+    assert "6 experts of 16 and 16 shared, 2 a token" in str(plan.derived.layer_table)
+    registry = model_of(plan).registry
+    names = {piece.name for entry in registry.entries.values() for piece in entry.layout.pieces}
+    assert "decoder.layers.0.mlp.up.weight" in names
+    assert {"decoder.layers.3.mlp.experts.5.down.weight", "decoder.layers.3.mlp.shared.up.weight"} <= names
+    with pytest.raises(ConfigError, match="gives experts biases"):
+        plan_of(f"{file}:with_biases")
+    with pytest.raises(ConfigError, match="a layer with experts under --tensor-model-parallel-size 2"):
+        plan_of(f"{file}:experts_behind", flags="--tensor-model-parallel-size 2", ranks=2)
 
 
 def model_of(plan: Plan) -> Model:

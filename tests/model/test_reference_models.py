@@ -244,6 +244,15 @@ MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights
         " --rotary-base 1000000"),
         with_norms_and_experts({**PRE_NORMS, **QK_NORMS}),
     ),
+    "Qwen2-MoE": (
+        "Qwen2MoeForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "num_experts": 6, "moe_intermediate_size": 24,
+         "shared_expert_intermediate_size": 40, "num_experts_per_tok": 2, "norm_topk_prob": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+        (f"{LLAMA} {GQA} {UNTIED} {EXPERTS} --add-qkv-bias --norm-epsilon 1e-6 --rotary-base 1000000"
+        " --moe-router-pre-softmax --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate"),
+        with_norms_and_experts(PRE_NORMS),
+    ),
     "OLMoE": (
         "OlmoeForCausalLM",
         {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "num_experts": 6,

@@ -87,6 +87,10 @@ def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Wei
         if f"{there}.gate.weight" not in theirs:
             continue
         ours[f"{here}.router.weight"] = theirs[f"{there}.gate.weight"]
+        if f"{there}.shared_expert_gate.weight" in theirs:
+            ours[f"{here}.shared_gate.weight"] = theirs[f"{there}.shared_expert_gate.weight"]
+            for name in ("gate", "up", "down"):
+                ours[f"{here}.shared.{name}.weight"] = theirs[f"{there}.shared_expert.{name}_proj.weight"]
         stacked = zip(
             theirs[f"{there}.experts.gate_up_proj"], theirs[f"{there}.experts.down_proj"], strict=True
         )

@@ -1,0 +1,38 @@
+"""The tree of a model with experts: one line for alike experts, and what each token meets."""
+
+import torch
+
+from megatrain.config import Facts, parse, resolve
+from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.training.engine import build_model_of
+from megatrain.training.model_tree import ModelTree, model_tree
+
+FLAGS = (
+    "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 24 --normalization RMSNorm --swiglu"
+    " --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 8"
+    " --micro-batch-size 1 --train-iters 1 --lr 1e-2 --mock-data --vocab-size 50 --device cpu --num-experts 4"
+    " --moe-layer-freq [0,1,1] --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 12"
+)
+
+
+def tree_of(top_k: int) -> ModelTree:
+    plan = resolve(parse(f"{FLAGS} --moe-router-topk {top_k}".split()), Facts())
+    model = build_model_of(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    return model_tree([model.registry], model.spec.routers)
+
+
+def test_experts_are_counted_by_what_a_token_meets() -> None:
+    tree = tree_of(top_k=3)
+    assert tree.by_part["experts"] == 2 * 4 * 3 * 8 * 16
+    assert tree.by_part["router"] == 2 * 4 * 8
+    assert tree.by_part["mlp"] == 3 * 8 * 24 + 2 * 3 * 8 * 12
+    assert tree.parameters - tree.active_parameters == tree.by_part["experts"] // 4
+    assert tree_of(top_k=4).active_parameters == tree.parameters
+
+
+def test_alike_experts_have_one_line() -> None:
+    (stage,) = tree_of(top_k=2).stages
+    behind = next(block for block in stage.blocks if block.first_layer == 1)
+    names = [tensors.name for tensors in behind.tensors if "experts" in tensors.name]
+    assert behind.num_layers == 2
+    assert names == [f"mlp.experts.0 to 3.{name}.weight" for name in ("gate", "up", "down")]
