@@ -48,6 +48,27 @@ def float32_by_default(draft: Draft) -> Iterator[str]:
         yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
 
 
+def experts_one_by_one(draft: Draft) -> Iterator[str]:
+    """The single kernel is `kernels/grouped.py`'s."""
+    if draft.derived.device != "cuda":
+        return
+    widths = {
+        layer.experts.ffn_hidden_size // draft.derived.expert_tensor_parallel_size
+        for layer in draft.derived.layer_table.layers
+        if layer.experts is not None
+    }
+    dtype, widths = (
+        draft.derived.params_dtype,
+        {*widths, draft.config.model.hidden_size} if widths else widths,
+    )
+    if widths and (dtype != "bfloat16" or any(width % 8 for width in widths)):
+        why = f"in {dtype}" if dtype != "bfloat16" else "with widths that are no multiples of 8"
+        yield (
+            f"experts are computed one by one {why}, and the host waits for their loads in every layer: slow"
+            " (a single product does all in bf16, with widths that are multiples of 8)"
+        )
+
+
 def strategy_without_fsdp(draft: Draft) -> Iterator[str]:
     path = "parallel.data_parallel_sharding_strategy"
     if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
@@ -209,6 +230,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     sequence_parallel_alone,
     context_settings_alone,
     rings_are_gathered,
+    experts_one_by_one,
     strategy_without_fsdp,
     no_norm_runs_again,
     samples_left_over,

@@ -93,7 +93,7 @@ def model_tree(
         trees[likeness] = tree
     return ModelTree(
         parameters=sum(whole.values()),
-        active_parameters=sum(_active(name, count, routers) for name, count in whole.items()),
+        active_parameters=sum(active_numbers(name, count, routers) for name, count in whole.items()),
         by_part=_by_part(whole.items()),
         stages=tuple(trees.values()),
     )
@@ -113,7 +113,7 @@ def part_of(name: str) -> str:
     return "attention" if ".attention." in name else "mlp"
 
 
-def _active(name: str, count: int, routers: Mapping[int, RouterSpec]) -> int:
+def active_numbers(name: str, count: int, routers: Mapping[int, RouterSpec]) -> int:
     """How many of a tensor's numbers a token meets, on average over the experts."""
     match = _LAYER.match(name)
     if match is None or part_of(name) != "experts":

@@ -75,9 +75,9 @@ class Routers:
         self._grid = grid
         sizes = [router.num_experts for router in self.specs.values()]
         self._most = max(sizes, default=0)
-        self._num_experts = torch.tensor(sizes, dtype=torch.float64, device=device)
         ks = [router.top_k for router in self.specs.values()]
-        self._top_k = torch.tensor(ks, dtype=torch.float64, device=device)
+        both = torch.tensor([sizes, ks], dtype=torch.float64, device=device)
+        self._num_experts, self._top_k = both.unbind()
         self._sums = torch.zeros(
             len(sizes), len(ROUTER_SUMS) + self._most, dtype=torch.float64, device=device
         )

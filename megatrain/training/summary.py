@@ -12,6 +12,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Piece
 from megatrain.training.engine import Engine
 from megatrain.training.memory_plan import held_by
+from megatrain.training.model_tree import active_numbers
 
 
 def describe(engine: Engine) -> str:
@@ -28,7 +29,7 @@ def describe(engine: Engine) -> str:
     on_host = f"; on the host {_size(held.on_host)}" if held.on_host else ""
     return "\n".join(
         [
-            f"> model: {_whole_model(engine):,} parameters; rank {engine.grid.rank} holds {_own(engine):,}",
+            f"> model: {_whole_model(engine)}; rank {engine.grid.rank} holds {_own(engine):,}",
             f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)}){on_host}",
             f"> grid: {describe_grid(engine.grid)}",
         ]
@@ -56,16 +57,19 @@ def _own(engine: Engine) -> int:
     return _numel(_pieces(engine))
 
 
-def _whole_model(engine: Engine) -> int:
-    grid = engine.grid
-    counted = _numel(
+def _whole_model(engine: Engine) -> str:
+    grid, routers = engine.grid, engine.model.spec.routers
+    pieces = [
         piece
         for entry in engine.model.registry.entries.values()
         if grid.family(entry.layout.family).replicas.is_first
         for piece in entry.layout.pieces
         if grid.is_first_of(piece.copies)
-    )
-    return int(all_reduce(torch.tensor(counted, device=engine.device), grid.world))
+    ]
+    met = sum(active_numbers(piece.name, math.prod(piece.local_shape), routers) for piece in pieces)
+    counts = torch.tensor([_numel(pieces), met], device=engine.device)
+    total, active = all_reduce(counts, grid.world).tolist()
+    return f"{total:,} parameters" + (f", of which each token meets {active:,}" if routers else "")
 
 
 def _pieces(engine: Engine) -> Iterator[Piece]:

@@ -30,6 +30,20 @@ def test_norms_that_do_not_run_again_are_told(plan_of):
     assert told not in plan_of(flags).notes
 
 
+def test_experts_without_their_kernel_are_told(plan_of):
+    on_gpu = Facts(device="cuda")
+    told = "experts are computed one by one"
+    assert any(f"{told} in float32" in note for note in plan_of("--num-experts 4", facts=on_gpu).notes)
+    odd = plan_of("--num-experts 4 --moe-ffn-hidden-size 36 --bf16", facts=on_gpu).notes
+    assert any(f"{told} with widths that are no multiples of 8" in note for note in odd)
+    for flags, facts in (
+        ("--num-experts 4 --bf16", on_gpu),
+        ("--bf16", on_gpu),
+        ("--num-experts 4", Facts()),
+    ):
+        assert not any(told in note for note in plan_of(flags, facts=facts).notes)
+
+
 def test_a_start_that_does_not_go_on_is_told(plan_of):
     (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
     assert "give --pretrained-checkpoint x --load y --save y" in note

@@ -48,10 +48,26 @@ def followed(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches:
         return follow_step(plan, grid, META, num_microbatches=num_microbatches, ledger=ledger)
 
 
-@pytest.mark.parametrize("recompute", OPTIONS["recomputation"])
-@pytest.mark.parametrize("model", sorted(MODELS))
-def test_a_step_without_memory_makes_the_storages_of_a_real_one(model: str, recompute: str) -> None:
-    layout = Layout.of(f"{recompute} {model} {'documents' if model == 'gemma2' else ''}")
+OF_EXPERTS = {"moeagain", "sharedagain"}
+MADE = [
+    *(
+        f"{recompute} {model} {'documents' if model == 'gemma2' else ''}"
+        for model in sorted(MODELS)
+        for recompute in OPTIONS["recomputation"]
+        if recompute not in OF_EXPERTS
+    ),
+    *(
+        f"{recompute} {experts}"
+        for experts in ("experts", "mixed")
+        for recompute in OPTIONS["recomputation"]
+        if experts == "mixed" or recompute != "sharedagain"
+    ),
+]
+
+
+@pytest.mark.parametrize("words", MADE)
+def test_a_step_without_memory_makes_the_storages_of_a_real_one(words: str) -> None:
+    layout = Layout.of(words)
     plan, grid = tiny_plan(layout, 1), RankGrid.build(GridShape(), 0)
     real, planned = followed(plan, grid, CPU), followed(plan, grid, META)
     assert planned.by_class == real.by_class
