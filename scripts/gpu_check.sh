@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with one or more GPUs: the GPU tests, Transformer Engine's layers beside ours where it is installed, a small
-# run under several layouts in fp64 and bf16, all ways of data parallelism on 2 or 4 GPUs, and case A1.
+# run under several layouts in fp64 and bf16, all ways of data parallelism on 2 or 4 GPUs, whether --deterministic-mode gives
+# the same bits, and case A1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -51,6 +52,7 @@ if ((gpus > 1)); then
     2>"$out/data_parallel.err" | tee "$out/data_parallel.log"
   ((PIPESTATUS[0] == 0)) || tail -30 "$out/data_parallel.err"
 fi
+timeout 300 python3 scripts/check_determinism.py
 time timeout 200 python3 pretrain.py --config configs/benchmarks/a1.yaml --metrics-file "$out/a1.jsonl" 2>&1 | grep -v "^  " | cut -c1-420 | tail -3
 python3 -c "
 import json

@@ -81,6 +81,8 @@ def _why_not(kernel: str, draft: Draft) -> str:
             return f"{_LIBRARY} is not installed"
         if in_order(version) < in_order(_OLDEST):
             return f"{_LIBRARY} {version} is older than {_OLDEST}"
+    if kernel == "cudnn" and draft.config.training.deterministic_mode:
+        return "its backward pass gives other bits each time (--deterministic-mode)"
     capability = draft.facts.device_capability
     if capability is not None and capability[0] not in _GENERATIONS[kernel]:
         name, (major, minor) = draft.facts.device_name or "the GPU", capability

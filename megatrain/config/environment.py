@@ -1,4 +1,4 @@
-"""What the launcher says about this process. The one place that reads the environment.
+"""What the launcher says about this process. The one place that reads the environment, or sets it for libraries.
 
     torchrun   RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE, with its own store
     mpirun     OMPI_COMM_WORLD_RANK ... (Open MPI), PMI_RANK ... and MPI_LOCALRANKID ... (MPICH, Intel MPI)
@@ -43,6 +43,8 @@ class LaunchEnvironment:
     """Where torchrun looks for the reason of a failure."""
     binds_gpus: bool = False
     """Whether each process sees its own GPU alone."""
+    cublas_workspace: str | None = None
+    """CUBLAS_WORKSPACE_CONFIG, if it is set."""
     taken: str = ""
     """Which variables were believed, for the user."""
     problems: tuple[Problem, ...] = ()
@@ -79,7 +81,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchEnvi
     found = _found(sources[0], variables) if sources else _alone(variables)
     if sources:
         _check(found, sources, variables)
-    return replace(found, problems=tuple(variables.problems))
+    workspace = variables.values.get("CUBLAS_WORKSPACE_CONFIG")
+    return replace(found, cublas_workspace=workspace, problems=tuple(variables.problems))
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,11 @@ _MPI = (
     _Source("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     _Source("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
+
+
+def set_unless_given(variable: str, value: str) -> str:
+    """Tell a library that reads the environment, unless the user has; what it will read."""
+    return os.environ.setdefault(variable, value)
 
 
 def _sources(variables: _Variables) -> Iterator[_Source]:

@@ -94,6 +94,8 @@ class Facts:
     device_name: str | None = None
     device_capability: tuple[int, int] | None = None
     """Of a GPU: Hopper's is (9, 0)."""
+    cublas_workspace: str | None = None
+    """CUBLAS_WORKSPACE_CONFIG, if it is set."""
     devices_per_node: int | None = None
     """GPUs that a node's processes can see."""
     ranks_per_node: int | None = None

@@ -2,7 +2,7 @@
 
 A rule yields problems, each with the flag, its value and a value that works. It may compute freely: where something
 that it needs is wrong already, `resolve` skips it. Rules about sizes are in `size_rules.py`, about the model's parts in
-`model_rules.py`, about features that are not there in `unsupported.py`, about batches and schedules in
+`model_rules.py`, about --deterministic-mode in `determinism.py`, about batches and schedules in
 `training_rules.py`, about a checkpoint in `resume.py`.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.data_rules import DATA_RULES
+from megatrain.config.determinism import DETERMINISM_RULES
 from megatrain.config.errors import Problem
 from megatrain.config.expert_rules import EXPERT_RULES
 from megatrain.config.features import features_are_proven
@@ -23,7 +24,6 @@ from megatrain.config.size_rules import SIZE_RULES
 from megatrain.config.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.training_rules import TRAINING_RULES
 from megatrain.config.transformer_engine import TRANSFORMER_ENGINE_RULES
-from megatrain.config.unsupported import UNSUPPORTED_RULES
 
 Problems = Iterator[Problem]
 
@@ -207,7 +207,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     save_interval_has_a_folder,
     missing_checkpoint_has_one_answer,
     *LOG_RULES,
-    *UNSUPPORTED_RULES,
+    *DETERMINISM_RULES,
     features_are_proven,
     *RESUME_RULES,
 )

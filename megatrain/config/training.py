@@ -47,7 +47,7 @@ class TrainingConfig:
     eval_at_start: bool = False
     """Evaluate once before the first iteration, on the samples that the first evaluation reads. Not in Megatron-LM."""
     deterministic_mode: bool = False
-    """Use only operations that give the same bits each time. On a CPU that is always so; not there yet on a GPU."""
+    """Use only operations that give the same bits each time, which some are slower for. On a CPU that is always so."""
     manual_gc: bool = False
     """Collect Python's garbage on all ranks in the same iterations, not when each sees fit."""
     manual_gc_interval: int = field(default=0, metadata=in_range(at_least=0))

@@ -6,7 +6,6 @@ flash-attn-4, whose results have the same sizes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from megatrain.kernels.attention import AttentionKernel, Borders, View
 from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.kernels.flash4 import flash4, order_of_sums
 from megatrain.kernels.fused.launching import is_fake
 
 
@@ -167,7 +167,7 @@ class Flash4:
             return Flash2(self.scale).forward(q, k, v, view)
         b = q.shape[1]
         q, k, v = (_laid(x, view.borders) for x in (q, k, v))
-        out, lse, *_ = _flash4_functions()[0](q, k, v, return_lse=True, **self._how(view))
+        out, lse, *_ = flash4().forward(q, k, v, return_lse=True, **self._how(view))
         return _unlaid(out, b), _unlaid_lse(lse, b)
 
     def backward(
@@ -178,7 +178,7 @@ class Flash4:
         b = q.shape[1]
         dout, q, k, v, out = (_laid(x, view.borders) for x in (dout, q, k, v, out))
         lse = _laid_lse(lse, view.borders)
-        found = _flash4_functions()[1](q, k, v, out, dout, lse, **self._how(view))
+        found = flash4().backward(q, k, v, out, dout, lse, **self._how(view), **order_of_sums())
         dq, dk, dv = (_unlaid(x, b) for x in found)
         return dq, dk, dv
 
@@ -190,14 +190,6 @@ class Flash4:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
             how |= dict(zip(names, view.borders, strict=True))
         return how
-
-
-@functools.cache
-def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Of flash-attn-4, forward and backward; the plan takes it only where it is installed."""
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415 (takes seconds: plans do without)
-
-    return _flash_attn_fwd, _flash_attn_bwd
 
 
 def _as_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -59,6 +59,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         device="cuda" if has_cuda else "cpu",
         device_name=torch.cuda.get_device_name() if has_cuda else None,
         device_capability=torch.cuda.get_device_capability() if has_cuda else None,
+        cublas_workspace=environment.cublas_workspace,
         devices_per_node=_devices_of_node(environment) if has_cuda else None,
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,

@@ -29,6 +29,7 @@ from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridS
 from megatrain.parallel.groups import groups_of, make_group
 from megatrain.training.agreement import agreed_plan, tell
 from megatrain.training.console import Console
+from megatrain.training.determinism import use_deterministic_operations
 from megatrain.training.failure import exit_code_of
 from megatrain.training.phases import Phases
 from megatrain.training.rank_watch import RankWatch
@@ -125,6 +126,8 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     try:
         with phases.phase("joining process groups"):
             device = _own_device(plan, environment)
+            if plan.config.training.deterministic_mode and device.type == "cuda":
+                use_deterministic_operations()
             if store is not None:
                 _join_world(plan, environment, store, device)
             timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)

@@ -73,6 +73,17 @@ def test_a_kernel_is_taken_on_generations_that_it_runs_on(capability, kernel):
     assert plan("--bf16", device="cuda", capability=capability).derived.attention_backend == kernel
 
 
+def test_a_deterministic_run_takes_kernels_that_can_order_their_sums():
+    flags = "--bf16 --deterministic-mode"
+    assert plan(flags, device="cuda").derived.attention_backend == "flash4"
+    assert plan(flags, device="cuda", libraries={}).derived.attention_backend == "sdpa"
+    assert (
+        plan(f"{flags} --attention-backend flash", device="cuda", libraries={}).derived.attention_backend
+        == "flash2"
+    )
+    assert plan("--bf16 --deterministic-mode", device="cpu").derived.attention_backend == "sdpa"
+
+
 def test_facts_come_back_from_json_with_the_capability():
     facts = Facts(device="cuda", device_capability=(9, 0))
     assert Facts.from_json(facts.to_json()) == facts

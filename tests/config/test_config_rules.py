@@ -79,6 +79,9 @@ CASES = {
         ("--attention-backend flash4 --bf16", "", A100,
          ("--attention-backend flash4: it does not run on NVIDIA A100 (compute capability 8.0)\n"
          "  fix: use --attention-backend auto")),
+        ("--attention-backend cudnn --bf16 --deterministic-mode", "", CUDA,
+         ("--attention-backend cudnn: its backward pass gives other bits each time (--deterministic-mode)\n"
+         "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --bf16", "", Facts(device="cuda", device_name="Tesla V100", device_capability=(7, 0)),
          ("--attention-backend cudnn: it does not run on Tesla V100 (compute capability 7.0)\n"
          "  fix: use --attention-backend auto")),
@@ -725,9 +728,16 @@ CASES = {
         ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
          "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
     ],
-    "deterministic_mode_is_for_cpus": [
-        ("--deterministic-mode", "", Facts(device="cuda"),
-         "--deterministic-mode is not there yet on a GPU\n  fix: leave it out"),
+    "cublas_orders_its_sums": [
+        ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
+         ("--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is ':0:0', with which matrix products may give other bits each"
+          " time\n  fix: unset CUBLAS_WORKSPACE_CONFIG, or set it to :4096:8")),
+    ],
+    "implementation_is_deterministic": [
+        ("--deterministic-mode --transformer-impl transformer_engine --bf16", "",
+         Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
+         ("--deterministic-mode with --transformer-impl transformer_engine is not there yet on a GPU\n"
+          "  fix: use --transformer-impl local, or leave --deterministic-mode out")),
     ],
     "optimizer_state_is_left_out_once": [
         ("--save r --load r --no-load-optim", "", None,

@@ -1,6 +1,8 @@
 """What only a GPU can show: the same weights as on a CPU, the same training within rounding, and its speed."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_rows import Layout
 from megatrain.training.engine import Engine
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm --swiglu "
     "--position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --seq-length 24 "
@@ -128,3 +131,10 @@ def test_the_host_waits_for_nothing_in_a_step(flags: str) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert first.read().lm_loss > second.read().lm_loss
+
+
+def test_a_deterministic_run_gives_the_same_bits() -> None:
+    """Processes of their own, as the mode is a whole process's."""
+    command = [sys.executable, "scripts/check_determinism.py"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from megatrain.kernels.flash4 import flash4, order_of_sums
 from megatrain.kernels.fused.launching import is_fake
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
@@ -55,15 +55,15 @@ class LocalCoreAttention(nn.Module):
         s, b = q.shape[:2]
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         window = (None, None) if self.window is None else (self.window, 0)
-        how: dict[str, Any] = {"causal": True, "softmax_scale": self.scale, "window_size": window}
+        how: dict[str, Any] = {"causal": True, "softmax_scale": self.scale, "window_size": window, **order_of_sums()}
         if documents is None:
-            out = _flash4_functions()[0](q, k, v, **how)
+            out = flash4().attend(q, k, v, **how)
         else:
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
             borders, longest = documents.cu_seqlens, documents.max_seqlen
             how |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
             how |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            out = _flash4_functions()[1](q, k, v, **how)
+            out = flash4().attend_by_length(q, k, v, **how)
         out = out[0] if isinstance(out, tuple) else out
         assert isinstance(out, Tensor)
         return out.view(b, s, -1).transpose(0, 1)
@@ -79,14 +79,6 @@ class LocalCoreAttention(nn.Module):
         )
         assert isinstance(out, Tensor)
         return out.view(b, s, -1).transpose(0, 1)
-
-
-@functools.cache
-def _flash4_functions() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Of flash-attn-4, for samples and for documents; the plan takes it only where it is installed."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # noqa: PLC0415 (takes seconds: plans do without)
-
-    return flash_attn_func, flash_attn_varlen_func
 
 
 def visible(s: int, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
