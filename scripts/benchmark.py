@@ -2,16 +2,21 @@
 """Train benchmark cases for a few iterations and print their speed beside what others reach on the same GPUs.
 
     python3 scripts/benchmark.py --case A1 S1
+    python3 scripts/benchmark.py --case A1 --also "--no-recompute-norms"
     python3 scripts/benchmark.py --case B1 --profile -- --no-overlap-grad-reduce
 
-A case is `configs/benchmarks/<case>.yaml`; what follows `--` is given to pretrain.py as well. Figures are medians of the
-last iterations. With --profile, two more iterations are profiled at the end, and the table says where the time went.
+A case is `configs/benchmarks/<case>.yaml`; what follows `--` is given to pretrain.py as well, and each --also measures every
+case once more with its flags. Figures are medians of the last iterations. `roofline` is what `scripts/roofline.py` counts, and
+how much of it was reached; S1 stands beside a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call. With
+--profile, two more iterations are profiled at the end, and the table says where the time went.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -20,6 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from roofline import roofline_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,13 +44,15 @@ class Case:
     megatron_gb: float
     torchtitan: float | None = None
     bare: float | None = None
+    has_plain_loop: bool = False
+    """Whether `scripts/plain_gpt2.py` trains the same."""
 
 
 CASES = {
     "A1": Case(1, 19_740, 107.0, torchtitan=19_530, bare=21_180),
     "B1": Case(4, 10_492, 115.4, torchtitan=9_650),
     "B3": Case(4, 8_296, 46.2),
-    "S1": Case(1, 417_000, 52.4),
+    "S1": Case(1, 417_000, 52.4, has_plain_loop=True),
 }
 
 
@@ -53,20 +62,24 @@ def main() -> int:
     )
     parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=["A1"])
     parser.add_argument("--iterations", type=int, default=15)
+    parser.add_argument(
+        "--also", action="append", default=[], metavar='"FLAGS"', help="measure with these flags too"
+    )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("flags", nargs="*", help="for pretrain.py, after --")
     arguments = parser.parse_args()
-    rows = [measure(name, arguments) for name in arguments.case]
+    variants = [arguments.flags, *([*arguments.flags, *shlex.split(flags)] for flags in arguments.also)]
+    rows = [measure(name, flags, arguments) for name in arguments.case for flags in variants]
     print(
         f"\n{'case':<5} {'ms':>8} {'tokens/s/GPU':>13} {'TFLOP/s':>8} {'MFU':>6} {'peak GB':>8} {'first s':>8}"
-        f"   {'Megatron-LM':>20} {'torchtitan':>11} {'bare step':>10}"
+        f"   {'roofline':>15} {'Megatron-LM':>20} {'torchtitan':>11} {'bare step':>10} {'plain PyTorch':>16}"
     )
     for row in rows:
         print(row)
     return 0 if all(rows) else 1
 
 
-def measure(name: str, arguments: argparse.Namespace) -> str:
+def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
     """Run a case; its row of the table, empty where it failed."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +102,7 @@ def measure(name: str, arguments: argparse.Namespace) -> str:
                 str(metrics),
             ),
             *("--train-iters", str(iterations + 2 * arguments.profile)),
-            *arguments.flags,
+            *flags,
         ]
         if arguments.profile:
             command += ["--profile", "--profile-step-start", str(iterations), "--profile-dir", folder]
@@ -106,10 +119,26 @@ def measure(name: str, arguments: argparse.Namespace) -> str:
             print(f"case {name}: exit code {process.returncode}", file=sys.stderr)
             return ""
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return row(name, case, [line for line in lines if "iteration_ms" in line][:iterations], first or 0.0)
+    plain = plain_tokens_per_second(iterations) if case.has_plain_loop else None
+    kept = [line for line in lines if "iteration_ms" in line][:iterations]
+    return f"{row(name, case, kept, first or 0.0, plain)}   {shlex.join(flags)}".rstrip()
 
 
-def row(name: str, case: Case, lines: list[dict[str, Any]], first_seconds: float) -> str:
+def plain_tokens_per_second(iterations: int) -> float:
+    """Of the plain loop, right after the case on the same GPU."""
+    command = [sys.executable, "scripts/plain_gpt2.py", "--iterations", str(iterations)]
+    print("$", *command[1:], flush=True)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(ended.stdout, ended.stderr[-2000:] if ended.returncode else "", flush=True)
+    found = re.search(r"([\d,]+) tokens/s", ended.stdout)
+    if ended.returncode or found is None:
+        sys.exit(f"scripts/plain_gpt2.py: exit code {ended.returncode}")
+    return float(found[1].replace(",", ""))
+
+
+def row(
+    name: str, case: Case, lines: list[dict[str, Any]], first_seconds: float, plain: float | None = None
+) -> str:
     """Medians over all iterations but the first five."""
     steady = lines[min(5, len(lines) - 1) :]
 
@@ -120,14 +149,18 @@ def row(name: str, case: Case, lines: list[dict[str, Any]], first_seconds: float
         median("tokens_per_second_per_gpu"),
         max(line["max_memory_bytes"] or 0 for line in lines) / 1e9,
     )
+    limit = roofline_of(name).tokens_per_second
     peers = (
+        f"{limit:>8,.0f} {speed / limit:6.1%}",
         f"{case.megatron:>8,.0f} x{speed / case.megatron:5.3f} {case.megatron_gb:4.0f}G",
         f"{case.torchtitan:,.0f}" if case.torchtitan else "-",
         f"{case.bare:,.0f}" if case.bare else "-",
+        f"{plain:,.0f} x{speed / plain:.3f}" if plain else "-",
     )
     return (
         f"{name:<5} {median('iteration_ms'):8.0f} {speed:13,.0f} {median('tflops_per_gpu'):8.1f} {median('mfu'):6.1%} "
-        f"{memory:8.1f} {first_seconds:8.1f}   {peers[0]:>20} {peers[1]:>11} {peers[2]:>10}"
+        f"{memory:8.1f} {first_seconds:8.1f}"
+        f"   {peers[0]:>15} {peers[1]:>20} {peers[2]:>11} {peers[3]:>10} {peers[4]:>16}"
     )
 
 

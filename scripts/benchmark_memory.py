@@ -34,6 +34,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 
 SHAPES = {
     "a1": A1,
+    "a1-norms-kept": f"{A1} --no-recompute-norms",
     "gpt2-16": f"{GPT2} --micro-batch-size 16 --global-batch-size 32",
     "gpt2-64": f"{GPT2} --micro-batch-size 64 --global-batch-size 128",
     "gpt2-fp16": f"{GPT2} --no-bf16 --fp16 --micro-batch-size 16 --global-batch-size 32",

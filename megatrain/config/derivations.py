@@ -76,6 +76,7 @@ from megatrain.config.derived_ranks import (
     startup_timeout_seconds,
     world_size,
 )
+from megatrain.config.derived_recompute import recompute_norms
 from megatrain.config.plan import Answer, Draft
 
 DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
@@ -104,6 +105,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.main_dtype", main_dtype),
     ("derived.attention_backend", attention_backend),
     ("derived.context_communication", context_communication),
+    ("training.recompute_norms", recompute_norms),
     ("derived.world_size", world_size),
     ("derived.model_parallel_size", model_parallel_size),
     ("derived.data_parallel_size", data_parallel_size),

@@ -81,7 +81,8 @@ def _overlaps(plan: Decided) -> tuple[bool, bool]:
 
 def _recomputes(plan: Decided) -> bool:
     training = plan.config.training
-    return training.recompute_granularity is not None or training.recompute_activations
+    is_asked_for = training.recompute_granularity is not None or training.recompute_activations
+    return is_asked_for or training.recompute_norms
 
 
 def _recomputes_layers(plan: Decided) -> bool:
@@ -324,6 +325,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
             "training.recompute_method",
             "training.recompute_num_layers",
             "training.recompute_modules",
+            "training.recompute_norms",
         ),
         (
             Feature("keepall", "", lambda p: not _recomputes(p)),

@@ -205,6 +205,11 @@ def recomputation_says_what(draft: Draft) -> Problems:
                 f"{flag} {value} has no effect without --recompute-granularity full",
                 "add --recompute-granularity full, or leave it out",
             )
+    if kind == "full" and training.recompute_norms:
+        yield Problem(
+            "--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway",
+            "leave one of them out",
+        )
     is_selective = kind == "selective" or training.recompute_activations
     if training.recompute_modules and not is_selective:
         yield Problem(

@@ -30,8 +30,20 @@ def context_settings_alone(draft: Draft) -> Iterator[str]:
 
 
 def no_norm_runs_again(draft: Draft) -> Iterator[str]:
-    if "layernorm" in draft.config.training.recompute_modules and draft.config.model.norm_position == "post":
-        yield "--recompute-modules layernorm has no effect with --norm-position post: no norm stands before a linear layer"
+    training = draft.config.training
+    given = {
+        "--recompute-modules layernorm": "layernorm" in training.recompute_modules,
+        "--recompute-norms": training.recompute_norms,
+    }
+    for flag, is_given in given.items():
+        if is_given and draft.config.model.norm_position == "post":
+            yield f"{flag} has no effect with --norm-position post: no norm stands before a linear layer"
+
+
+def norms_are_computed_twice(draft: Draft) -> Iterator[str]:
+    if draft.config.training.recompute_norms and not draft.is_given("training.recompute_norms"):
+        reason = draft.origins["training.recompute_norms"].detail
+        yield f"norms are computed twice: {reason} (--no-recompute-norms keeps it)"
 
 
 def dropout_by_default(draft: Draft) -> Iterator[str]:
@@ -233,6 +245,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     experts_one_by_one,
     strategy_without_fsdp,
     no_norm_runs_again,
+    norms_are_computed_twice,
     samples_left_over,
     batch_is_decreased,
     schedules_start_anew,

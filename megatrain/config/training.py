@@ -64,6 +64,8 @@ class TrainingConfig:
     """Parts that --recompute-granularity selective computes twice: core_attn, mlp, layernorm. None named: core_attn."""
     recompute_activations: bool = False
     """The same as --recompute-granularity selective."""
+    recompute_norms: bool = AUTO
+    """Compute norms before linear layers twice, as --recompute-modules layernorm does. Left open: in wide models on GPUs, where that is nearly free, unless something else is computed twice. Not in Megatron-LM."""
     device: Literal["cpu", "cuda"] = AUTO
     """Where to compute. Left open: on the GPU if there is one."""
     dry_run: Literal["text", "json"] | None = field(default=None, metadata=alone_means("text"))

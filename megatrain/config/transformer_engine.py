@@ -98,6 +98,7 @@ def _missing(draft: Draft) -> Iterator[tuple[str, bool, str]]:
         "layernorm" in training.recompute_modules,
         "use --recompute-modules core_attn mlp",
     )
+    yield "--recompute-norms: its norms keep what they give", training.recompute_norms, "leave it out"
     yield (
         f"--attention-backend {model.attention_backend}: it chooses itself, or by NVTE_FLASH_ATTN and its like",
         model.attention_backend != "auto",

@@ -58,17 +58,20 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def activate_backward(
-    dy: Tensor, x: Tensor, activation: Activation, *, again: Tensor | None = None
+    dy: Tensor, x: Tensor, activation: Activation, *, again: Tensor | None = None, uses_up: bool = False
 ) -> Tensor:
     """Gradient of `activate`, in the shape of x. What is clamped has none.
 
-    `again`, [..., f], gets the activation a second time, where it was not kept: the same pass forms it.
+    Args:
+        again: [..., f], gets the activation a second time, where it was not kept: the same pass forms it. May be `dy`.
+        uses_up: whether the gradient may lie where x was.
     """
     if is_fused(x) and activation.curve.has_kernel:
-        return fused.activate_backward(dy, x, again, *activation.numbers)
+        return fused.activate_backward(dy, x, again, *activation.numbers, uses_up=uses_up)
+    dx = activate_backward_reference(dy, x, activation)
     if again is not None:
         again.copy_(activate_reference(x, activation))
-    return activate_backward_reference(dy, x, activation)
+    return dx
 
 
 def activate_reference(x: Tensor, activation: Activation) -> Tensor:

@@ -141,9 +141,9 @@ class _HeadLoss(Function):
         losses, z_losses = torch.empty_like(token_scale), torch.zeros_like(token_scale)
         dx = torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
-        chunk = chunk_rows(x.shape[0], vocab.rows, x.element_size())
-        for start in range(0, x.shape[0], chunk):
-            part = slice(start, start + chunk)
+
+        def form(part: slice) -> None:
+            """All of a chunk. Its logits end with it: they shall not stand beside the next one's."""
             logits = curve.of(x[part] @ weight.t())
             slope = None if dx is None else curve.slope(logits)
             known = cross_entropy(logits, labels[part], vocab)
@@ -151,7 +151,7 @@ class _HeadLoss(Function):
             if z_loss_coeff:
                 z_losses[part] = known.log_sums.square() * z_loss_coeff
             if dx is None:
-                continue
+                return
             assert weight_grad is not None
             dlogits = logits_gradient(
                 known, token_scale[part] * curve.scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
@@ -163,6 +163,10 @@ class _HeadLoss(Function):
                 kept.append((dlogits, x[part]))
             else:
                 accumulate_weight_gradient(weight_grad, dlogits, x[part])
+
+        chunk = chunk_rows(x.shape[0], vocab.rows, x.element_size())
+        for start in range(0, x.shape[0], chunk):
+            form(slice(start, start + chunk))
         ctx.save_for_backward(dx)
         ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
         ctx.mark_non_differentiable(losses, z_losses)

@@ -309,10 +309,13 @@ class _Linear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, y = ctx.saved_tensors
         dx = grads[0] @ weight
-        if ctx.is_formed_again:
-            y = torch.empty_like(dx)
+        if ctx.is_formed_again:  # in the memory of what nothing else needs: x goes to no other operation
+            y = dx
         if ctx.activation is not None:
-            dx = activate_backward(dx, x, ctx.activation, again=y if ctx.is_formed_again else None)
+            is_again = ctx.is_formed_again
+            dx = activate_backward(
+                dx, x.detach(), ctx.activation, again=y if is_again else None, uses_up=is_again
+            )
         _form_weight_gradient(ctx.weight_grad, grads[0], y, ctx.info)
         _sum_bias_gradient(ctx.bias, grads[0])
         return dx, None, None, None, None, None

@@ -290,9 +290,11 @@ def recompute_of(plan: Plan) -> Recompute:
     if training.recompute_granularity == "full":
         assert training.recompute_method is not None, "a rule asks for it"
         return Recompute(kind=training.recompute_method, num_layers=training.recompute_num_layers or 1)
-    if training.recompute_granularity == "selective" or training.recompute_activations:
-        return Recompute(kind="parts", parts=training.recompute_modules or ("core_attn",))
-    return Recompute()
+    is_selective = training.recompute_granularity == "selective" or training.recompute_activations
+    parts = (training.recompute_modules or ("core_attn",)) if is_selective else ()
+    if training.recompute_norms:
+        parts += ("layernorm",)
+    return Recompute(kind="parts", parts=parts) if parts else Recompute()
 
 
 def mean_losses(sums: Tensor) -> Tensor:

@@ -612,6 +612,7 @@ CASES = {
             ("--qk-layernorm --qk-layernorm-width all_heads", "",
              "--qk-layernorm-width all_heads, a norm over heads of several ranks\n  fix: use --qk-layernorm-width head"),
             ("--fp32-residual-connection", "", "--fp32-residual-connection: its norms read"),
+            ("--recompute-norms", "", "--recompute-norms: its norms keep what they give\n  fix: leave it out"),
             ("--recompute-granularity selective --recompute-modules layernorm", "",
              "--recompute-modules layernorm: its norms keep what they give\n  fix: use --recompute-modules core_attn mlp"),
             ("--attention-backend flash", "",
@@ -725,6 +726,9 @@ CASES = {
           "  fix: use some of --recompute-modules core_attn mlp layernorm moe shared_experts moe_act")),
         ("--recompute-activations --recompute-modules mlp moe_act", "", None,
          "--recompute-modules moe_act has no effect without --num-experts\n  fix: leave it out, or use mlp"),
+        ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", None,
+         ("--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway\n"
+          "  fix: leave one of them out")),
         ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
          "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
     ],

@@ -129,6 +129,10 @@ def test_activation(
     near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
     near(again, y, dtype)  # another kernel, in which other products and sums are one operation
     near(fused_activation.activate_backward(dy, x, None, *activation.numbers), dx, dtype)
+    in_place = fused_activation.activate_backward(dy, x, dy, *activation.numbers, uses_up=True)
+    assert in_place.data_ptr() == x.data_ptr()
+    assert torch.equal(in_place, dx)
+    assert torch.equal(dy, again)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

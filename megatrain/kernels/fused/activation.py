@@ -38,15 +38,18 @@ def activate_backward(
     is_gated: bool,
     clamp: float | None,
     offset: float,
+    *,
+    uses_up: bool = False,
 ) -> Tensor:
     """As `kernels.activations.activate_backward`."""
     x, dy = x.contiguous(), dy.contiguous()
     columns = dy.shape[-1]
-    dx = torch.empty_like(x)
+    dx = x if uses_up else torch.empty_like(x)
     grid, block = _grid(dy, columns)
     launch(
         _backward, grid, dy, x, dx, dx if again is None else again, columns, offset, clamp or 0.0,
-        **_kind(curve, is_gated, clamp), HAS_AGAIN=again is not None, BLOCK=block,
+        **_kind(curve, is_gated, clamp), HAS_AGAIN=again is not None,
+        IS_IN_PLACE=uses_up or again is not None, BLOCK=block,
     )  # fmt: skip
     return dx
 
@@ -122,7 +125,8 @@ def _forward(
 @jit
 def _backward(
     DY, X, DX, Y, columns, offset, clamp,
-    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_AGAIN: tl.constexpr,
+    IS_IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -130,9 +134,11 @@ def _backward(
     start = row * columns * (2 if IS_GATED else 1) + column
     x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
     dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
+    up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
+    if IS_IN_PLACE:
+        tl.debug_barrier()  # another thread may write where this one reads
     y, slope = _value_and_slope(_at_most(x, clamp) if HAS_CLAMP else x, CURVE)
     if IS_GATED:
-        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
         kept = _within(up, clamp) if HAS_CLAMP else up
         dup = dy * y
         dx = dy * (kept + offset) * slope

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,7 +54,12 @@ class LocalCoreAttention(nn.Module):
         s, b = q.shape[:2]
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         window = (None, None) if self.window is None else (self.window, 0)
-        how: dict[str, Any] = {"causal": True, "softmax_scale": self.scale, "window_size": window, **order_of_sums()}
+        how: dict[str, Any] = {
+            "causal": True,
+            "softmax_scale": self.scale,
+            "window_size": window,
+            **order_of_sums(),
+        }
         if documents is None:
             out = flash4().attend(q, k, v, **how)
         else:

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""The least time that an iteration of a benchmark case takes, if each part runs at the rate that it reaches alone and all else is hidden.
+
+    python3 scripts/roofline.py A1 S1
+
+    products        6 FLOPs for each weight of linear layers and head, and token
+    attention       2 s n d FLOPs a token and layer forward (causal), 2.5 times that backward
+    element-wise    bytes of norms, rotary embedding, activation and loss, at the memory's rate
+    gradients       8 bytes a weight and micro-batch for sums in fp32, half of them hidden in the products
+    optimizer       38 bytes a weight, with norm and clearing
+
+Communication is taken to be hidden. Rates are those of one H200: products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's
+attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of 4.3 TB/s. Those of S1's small sizes are assumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.config import Facts, Plan, parse, resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+BYTES_A_SECOND = 4.0e12
+
+
+@dataclass(frozen=True)
+class Rates:
+    """TFLOP/s of one H200 in bf16."""
+
+    products: float = 750
+    attention: float = 644
+    attention_backward: float = 541
+
+
+RATES = {"S1": Rates(products=550, attention=250, attention_backward=200)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Milliseconds of an iteration on each GPU."""
+
+    products: float
+    attention: float
+    element_wise: float
+    gradients: float
+    optimizer: float
+    tokens: float
+    """Of an iteration, a GPU."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.element_wise + self.gradients + self.optimizer
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.total * 1e3
+
+
+def roofline_of(name: str) -> Roofline:
+    """Of `configs/benchmarks/<name>.yaml`."""
+    request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml")])
+    world_size = {"A": 1, "S": 1, "B": 4}[name[0]]
+    vocabulary = request.config.tokenizer.vocab_size
+    facts = Facts(device="cuda", world_size=world_size, vocab_size=vocabulary, eod_id=0)
+    return _roofline(resolve(request, facts), RATES.get(name, Rates()))
+
+
+def _roofline(plan: Plan, rates: Rates) -> Roofline:
+    model, derived, s = plan.config.model, plan.derived, plan.config.data.seq_length
+    h, tp, pp = (
+        model.hidden_size,
+        plan.config.parallel.tensor_model_parallel_size,
+        derived.model_parallel_size,
+    )
+    tokens = derived.tokens_per_iteration / derived.data_parallel_size  # that pass through this rank's part
+    attention = linear = moved = 0
+    for layer in derived.layer_table.layers:
+        inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
+        f, has_rope = layer.ffn_hidden_size, model.position_embedding_type == "rope"
+        linear += h * (2 * inner + 2 * keys) + (3 if layer.is_gated else 2) * h * f
+        attention += 2 * s * inner
+        moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
+        moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
+    head = h * derived.padded_vocab_size
+    moved += 6 * derived.padded_vocab_size
+    weights = linear + head * (2 if model.untie_embeddings_and_output_weights else 1)
+    share = tp * (pp // tp)
+    per_ms = tokens / share * 1e3
+    return Roofline(
+        products=6 * (linear + head) * per_ms / (rates.products * 1e12),
+        attention=attention * per_ms / 1e12 * (1 / rates.attention + 2.5 / rates.attention_backward),
+        element_wise=moved * per_ms / BYTES_A_SECOND,
+        gradients=4 * weights / share * derived.num_microbatches / BYTES_A_SECOND * 1e3,
+        optimizer=38 * weights / derived.world_size / BYTES_A_SECOND * 1e3,
+        tokens=derived.tokens_per_iteration / derived.world_size,
+    )
+
+
+def main() -> None:
+    names = sys.argv[1:] or ["A1", "S1", "B1", "B3"]
+    parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
+    print(
+        f"{'case':<5}"
+        + "".join(f"{part:>13}" for part in parts)
+        + f"{'tokens/s/GPU':>14}   (ms an iteration)"
+    )
+    for name in names:
+        line = roofline_of(name)
+        print(
+            f"{name:<5}"
+            + "".join(f"{getattr(line, part):13.1f}" for part in parts)
+            + f"{line.tokens_per_second:14,.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What `scripts/roofline.py` counts is what was counted by hand for these cases, part by part."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens_per_second"), [("A1", 23_500), ("B1", 12_700), ("B3", 12_500), ("S1", 500_000)]
+)
+def test_a_case_has_the_roofline_that_was_counted_by_hand(
+    case: str, tokens_per_second: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = script("roofline", monkeypatch).roofline_of(case)
+    assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=0.04 if case == "S1" else 0.01)
+
+
+def test_the_parts_of_a1_are_those_of_its_microseconds_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = script("roofline", monkeypatch).roofline_of("A1")
+    parts = (found.products, found.attention, found.element_wise, found.gradients, found.optimizer)
+    by_token = [part / 32_768 * 1e3 for part in parts]
+    assert by_token == pytest.approx([27.9 + 4.2, 6.6, 2.0, 0.5, 1.3], abs=0.06)
+
+
+def test_a_row_of_the_benchmark_stands_beside_peers_and_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = script("benchmark", monkeypatch)
+    line = {"iteration_ms": 1000.0, "tokens_per_second_per_gpu": 477_000.0, "tflops_per_gpu": 380.0, "mfu": 0.386,
+            "max_memory_bytes": 18e9}  # fmt: skip
+    row = benchmark.row("S1", benchmark.CASES["S1"], [line] * 8, 12.0, 450_000.0).split()
+    assert row[:7] == ["S1", "1000", "477,000", "380.0", "38.6%", "18.0", "12.0"]
+    assert "92.4%" in row
+    assert row[-2:] == ["450,000", "x1.060"]
+    assert "x1.144" in row
