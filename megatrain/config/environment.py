@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from megatrain.config.errors import Problem
 
@@ -106,6 +107,14 @@ _MPI = (
 def set_unless_given(variable: str, value: str) -> str:
     """Tell a library that reads the environment, unless the user has; what it will read."""
     return os.environ.setdefault(variable, value)
+
+
+def user_cache() -> Path | None:
+    """Where programs keep what they can make again: XDG_CACHE_HOME, or .cache in HOME; None: neither is set."""
+    folder, home = os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME")
+    if folder:
+        return Path(folder)
+    return Path(home) / ".cache" if home else None
 
 
 def _sources(variables: _Variables) -> Iterator[_Source]:

@@ -1,7 +1,7 @@
 """When fused kernels run, and how they are started.
 
 Triton comes with torch's builds for GPUs. Where it is missing, the kernels are there to be read, and a plan made with
-fake tensors allocates what they would write to.
+tensors on the meta device allocates what they would write to.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     import triton
@@ -33,7 +32,7 @@ def jit(function: Callable[..., None]) -> Any:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Start a kernel; on fake tensors and on those without memory nothing is to be done."""
+    """Start a kernel; on tensors without memory nothing is to be done."""
     if 0 in grid or any(isinstance(a, Tensor) and is_fake(a) for a in arguments):
         return
     kernel[grid](*arguments, **constants)
@@ -41,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 def is_fake(x: Tensor) -> bool:
     """Whether a plan is being made: there is a shape, and no memory."""
-    return isinstance(x, FakeTensor) or x.is_meta
+    return x.is_meta
 
 
 def cdiv(a: int, b: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,18 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from megatrain.kernels.flash4 import flash4, order_of_sums
 from megatrain.kernels.fused.launching import is_fake
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
-
-# torch 2.11 takes grouped queries as they come, later versions want to be told.
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
-
 
 _TORCHS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash2": SDPBackend.FLASH_ATTENTION}
 
@@ -78,11 +73,21 @@ class LocalCoreAttention(nn.Module):
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b * s, n/tp, d]
         borders, longest = documents.cu_seqlens, documents.max_seqlen
         window = (-1 if self.window is None else self.window, 0)
-        out = varlen_attn(
-            q, k, v, borders, borders, longest, longest, window_size=window, scale=self.scale, **_GROUPED
+        out = _torchs_by_length()(
+            q, k, v, borders, borders, longest, longest, window_size=window, scale=self.scale
         )
         assert isinstance(out, Tensor)
         return out.view(b, s, -1).transpose(0, 1)
+
+
+@functools.cache
+def _torchs_by_length() -> Callable[..., Any]:
+    """Imported when it is first needed: it brings torch's compiler, which takes seconds."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
+
+    # torch 2.11 takes grouped queries as they come, later versions want to be told.
+    is_told = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return functools.partial(varlen_attn, enable_gqa=True) if is_told else varlen_attn
 
 
 def visible(s: int, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
