@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatrain.config.errors import MegatrainError
-from megatrain.parallel.collectives import gather_json
-from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.messages import Messages
 
 
 class CheckpointError(MegatrainError):
@@ -32,8 +31,13 @@ class MismatchError(CheckpointError):
     """A whole checkpoint that this model or this program cannot take."""
 
 
-def agree(work: Callable[[], Any], group: RankGroup) -> list[Any]:
-    """Do `work` on every rank of the group; returns all results (anything that JSON holds), in the order of the ranks.
+def agree(
+    work: Callable[[], Any], messages: Messages, then: Callable[[list[Any]], Any] = lambda _: None
+) -> Any:
+    """Do `work` on every rank, and `then` on rank 0 with all results (anything that JSON holds), by rank.
+
+    Returns:
+        What `then` returns, on all ranks.
 
     Raises:
         CheckpointError: on all ranks, where any failed: a mismatch before damage before the rest.
@@ -43,16 +47,21 @@ def agree(work: Callable[[], Any], group: RankGroup) -> list[Any]:
         value = work()
     except Exception as error:  # noqa: BLE001 (whatever happened here, the others wait for an answer)
         failure = error
-    answers = gather_json({"value": value, "failure": _described(failure)}, group)
-    failures = [
-        (*answer["failure"], rank)
-        for rank, answer in zip(group.ranks, answers, strict=True)
-        if answer["failure"]
-    ]
-    if not failures:
-        return [answer["value"] for answer in answers]
-    severity, problem, fix, rank = min(failures, key=lambda described: described[0])
-    where = f"rank {rank}: " if group.size > 1 else ""
+    answers = messages.gather({"value": value, "failure": _described(failure)})
+    failures = [(*answer["failure"], rank) for rank, answer in enumerate(answers) if answer["failure"]]
+    result = None
+    if answers and not failures:
+        try:
+            result = then([answer["value"] for answer in answers])
+        except Exception as error:  # noqa: BLE001
+            failure = error
+            failures = [(*described, 0) for described in [_described(error)] if described]
+    worst = min(failures, key=lambda described: described[0], default=None)
+    result, worst = messages.share([result, worst])
+    if worst is None:
+        return result
+    severity, problem, fix, rank = worst
+    where = f"rank {rank}: " if messages.size > 1 else ""
     if severity == 0:
         raise MismatchError(where + problem, fix=fix) from failure
     if severity == 1:

@@ -148,7 +148,7 @@ def _agreed_candidates(folder: Path, iteration: int | None, grid: RankGrid) -> l
             if iteration in (None, candidate.iteration)
         ]
 
-    found = agree(listed, grid.messages)[0]
+    found = agree(listed, grid.messages, then=lambda answers: answers[0])
     return [Candidate(number, folder / name, problem) for number, name, problem in found]
 
 
@@ -174,12 +174,14 @@ def _load_candidate(
         )
         return opened[0].manifest.checksum, used
 
-    try:
-        answers = agree(start, grid.messages)
+    def judge(answers: list[tuple[int, str]]) -> None:
         if len({checksum for checksum, _ in answers}) > 1:
             raise DamagedError(f"{candidate.path}: not all ranks see the same manifest")
+        check_all_used(opened[0], [used for _, used in answers])
+
+    try:
+        agree(start, grid.messages, then=judge)
         reader = opened[0]
-        check_all_used(reader, [used for _, used in answers])
         agree(lambda: fill_from(reader, optimizer, with_optimizer=with_optimizer), grid.messages)
     finally:
         for reader in opened:

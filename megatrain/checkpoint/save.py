@@ -94,32 +94,27 @@ def save_checkpoint(
     disk = disk or Disk()
     kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
     plan = plan_chunks(optimizer, grid, kinds)
-    offer = {"mark": secrets.token_hex(4), "bytes": sum(chunk.num_bytes for chunk in plan)}
-    answers = agree(lambda: offer, grid.messages)
-    final = folder / folder_name(iteration)
-    temporary = final.with_name(f"{final.name}.tmp-{answers[0]['mark']}")
-    is_leader = grid.world.is_first
+    is_leader, final = grid.world.is_first, folder / folder_name(iteration)
+    mark = grid.messages.share(secrets.token_hex(4))
+    temporary = final.with_name(f"{final.name}.tmp-{mark}")
 
-    def begin() -> None:
-        if is_leader:
-            begin_save(folder, temporary, sum(answer["bytes"] for answer in answers), disk)
+    def begin(num_bytes: list[int]) -> None:
+        begin_save(folder, temporary, sum(num_bytes), disk)
 
     def commit(reports: list[Any]) -> None:
-        if is_leader:
-            manifest = join_reports(
-                reports,
-                iteration=iteration,
-                consumed_train_samples=consumed_train_samples,
-                optimizer_step_count=optimizer.step_count,
-                state=state,
-                config=config,
-            )
-            commit_save(temporary, final, manifest, disk)
+        manifest = join_reports(
+            reports,
+            iteration=iteration,
+            consumed_train_samples=consumed_train_samples,
+            optimizer_step_count=optimizer.step_count,
+            state=state,
+            config=config,
+        )
+        commit_save(temporary, final, manifest, disk)
 
     try:
-        agree(begin, grid.messages)
-        reports = agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.messages)
-        agree(lambda: commit(reports), grid.messages)
+        agree(lambda: sum(chunk.num_bytes for chunk in plan), grid.messages, then=begin)
+        agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.messages, then=commit)
     except CheckpointError as error:
         if is_leader:
             give_up(temporary, disk)

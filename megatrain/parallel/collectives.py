@@ -146,8 +146,8 @@ def begin_shift(x: Tensor, out: Tensor, group: RankGroup) -> Transfer:
 def gather_json(value: Any, group: RankGroup, device: torch.device | None = None) -> list[Any]:
     """Every rank's value (anything that JSON holds), in the order of the ranks, on every rank.
 
-    `group` is one of CPUs, such as the grid's `messages`: a long wait here holds up no device. One of devices needs to
-    be told this rank's.
+    For what all of them need at once; words for rank 0 go by the grid's `messages`. A group of devices needs to be told
+    this rank's.
     """
     if group.size == 1:
         return [value]

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatrain.parallel.messages import Messages
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 STAGES_BEFORE_REPLICAS = "tp-cp-ep-pp-dp"
 """The order of --use-tp-pp-dp-mapping: neighbours in a pipeline are closer than replicas."""
@@ -218,8 +220,8 @@ class RankGrid:
     shape: GridShape
     rank: int
     world: RankGroup
-    messages: RankGroup
-    """The same ranks as `world`, for text, by way of CPUs: who waits here for a slow disk delays no collective."""
+    messages: Messages
+    """Between all ranks, for words: who waits here for a slow disk delays no collective."""
     pp: RankGroup
     pp_backward: RankGroup
     """The same ranks as `pp`: gradients travel on a channel of their own, so that neither direction waits for the other."""
@@ -276,7 +278,6 @@ class RankGrid:
         dense, expert = shape.state_lists("dense"), shape.state_lists("expert")
         alone = {
             "world": everyone,
-            "messages": everyone,
             "pp": shape.rank_lists("pp"),
             "pp_backward": shape.rank_lists("pp"),
             "embedding": shape.embedding_lists(),
@@ -307,7 +308,9 @@ class RankGrid:
         groups |= maker.make_sharing(of_layers)
         groups |= maker.make_sharing(of_replicas)
         groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)
-        return cls(shape=shape, rank=rank, **groups)
+        has_others = make_handle is not None and shape.world_size > 1
+        store = make_handle("messages", everyone) if make_handle is not None and has_others else None
+        return cls(shape=shape, rank=rank, messages=Messages(rank, shape.world_size, store), **groups)
 
     def family(self, family: Family) -> FamilyGroups:
         """Where the parameters of a family lie."""

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from megatrain.parallel.grid import RankGrid, RankGroup
 
@@ -23,14 +23,14 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> Any:
     """The group of the list that this rank is in, made by all ranks of the world; None where it is in no list.
 
-    The lists are disjoint. The world's own process group is used for `world`, and CPUs for `messages`.
+    The lists are disjoint. The world's own process group is used for `world`. `messages` gets a store.
     """
     world = dist.group.WORLD
     assert world is not None, "the world is joined before its parts"
     if name == "world":
         return world
     if name == "messages":
-        return dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
+        return _own_store(timeout)
     if world.bound_device_id is not None:
         lists = [list(ranks) for ranks in rank_lists]
         return dist.split_group(world, lists, timeout=timeout, group_desc=name)
@@ -43,11 +43,23 @@ def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timed
     return None
 
 
+def _own_store(timeout: timedelta | None) -> Any:
+    """A connection of its own to the store by which the ranks have met, as a wait occupies one; its entries are its own.
+
+    Several grids may be built one after the other, by all ranks alike.
+    """
+    shared: Any = _get_default_store()  # torch's types do not know `clone`
+    number = shared.add(f"messages of rank {dist.get_rank()}", 1)
+    store = dist.PrefixStore(f"messages {number}", shared.clone())
+    if timeout is not None:
+        store.set_timeout(timeout)
+    return store
+
+
 def limit_collectives(grid: RankGrid, *, seconds: float) -> None:
     """From now on a collective that takes longer than this fails; messages keep their limit."""
     for group in groups_of(grid):
-        if group.name != "messages":
-            _set_pg_timeout(timedelta(seconds=seconds), group.handle)
+        _set_pg_timeout(timedelta(seconds=seconds), group.handle)
 
 
 def groups_of(grid: RankGrid) -> list[RankGroup]:

@@ -8,9 +8,9 @@ Only the first and the last pipeline stage need tokens; those between need no mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +23,6 @@ from megatrain.data.sampler import CyclicOrder, Order, Share, SingleOrder, Whole
 from megatrain.data.samples import Samples
 from megatrain.data.sources import blends_of
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.collectives import gather_json
 from megatrain.training.launch import Ranks
 
 
@@ -180,20 +179,26 @@ def _built_in_turns(ranks: Ranks, plan: Plan, say: Callable[[str], None]) -> tup
             except Exception as error:  # noqa: BLE001 (whatever happened here, the others wait for an answer)
                 failure = error
         answer = {"failed": failure is not None, "lengths": vars(_Lengths.of(splits)) if splits else None}
-        answers = gather_json(answer, ranks.grid.messages)
-        _raise_together(ranks, failure, [found["failed"] for found in answers])
-        lengths = _Lengths(**answers[0]["lengths"])  # rank 0 is on the first stage, whatever the layout
+        found = ranks.grid.messages.concluded(answer, _concluded)
+        _raise_together(ranks, failure, found["first_failed"])
+        lengths = _Lengths(**found["lengths"])
     return splits, lengths
 
 
-def _raise_together(ranks: Ranks, failure: Exception | None, failed: Sequence[bool]) -> None:
+def _concluded(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks need to know: the first that failed, and rank 0's lengths, as it is on the first stage in any layout."""
+    failed = [rank for rank, answer in enumerate(answers) if answer["failed"]]
+    return {"first_failed": failed[0] if failed else None, "lengths": answers[0]["lengths"]}
+
+
+def _raise_together(ranks: Ranks, failure: Exception | None, first_failed: int | None) -> None:
     """Where any rank failed, all do; the first of them tells why."""
-    if not any(failed):
+    if first_failed is None:
         return
     if failure is None:
         failure = MegatrainError("another rank could not read the data", fix="see its message")
     if isinstance(failure, MegatrainError):
-        failure.is_told = ranks.grid.rank != failed.index(True)
+        failure.is_told = ranks.grid.rank != first_failed
     raise failure
 
 

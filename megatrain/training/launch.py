@@ -231,6 +231,5 @@ def _join_world(plan: Plan, environment: LaunchEnvironment, store: dist.Store, d
 def _warm(grid: RankGrid, device: torch.device) -> None:
     """Connect every group now, so that a broken link shows at start and not in the middle of a step."""
     for group in groups_of(grid):
-        on = torch.device("cpu") if group.name == "messages" else device
-        count = all_reduce(torch.ones(1, device=on), group).item()
+        count = all_reduce(torch.ones(1, device=device), group).item()
         assert count == group.size, f"{group.name} counts {count} of {group.size} ranks"

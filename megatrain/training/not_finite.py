@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.collectives import gather_json
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor, Segment, Use
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
@@ -54,7 +53,13 @@ class Finding:
 def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> tuple[str, str]:
     """What was not finite first, and what to do about it; equal on all ranks, which all call this."""
     own = sorted(_search(engine, batches, first_sample), key=lambda finding: finding.key)
-    told = gather_json([asdict(finding) for finding in own[:_MAX_FINDINGS]], engine.grid.messages)
+    findings = [asdict(finding) for finding in own[:_MAX_FINDINGS]]
+    what, fix = engine.grid.messages.concluded(findings, _explained)
+    return what, fix
+
+
+def _explained(told: list[list[dict[str, Any]]]) -> tuple[str, str]:
+    """By rank 0, of what all ranks have found."""
     found = sorted((Finding(**one) for rank in told for one in rank), key=lambda finding: finding.key)
     if not found:
         return (

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 
 from megatrain.config import Plan
-from megatrain.parallel.collectives import gather_json
 from megatrain.training.console import clock
 from megatrain.training.launch import Ranks
 from megatrain.training.metrics import (
@@ -242,9 +241,9 @@ class RunLog:
         if means["routers"] is not None:
             console.say(health_line(means["routers"]))
         if logging.timing_log_level:
-            own = mean_times(self._interval)
-            times = gather_json(own, self._ranks.grid.messages)
-            console.say(across_ranks(times, logging.timing_log_option))
+            times = self._ranks.grid.messages.gather(mean_times(self._interval))
+            if times:
+                console.say(across_ranks(times, logging.timing_log_option))
         self._interval = []
 
     def _show_bar(self, values: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Small models at any layout in one process, and disks that fail.
 
-A layout's ranks are built one after the other; what they would say to each other goes through `Meeting`, in threads.
+A layout's ranks are built one after the other; what they say to each other goes through a store, in threads.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import HashStore
 
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import Loaded, load_checkpoint
@@ -35,8 +36,9 @@ from megatrain.optim.rules import AdamwRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.buffers import FlatBuffers
 from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
+from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.messages import Messages
 
 CPU = torch.device("cpu")
 
@@ -153,28 +155,15 @@ def save_all(
     return final
 
 
-class Meeting:
-    """Takes the place of `gather_json` among threads that each play a rank."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier = threading.Barrier(num_ranks)
-        self.said: dict[int, str] = {}
-
-    def gather(self, value: Any, group: RankGroup) -> list[Any]:
-        self.said[group.rank] = json.dumps(value)
-        self.barrier.wait(timeout=30)
-        heard = [json.loads(self.said[rank]) for rank in range(group.size)]
-        self.barrier.wait(timeout=30)
-        return heard
-
-
-def run_ranks(ranks: list[Rank], work: Callable[[Rank], Any], monkeypatch: Any) -> list[Any]:
-    """Results of all ranks; an exception counts as one."""
-    monkeypatch.setattr("megatrain.checkpoint.errors.gather_json", Meeting(len(ranks)).gather)
+def run_ranks(ranks: list[Rank], work: Callable[[Rank], Any]) -> list[Any]:
+    """Results of all ranks, which talk through a store of this process; an exception counts as one."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=30))
 
     def tried(rank: Rank) -> Any:
+        messages = Messages(rank.grid.rank, len(ranks), store)
         try:
-            return work(rank)
+            return work(dataclasses.replace(rank, grid=dataclasses.replace(rank.grid, messages=messages)))
         except Exception as error:  # noqa: BLE001
             return error
 

@@ -142,7 +142,6 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, monkeypatch: pytest
     answers = run_ranks(
         ranks,
         lambda rank: save(tmp_path, rank, 4, disk=FullDisk(5 if rank.grid.rank == 2 else -1)),
-        monkeypatch,
     )
     assert all(isinstance(answer, CheckpointError) for answer in answers)
     assert len({str(answer) for answer in answers}) == 1
@@ -156,7 +155,7 @@ def test_our_own_mistakes_stop_all_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     """A rank that writes what another one holds must not be committed."""
     ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
     monkeypatch.setattr("megatrain.parallel.grid.RankGrid.is_first_of", lambda grid, names: True)
-    answers = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4), monkeypatch)
+    answers = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4))
     assert all("chunks hold 32 elements of 16" in str(answer) for answer in answers)
     assert list(tmp_path.iterdir()) == []
 

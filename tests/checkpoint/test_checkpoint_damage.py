@@ -281,7 +281,7 @@ def test_damage_that_one_rank_sees_turns_all_back(tmp_path: Path, monkeypatch: p
             rank.set_values(seed)
         save_all(tmp_path, ranks, 10 * seed)
     zero_page(tmp_path / NEW)
-    answers = run_ranks(ranks, lambda rank: load(tmp_path, rank), monkeypatch)
+    answers = run_ranks(ranks, lambda rank: load(tmp_path, rank))
     assert [loaded.iteration for loaded in answers] == [10] * 4
     assert "rank 2: " in answers[0].skipped[0]
     assert "shard_00002.safetensors" in answers[0].skipped[0]

@@ -125,12 +125,12 @@ def test_ranks_save_and_load_together(tmp_path: Path, monkeypatch: pytest.Monkey
     ranks = build_ranks(GridShape(tp=2, pp=2), spec)
     for rank in ranks:
         rank.set_values(3)
-    paths = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4), monkeypatch)
+    paths = run_ranks(ranks, lambda rank: save(tmp_path, rank, 4))
     assert paths == [tmp_path / "iter_0000004"] * 4
     wanted = [rank.values() for rank in ranks]
     for rank in ranks:
         rank.set_values(5)
-    answers = run_ranks(ranks, lambda rank: load(tmp_path, rank), monkeypatch)
+    answers = run_ranks(ranks, lambda rank: load(tmp_path, rank))
     assert {loaded.iteration for loaded in answers} == {4}
     for rank, values in zip(ranks, wanted, strict=True):
         assert_same(rank.values(), values)

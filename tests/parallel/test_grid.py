@@ -163,7 +163,7 @@ def test_without_experts_nothing_is_made_for_them() -> None:
     shape = GridShape(tp=2, cp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
     grid = RankGrid.build(shape, 0, lambda name, _lists: made.append(name) or name)
     assert made == [
-        "world", "messages", "pp", "pp_backward", "embedding", "tp", "cp", "tp_cp", "dp", "replicas",
+        "world", "pp", "pp_backward", "embedding", "tp", "cp", "tp_cp", "dp", "replicas", "messages",
     ]  # fmt: skip
     assert (grid.expert_replicas.handle, grid.etp.handle) == ("replicas", "tp")
 
