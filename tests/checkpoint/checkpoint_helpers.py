@@ -20,7 +20,8 @@ import torch
 from torch.distributed import HashStore
 
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.load import Loaded, load_checkpoint
+from megatrain.checkpoint.load import Loaded, check_all_used, check_names, fill_from, load_checkpoint
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.save import (
     begin_save,
     commit_save,
@@ -41,6 +42,7 @@ from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.messages import Messages
 
 CPU = torch.device("cpu")
+STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,12 @@ def build_rank(
     main_dtype: torch.dtype = torch.float32,
     is_sharded: bool = True,
 ) -> Rank:
-    shape = dataclasses.replace(shape, dp_copies=1 if is_sharded else shape.dp)
+    if not is_sharded:
+        shape = dataclasses.replace(shape, dp_copies=shape.replicas)
     grid = RankGrid.build(shape, rank)
-    model = build_model(spec, grid, seq_length=8, sequence_parallel=False, dtype=dtype, device=CPU)
+    model = build_model(
+        spec, grid, seq_length=8, sequence_parallel=shape.has_experts, dtype=dtype, device=CPU
+    )
     buffers = FlatBuffers(model.registry, grid=grid, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU)
     rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
     parallel = DataParallel(buffers, grid)
@@ -153,6 +158,20 @@ def save_all(
     )
     commit_save(temporary, final, manifest, disk)
     return final
+
+
+def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def fill_all(path: Path, ranks: list[Rank]) -> None:
+    """What `load_checkpoint` does, rank after rank."""
+    with CheckpointReader(path) as reader:
+        used = [check_names(reader, rank.optimizer.buffers.registry, lambda _: STATE_KINDS) for rank in ranks]
+        check_all_used(reader, used)
+        for rank in ranks:
+            fill_from(reader, rank.optimizer, with_optimizer=True)
 
 
 def run_ranks(ranks: list[Rank], work: Callable[[Rank], Any]) -> list[Any]:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from checkpoint_helpers import (
     CPU,
-    Rank,
+    STATE_KINDS,
+    assert_same,
     build_rank,
     build_ranks,
+    fill_all,
     load,
     one_rank,
     run_ranks,
@@ -23,9 +25,9 @@ from safetensors import safe_open
 
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.load import check_all_used, check_names, fill_from, load_weights_only
+from megatrain.checkpoint.load import load_weights_only
 from megatrain.checkpoint.manifest import read_manifest, tiling_problem
-from megatrain.checkpoint.reader import CheckpointReader, hash_tensors, verify
+from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.checkpoint.save import cut_box
 from megatrain.model.gpt import build_model
 from megatrain.parallel.buffers import FlatBuffers
@@ -37,22 +39,6 @@ torch.set_num_threads(1)
 ONE = GridShape()
 EIGHT = GridShape(tp=2, dp=2, pp=2)
 SHAPES = [ONE, EIGHT, GridShape(tp=4, kv_copies=2), GridShape(dp=3), GridShape(tp=2, pp=2)]
-
-STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
-
-
-def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
-    assert len(one) == len(other)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def fill_all(path: Path, ranks: list[Rank]) -> None:
-    """What `load_checkpoint` does, rank after rank."""
-    with CheckpointReader(path) as reader:
-        used = [check_names(reader, rank.optimizer.buffers.registry, lambda _: STATE_KINDS) for rank in ranks]
-        check_all_used(reader, used)
-        for rank in ranks:
-            fill_from(reader, rank.optimizer, with_optimizer=True)
 
 
 @pytest.mark.parametrize(
