@@ -36,6 +36,9 @@ RUNS = {
     "narrow moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "bf16 dp2": (2, "--bf16"),
     "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
+    "cp2 dp2": (4, "--context-parallel-size 2"),
+    "experts dp2 pp2": (4, ("--pipeline-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1]"
+                            " --moe-aux-loss-coeff 1e-2")),
     "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
                           " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
 }  # fmt: skip
