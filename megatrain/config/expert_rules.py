@@ -290,15 +290,6 @@ def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
         )
 
 
-def expert_parallelism_is_proven(draft: Draft) -> Problems:
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        size = draft.config.get(f"parallel.{name}")
-        if draft.config.experts.num_experts is not None and size is not None and size > 1:
-            yield Problem(
-                f"{flag_of(name)} {size}: experts on several ranks are not there yet", "leave this out"
-            )
-
-
 def _divisor_near(number: int, wanted: int) -> int:
     return next(n for n in range(min(wanted, number), 0, -1) if number % n == 0)
 
@@ -319,7 +310,6 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,
-    expert_parallelism_is_proven,
     dispatcher_is_there,
     experts_have_no_biases,
     experts_go_with_layers_alike,

@@ -13,62 +13,14 @@ that does not say otherwise. A new model is a line in tools/parity_models.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.plan import Draft, Plan
+from megatrain.config.expert_features import EXPERT_OPTIONS
+from megatrain.config.feature import Decided, Feature, Option, Refused, sizes
+from megatrain.config.plan import Draft
 from megatrain.config.tree import flag_of
-
-Decided = Draft | Plan
-
-
-@dataclass(frozen=True)
-class Feature:
-    """One value of an option."""
-
-    name: str
-    flags: str
-    """How a user asks for it; none: by giving nothing."""
-    is_used: Callable[[Decided], bool]
-    needs: tuple[str, ...] = ()
-    """The features without any of which it has no effect, so that no row proves it."""
-    rows: Mapping[str, str] = field(default_factory=dict)
-    """What parity tries it with: a word for the row, and its flags. Left out: its name and `flags`."""
-
-    def words(self) -> Mapping[str, str]:
-        """The words that stand for it in parity's rows, and the flags of each."""
-        return self.rows or {self.name: self.flags}
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is one way or another in each run: one of its features, or several."""
-
-    name: str
-    settings: tuple[str, ...]
-    """Paths that decide it."""
-    features: tuple[Feature, ...]
-    is_layout: bool = False
-    """Whether it says how work is done, not what is computed: parity's one process does without it."""
-
-    def words(self) -> dict[str, str]:
-        """The words of all features, and the flags of each. The first is what holds where nothing is said."""
-        return {word: flags for feature in self.features for word, flags in feature.words().items()}
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Two features that do not go together (yet)."""
-
-    pair: tuple[str, str]
-    why: str
-    fix: str
-
-
-def _sizes(flag: str, word: str, *sizes: int) -> dict[str, str]:
-    return {f"{word}{size}": f"{flag} {size}".strip() if flag else "" for size in sizes}
 
 
 def _tp(plan: Decided) -> int:
@@ -134,7 +86,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "tp",
                 _TP,
                 lambda p: _tp(p) > 1,
-                rows=_sizes(_TP, "tp", 2, 3, 4, 8),
+                rows=sizes(_TP, "tp", 2, 3, 4, 8),
             ),
         ),
         is_layout=True,
@@ -149,7 +101,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "less --num-query-groups than tensor ranks",
                 lambda p: p.config.model.num_query_groups < _tp(p),
                 needs=("tp",),
-                rows=_sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4),
+                rows=sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4),
             ),
         ),
     ),
@@ -169,7 +121,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ("parallel.context_parallel_size",),
         (
             Feature("cp1", "", lambda p: _cp(p) == 1),
-            Feature("cp", _CP, lambda p: _cp(p) > 1, rows=_sizes(_CP, "cp", 2, 4)),
+            Feature("cp", _CP, lambda p: _cp(p) > 1, rows=sizes(_CP, "cp", 2, 4)),
         ),
         is_layout=True,
     ),
@@ -215,7 +167,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "dp",
                 "more ranks than hold the model",
                 lambda p: p.derived.data_parallel_size > 1,
-                rows=_sizes("", "dp", 2, 3, 4, 8),
+                rows=sizes("", "dp", 2, 3, 4, 8),
             ),
         ),
         is_layout=True,
@@ -229,7 +181,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 "pp",
                 _PP,
                 lambda p: p.config.parallel.pipeline_model_parallel_size > 1,
-                rows=_sizes(_PP, "pp", 2, 4),
+                rows=sizes(_PP, "pp", 2, 4),
             ),
         ),
         is_layout=True,
@@ -282,7 +234,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                 _INSTANCES,
                 lambda p: _instances(p) > 1,
                 needs=_REPLICAS,
-                rows=_sizes(_INSTANCES, "instances", 2),
+                rows=sizes(_INSTANCES, "instances", 2),
             ),
         ),
         is_layout=True,
@@ -361,31 +313,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         ),
         is_layout=True,
     ),
-    Option(
-        "experts",
-        ("experts.num_experts",),
-        (
-            Feature("dense", "", lambda p: not _has_experts(p)),
-            Feature(
-                "experts",
-                "--num-experts",
-                _has_experts,
-                rows={
-                    "experts": (
-                        "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --moe-aux-loss-coeff 0.1"
-                        " --moe-z-loss-coeff 0.01"
-                    ),
-                    "mixed": (
-                        "--num-experts 6 --moe-router-topk 3 --moe-layer-freq [0,1]*2 --moe-router-score-function sigmoid"
-                        " --moe-router-enable-expert-bias"
-                        " --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss"
-                        " --moe-aux-loss-coeff 0.1 --moe-shared-expert-intermediate-size 48 --moe-shared-expert-gate"
-                        " --disable-bias-linear"
-                    ),
-                },
-            ),
-        ),
-    ),
+    *EXPERT_OPTIONS,
     Option(
         "embeddings",
         ("model.untie_embeddings_and_output_weights",),
@@ -484,15 +412,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
 )
 
 REFUSED: Final[tuple[Refused, ...]] = (
-    *(
-        Refused(
-            (of_experts, name),
-            "experts on several ranks are not there yet",
-            "use --tensor-model-parallel-size 1",
-        )
-        for of_experts in ("experts", "expertsagain")
-        for name in ("tp", "sp", "copies")
-    ),
     Refused(
         ("zero0", "instances"),
         "nothing is spread over the ranks of an instance",

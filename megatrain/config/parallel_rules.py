@@ -1,5 +1,6 @@
 """What must hold between settings of data parallelism."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -42,6 +43,23 @@ def instances_divide_replicas(draft: Draft) -> Problems:
         )
 
 
+def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    if draft.config.experts.num_experts is None:
+        return
+    ep, etp = parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size
+    per_replica = ep * etp * parallel.pipeline_model_parallel_size
+    replicas, rest = divmod(draft.derived.world_size, per_replica)
+    instances = parallel.num_distributed_optimizer_instances
+    if not rest and replicas % instances:
+        yield Problem(
+            f"--num-distributed-optimizer-instances {instances} do not divide {replicas} replicas of experts"
+            f" ({draft.derived.world_size} ranks / (expert-model-parallel {ep} * expert-tensor-parallel {etp} *"
+            f" pipeline-model-parallel {parallel.pipeline_model_parallel_size}))",
+            f"use --num-distributed-optimizer-instances {math.gcd(replicas, instances)}",
+        )
+
+
 def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.grad_reduce_in_bf16 and draft.derived.params_dtype != "bfloat16":
@@ -53,6 +71,7 @@ def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
 PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_is_said_once,
     instances_divide_replicas,
+    instances_divide_replicas_of_experts,
     *CONTEXT_RULES,
     narrow_reduction_needs_narrow_weights,
 )

@@ -159,7 +159,7 @@ def experts_have_the_pipelines_of_dense_layers(draft: Draft) -> Problems:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ep, etp = parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size
     is_apart = parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1
-    if is_apart and ep > 1 and tp * cp != etp * ep:
+    if is_apart and draft.config.experts.num_experts is not None and tp * cp != etp * ep:
         yield Problem(
             f"with --use-tp-pp-dp-mapping and stages, --expert-tensor-parallel-size {etp} *"
             f" --expert-model-parallel-size {ep} = {etp * ep} must be --tensor-model-parallel-size {tp} *"

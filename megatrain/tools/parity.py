@@ -34,6 +34,7 @@ from megatrain.tools.parity_results import Results
 from megatrain.tools.parity_rows import (
     MAX_RANKS,
     QUICK_ROWS,
+    WITHOUT_EXPERTS,
     Layout,
     all_pairs,
     is_row,
@@ -56,7 +57,7 @@ class Comparer:
         """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
         alone, device = layout.alone, self.pool.device
         if alone not in self.references:
-            (self.references[alone],) = self.pool.run(1, measure, Job(alone, device=device))
+            self.references[alone], *_ = self.pool.run(alone.world_size, measure, Job(alone, device=device))
         answers = self.pool.run(layout.world_size, measure, Job(layout, device=device, fault=fault))
         return judge(self.references[alone], answers)
 
@@ -153,7 +154,8 @@ def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[R
         return True
 
     plan_of(job(Layout.of("tokens")), 1)
-    asked = list(dict.fromkeys(one.but("tokens") for one in layouts))
+    plain = f"tokens {WITHOUT_EXPERTS}"  # none of them computes experts
+    asked = list(dict.fromkeys(one.but(plain) for one in layouts))
     found = [layout for layout in asked if is_computed(layout)]
     print(
         f"{arguments.transformer_impl} computes {len(found)} of {len(asked)} rows; the others have what it lacks"

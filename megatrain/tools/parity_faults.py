@@ -28,6 +28,7 @@ from megatrain.parallel.data_weights import WeightGathers
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.tokens import TokenSplit
 from megatrain.parallel.vocab import VocabShard
+from megatrain.tools.parity_expert_faults import EXPERT_FAULTS
 from megatrain.training import engine
 
 
@@ -301,4 +302,5 @@ FAULTS = {
     "mean over a context rank's own tokens": Fault(_means_of_chunks, "cp2"),
     "a rank's part of a matrix made orthogonal alone": Fault(_matrices_of_one_rank, "tp2 muon"),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), "pp2 tied"),
+    **{name: Fault(*fault) for name, fault in EXPERT_FAULTS.items()},
 }

@@ -7,7 +7,8 @@
 A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
 first word. To add a word, see config/features.py. What is not a row: more than eight ranks, a batch that does not
 divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
-keys and values are to be copied, replicas that do not divide into instances, a model without experts with them, a feature without the one that it needs, a pair that the table refuses.
+keys and values are to be copied, replicas that do not divide into instances, ranks that experts do not divide, what
+rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from megatrain.config.expert_features import EXPERT_OPTIONS
 from megatrain.config.features import OPTIONS as FEATURE_OPTIONS
 from megatrain.config.features import REFUSED
 from megatrain.tools.covering import Pair, Partial, covering_rows, possible_pairs
-from megatrain.tools.parity_models import MODELS, WITHOUT_EXPERTS
+from megatrain.tools.parity_models import MODELS
+from megatrain.tools.parity_models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 
 MAX_RANKS = 8
 MICRO_BATCH = 2
@@ -41,6 +44,14 @@ PRODUCT = (
 )
 """Options of which `--full` runs every combination."""
 
+ALWAYS = (
+    "tp2 sp cp2 pp2 mixtral ep2 auxloss",
+    "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping",
+    "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss",
+    "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
+)
+"""Rows in which all axes meet."""
+
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
 OPTIONS: dict[str, dict[str, str]] = {
@@ -54,9 +65,12 @@ OPTIONS: dict[str, dict[str, str]] = {
 ids where the mask is 0. `hollow`: in the middle half of each sample no token counts, which is all that some context ranks
 have. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
 
+WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
+"""The words of a dense model."""
+
 _WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
 _NAMES = tuple(OPTIONS)
-_SIZED = (
+_SIZED: tuple[str, ...] = (
     "tensor parallelism",
     "data parallelism",
     "pipeline parallelism",
@@ -65,6 +79,17 @@ _SIZED = (
     "optimizer instances",
     "batch",
 )
+_OF_EXPERTS = (
+    "expert parallelism",
+    "expert tensor parallelism",
+    "experts",
+    "balancing",
+    "dispatcher",
+    "model",
+    "sequence parallelism",
+    "numbering of ranks",
+)
+"""Options besides those that decide whether experts fit."""
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
 _FEATURE_OF = {
     word: feature for option in FEATURE_OPTIONS for feature in option.features for word in feature.words()
@@ -73,7 +98,7 @@ _FEATURE_OF = {
 _OPTION_OF = {feature.name: option.name for option in FEATURE_OPTIONS for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED for name in one.pair}
-_BOUND = tuple(dict.fromkeys(["model", *_SIZED, *(_OPTION_OF[name] for name in sorted(_TIED))]))
+_BOUND = tuple(dict.fromkeys([*_SIZED, *_OF_EXPERTS, *(_OPTION_OF[name] for name in sorted(_TIED))]))
 """Options whose words do not go with all words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
 
@@ -142,11 +167,15 @@ class Layout:
 
     @property
     def alone(self) -> Layout:
-        """The same mathematics in one process: what it is compared with."""
+        """The same mathematics in one process: what it is compared with.
+
+        A loss over the global batch up to each micro-batch knows how many replicas go on at once: those stay.
+        """
         plain = Layout.of("").words
+        stays = {"data parallelism"} if self.has("globalauxloss") else set()
         return Layout(
             tuple(
-                usual if option in _IS_LAYOUT else word
+                usual if option in _IS_LAYOUT - stays else word
                 for option, word, usual in zip(OPTIONS, self.words, plain, strict=True)
             )
         )
@@ -168,9 +197,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     """The same of the words of the options in _BOUND."""
     known = dict(zip(_BOUND, words, strict=True))
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
-    if not _sizes_fit(sizes, max_ranks):
-        return False
-    if known["model"] in WITHOUT_EXPERTS and known["experts"] not in (None, "dense"):
+    if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
     if not {"tworings", "twogathers"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
         return False
@@ -197,11 +224,53 @@ def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 
 
+def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:
+    """Whether what is known goes with experts and how they are spread (config/expert_rules.py, size_rules.py)."""
+    needs = {need for word in known.values() if word in _FEATURE_OF for need in _FEATURE_OF[word].needs}
+    has_experts = not needs.isdisjoint({"experts", "ep"})
+    if known["experts"] in (None, "dense") and not has_experts:
+        return True
+    if known["experts"] == "dense" or known["model"] in MODELS_WITHOUT_EXPERTS:
+        return False
+    if (known["experts"], known["balancing"]) == ("deepseek", "sinkhorn"):
+        return False
+    if sizes.get("tensor parallelism", 1) > 1 and known["sequence parallelism"] == "nosp":
+        return False
+    spreads = product(
+        _numbers_of(known, "expert parallelism"), _numbers_of(known, "expert tensor parallelism")
+    )
+    is_apart = known["numbering of ranks"] == "ppfirst"
+    return any(
+        _ranks_divide(sizes, ep, etp, max_ranks, is_apart=is_apart)
+        for ep, etp in spreads
+        if ep > 1 or "ep" not in needs
+    )
+
+
+def _numbers_of(known: Mapping[str, str | None], option: str) -> list[int]:
+    word = known[option]
+    return [_number(each) for each in ([word] if word else OPTIONS[option])]
+
+
+def _ranks_divide(sizes: Mapping[str, int], ep: int, etp: int, max_ranks: int, *, is_apart: bool) -> bool:
+    """Whether experts divide the ranks, as far as their numbers are known; `is_apart`: replicas are further than stages."""
+    tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
+    if ep * etp * pp > max_ranks:
+        return False
+    if any(name not in sizes for name in _SIZED[:4]):
+        return True
+    replicas, rest = divmod(tp * cp * dp, ep * etp)
+    if rest or replicas % max(sizes.get("optimizer instances", 1), 1):
+        return False
+    return not is_apart or pp == 1 or tp * cp == ep * etp
+
+
 @functools.cache
 def pairwise_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
-    """Rows in which every pair of words that can meet does, those with the most new pairs first."""
-    rows = covering_rows(_values(), functools.partial(is_row, max_ranks=max_ranks))
-    return tuple(Layout(row) for row in rows)
+    """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first."""
+    allowed = functools.partial(is_row, max_ranks=max_ranks)
+    always = [layout for layout in map(Layout.of, ALWAYS) if allowed(layout.words)]
+    return tuple(dict.fromkeys([*always, *(Layout(row) for row in covering_rows(_values(), allowed))]))
 
 
 @functools.cache
@@ -214,7 +283,8 @@ def product_rows(max_ranks: int = MAX_RANKS) -> list[Layout]:
     """Every combination of the options in PRODUCT; the others take turns, in rows in which their pairs meet."""
     fixed = [name for name in _NAMES if name in PRODUCT]
     others = covering_rows(
-        [("*",) if name in PRODUCT else tuple(OPTIONS[name]) for name in _NAMES], lambda _row: True
+        [("*",) if name in PRODUCT else tuple(OPTIONS[name]) for name in _NAMES],
+        lambda row: is_row(tuple(None if word == "*" else word for word in row), max_ranks=max_ranks),
     )
     rows: list[Layout] = []
     for words in product(*(OPTIONS[name] for name in fixed)):

@@ -259,11 +259,6 @@ CASES = {
           " --context-parallel-size 1 = 2\n  fix: leave --use-tp-pp-dp-mapping out, or make them equal"
           " (--expert-tensor-parallel-size 1 --expert-model-parallel-size 2)")),
     ],
-    "expert_parallelism_is_proven": [
-        (f"{FOUR} --expert-model-parallel-size 2", "", Facts(world_size=2),
-         "--expert-model-parallel-size 2: experts on several ranks are not there yet\n  fix: leave this out"),
-        (f"{FOUR} --expert-tensor-parallel-size 2", "", Facts(world_size=2), "--expert-tensor-parallel-size 2: experts on"),
-    ],
     "expert_ranks_have_experts": [
         ("--expert-model-parallel-size 2", "", Facts(world_size=2),
          "--expert-model-parallel-size 2 has no effect without --num-experts\n  fix: add --num-experts"),
@@ -300,6 +295,11 @@ CASES = {
          "--use-megatron-fsdp spreads optimizer state, and --no-use-distributed-optimizer does not"),
         ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "", Facts(world_size=4),
          "--data-parallel-sharding-strategy no_shard spreads nothing, and --use-distributed-optimizer does"),
+    ],
+    "instances_divide_replicas_of_experts": [
+        (f"{FOUR} --expert-model-parallel-size 4 --num-distributed-optimizer-instances 2", "", Facts(world_size=4),
+         ("--num-distributed-optimizer-instances 2 do not divide 1 replicas of experts (4 ranks / (expert-model-parallel 4 *"
+          " expert-tensor-parallel 1 * pipeline-model-parallel 1))\n  fix: use --num-distributed-optimizer-instances 1")),
     ],
     "instances_divide_replicas": [
         ("--num-distributed-optimizer-instances 3", "", Facts(world_size=4),

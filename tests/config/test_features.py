@@ -18,6 +18,13 @@ APART = {
     "optimizer.muon_coefficient_type": "numbers for each whole matrix",
     "optimizer.muon_fp32_matmul_prec": "a number format, measured against its noise",
     "parallel.context_parallel_chunk_means": "makes the loss depend on how samples are split, as in Megatron-LM",
+    "experts.moe_router_score_function": "softmax and sigmoid are in rows of experts; others are functions of one number",
+    "experts.moe_router_pre_softmax": "a row of experts has it",
+    "experts.moe_router_enable_expert_bias": "a row of experts has it",
+    "experts.moe_shared_expert_gate": "a row of experts has it",
+    "experts.moe_pad_expert_input_to_capacity": "a row of capacity has it",
+    "experts.moe_token_drop_policy": "rows of capacity have both",
+    "experts.moe_router_dtype": "a number format",
     "precision.bf16": "a number format, measured against its noise",
     "precision.fp16": "a number format, measured against its noise",
     "precision.grad_reduce_in_bf16": "a number format, measured against its noise",
@@ -37,7 +44,7 @@ APART = {
 """Choices that no option of parity varies, and why they need none."""
 
 
-@pytest.mark.parametrize("section", ["parallel", "optimizer", "precision", "training"])
+@pytest.mark.parametrize("section", ["parallel", "experts", "optimizer", "precision", "training"])
 def test_a_choice_is_an_option_of_parity_or_known_to_be_none(section):
     choices = {
         setting.path

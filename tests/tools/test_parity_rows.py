@@ -77,7 +77,12 @@ def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
 
 
 def _is_idle(feature, excluded):
-    return bool(feature.needs) and set(feature.needs) <= excluded
+    return bool(feature.needs) and all(
+        need in excluded or _is_idle(FEATURES[need], excluded) for need in feature.needs
+    )
+
+
+FEATURES = {feature.name: feature for option in features.OPTIONS for feature in option.features}
 
 
 def _others(option, feature):
