@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,8 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.tokens import TokenSplit
 from megatrain.parallel.vocab import VocabShard
 from megatrain.tools.parity_expert_faults import EXPERT_FAULTS
-from megatrain.training import engine
+from megatrain.training import engine, routers
+from megatrain.training.routers import Routers
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,31 @@ def _means_of_chunks() -> AbstractContextManager[Any]:
     )
 
 
+def _whole_losses_on_early_stages() -> AbstractContextManager[Any]:
+    def whole(**values: Any) -> PassInfo:
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        return PassInfo(**(values if is_last else {**values, "loss_scale": 1.0}))
+
+    return mock.patch.object(engine, "PassInfo", whole)
+
+
+def _own_number_of_tokens() -> AbstractContextManager[Any]:
+    return mock.patch.object(TokenSplit, "num_ranks", 1)
+
+
+def _own_loads_alone() -> AbstractContextManager[Any]:
+    return mock.patch.object(TokenSplit, "sum", lambda _self, x: x)
+
+
+def _biases_of_own_passes() -> AbstractContextManager[Any]:
+    def without_sums(self: Routers, infos: Sequence[PassInfo]) -> None:
+        with mock.patch.object(routers, "all_reduce", lambda x, _group: x):
+            collect(self, infos)
+
+    collect = Routers.collect
+    return mock.patch.object(Routers, "collect", without_sums)
+
+
 FAULTS = {
     "dropped all-reduce": Fault(_dropped_all_reduce, "tp2"),
     "wrong scale": Fault(_wrong_scale, "dp2 zero1 overlap"),
@@ -300,6 +326,10 @@ FAULTS = {
     "gradient of keys and values of the own queries alone": Fault(_own_gradient_of_keys, "cp2 allgather"),
     "places counted from a context rank's first row": Fault(_places_from_the_first_row, "cp2"),
     "mean over a context rank's own tokens": Fault(_means_of_chunks, "cp2"),
+    "losses of routers that grow with pipeline stages": Fault(_whole_losses_on_early_stages, "pp2 mixtral auxloss"),
+    "losses of routers over a rank's number of tokens": Fault(_own_number_of_tokens, "cp2 mixtral auxloss"),
+    "loads of a rank's own tokens in losses of routers": Fault(_own_loads_alone, "cp2 deepseek seqauxloss"),
+    "biases of routers moved by a replica's own loads": Fault(_biases_of_own_passes, "dp2 deepseek"),
     "a rank's part of a matrix made orthogonal alone": Fault(_matrices_of_one_rank, "tp2 muon"),
     "wrong tied embedding": Fault(_without_partial_sums_over("embedding"), "pp2 tied"),
     **{name: Fault(*fault) for name, fault in EXPERT_FAULTS.items()},

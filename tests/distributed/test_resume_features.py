@@ -37,8 +37,10 @@ RUNS = {
     "bf16 dp2": (2, "--bf16"),
     "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
     "cp2 dp2": (4, "--context-parallel-size 2"),
-    "experts dp2 pp2": (4, ("--pipeline-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1]"
-                            " --moe-aux-loss-coeff 1e-2")),
+    "experts ep2 dp2 pp2": (4, ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --num-experts 4"
+                                " --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] --moe-router-score-function sigmoid"
+                                " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.1"
+                                " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01")),
     "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
                           " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
 }  # fmt: skip
@@ -92,6 +94,12 @@ def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: dict[str, Path]
     for line, expected in zip(metrics(tmp_path), metrics(whole[name]), strict=True):
         if "lm_loss" in expected:
             assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-3)
+
+
+def test_biases_of_routers_have_moved(whole: dict[str, Path]) -> None:
+    biases = state(whole["experts pp2"])["expert_biases"]
+    assert sorted(biases) == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(4)]
+    assert all(any(values) for values in biases.values())
 
 
 def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> None:

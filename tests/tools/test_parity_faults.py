@@ -1,0 +1,13 @@
+"""Planted faults name layouts that there are."""
+
+import pytest
+
+from megatrain.tools.parity_faults import FAULTS
+from megatrain.tools.parity_rows import Layout, is_row
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_shows_in_a_layout_of_several_ranks(fault: str) -> None:
+    layout = Layout.of(FAULTS[fault].layout)
+    assert layout.world_size > 1
+    assert is_row(layout.words)
