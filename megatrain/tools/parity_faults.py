@@ -326,7 +326,9 @@ FAULTS = {
     "gradient of keys and values of the own queries alone": Fault(_own_gradient_of_keys, "cp2 allgather"),
     "places counted from a context rank's first row": Fault(_places_from_the_first_row, "cp2"),
     "mean over a context rank's own tokens": Fault(_means_of_chunks, "cp2"),
-    "losses of routers that grow with pipeline stages": Fault(_whole_losses_on_early_stages, "pp2 mixtral auxloss"),
+    "losses of routers that grow with pipeline stages": Fault(
+        _whole_losses_on_early_stages, "pp2 mixtral auxloss"
+    ),
     "losses of routers over a rank's number of tokens": Fault(_own_number_of_tokens, "cp2 mixtral auxloss"),
     "loads of a rank's own tokens in losses of routers": Fault(_own_loads_alone, "cp2 deepseek seqauxloss"),
     "biases of routers moved by a replica's own loads": Fault(_biases_of_own_passes, "dp2 deepseek"),
