@@ -25,6 +25,7 @@ APART = {
     "experts.moe_pad_expert_input_to_capacity": "a row of capacity has it",
     "experts.moe_token_drop_policy": "rows of capacity have both",
     "experts.moe_router_dtype": "a number format",
+    "experts.moe_router_force_load_balancing": "for measurements: tests/distributed/test_routers_over_ranks.py holds it to one process",
     "precision.bf16": "a number format, measured against its noise",
     "precision.fp16": "a number format, measured against its noise",
     "precision.grad_reduce_in_bf16": "a number format, measured against its noise",
