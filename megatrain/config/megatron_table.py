@@ -182,7 +182,7 @@ _ACCEPTED: Final = (
 _NOT_YET: Final = (
     # Parallelism
     later(
-        "context parallelism",
+        "context parallelism whose ranks change with the samples",
         "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),

@@ -258,6 +258,8 @@ CASES = {
          ("--expert-tensor-parallel-size 1 * --expert-model-parallel-size 4 = 4 must be --tensor-model-parallel-size 2 *"
           " --context-parallel-size 1 = 2\n  fix: leave --use-tp-pp-dp-mapping out, or make them equal"
           " (--expert-tensor-parallel-size 1 --expert-model-parallel-size 2)")),
+        (f"{FOUR} --context-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", "",
+         Facts(world_size=4), "--expert-model-parallel-size 1 = 1 must be --tensor-model-parallel-size 1 * --context-parallel-size 2 = 2"),
     ],
     "expert_ranks_have_experts": [
         ("--expert-model-parallel-size 2", "", Facts(world_size=2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,9 +58,9 @@ MADE = [
     ),
     *(
         f"{recompute} {experts}"
-        for experts in ("experts", "mixed")
+        for experts in ("mixtral", "deepseek")
         for recompute in OPTIONS["recomputation"]
-        if experts == "mixed" or recompute != "sharedagain"
+        if experts == "deepseek" or recompute != "sharedagain"
     ),
 ]
 
@@ -83,11 +83,11 @@ class NoWire:
     def all_reduce(self, x: torch.Tensor, **_: Any) -> Transfer:
         return Transfer(None, x)
 
-    def all_gather_into_tensor(self, out: torch.Tensor, x: torch.Tensor, **_: Any) -> Transfer:
+    def all_gather_into_tensor(self, out: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Transfer:
         out.zero_()
         return Transfer(None, out, x)
 
-    reduce_scatter_tensor = all_gather_into_tensor
+    reduce_scatter_tensor = all_to_all_single = all_gather_into_tensor
 
     def isend(self, x: torch.Tensor, *_: Any, **__: Any) -> Transfer:
         return Transfer(None, x)
@@ -95,6 +95,12 @@ class NoWire:
     def irecv(self, x: torch.Tensor, *_: Any, **__: Any) -> Transfer:
         x.zero_()
         return Transfer(None, x)
+
+    def P2POp(self, how: Callable[..., Transfer], x: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # noqa: N802
+        return how, x
+
+    def batch_isend_irecv(self, both: list[tuple[Any, ...]]) -> list[Transfer]:
+        return [how(x) for how, x in both]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,9 @@ class NoWire:
         "dp4 zero2 overlap",
         "pp4 batch8",
         "tp2 sp dp2 pp2 zero1 gpt2",
+        "cp2",
+        "cp4 allgather documents",
+        "tp2 sp cp2 heads gpt2",
     ],
 )
 def test_each_rank_is_planned_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
