@@ -112,8 +112,8 @@ def run_rank(
 def on_a_rank(
     rank: int, world_size: int, kind: str, case: str, top_k: int, ep: int, etp: int
 ) -> tuple[Tensor, ...]:
-    shape = GridShape(tp=etp, ep=ep)
-    groups = [_group(name, shape.rank_lists(axis), rank) for name, axis in (("ep", "ep"), ("etp", "tp"))]
+    shape = GridShape(dp=ep * etp, ep=ep, etp=etp)
+    groups = [_group(name, shape.expert_lists(name), rank) for name in ("ep", "etp")]
     rows_each = (lambda num_tokens: 5 + 0 * num_tokens) if case == "padded" else None
     exchange = EXCHANGES[kind](E, *groups, rows_each)
     t, e, f = T // world_size, E // ep, F // etp
