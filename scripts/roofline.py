@@ -69,12 +69,9 @@ def roofline_of(name: str) -> Roofline:
 
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, s = plan.config.model, plan.derived, plan.config.data.seq_length
-    h, tp, pp = (
-        model.hidden_size,
-        plan.config.parallel.tensor_model_parallel_size,
-        derived.model_parallel_size,
-    )
-    tokens = derived.tokens_per_iteration / derived.data_parallel_size  # that pass through this rank's part
+    h = model.hidden_size
+    replicas = derived.data_parallel_size * plan.config.parallel.context_parallel_size
+    tokens = derived.tokens_per_iteration / replicas  # that pass through this rank's part
     attention = linear = moved = 0
     for layer in derived.layer_table.layers:
         inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
@@ -86,7 +83,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     head = h * derived.padded_vocab_size
     moved += 6 * derived.padded_vocab_size
     weights = linear + head * (2 if model.untie_embeddings_and_output_weights else 1)
-    share = tp * (pp // tp)
+    share = derived.model_parallel_size
     per_ms = tokens / share * 1e3
     return Roofline(
         products=6 * (linear + head) * per_ms / (rates.products * 1e12),

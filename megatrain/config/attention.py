@@ -30,7 +30,7 @@ _GENERATIONS: Final = {"flash4": (9, 10, 11), "cudnn": range(8, 100), "flash2": 
 
 
 def attention_backend(draft: Draft) -> Answer:
-    """The kernel, for layers that it can compute; softcaps, sinks and dropout of scores are written out."""
+    """The kernel, for layers that it can compute; softcaps and dropout of scores are written out."""
     asked = draft.config.model.attention_backend
     words = f"--attention-backend {asked}"
     if draft.config.model.transformer_impl == _OTHERS:
@@ -67,6 +67,22 @@ def attention_backend_is_there(draft: Draft) -> Iterator[Problem]:
     elif why_not := _why_not(asked, draft):
         remedy = f"install it (pip install '{_LIBRARY}>={_OLDEST}'), or " if _LIBRARY in why_not else ""
         yield Problem(f"--attention-backend {asked}: {why_not}", f"{remedy}use --attention-backend auto")
+
+
+def attention_tells_its_log_sums(draft: Draft) -> Iterator[Problem]:
+    """Parts of attention are joined by the log-sum-exp of scores. Of torch's kernels for GPUs FlashAttention-2 tells it for all."""
+    model, cp = draft.config.model, draft.config.parallel.context_parallel_size
+    asks = f"--context-parallel-size {cp}" if cp > 1 else f"--softmax-type {model.softmax_type}"
+    is_joined = cp > 1 or model.softmax_type != "vanilla"
+    is_written = model.attn_logit_softcapping is not None or bool(model.attention_dropout)
+    is_torchs = draft.derived.attention_backend in ("sdpa", "cudnn")
+    if not is_joined or is_written or not is_torchs or not _is_for_fused_kernels(draft):
+        return
+    if why_not := _why_not("flash2", draft):
+        yield Problem(
+            f"{asks} needs {_KERNELS['flash2']}, and {why_not}",
+            "use --attention-backend math, which holds all scores of a block in memory",
+        )
 
 
 def _is_for_fused_kernels(draft: Draft) -> bool:

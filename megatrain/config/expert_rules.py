@@ -77,6 +77,7 @@ def one_expert_needs_a_weight(draft: Draft) -> Problems:
         and experts.moe_router_topk == 1
         and experts.moe_router_score_function == "softmax"
         and not experts.moe_router_pre_softmax
+        and "sinkhorn" not in experts.moe_router_load_balancing_type
     ):
         yield Problem(
             "--moe-router-topk 1 takes the softmax over one expert alone: its weight is always 1, and the router never"
@@ -176,11 +177,25 @@ def bias_is_for_sigmoid(draft: Draft) -> Problems:
 
 def sinkhorn_stands_alone(draft: Draft) -> Problems:
     experts = draft.config.experts
-    if "sinkhorn" in experts.moe_router_load_balancing_type and experts.moe_router_enable_expert_bias:
+    if "sinkhorn" not in experts.moe_router_load_balancing_type:
+        return
+    if experts.moe_router_enable_expert_bias:
         yield Problem(
             "--moe-router-load-balancing-type sinkhorn and --moe-router-enable-expert-bias both decide which experts a"
             " token goes to",
             "use one of them",
+        )
+    without_effect = {
+        "--moe-router-topk-scaling-factor": experts.moe_router_topk_scaling_factor is not None,
+        "--moe-router-num-groups": experts.moe_router_num_groups is not None,
+        f"--moe-router-score-function {experts.moe_router_score_function}": experts.moe_router_score_function
+        != "softmax",
+    }
+    given = [flag for flag, is_given in without_effect.items() if is_given]
+    if given:
+        yield Problem(
+            f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect with --moe-router-load-balancing-type sinkhorn",
+            "leave this out, or use --moe-router-load-balancing-type aux_loss",
         )
 
 
@@ -245,6 +260,36 @@ def experts_and_tensor_ranks_split_the_sequence(draft: Draft) -> Problems:
             f"a layer with experts under --tensor-model-parallel-size {tp} needs --sequence-parallel, as in Megatron-LM",
             "add --sequence-parallel",
         )
+
+
+def own_experts_fit_the_ranks(draft: Draft) -> Problems:
+    """Ranks and logs go by --num-experts; widths of layers of one's own are judged here, those of flags by their own rules."""
+    if draft.facts.own_layers is None:
+        return
+    number, tp = draft.config.experts.num_experts, draft.config.parallel.tensor_model_parallel_size
+    etp = draft.derived.expert_tensor_parallel_size
+    for place, layer in enumerate(draft.derived.layer_table.layers):
+        experts = layer.experts
+        if experts is None:
+            continue
+        if experts.num_experts != number:
+            yield Problem(
+                f"--spec gives layer {place} (from 0) {experts.num_experts} experts, and --num-experts is"
+                f" {'left out' if number is None else number}",
+                f"use --num-experts {experts.num_experts}, and as many experts in each layer that has any",
+            )
+            return
+        for what, width, ranks, flag in (
+            ("experts", experts.ffn_hidden_size, etp, "--expert-tensor-parallel-size"),
+            ("a shared MLP", experts.shared_ffn_hidden_size, tp, "--tensor-model-parallel-size"),
+        ):
+            if width % ranks:
+                yield Problem(
+                    f"--spec gives layer {place} (from 0) {what} of width {width}, which does not divide over the {ranks}"
+                    f" ranks of {flag}",
+                    f"use a width of {-(-width // ranks) * ranks}",
+                )
+                return
 
 
 def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
@@ -314,5 +359,6 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     experts_have_no_biases,
     experts_go_with_layers_alike,
     experts_and_tensor_ranks_split_the_sequence,
+    own_experts_fit_the_ranks,
     shared_expert_divides_over_tp_ranks,
 )

@@ -45,11 +45,6 @@ def _recomputes_experts(plan: Decided) -> bool:
     return bool({"moe", "shared_experts"} & {*plan.config.training.recompute_modules})
 
 
-def _has_experts(plan: Decided) -> bool:
-    """By flags or by --spec."""
-    return any(layer.experts is not None for layer in plan.derived.layer_table.layers)
-
-
 def _separates(plan: Decided) -> bool:
     return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
 

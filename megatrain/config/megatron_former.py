@@ -105,10 +105,10 @@ _NOT_YET: Final = (
     ),
     later("a cut of the layers other than into equal stages", "--standalone-embedding-stage"),
     later("fp8 or fp4", "--fp8-hybrid --fp8-e4m3", instead="use --bf16"),
-    later(
-        "a model of experts (MoE)",
+    never(
+        "sizes say how experts lie on ranks",
         "--expert-parallel --moe-extended-tp",
-        instead="leave this out and train a dense model",
+        instead="use --expert-model-parallel-size and --expert-tensor-parallel-size",
     ),
     later(
         "a model of Mamba or linear-attention layers",

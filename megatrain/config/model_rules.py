@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.attention import attention_backend_is_there
+from megatrain.config.attention import attention_backend_is_there, attention_tells_its_log_sums
 from megatrain.config.errors import Problem
 from megatrain.config.patterns import PatternError, layers_with, window_of
 from megatrain.config.plan import Draft
@@ -245,4 +245,5 @@ MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     width_multiplier_is_that_of_the_sizes,
     recomputation_says_what,
     attention_backend_is_there,
+    attention_tells_its_log_sums,
 )

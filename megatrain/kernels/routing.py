@@ -147,8 +147,8 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
 
         rows = 1 / (T (exp(logits) columns + 1e-8))        columns = 1 / (E (exp(logits)^T rows + 1e-8))
 
-    As Megatron-LM: until the columns' factors move by at most 1e-4 on average; here in a fixed number of rounds that
-    change nothing more once that is so, which leaves the host out. Largest logits of rows are taken out first: rows'
+    As Megatron-LM: until the columns' factors move by at most 1e-4 on average; here until then or for a fixed
+    number of rounds, which leaves the host out and ends far from there where logits are steep (a deviation of 3 or more). Largest logits of rows are taken out first: rows'
     factors make up for it.
 
     Args:

@@ -179,7 +179,7 @@ def _exchange(spec: RouterSpec, ranks: ExpertRanks) -> Exchange:
         of_batch = functools.partial(
             expert_capacity, spec.capacity_factor, top_k=spec.top_k, num_experts=spec.num_experts
         )
-        num_batches = max(1, ep.size * etp.size // num_ranks)  # that send to the same experts
+        num_batches = _most_overlapped(ep.size * etp.size, num_ranks)  # that send to the same experts
 
         def rows_each(num_tokens: int) -> int:
             return num_batches * of_batch(num_tokens=num_tokens * num_ranks)
@@ -188,6 +188,13 @@ def _exchange(spec: RouterSpec, ranks: ExpertRanks) -> Exchange:
         return LocalExchange(spec.num_experts, rows_each)
     kind = AllToAllExchange if ranks.dispatcher == "alltoall" else AllGatherExchange
     return kind(spec.num_experts, ep, etp, rows_each)
+
+
+def _most_overlapped(run: int, batch: int) -> int:
+    """Of runs of `batch` ranks, how many a run of `run` ranks may touch, where both cut the same ranks from the first on."""
+    if run % batch == 0 or batch % run == 0:
+        return max(1, run // batch)
+    return (run - 2) // batch + 2
 
 
 def _shared(

@@ -4,7 +4,7 @@ import pytest
 
 from megatrain.config import Facts
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.layer_sizes import LayerSizes
+from megatrain.config.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.own_layers import OwnLayers
 from megatrain.config.rules import RULES
 
@@ -15,6 +15,10 @@ A100 = Facts(
     device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
 )
 WIDE_HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=136, ffn_hidden_size=64)
+OF_EXPERTS = LayerSizes(
+    num_heads=4, num_query_groups=4, head_channels=16,
+    experts=ExpertSizes(num_experts=6, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=0),
+)  # fmt: skip
 ENGINE = "--transformer-impl transformer_engine"
 WITH_ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
 
@@ -172,6 +176,20 @@ CASES = {
         (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
           " --moe-router-score-function sigmoid"), "", None,
          "both decide which experts a token goes to\n  fix: use one of them"),
+        ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk-scaling-factor 2.5", "", None,
+         ("--moe-router-topk-scaling-factor has no effect with --moe-router-load-balancing-type sinkhorn\n"
+          "  fix: leave this out, or use --moe-router-load-balancing-type aux_loss")),
+    ],
+    "own_experts_fit_the_ranks": [
+        ("--spec my.py:layers", "", Facts(own_layers=OwnLayers(digest="1", layers=(OF_EXPERTS,) * 4, differences=())),
+         ("--spec gives layer 0 (from 0) 6 experts, and --num-experts is left out\n"
+          "  fix: use --num-experts 6, and as many experts in each layer that has any")),
+    ],
+    "attention_tells_its_log_sums": [
+        ("--kv-channels 100 --bf16 --softmax-type off-by-one --attention-dropout 0", "", CUDA,
+         ("--softmax-type off-by-one needs FlashAttention-2 of torch, and it takes heads of at most 256 channels in"
+          " multiples of 8, and --kv-channels is 100\n"
+          "  fix: use --attention-backend math, which holds all scores of a block in memory")),
     ],
     "capacity_settings_have_an_effect": [
         ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "", None,

@@ -61,7 +61,8 @@ def with_biases(model, layers):
 def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
     file = tmp_path / "experts.py"
     file.write_text(EXPERTS)
-    plan = plan_of(f"{file}:experts_behind")
+    six = "--num-experts 6 --moe-layer-freq [0]+[1]*3"
+    plan = plan_of(f"{file}:experts_behind", flags=six)
     assert "in 3 layers" in str(plan.derived.layer_table)
     assert "6 experts of 16 and 16 shared, 2 a token" in str(plan.derived.layer_table)
     registry = model_of(plan).registry
@@ -69,9 +70,17 @@ def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
     assert "decoder.layers.0.mlp.up.weight" in names
     assert {"decoder.layers.3.mlp.experts.5.down.weight", "decoder.layers.3.mlp.shared.up.weight"} <= names
     with pytest.raises(ConfigError, match="gives experts biases"):
-        plan_of(f"{file}:with_biases")
+        plan_of(f"{file}:with_biases", flags=six)
+    with pytest.raises(
+        ConfigError, match=r"gives layer 1 \(from 0\) 6 experts, and --num-experts is left out"
+    ):
+        plan_of(f"{file}:experts_behind")
+    with pytest.raises(
+        ConfigError, match="experts of width 16, which does not divide over the 3 ranks of --expert-tensor"
+    ):
+        plan_of(f"{file}:experts_behind", flags=f"{six} --expert-tensor-parallel-size 3", ranks=3)
     with pytest.raises(ConfigError, match="a layer with experts under --tensor-model-parallel-size 2"):
-        plan_of(f"{file}:experts_behind", flags="--tensor-model-parallel-size 2", ranks=2)
+        plan_of(f"{file}:experts_behind", flags=f"{six} --tensor-model-parallel-size 2", ranks=2)
 
 
 def model_of(plan: Plan) -> Model:

@@ -28,7 +28,8 @@ def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_gradients_are_the_same_bits_and_less_is_kept(model: str) -> None:
     expected, all_of_it = run("keepall", model)
-    found = {name: run(name, model) for name in OPTIONS["recomputation"]}
+    of_experts = {"moeagain", "sharedagain"}
+    found = {name: run(name, model) for name in OPTIONS["recomputation"] if name not in of_experts}
     for name in ("block", "selective", "normsagain"):
         assert torch.equal(found[name][0], expected), name
     chunked = found["uniform"][0]  # chunks are segments, whose parameters lie elsewhere
