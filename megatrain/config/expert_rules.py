@@ -185,6 +185,7 @@ def sinkhorn_stands_alone(draft: Draft) -> Problems:
             " token goes to",
             "use one of them",
         )
+        return
     without_effect = {
         "--moe-router-topk-scaling-factor": experts.moe_router_topk_scaling_factor is not None,
         "--moe-router-num-groups": experts.moe_router_num_groups is not None,
