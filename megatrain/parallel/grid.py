@@ -270,8 +270,8 @@ class RankGrid:
         """Make all groups, on every rank in the same order.
 
         `make_handle` gets a name and the rank lists of that name, and makes the list that this rank is in.
-        Groups of the same ranks share a channel where they take turns: what layers exchange never waits behind what
-        travels between replicas meanwhile.
+        Groups of the same ranks share a channel where they take turns: but for loads of routers that are balanced
+        over all replicas, what layers exchange never waits behind what travels between these meanwhile.
         """
         everyone = [list(range(shape.world_size))]
         maker = _GroupMaker(rank, make_handle)

@@ -3,7 +3,7 @@
     weights ─> data ─> forward of each segment ─> backward of each segment ─> gradients        the first that is wrong
 
 The second pass computes the same again, as dropout is keyed by samples, and looks at what passes between segments;
-nothing is summed over replicas in it, so that each rank sees its own. What does not come again was no arithmetic.
+no gradient is summed over replicas in it, so that each rank sees its own (experts on other ranks see theirs of all). What does not come again was no arithmetic.
 """
 
 from __future__ import annotations
