@@ -54,7 +54,7 @@ def order_by_expert(
 
     Args:
         experts: int64 [t, k].
-        num_rows: no fewer than there are visits; with `rows_each`, that many times the experts.
+        num_rows: no fewer than there are visits; not asked for with `rows_each`, of which each expert has as many.
         kept: bool [t, k], False where a visit gets no row; None: all are kept.
         rows_each: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
     """
@@ -68,7 +68,7 @@ def order_by_expert(
     rows = torch.arange(numbers.numel(), device=experts.device)
     ends = starts[1:]
     if rows_each is not None:
-        assert num_rows == num_experts * rows_each, f"{num_rows} rows are not {rows_each} for each expert"
+        num_rows = num_experts * rows_each
         rows = rows + (bounds * rows_each - starts)[numbers]
         ends = bounds[1:] * rows_each
     rows = rows.masked_fill(numbers == num_experts, num_rows)  # a row too many, for visits that get none

@@ -73,7 +73,7 @@ class LocalExchange:
         self.rows_each = rows_each
 
     def send(self, x: Tensor, routes: Routes) -> Visitors:
-        order = _order(
+        order = order_by_expert(
             routes.experts,
             num_experts=self.num_experts,
             num_rows=routes.experts.numel(),
@@ -102,7 +102,7 @@ class AllGatherExchange:
             experts = experts.masked_fill(~routes.kept, -1)
         experts = all_gather(all_gather(experts, self.etp), self.ep)
         num_tokens, top_k = experts.shape
-        order = _order(
+        order = order_by_expert(
             experts,
             first=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
@@ -133,7 +133,9 @@ class AllToAllExchange:
 
     def send(self, x: Tensor, routes: Routes) -> Visitors:
         num_visits = routes.experts.numel()
-        at_home = _order(routes.experts, num_experts=self.num_experts, num_rows=num_visits, kept=routes.kept)
+        at_home = order_by_expert(
+            routes.experts, num_experts=self.num_experts, num_rows=num_visits, kept=routes.kept
+        )
         going = at_home.ends.diff(prepend=at_home.ends.new_zeros(1))
         coming = torch.empty_like(going)
         begin_all_to_all_into(coming, going, self.ep).wait()
@@ -175,7 +177,7 @@ class AllToAllExchange:
         places = torch.arange(trip.rows_behind, device=coming.device).expand(self.etp.size, -1)
         part = torch.searchsorted(bounds, places.contiguous(), right=True)
         experts = (part % own_experts).masked_fill(part == coming.shape[1], -1)
-        return _order(
+        return order_by_expert(
             experts.view(-1, 1), num_experts=own_experts, num_rows=trip.rows_of_all, rows_each=rows_each
         )
 
@@ -207,26 +209,6 @@ class _Way(NamedTuple):
 
 def _padded(rows_each: RowsEach | None, x: Tensor) -> int | None:
     return None if rows_each is None else rows_each(x.shape[0])
-
-
-def _order(
-    experts: Tensor,
-    *,
-    num_experts: int,
-    num_rows: int,
-    first: int = 0,
-    kept: Tensor | None = None,
-    rows_each: int | None = None,
-) -> Order:
-    """As `order_by_expert`, with as many rows as `rows_each` asks for."""
-    return order_by_expert(
-        experts,
-        num_experts=num_experts,
-        num_rows=num_rows if rows_each is None else num_experts * rows_each,
-        first=first,
-        kept=kept,
-        rows_each=rows_each,
-    )
 
 
 def _visitors(x: Tensor, weights: Tensor, order: Order) -> Visitors:
