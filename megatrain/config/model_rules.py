@@ -210,7 +210,11 @@ def recomputation_says_what(draft: Draft) -> Problems:
             "--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway",
             "leave one of them out",
         )
-    is_selective = kind == "selective" or training.recompute_activations
+
+
+def recomputed_parts_are_there(draft: Draft) -> Problems:
+    training = draft.config.training
+    is_selective = training.recompute_granularity == "selective" or training.recompute_activations
     if training.recompute_modules and not is_selective:
         yield Problem(
             f"--recompute-modules {' '.join(training.recompute_modules)} has no effect without --recompute-granularity"
@@ -244,6 +248,7 @@ MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     width_settings_have_an_effect,
     width_multiplier_is_that_of_the_sizes,
     recomputation_says_what,
+    recomputed_parts_are_there,
     attention_backend_is_there,
     attention_tells_its_log_sums,
 )

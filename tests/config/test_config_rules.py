@@ -740,17 +740,19 @@ CASES = {
         ("--recompute-method block --recompute-granularity selective", "", None,
          "--recompute-method block has no effect without --recompute-granularity full\n  fix: add --recompute-granularity full"),
         ("--recompute-num-layers 1", "", None, "--recompute-num-layers 1 has no effect without --recompute-granularity full"),
+        ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", None,
+         ("--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway\n"
+          "  fix: leave one of them out")),
+        ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
+         "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
+    ],
+    "recomputed_parts_are_there": [
         ("--recompute-modules mlp", "", None, "--recompute-modules mlp has no effect without --recompute-granularity selective"),
         ("--recompute-activations --recompute-modules mlp mla_up_proj", "", None,
          ("--recompute-modules mla_up_proj: not there yet\n"
           "  fix: use some of --recompute-modules core_attn mlp layernorm moe shared_experts moe_act")),
         ("--recompute-activations --recompute-modules mlp moe_act", "", None,
          "--recompute-modules moe_act has no effect without --num-experts\n  fix: leave it out, or use mlp"),
-        ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", None,
-         ("--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway\n"
-          "  fix: leave one of them out")),
-        ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
-         "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
     ],
     "cublas_orders_its_sums": [
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
