@@ -264,10 +264,8 @@ MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights
 MODELS |= MODELS_WITH_EXPERTS
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore")
-def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
-    kind, settings, flags, renamed = MODELS[name]
+def reference(kind: str, settings: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:
+    """A model of transformers with random weights, and tokens and labels for it, [b, s]."""
     torch.manual_seed(0)
     config = getattr(transformers, kind).config_class(**settings)
     config._attn_implementation = settings["attn_implementation"]
@@ -275,6 +273,14 @@ def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
     with torch.no_grad():
         shaken(dict(theirs.named_parameters()))
+    return theirs, tokens, labels
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore")
+def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
+    kind, settings, flags, renamed = MODELS[name]
+    theirs, tokens, labels = reference(kind, settings)
     logits = theirs(tokens).logits
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     ours = Ours(flags, renamed({k: v.detach() for k, v in theirs.state_dict().items()}))
@@ -295,13 +301,7 @@ def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
 def test_losses_of_routers_are_those_of_the_reference(name: str) -> None:
     """Theirs is k times ours; it is taken layer by layer, where they take it over the tokens of all layers."""
     kind, settings, flags, renamed = MODELS_WITH_EXPERTS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, kind).config_class(**settings)
-    config._attn_implementation = settings["attn_implementation"]
-    theirs = getattr(transformers, kind)(config).eval().float()
-    tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
-    with torch.no_grad():
-        shaken(dict(theirs.named_parameters()))
+    theirs, tokens, labels = reference(kind, settings)
     out = theirs(tokens, output_router_logits=True)
     balance = import_module(theirs.__module__).load_balancing_loss_func
     expected = [balance((logits,), 6, 2) for logits in out.router_logits]
