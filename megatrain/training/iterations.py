@@ -159,6 +159,7 @@ class Iterations:
             self.ranks.console.say(f"> WARNING: iteration {iteration.number}: {sentence}")
         self.log.show_iteration(
             report,
+            end=iteration.step.end,
             iteration=iteration.number,
             consumed_samples=progress.consumed_train_samples,
             batch=iteration.batch,

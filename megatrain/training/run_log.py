@@ -11,7 +11,6 @@ All ranks have one and call it alike; the main rank alone writes and prints.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from megatrain.training.metrics import (
 )
 from megatrain.training.router_log import health_line, router_values
 from megatrain.training.scalars import evaluation_scalars, iteration_scalars
-from megatrain.training.step_report import StepReport
+from megatrain.training.step_report import Moment, StepReport
 from megatrain.training.tensorboard import TensorBoardCurves
 from megatrain.training.timers import Timers, across_ranks
 from megatrain.training.weights_and_biases import WandbCurves
@@ -69,7 +68,7 @@ class RunLog:
         self._metrics: MetricsFile | None = None
         self._curves: list[Curves] = []
         self._interval: list[dict[str, Any]] = []
-        self._clock = time.perf_counter()
+        self._last_end = Moment(ranks.device)
         self.seconds_of_last_iteration = 0.0
         self._first_iteration = iteration
         self._seconds_of_iterations = 0.0
@@ -114,21 +113,22 @@ class RunLog:
 
     def start_clock(self) -> None:
         """The next iteration begins now: what was done since the last one is no part of its time."""
-        self._clock = time.perf_counter()
+        self._last_end = Moment(self._ranks.device)
 
     def show_iteration(
         self,
         report: StepReport,
         *,
+        end: Moment,
         iteration: int,
         consumed_samples: int,
         batch: int,
         lr: float,
         is_line_due: bool,
     ) -> None:
-        """One iteration, over a `batch` of so many samples, has ended. `is_line_due`: also between the intervals, as for the first and the last."""
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
+        """One iteration, over a `batch` of so many samples, has come to its end. `is_line_due`: also between the intervals, as for the first and the last."""
+        # On a GPU the host may read this well behind the end, as it waits for room in the GPU's queue.
+        seconds, self._last_end = end.seconds_since(self._last_end), end
         self.seconds_of_last_iteration = seconds
         self._seconds_of_iterations += seconds
         values = self._values_of(

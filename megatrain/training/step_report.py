@@ -7,6 +7,7 @@ Another step may begin in between, so that the device always has work.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -40,6 +41,29 @@ class StepReport:
     """The largest of each number that ranks gave to the step."""
 
 
+class Moment:
+    """When a device comes to this place in its work: a CPU now, a GPU once it has done what it was given before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host_seconds = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def wait(self) -> None:
+        """Until the device has come there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Between two moments of one device, both of which it has come to."""
+        if self._event is None or earlier._event is None:
+            return self._host_seconds - earlier._host_seconds
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1000
+
+
 class Told:
     """Named numbers that leave the device behind what it has to do until now.
 
@@ -50,17 +74,15 @@ class Told:
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._names = tuple(values)
         self._numbers = torch.stack([value.double() for value in values.values()])
-        self._arrival: torch.cuda.Event | None = None
-        if self._numbers.device.type == "cuda":
+        device = self._numbers.device
+        if device.type == "cuda":
             pinned = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
             self._numbers = pinned.copy_(self._numbers, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
+        self.arrival = Moment(device)
 
     def read(self) -> dict[str, float]:
         """The numbers; the host waits until they are there."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        self.arrival.wait()
         return dict(zip(self._names, self._numbers.tolist(), strict=True))
 
 
@@ -71,6 +93,11 @@ class StepUnderway:
     told: Told
     conclude: Callable[[Mapping[str, float]], StepReport]
     """Makes a report of the numbers; of the engine that began the step."""
+
+    @property
+    def end(self) -> Moment:
+        """Of all that the step had the device do."""
+        return self.told.arrival
 
     def read(self) -> StepReport:
         """Wait for the step's end, and tell what it did."""

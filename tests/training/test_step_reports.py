@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ def test_a_run_leaves_the_same_lines_and_bits(tmp_path: Path, monkeypatch: pytes
     waits_shards, ahead_shards = (shards_of(folder) for folder in folders)
     assert len(ahead_shards) == 3  # behind iterations 4, 8 and 9
     assert ahead_shards == waits_shards
+
+
+def test_an_iteration_takes_its_own_time_whenever_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, calls = Engine.begin_step, []
+
+    def delayed(self: Engine, *arguments: Any, **more: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 5:
+            time.sleep(1)
+        return begin(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "begin_step", delayed)
+    assert run(tmp_path, monkeypatch, num_ahead=1) == 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = {line["iteration"]: line["iteration_ms"] for line in lines if "iteration_ms" in line}
+    assert times.pop(5) > 1000
+    assert all(milliseconds < 1000 for number, milliseconds in times.items() if number > 1)
 
 
 def test_a_signal_ends_the_run_within_two_iterations_and_it_goes_on_to_the_same_bits(
