@@ -29,7 +29,7 @@ from megatrain.tools.parity_measure import (
     plan_of,
 )
 from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
-from megatrain.tools.parity_narrow import TIMES, NarrowComparer, NarrowVerdict
+from megatrain.tools.parity_narrow import TIMES, NarrowComparer, NarrowVerdict, of_any_micro_batch
 from megatrain.tools.parity_results import Results
 from megatrain.tools.parity_rows import (
     MAX_RANKS,
@@ -121,7 +121,7 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
         is_table = precision is not None or arguments.quick or arguments.full
         return _rows_of(arguments, layouts if is_table else _some_of_another(max_ranks))
     if precision not in (None, "fp64"):
-        return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
+        return [(precision, layout) for layout in dict.fromkeys(map(of_any_micro_batch, layouts))]
     rows: list[Row] = [("fp64", layout) for layout in layouts]
     if precision is None and not (arguments.quick or arguments.full):
         fitting = [layout for layout in NARROW_ROWS if is_row(layout.words, max_ranks=max_ranks)]

@@ -5,12 +5,15 @@ passes.
 
     exact   from one process in fp64        noise: what one process in the row's own precision has
     order   from the same split of layers   noise: what other orders of accumulation have: micro-batches of half and of
-            (tp and sp) on the fewest       twice the size
-            ranks, after the first step
+            (tp, sp, cp, etp) on the        twice the size
+            fewest ranks, after the first
+            step
 
-Splitting a layer rounds its partial sums, which in bf16 is as much as all other rounding: only `exact` can judge that,
-loosely. Whatever else ranks share out changes nothing but the order of sums of the batch: `order` sees a part in a
-million there. Tokens count alike in these rows, since micro-batches of another size are another step otherwise.
+Splitting a layer, the keys of attention too, rounds its partial sums, which in bf16 is as much as all other rounding: only
+`exact` can judge that, loosely; so does adding up what experts of several ranks give, with the dispatcher that gathers.
+Whatever else ranks share out changes nothing but the order of sums of the batch: `order` sees a part in a million there.
+Tokens count alike in these rows, and experts have neither balancing losses nor a capacity, since micro-batches of another
+size are another step otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Final
 
 from megatrain.tools.parity_judge import Distance, judge, judge_first_step, without_gradient
 from megatrain.tools.parity_measure import Implementation, Job, Measured, Precision, measure
-from megatrain.tools.parity_rows import MICRO_BATCH, Layout
+from megatrain.tools.parity_rows import MICRO_BATCH, Layout, is_row
 from megatrain.tools.worker_pool import WorkerPool
 
 TIMES: Final = 4.0
@@ -42,11 +45,24 @@ ROWS: Final = tuple(
         "dp2 zero1 pp2 tied sgd",
         "dp8 zero1 overlap batch16",
         "tp2 sp dp2 zero1 overlap pp2 tied zloss",
+        "cp2 dp2 zero1 overlap tied gpt2",
+        "cp2 heads pp2 documents hollow",
+        "dp2 zero1 overlap mixtral ep2 alltoall",
+        "dp2 zero1 deepseek ep2",
+        "tp2 sp cp2 qwenmoe ep2 etp2 alltoall",
     )
 )
 """What is run in fp32 and in bf16 where no precision is asked for."""
 
-_SPLIT_WORDS = ("tensor parallelism", "sequence parallelism")
+_SPLITS = (
+    "tensor parallelism",
+    "copies of keys and values",
+    "sequence parallelism",
+    "context parallelism",
+    "context communication",
+    "expert tensor parallelism",
+)
+"""Options that split what is summed in a layer."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +97,11 @@ class NarrowComparer:
 
     def compare(self, layout: Layout, *, fault: str | None = None) -> NarrowVerdict:
         """Run a layout, one process and the fewest ranks; with a planted fault in the layout's ranks, if one is named."""
-        layout = layout.but("tokens")
-        alone, fewest = layout.alone, layout.alone.but(" ".join(layout.words_of(*_SPLIT_WORDS)))
+        layout = of_any_micro_batch(layout)
+        alone, fewest = layout.alone, _fewest_ranks(layout)
         found = self.pool.run(layout.world_size, measure, replace(self._job(layout), fault=fault))
         local = replace(self._job(alone), implementation="local")
-        (truth,) = self._run(replace(local, precision="fp64"))
+        truth, *_ = self._run(replace(local, precision="fp64"))
         own = [judge(truth, self._run(job)) for job in _orders(local)]
         order: Distance | None = None
         order_noise: tuple[float, ...] = ()
@@ -103,6 +119,18 @@ class NarrowComparer:
         if job not in self.answers:
             self.answers[job] = self.pool.run(job.layout.world_size, measure, job)
         return self.answers[job]
+
+
+def of_any_micro_batch(layout: Layout) -> Layout:
+    """The same without what makes micro-batches of another size another step."""
+    return layout.but("tokens dropless unbalanced")
+
+
+def _fewest_ranks(layout: Layout) -> Layout:
+    """The same split of layers on the fewest ranks; replicas are needed where experts are split over them."""
+    sums_over_experts = ["expert parallelism"] if layout.has("alltokens") else []
+    fewest = layout.alone.but(" ".join(layout.words_of(*_SPLITS, *sums_over_experts)))
+    return fewest if is_row(fewest.words) else fewest.but(*layout.words_of("data parallelism"))
 
 
 def _orders(usual: Job) -> list[Job]:

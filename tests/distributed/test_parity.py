@@ -47,6 +47,10 @@ NARROW_LAYOUTS = (
     "dp2 zero1 overlap scale",
     "pp2 tied gemma2",
     "tp2 sp dp2 zero1 overlap uniform documents",
+    "cp2 heads pp2 documents hollow",
+    "dp2 zero1 overlap mixtral ep2 alltoall",
+    "dp2 zero1 deepseek ep2",
+    "tp2 sp cp2 qwenmoe ep2 etp2 alltoall",
 )
 
 
