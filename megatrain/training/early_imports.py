@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatrain.config.environment import set_unless_given, user_cache
 from megatrain.kernels.flash4 import flash4
 
 _CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+_TURN = 1e-4
+"""Seconds that the import computes while the main thread wants to."""
 
 
 def begin_imports(plan: Plan, say: Callable[[str], None]) -> threading.Thread | None:
@@ -56,5 +59,12 @@ def _problem_with(folder: Path) -> str | None:
 
 
 def _import_flash4() -> None:
-    with contextlib.suppress(Exception):  # see above: the import is made again there, and its error is told
-        flash4()
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN)  # or each of the main thread's operators waits for this one, 5 ms and more
+    try:
+        with contextlib.suppress(
+            Exception
+        ):  # see above: the import is made again there, and its error is told
+            flash4()
+    finally:
+        sys.setswitchinterval(usual)
