@@ -2,11 +2,12 @@
 """Train benchmark cases for a few iterations and print their speed beside what others reach on the same GPUs.
 
     python3 scripts/benchmark.py --case A1 S1
-    python3 scripts/benchmark.py --case A1 --also "--no-recompute-norms"
+    python3 scripts/benchmark.py --case A1 --also=--no-recompute-norms
     python3 scripts/benchmark.py --case B1 --profile -- --no-overlap-grad-reduce
+    python3 scripts/benchmark.py --case B1 --gpus 2 -- --global-batch-size 8
 
 A case is `configs/benchmarks/<case>.yaml`; what follows `--` is given to pretrain.py as well, and each --also measures every
-case once more with its flags. Figures are medians of the last iterations. `roofline` is what `scripts/roofline.py` counts, and
+case once more with its flags. Peers' figures are those of a case's own number of GPUs. Figures are medians of the last iterations. `roofline` is what `scripts/roofline.py` counts, and
 how much of it was reached; S1 stands beside a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call. With
 --profile, two more iterations are profiled at the end, and the table says where the time went.
 """
@@ -52,6 +53,8 @@ CASES = {
     "A1": Case(1, 19_740, 107.0, torchtitan=19_530, bare=21_180),
     "B1": Case(4, 10_492, 115.4, torchtitan=9_650),
     "B3": Case(4, 8_296, 46.2),
+    "B5": Case(4, 6_899, 115.4),
+    "B6": Case(4, 26_200, 76.7),
     "S1": Case(1, 417_000, 52.4, has_plain_loop=True),
 }
 
@@ -65,6 +68,7 @@ def main() -> int:
     parser.add_argument(
         "--also", action="append", default=[], metavar='"FLAGS"', help="measure with these flags too"
     )
+    parser.add_argument("--gpus", type=int, help="[as many as the case has]")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("flags", nargs="*", help="for pretrain.py, after --")
     arguments = parser.parse_args()
@@ -92,7 +96,7 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
                 "torch.distributed.run",
                 "--standalone",
                 "--nproc-per-node",
-                str(case.num_gpus),
+                str(arguments.gpus or case.num_gpus),
             ),
             *(
                 "pretrain.py",
@@ -121,7 +125,8 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     plain = plain_tokens_per_second(iterations) if case.has_plain_loop else None
     kept = [line for line in lines if "iteration_ms" in line][:iterations]
-    return f"{row(name, case, kept, first or 0.0, plain)}   {shlex.join(flags)}".rstrip()
+    limit = roofline_of(name, flags, world_size=arguments.gpus).tokens_per_second
+    return f"{row(name, case, kept, first or 0.0, limit, plain)}   {shlex.join(flags)}".rstrip()
 
 
 def plain_tokens_per_second(iterations: int) -> float:
@@ -137,7 +142,12 @@ def plain_tokens_per_second(iterations: int) -> float:
 
 
 def row(
-    name: str, case: Case, lines: list[dict[str, Any]], first_seconds: float, plain: float | None = None
+    name: str,
+    case: Case,
+    lines: list[dict[str, Any]],
+    first_seconds: float,
+    limit: float,
+    plain: float | None = None,
 ) -> str:
     """Medians over all iterations but the first five."""
     steady = lines[min(5, len(lines) - 1) :]
@@ -149,7 +159,6 @@ def row(
         median("tokens_per_second_per_gpu"),
         max(line["max_memory_bytes"] or 0 for line in lines) / 1e9,
     )
-    limit = roofline_of(name).tokens_per_second
     peers = (
         f"{limit:>8,.0f} {speed / limit:6.1%}",
         f"{case.megatron:>8,.0f} x{speed / case.megatron:5.3f} {case.megatron_gb:4.0f}G",

@@ -1,5 +1,7 @@
 """Writes the quickstart's text: this Python's standard library and its docstrings, as one JSON object per line.
 
+With --folder, what that folder holds instead, such as Python's site-packages.
+
     *.py of the standard library -> {"text": source, "path": "json/decoder.py"}
     their longer docstrings      -> {"text": prose,  "path": "json.decoder:JSONDecoder"}
 
@@ -48,12 +50,15 @@ def main() -> None:
         default=16.0,
         help="stop before the file grows beyond this many megabytes [16]",
     )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="of *.py [the library]"
+    )
     arguments = parser.parse_args()
 
-    library = Path(sysconfig.get_paths()["stdlib"])
-    if not any(library.glob("*.py")):
+    library = arguments.folder
+    if not any(library.rglob("*.py")):
         raise SystemExit(
-            f"{library} holds no Python sources\n  fix: run this with a Python whose library is not zipped"
+            f"{library} holds no Python sources\n  fix: run this with a Python whose library is not zipped, or give --folder"
         )
     num_documents, num_bytes = write_corpus(
         library, arguments.output, limit_bytes=int(arguments.limit_mb * 1e6)

@@ -3,19 +3,20 @@
 
     python3 scripts/roofline.py A1 S1
 
-    products        6 FLOPs for each weight of linear layers and head, and token
+    products        6 FLOPs for each weight of linear layers and head that a token meets, and token
     attention       2 s n d FLOPs a token and layer forward (causal), 2.5 times that backward
     element-wise    bytes of norms, rotary embedding, activation and loss, at the memory's rate
     gradients       8 bytes a weight and micro-batch for sums in fp32, half of them hidden in the products
     optimizer       38 bytes a weight, with norm and clearing
 
-Communication is taken to be hidden. Rates are those of one H200: products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's
+Communication is taken to be hidden, and experts to be visited alike, without a copy of a token. Rates are those of one H200: products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's
 attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of 4.3 TB/s. Those of S1's small sizes are assumed.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,45 +59,54 @@ class Roofline:
         return self.tokens / self.total * 1e3
 
 
-def roofline_of(name: str) -> Roofline:
-    """Of `configs/benchmarks/<name>.yaml`."""
-    request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml")])
-    world_size = {"A": 1, "S": 1, "B": 4}[name[0]]
+def roofline_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = None) -> Roofline:
+    """Of `configs/benchmarks/<name>.yaml` with flags, on a case's own number of GPUs where no other is given."""
+    request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml"), *flags])
+    world_size = world_size or {"A": 1, "S": 1, "B": 4}[name[0]]
     vocabulary = request.config.tokenizer.vocab_size
     facts = Facts(device="cuda", world_size=world_size, vocab_size=vocabulary, eod_id=0)
     return _roofline(resolve(request, facts), RATES.get(name, Rates()))
 
 
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
-    model, derived, s = plan.config.model, plan.derived, plan.config.data.seq_length
-    h = model.hidden_size
-    replicas = derived.data_parallel_size * plan.config.parallel.context_parallel_size
-    tokens = derived.tokens_per_iteration / replicas  # that pass through this rank's part
-    attention = linear = moved = 0
+    model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
+    h, s = model.hidden_size, plan.config.data.seq_length
+    has_rope = model.position_embedding_type == "rope"
+    attention = linear = experts = unmet = moved = 0
     for layer in derived.layer_table.layers:
         inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
-        f, has_rope = layer.ffn_hidden_size, model.position_embedding_type == "rope"
-        linear += h * (2 * inner + 2 * keys) + (3 if layer.is_gated else 2) * h * f
+        f, matrices = layer.active_width, 3 if layer.is_gated else 2
+        linear += h * (2 * inner + 2 * keys) + matrices * h * f
+        if layer.experts is not None:
+            each = matrices * h * layer.experts.ffn_hidden_size
+            experts += each * layer.experts.num_experts
+            unmet += each * (layer.experts.num_experts - layer.experts.top_k)
         attention += 2 * s * inner
         moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
         moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
     head = h * derived.padded_vocab_size
     moved += 6 * derived.padded_vocab_size
-    weights = linear + head * (2 if model.untie_embeddings_and_output_weights else 1)
-    share = derived.model_parallel_size
-    per_ms = tokens / share * 1e3
+    weights = linear + unmet + head * (2 if model.untie_embeddings_and_output_weights else 1)
+    shares = derived.model_parallel_size
+    expert_shares = (
+        parallel.pipeline_model_parallel_size
+        * parallel.expert_model_parallel_size
+        * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
+    )
+    held = (weights - experts) / shares + experts / expert_shares
+    tokens = derived.tokens_per_iteration / derived.world_size
     return Roofline(
-        products=6 * (linear + head) * per_ms / (rates.products * 1e12),
-        attention=attention * per_ms / 1e12 * (1 / rates.attention + 2.5 / rates.attention_backward),
-        element_wise=moved * per_ms / BYTES_A_SECOND,
-        gradients=4 * weights / share * derived.num_microbatches / BYTES_A_SECOND * 1e3,
+        products=6 * (linear + head) * tokens / (rates.products * 1e9),
+        attention=attention * tokens / 1e9 * (1 / rates.attention + 2.5 / rates.attention_backward),
+        element_wise=moved * tokens / BYTES_A_SECOND * 1e3,
+        gradients=4 * held * derived.num_microbatches / BYTES_A_SECOND * 1e3,
         optimizer=38 * weights / derived.world_size / BYTES_A_SECOND * 1e3,
-        tokens=derived.tokens_per_iteration / derived.world_size,
+        tokens=tokens,
     )
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["A1", "S1", "B1", "B3"]
+    names = sys.argv[1:] or ["A1", "S1", "B1", "B3", "B5", "B6"]
     parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
     print(
         f"{'case':<5}"

@@ -42,7 +42,7 @@ def test_a_row_of_the_benchmark_stands_beside_peers_and_roofline(monkeypatch: py
     benchmark = script("benchmark", monkeypatch)
     line = {"iteration_ms": 1000.0, "tokens_per_second_per_gpu": 477_000.0, "tflops_per_gpu": 380.0, "mfu": 0.386,
             "max_memory_bytes": 18e9}  # fmt: skip
-    row = benchmark.row("S1", benchmark.CASES["S1"], [line] * 8, 12.0, 450_000.0).split()
+    row = benchmark.row("S1", benchmark.CASES["S1"], [line] * 8, 12.0, 516_000.0, 450_000.0).split()
     assert row[:7] == ["S1", "1000", "477,000", "380.0", "38.6%", "18.0", "12.0"]
     assert "92.4%" in row
     assert row[-2:] == ["450,000", "x1.060"]
