@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,11 +122,12 @@ def kept(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and a sink; and what comes back from the output."""
+    """q, k, v and a sink, and what comes back from the output: numbers that bf16 holds."""
     generator = torch.Generator().manual_seed(3)
     d = case.d
     shapes = [(S, B, HEADS, d), (S, B, case.groups, d), (S, B, case.groups, d), (HEADS,), (S, B, HEADS, d)]
-    *x, upstream = (2 * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    made = (2 * torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes)
+    *x, upstream = (one.bfloat16().double() for one in made)
     return x, upstream
 
 
@@ -246,15 +248,23 @@ def check_narrow(case: Case, found: list[list[Tensor]]) -> None:
             assert error < 0.02, f"{number} of rank {rank} is off by {error}"
 
 
+@pytest.fixture(scope="module")
+def two_gpus() -> Iterator[WorkerPool]:
+    with WorkerPool(2, device="cuda", timeout_seconds=600) as pool:
+        yield pool
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("backend", ["flash4", "flash2", "cudnn", "math"])
 @pytest.mark.parametrize(("how", "heads_size"), [("p2p", 1), ("all_gather", 1), ("a2a", 2)])
 @pytest.mark.parametrize("name", ["plain", "sink", "window", "wide window, documents, sink"])
-def test_two_gpus_attend_to_whole_sequences(name: str, how: str, heads_size: int, backend: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # of flash-attn-4's libraries
+def test_two_gpus_attend_to_whole_sequences(
+    two_gpus: WorkerPool, name: str, how: str, heads_size: int, backend: str
+) -> None:
     if backend == "flash4":
         pytest.importorskip("flash_attn.cute")
     case = replace(CASES[name], kernel=backend, d=64)
     if how == "p2p" and backend != "math" and (case.window is not None or case.has_documents):
         pytest.skip("kernels without masks need keys in order")
-    with WorkerPool(2, device="cuda", timeout_seconds=600) as pool:
-        check_narrow(case, pool.run(2, on_a_rank, case, how, heads_size, torch.bfloat16, "cuda"))
+    check_narrow(case, two_gpus.run(2, on_a_rank, case, how, heads_size, torch.bfloat16, "cuda"))

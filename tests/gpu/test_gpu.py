@@ -113,6 +113,7 @@ def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     "flags", ["", "--calculate-per-token-loss --log-params-norm --log-num-zeros-in-grad"]
 )
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_waits_for_nothing_in_a_step(flags: str) -> None:
     plan = resolve(
         parse([*SMALL.split(), "--bf16", *flags.split()]), Facts(vocab_size=101, eod_id=100, device="cuda")

@@ -77,7 +77,7 @@ def test_a_checkpoint_goes_back_and_forth(tmp_path: Path) -> None:
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm"
         " --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
         " --seq-length 64 --mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2"
-        f" --global-batch-size 4 --lr 1e-3 --bf16 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
+        f" --global-batch-size 4 --lr 1e-3 --lr-decay-iters 15 --bf16 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
     ).split()
     for number, implementation in enumerate(("transformer_engine", "local", "transformer_engine"), 1):
         asked = ["--transformer-impl", implementation, "--train-iters", str(5 * number)]
