@@ -90,14 +90,7 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
         metrics = Path(folder) / "metrics.jsonl"
         iterations = arguments.iterations
         command = [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(arguments.gpus or case.num_gpus),
-            ),
+            *launcher(arguments.gpus or case.num_gpus),
             *(
                 "pretrain.py",
                 "--config",
@@ -127,6 +120,12 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
     kept = [line for line in lines if "iteration_ms" in line][:iterations]
     limit = roofline_of(name, flags, world_size=arguments.gpus).tokens_per_second
     return f"{row(name, case, kept, first or 0.0, limit, plain)}   {shlex.join(flags)}".rstrip()
+
+
+def launcher(num_gpus: int) -> list[str]:
+    """A rank on each GPU; torchrun takes seconds, and one rank needs none."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
+    return [sys.executable, *(ranks if num_gpus > 1 else ())]
 
 
 def plain_tokens_per_second(iterations: int) -> float:

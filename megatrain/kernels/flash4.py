@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,10 @@ class Flash4Functions:
 @functools.cache
 def flash4() -> Flash4Functions:
     """The library; a plan takes it only where it is installed."""
+    # What it says to itself about an argument of its own kernels, on every compilation.
+    warnings.filterwarnings(
+        "ignore", "Argument aux_data .* cannot be converted to a JitArgument", UserWarning
+    )
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # noqa: PLC0415
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415
 

@@ -93,6 +93,7 @@ def test_training_in_16_bits_stays_near_fp32(narrow: list[str]) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
+@pytest.mark.filterwarnings("ignore")  # of flash-attn-4's libraries, where it is installed
 def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--bf16 --device cuda --log-throughput --timing-log-level 2 --log-params-norm --log-num-zeros-in-grad"

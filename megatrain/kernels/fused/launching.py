@@ -6,7 +6,7 @@ tensors on the meta device allocates what they would write to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,13 @@ def is_fused(x: Tensor) -> bool:
     return x.is_cuda and x.dtype is not torch.float64
 
 
-def jit(function: Callable[..., None]) -> Any:
-    """A function as a Triton kernel, or a part of kernels."""
-    return function if triton is None else triton.jit(function)
+def jit(function: Callable[..., None], any_value: Sequence[str] = ()) -> Any:
+    """A function as a Triton kernel, or a part of kernels.
+
+    Args:
+        any_value: integer arguments for which it is compiled once; for others again for 1 and for multiples of 16.
+    """
+    return function if triton is None else triton.jit(function, do_not_specialize=list(any_value))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

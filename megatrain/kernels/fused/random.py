@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import struct
+
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 
 _BLOCK = 512
-_LOW = 0xFFFFFFFF
 
 
 def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float, std: float) -> None:
@@ -15,7 +17,8 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     size = out.numel()
     launch(
         _normal, (cdiv(size, _BLOCK),),
-        out, size, out.shape[1], first, row_stride, key & _LOW, key >> 32, MEAN=mean, STD=std, BLOCK=_BLOCK, enable_fp_fusion=False,
+        out, size, out.shape[1], *_halves(first), row_stride, *_halves(key), *_halves_of_double(mean), *_halves_of_double(std),
+        BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -24,8 +27,39 @@ def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
     columns = kept.shape[1]
     launch(
         _kept, (rows.numel(), cdiv(columns, _BLOCK)),
-        kept, rows, columns, cdiv(columns, 4), key & _LOW, key >> 32, threshold, BLOCK=_BLOCK,
+        kept, rows, columns, cdiv(columns, 4), *_halves(key), threshold, BLOCK=_BLOCK,
     )  # fmt: skip
+
+
+def _halves(number: int) -> tuple[int, int]:
+    """The lower and the upper 32 of 64 bits, as signed numbers.
+
+    Triton compiles a kernel anew for integers of more bits, and for numbers that it knows more of.
+    """
+    low, high = struct.unpack("<ii", struct.pack("<Q", number))
+    return low, high
+
+
+def _halves_of_double(number: float) -> tuple[int, int]:
+    """The same of the bits of a number in double precision: Triton would take fp32."""
+    low, high = struct.unpack("<ii", struct.pack("<d", number))
+    return low, high
+
+
+_OF_KEYS = functools.partial(jit, any_value=("key_low", "key_high"))
+_OF_PLACES = functools.partial(
+    jit,
+    any_value=(
+        *("size", "columns", "first_low", "first_high", "row_stride", "key_low", "key_high"),
+        *("mean_low", "mean_high", "std_low", "std_high"),
+    ),
+)
+
+
+@jit
+def _long(low, high):
+    """The number that these are the halves of, as int64."""
+    return (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
 
 
 @jit
@@ -96,20 +130,21 @@ def _quantile(bits):
     return tl.where(tl.abs(q) > _double(x, 0.425), tail, centre)
 
 
-@jit
+@_OF_PLACES
 def _normal(
-    OUT, size, columns, first, row_stride, key_low, key_high,
-    MEAN: tl.constexpr, STD: tl.constexpr, BLOCK: tl.constexpr,
+    OUT, size, columns, first_low, first_high, row_stride, key_low, key_high, mean_low, mean_high, std_low, std_high,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # Mean and deviation are constants, since numbers come to a kernel as fp32.
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = first + (index // columns) * row_stride + index % columns
+    place = _long(first_low, first_high) + (index // columns) * row_stride + index % columns
     values = _quantile(_word(place // 4, place % 4, key_low, key_high))
-    values = values * _double(values, STD) + _double(values, MEAN)
+    mean = _long(mean_low, mean_high).to(tl.float64, bitcast=True)
+    std = _long(std_low, std_high).to(tl.float64, bitcast=True)
+    values = values * std + mean
     tl.store(OUT + index, values.to(tl.float32).to(OUT.dtype.element_ty), mask=index < size)
 
 
-@jit
+@_OF_KEYS
 def _kept(KEPT, ROW, columns, counters_a_row, key_low, key_high, threshold, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
