@@ -28,7 +28,7 @@ from megatrain.tools.parity_models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPE
 MAX_RANKS = 8
 MICRO_BATCH = 2
 MAX_PASSES = 4
-QUICK_ROWS = 60
+QUICK_ROWS = 40
 PRODUCT = (
     "tensor parallelism",
     "copies of keys and values",

@@ -31,6 +31,8 @@ CURVES = (
     "global_batch_size",
     "loss_scale",
 )
+OF_ROUTERS = {"max_load": max, "entropy": statistics.fmean, "dropped": statistics.fmean}
+"""What a curve has of all layers with experts."""
 MAX_BUCKETS = 500
 """Stretches of a run of which each curve keeps its lowest and its highest point, so that no spike is lost."""
 Columns = dict[str, list[float | None]]
@@ -182,9 +184,16 @@ def _columns(
         "hours": [_number(value) for value in hours],
     }
     curves = {name: [_number(row.get(name)) for row in steps] for name in CURVES}
+    curves |= {name: [_of_routers(row, name) for row in steps] for name in OF_ROUTERS}
     curves = {name: column for name, column in curves.items() if any(value is not None for value in column)}
     kept = thinned(list(curves.values()))
     return _at(x, kept), _at(curves, kept), _means(x, curves) if len(kept) < len(steps) else None
+
+
+def _of_routers(row: dict[str, Any], name: str) -> float | None:
+    layers = (row.get("routers") or {}).get("layers", ())
+    values = [value for layer in layers if (value := _number(layer.get(name))) is not None]
+    return _number(OF_ROUTERS[name](values)) if values else None
 
 
 def _at(columns: Columns, rows: Sequence[int]) -> Columns:

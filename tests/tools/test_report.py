@@ -12,7 +12,7 @@ import pytest
 
 from megatrain.tools.main import main
 from megatrain.tools.report import page
-from megatrain.tools.report_data import CURVES, differing_settings, read_run, run_names, thinned
+from megatrain.tools.report_data import CURVES, OF_ROUTERS, differing_settings, read_run, run_names, thinned
 
 
 def make_run(folder: Path, *, num_iterations: int = 4, lr: float = 0.001, name: str = "run") -> Path:
@@ -52,6 +52,17 @@ def test_a_run_is_read_with_its_axes_and_evaluations(tmp_path: Path) -> None:
     assert run.summary["validation"] == 2.5
     assert run.summary["tokens_per_second_per_gpu"] == 300.0
     assert run.summary["status"] == "signal SIGTERM (exit code 75)"
+
+
+def test_routers_have_curves_of_all_layers(tmp_path: Path) -> None:
+    layers = [
+        {"max_load": 1.5, "entropy": 2.0, "dropped": 0.0},
+        {"max_load": 3.0, "entropy": 1.0, "dropped": 0.5},
+    ]
+    rows = [{"iteration": 1, "routers": {"losses": {}, "layers": layers}}, {"iteration": 2, "routers": None}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    curves = read_run(tmp_path, "run").curves
+    assert curves == {"max_load": [3.0, None], "entropy": [1.5, None], "dropped": [0.25, None]}
 
 
 def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:
@@ -168,7 +179,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_every_curve_has_a_chart(tmp_path: Path) -> None:
     text = page([read_run(make_run(tmp_path), "run")])
     charts = set(re.findall(r'\{ name: "(\w+)", title:', text))
-    assert charts == {*CURVES, "validations"}
+    assert charts == {*CURVES, *OF_ROUTERS, "validations"}
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
