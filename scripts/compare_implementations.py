@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = "--num-layers 4 --train-iters 200 --lr-warmup-fraction 0.1 --lr-decay-style cosine --min-lr 1e-5 --eval-iters 0"
+SETTINGS = "--split 100,0,0 --num-layers 4 --train-iters 200 --lr-warmup-fraction 0.1 --lr-decay-style cosine --min-lr 1e-5 --eval-iters 0"
 ROWS_OF_A1 = 128256
 """Of its embedding, whatever the tokenizer has."""
 
@@ -41,18 +41,19 @@ def main() -> int:
     return 0
 
 
-def made_data(folder: Path, *, limit_mb: float) -> list[str]:
-    """Flags of the data, which is made where it is not there yet."""
+def made_data(folder: Path, *, limit_mb: float, library: Path | None = None) -> list[str]:
+    """Flags of the data, which is made where it is not there yet: of Python's standard library, or of another folder."""
     corpus, tokenizer, prefix = folder / "corpus.jsonl", folder / "tokenizer.json", folder / "stdlib"
     kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
     if not corpus.exists():
-        call("scripts/quickstart_corpus.py", "--output", str(corpus), "--limit-mb", str(limit_mb))
+        sources = [] if library is None else ["--folder", str(library)]
+        call("scripts/quickstart_corpus.py", "--output", str(corpus), "--limit-mb", str(limit_mb), *sources)
     if not tokenizer.exists():
         call("scripts/quickstart_tokenizer.py", "--input", str(corpus), "--output", str(tokenizer))
     if not Path(f"{prefix}_text_document.idx").exists():
         output = ["--json-keys", "text", "--append-eod", "--workers", "2", "--output-prefix", str(prefix)]
         call("preprocess_data.py", "--input", str(corpus), *kind, *output)
-    return [*kind, "--data-path", f"{prefix}_text_document", "--split", "100,0,0"]
+    return [*kind, "--data-path", f"{prefix}_text_document"]
 
 
 def trained(folder: Path, implementation: str, flags: Sequence[str]) -> Path:

@@ -35,7 +35,7 @@ class Rates:
     attention_backward: float = 541
 
 
-RATES = {"S1": Rates(products=550, attention=250, attention_backward=200)}
+RATES = {"S1": Rates(products=650, attention=400, attention_backward=300)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""A small mixture of experts beside the dense model of as many active parameters, on one GPU, for 1,000 iterations of real text.
+
+    python3 scripts/compare_experts.py [--output FOLDER] [flags of pretrain.py]
+
+The models are those of configs/quickstart.yaml and configs/quickstart_moe.yaml; the text is the Python code of the packages that
+are installed here, 16,384 tokens an iteration. FOLDER/report.html shows both. Prints the losses of the validations, and how
+much more than the mean the busiest expert of each layer was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from compare_implementations import call, made_data
+
+CONFIGS = ("quickstart", "quickstart_moe")
+SETTINGS = "--micro-batch-size 64 --global-batch-size 64 --train-iters 1000 --eval-interval 200 --bf16"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/experts"))
+    parser.add_argument("--limit-mb", type=float, default=72.0, help="of text [72]")
+    arguments, flags = parser.parse_known_args()
+    folder = arguments.output.resolve()
+    packages = Path(sysconfig.get_paths()["purelib"])
+    data = made_data(folder, limit_mb=arguments.limit_mb, library=packages)
+    for name in CONFIGS:
+        run = str(folder / name)
+        call(
+            *("pretrain.py", "--config", f"configs/{name}.yaml", *data, *SETTINGS.split()),
+            *("--save", run, "--load", run, *flags),
+        )
+    page = str(folder / "report.html")
+    call("-m", "megatrain.tools.main", "report", *(str(folder / name) for name in CONFIGS), "--output", page)
+    for name in CONFIGS:
+        print(f"{name}: {told(folder / name / 'metrics.jsonl')}")
+    return 0
+
+
+def told(metrics: Path) -> str:
+    """Losses of the validations, and loads behind the first fifth of the run."""
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    found = [f"{row['loss']:.3f} at {row['iteration']}" for row in rows if "validation" in row]
+    steps = [row["routers"]["layers"] for row in rows if row.get("routers")]
+    return f"validation loss {', '.join(found)}{loads(steps[len(steps) // 5 :]) if steps else ''}"
+
+
+def loads(steps: Sequence[Sequence[dict[str, Any]]]) -> str:
+    by_layer = [[layer["max_load"] for layer in of_layer] for of_layer in zip(*steps, strict=True)]
+    means = ", ".join(f"{statistics.fmean(values):.2f}" for values in by_layer)
+    return (
+        f"; busiest experts of the layers {means} times the mean load, at most {max(map(max, by_layer)):.2f}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
