@@ -91,7 +91,7 @@ def _add_parity(commands: Any) -> None:
     )
     which = parity.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="the 40 rows in which most pairs meet, in fp64")
-    which.add_argument("--full", action="store_true", help="every combination of parallel options: hours")
+    which.add_argument("--full", action="store_true", help="every combination of many options: hours")
     which.add_argument(
         "--self-test", action="store_true", help="plant known faults instead, which must be found"
     )

@@ -14,6 +14,7 @@ rules of `resolve` refuse with experts, a feature without the one that it needs,
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -29,21 +30,6 @@ MAX_RANKS = 8
 MICRO_BATCH = 2
 MAX_PASSES = 4
 QUICK_ROWS = 40
-PRODUCT = (
-    "tensor parallelism",
-    "copies of keys and values",
-    "sequence parallelism",
-    "context parallelism",
-    "data parallelism",
-    "pipeline parallelism",
-    "sharding over replicas",
-    "overlap",
-    "embeddings",
-    "loss",
-    "optimizer",
-)
-"""Options of which `--full` runs every combination."""
-
 ALWAYS = (
     "tp2 sp cp2 pp2 mixtral ep2 auxloss",
     "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping",
@@ -64,6 +50,24 @@ OPTIONS: dict[str, dict[str, str]] = {
 """Words by option, and the flags of each. `ignored`: some labels say that their tokens do not count, and others are no
 ids where the mask is 0. `hollow`: in the middle half of each sample no token counts, which is all that some context ranks
 have. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
+
+PRODUCT: dict[str, tuple[str, ...]] = {
+    "tensor parallelism": ("tp1", "tp2", "tp4", "tp8"),
+    "copies of keys and values": tuple(OPTIONS["copies of keys and values"]),
+    "sequence parallelism": ("nosp", "sp"),
+    "data parallelism": ("dp1", "dp2", "dp4", "dp8"),
+    "sharding over replicas": ("zero0", "zero1", "zero3"),
+    "overlap": ("nooverlap", "overlap"),
+    "embeddings": ("untied", "tied"),
+    "loss": ("means", "tokens"),
+    "optimizer": ("adam", "sgd", "muon"),
+}
+"""Options and their words of which `--full` runs every combination."""
+
+_RING = {"context communication": "ring"}
+_WHOLE = {**_RING, "context parallelism": "cp1", "pipeline parallelism": "pp1"}
+_MAKE_ROOM: tuple[dict[str, str], ...] = ({}, _RING, _WHOLE, {**_WHOLE, "batch": "batch16"})
+"""What is changed of the other options, one after the other, where they do not go with a combination's sizes."""
 
 WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
 """The words of a dense model."""
@@ -287,19 +291,20 @@ def product_rows(max_ranks: int = MAX_RANKS) -> list[Layout]:
         lambda row: is_row(tuple(None if word == "*" else word for word in row), max_ranks=max_ranks),
     )
     rows: list[Layout] = []
-    for words in product(*(OPTIONS[name] for name in fixed)):
+    uses = Counter(dict.fromkeys(others, 0))
+    for words in product(*(PRODUCT[name] for name in fixed)):
         known = dict(zip(fixed, words, strict=True))
         if not is_row(tuple(known.get(name) for name in _NAMES), max_ranks=max_ranks):
             continue
-        turns = others[len(rows) % len(others) :] + others[: len(rows) % len(others)]
         candidates = (
-            tuple((known | own).get(n, word) for n, word in zip(_NAMES, turn, strict=True))
-            for own in ({}, {"context communication": "ring"})  # the one way that goes with any size
-            for turn in turns
+            (turn, tuple((known | own).get(n, word) for n, word in zip(_NAMES, turn, strict=True)))
+            for turn in sorted(others, key=uses.__getitem__)
+            for own in _MAKE_ROOM
         )
-        found = next((row for row in candidates if is_row(row, max_ranks=max_ranks)), None)
+        found = next(((turn, row) for turn, row in candidates if is_row(row, max_ranks=max_ranks)), None)
         if found is not None:
-            rows.append(Layout(found))
+            uses[found[0]] += 1
+            rows.append(Layout(found[1]))
     return rows
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,11 @@ CURVES = (
     "global_batch_size",
     "loss_scale",
 )
-OF_ROUTERS = {"max_load": max, "entropy": statistics.fmean, "dropped": statistics.fmean}
+OF_ROUTERS: dict[str, Callable[[list[float]], float]] = {
+    "max_load": max,
+    "entropy": statistics.fmean,
+    "dropped": statistics.fmean,
+}
 """What a curve has of all layers with experts."""
 MAX_BUCKETS = 500
 """Stretches of a run of which each curve keeps its lowest and its highest point, so that no spike is lost."""

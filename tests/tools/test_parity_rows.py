@@ -131,7 +131,7 @@ def test_the_full_table_has_each_combination_once():
     fixed = [layout.words_of(*PRODUCT) for layout in rows]
     assert len({tuple(words) for words in fixed}) == len(rows) > 1000
     by_hand = 0
-    for words in product(*(OPTIONS[name] for name in PRODUCT)):
+    for words in product(*PRODUCT.values()):
         layout = Layout.of(" ".join(words))
         by_hand += any(is_row(layout.but(batch).words) for batch in OPTIONS["batch"])
     assert len(rows) == by_hand
