@@ -24,7 +24,7 @@ def context_communication(draft: Draft) -> Answer:
     if not parallel.cp_comm_type:
         if has_documents(draft):
             return Answer(("all_gather",), "documents leave some ranks of a ring with more work than others")
-        if draft.config.model.window_size is not None:
+        if have_windows(draft):
             return Answer(("all_gather",), "windows see keys of few ranks")
         return Answer(("p2p",), "keys and values travel around a ring while others are computed with")
     ways = tuple(parallel.cp_comm_type)
@@ -37,6 +37,12 @@ def has_documents(draft: Draft) -> bool:
     """Whether attention stays inside of documents."""
     data = draft.config.data
     return data.reset_attention_mask or data.dataloader_inter_document_masking
+
+
+def have_windows(draft: Draft) -> bool:
+    """Whether the attention of some layers sees near keys alone."""
+    own = draft.facts.own_layers
+    return draft.config.model.window_size is not None if own is None else own.have_windows
 
 
 def rings_are_gathered(draft: Draft) -> Iterator[str]:
@@ -54,7 +60,7 @@ def _why_no_ring(draft: Draft) -> str:
     is_written = draft.derived.attention_backend == "math" or bool(model.attention_dropout)
     if not is_narrow or is_written or model.attn_logit_softcapping is not None:
         return ""
-    causes = {"documents": has_documents(draft), "windows": model.window_size is not None}
+    causes = {"documents": has_documents(draft), "windows": have_windows(draft)}
     found = " and ".join(name for name, is_there in causes.items() if is_there)
     return (
         f"keys and values are gathered, as kernels for {found} need keys that lie in order" if found else ""

@@ -137,6 +137,7 @@ class Facts:
                 digest=own["digest"],
                 layers=tuple(map(LayerSizes.from_dict, own["layers"])),
                 differences=tuple(own["differences"]),
+                have_windows=own["have_windows"],
             )
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         if values["device_capability"] is not None:

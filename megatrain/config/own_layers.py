@@ -40,6 +40,8 @@ class OwnLayers:
     layers: tuple[LayerSizes, ...]
     differences: tuple[str, ...]
     """From the layers that the flags describe."""
+    have_windows: bool = False
+    """Whether the attention of one sees near keys alone."""
 
 
 def _apart(words: Sequence[str]) -> tuple[str, ...]:

@@ -64,6 +64,9 @@ def own_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSp
         digest=loaded.digest,
         layers=tuple(map(_sizes, loaded.layers)),
         differences=tuple(_differences(loaded.layers, usual)),
+        have_windows=any(
+            layer.mixer is not None and layer.mixer.window is not None for layer in loaded.layers
+        ),
     )
 
 

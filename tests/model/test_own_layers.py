@@ -58,6 +58,27 @@ def with_biases(model, layers):
 """
 
 
+WINDOWS = """
+import dataclasses
+
+def near(model, layers):
+    *others, last = layers
+    return [*others, dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, window=8))]
+"""
+
+
+@pytest.mark.parametrize("asked", ["", "--cp-comm-type p2p"])
+def test_windows_of_one_s_own_are_no_work_for_a_ring(tmp_path: Path, asked: str) -> None:
+    file = tmp_path / "near.py"
+    file.write_text(WINDOWS)
+    flags = f"{MODEL} --context-parallel-size 2 {asked} --device cuda --bf16 --kv-channels 16"
+    known = Facts(vocab_size=101, eod_id=100, world_size=2, device="cuda")
+    request = parse(f"{flags} --spec {file}:near".split())
+    plan = resolve(request, Facts.from_json(with_own_layers(request, known).to_json()))
+    assert plan.derived.context_communication == ("all_gather",)
+    assert resolve(parse(flags.split()), known).derived.context_communication == ("p2p",)
+
+
 def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
     file = tmp_path / "experts.py"
     file.write_text(EXPERTS)
