@@ -7,7 +7,8 @@
     python3 scripts/benchmark.py --case B1 --gpus 2 -- --global-batch-size 8
 
 A case is `configs/benchmarks/<case>.yaml`; what follows `--` is given to pretrain.py as well, and each --also measures every
-case once more with its flags. Peers' figures are those of a case's own number of GPUs. Figures are medians of the last iterations. `roofline` is what `scripts/roofline.py` counts, and
+case once more with its flags. Peers' figures are those of a case's own shape
+and number of GPUs; the ratio to Megatron-LM is that of TFLOP/s, by its formula. Figures are medians of the last iterations. `roofline` is what `scripts/roofline.py` counts, and
 how much of it was reached; S1 stands beside a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call. With
 --profile, two more iterations are profiled at the end, and the table says where the time went.
 """
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Case:
-    """GPUs that a case needs, and what peers reach with it: tokens a second and GPU, peak memory in 10^9 bytes.
+    """GPUs that a case needs, and what peers reach with it: tokens a second and GPU, TFLOP/s, peak memory in 10^9 bytes.
 
     Megatron-LM core 0.20.0 of 2026-08-22 with Transformer Engine 2.20.2, torchtitan 0.2.2, both with torch 2.11.0+cu130
     on H200 SXM, synthetic data; `bare` is a step of the fastest parts with nothing around them.
@@ -42,6 +43,7 @@ class Case:
 
     num_gpus: int
     megatron: float
+    megatron_tflops: float
     megatron_gb: float
     torchtitan: float | None = None
     bare: float | None = None
@@ -50,12 +52,12 @@ class Case:
 
 
 CASES = {
-    "A1": Case(1, 19_740, 107.0, torchtitan=19_530, bare=21_180),
-    "B1": Case(4, 10_492, 115.4, torchtitan=9_650),
-    "B3": Case(4, 8_296, 46.2),
-    "B5": Case(4, 6_899, 115.4),
-    "B6": Case(4, 26_200, 76.7),
-    "S1": Case(1, 417_000, 52.4, has_plain_loop=True),
+    "A1": Case(1, 19_740, 539, 107.0, torchtitan=19_530, bare=21_180),
+    "B1": Case(4, 10_492, 540, 115.4, torchtitan=9_650),
+    "B3": Case(4, 8_296, 427, 46.2),
+    "B5": Case(4, 6_899, 488, 115.4),
+    "B6": Case(4, 26_200, 232, 76.7),
+    "S1": Case(1, 417_000, 333, 52.4, has_plain_loop=True),
 }
 
 
@@ -86,6 +88,7 @@ def main() -> int:
 def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
     """Run a case; its row of the table, empty where it failed."""
     case = CASES[name]
+    limit = roofline_of(name, flags, world_size=arguments.gpus).tokens_per_second
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         iterations = arguments.iterations
@@ -118,7 +121,6 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     plain = plain_tokens_per_second(iterations) if case.has_plain_loop else None
     kept = [line for line in lines if "iteration_ms" in line][:iterations]
-    limit = roofline_of(name, flags, world_size=arguments.gpus).tokens_per_second
     return f"{row(name, case, kept, first or 0.0, limit, plain)}   {shlex.join(flags)}".rstrip()
 
 
@@ -160,7 +162,7 @@ def row(
     )
     peers = (
         f"{limit:>8,.0f} {speed / limit:6.1%}",
-        f"{case.megatron:>8,.0f} x{speed / case.megatron:5.3f} {case.megatron_gb:4.0f}G",
+        f"{case.megatron:>8,.0f} x{median('tflops_per_gpu') / case.megatron_tflops:5.3f} {case.megatron_gb:4.0f}G",
         f"{case.torchtitan:,.0f}" if case.torchtitan else "-",
         f"{case.bare:,.0f}" if case.bare else "-",
         f"{plain:,.0f} x{speed / plain:.3f}" if plain else "-",

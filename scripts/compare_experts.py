@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sysconfig
 from collections.abc import Sequence
@@ -35,11 +36,9 @@ def main() -> int:
     packages = Path(sysconfig.get_paths()["purelib"])
     data = made_data(folder, limit_mb=arguments.limit_mb, library=packages)
     for name in CONFIGS:
-        run = str(folder / name)
-        call(
-            *("pretrain.py", "--config", f"configs/{name}.yaml", *data, *SETTINGS.split()),
-            *("--save", run, "--load", run, *flags),
-        )
+        shutil.rmtree(folder / name, ignore_errors=True)
+        where = ["--save", str(folder / name), "--load", str(folder / name)]
+        call("pretrain.py", "--config", f"configs/{name}.yaml", *data, *SETTINGS.split(), *where, *flags)
     page = str(folder / "report.html")
     call("-m", "megatrain.tools.main", "report", *(str(folder / name) for name in CONFIGS), "--output", page)
     for name in CONFIGS:

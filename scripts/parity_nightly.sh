@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every combination of parallel options against one process, in slices side by side; each goes on where it was stopped.
+# The full table of parity (docs/parity.md) against one process, in slices side by side; each goes on where it was stopped.
 #
 #   scripts/parity_nightly.sh [FOLDER] [SLICES]
 #

@@ -56,7 +56,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     library = arguments.folder
-    if not any(library.rglob("*.py")):
+    if not any(library.glob("*.py")) and arguments.folder == parser.get_default("folder"):
         raise SystemExit(
             f"{library} holds no Python sources\n  fix: run this with a Python whose library is not zipped, or give --folder"
         )
@@ -74,12 +74,17 @@ def write_corpus(library: Path, output: Path, *, limit_bytes: int) -> tuple[int,
     num_documents = num_bytes = 0
     with unfinished.open("wb") as file:
         for text, path in documents(library):
-            line = json.dumps({"text": text, "path": path}, ensure_ascii=False).encode() + b"\n"
+            try:
+                line = json.dumps({"text": text, "path": path}, ensure_ascii=False).encode() + b"\n"
+            except UnicodeEncodeError:  # half a character, in tests of such things
+                continue
             if num_bytes + len(line) > limit_bytes:
                 break
             file.write(line)
             num_documents += 1
             num_bytes += len(line)
+    if not num_documents:
+        raise SystemExit(f"{library} holds no Python sources\n  fix: give --folder one that does")
     unfinished.replace(output)
     return num_documents, num_bytes
 
@@ -90,7 +95,7 @@ def documents(library: Path) -> Iterator[tuple[str, str]]:
     for relative in sorted(
         relative_paths, key=lambda path: hashlib.sha256(path.as_posix().encode()).digest()
     ):
-        if SKIPPED_FOLDERS.intersection(relative.parts):
+        if SKIPPED_FOLDERS.intersection(relative.parts) or not (library / relative).is_file():
             continue
         try:
             with tokenize.open(library / relative) as file:  # honours a coding comment

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.training.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES_A_SECOND = 4.0e12
@@ -64,7 +65,9 @@ def roofline_of(name: str, flags: Sequence[str] = (), *, world_size: int | None 
     request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml"), *flags])
     world_size = world_size or {"A": 1, "S": 1, "B": 4}[name[0]]
     vocabulary = request.config.tokenizer.vocab_size
-    facts = Facts(device="cuda", world_size=world_size, vocab_size=vocabulary, eod_id=0)
+    facts = Facts(
+        device="cuda", world_size=world_size, vocab_size=vocabulary, eod_id=0, libraries=library_versions()
+    )
     return _roofline(resolve(request, facts), RATES.get(name, Rates()))
 
 
@@ -91,7 +94,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     expert_shares = (
         parallel.pipeline_model_parallel_size
         * parallel.expert_model_parallel_size
-        * (parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size)
+        * derived.expert_tensor_parallel_size
     )
     held = (weights - experts) / shares + experts / expert_shares
     tokens = derived.tokens_per_iteration / derived.world_size

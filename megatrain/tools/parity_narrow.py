@@ -24,7 +24,7 @@ from typing import Final
 
 from megatrain.tools.parity_judge import Distance, judge, judge_first_step, without_gradient
 from megatrain.tools.parity_measure import Implementation, Job, Measured, Precision, measure
-from megatrain.tools.parity_rows import MICRO_BATCH, Layout, is_row
+from megatrain.tools.parity_rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import WorkerPool
 
 TIMES: Final = 4.0
@@ -98,17 +98,17 @@ class NarrowComparer:
     def compare(self, layout: Layout, *, fault: str | None = None) -> NarrowVerdict:
         """Run a layout, one process and the fewest ranks; with a planted fault in the layout's ranks, if one is named."""
         layout = of_any_micro_batch(layout)
-        alone, fewest = layout.alone, _fewest_ranks(layout)
+        alone, fewest = layout.alone, fewest_ranks(layout)
         found = self.pool.run(layout.world_size, measure, replace(self._job(layout), fault=fault))
         local = replace(self._job(alone), implementation="local")
-        truth, *_ = self._run(replace(local, precision="fp64"))
-        own = [judge(truth, self._run(job)) for job in _orders(local)]
+        (truth,) = self._run(replace(local, precision="fp64"))
+        own = [judge(truth, self._run(job)) for job in orders(local)]
         order: Distance | None = None
         order_noise: tuple[float, ...] = ()
         if fewest != layout:
             idle, usual = without_gradient(truth), self._run(self._job(fewest))
             order = judge_first_step(usual, found, idle)
-            others = [judge_first_step(usual, self._run(job), idle) for job in _orders(self._job(fewest))]
+            others = [judge_first_step(usual, self._run(job), idle) for job in orders(self._job(fewest))]
             order_noise = _largest(others)
         return NarrowVerdict(judge(truth, found), _largest(own), order, order_noise)
 
@@ -126,17 +126,19 @@ def of_any_micro_batch(layout: Layout) -> Layout:
     return layout.but("tokens dropless unbalanced")
 
 
-def _fewest_ranks(layout: Layout) -> Layout:
+def fewest_ranks(layout: Layout) -> Layout:
     """The same split of layers on the fewest ranks; replicas are needed where experts are split over them."""
     sums_over_experts = ["expert parallelism"] if layout.has("alltokens") else []
     fewest = layout.alone.but(" ".join(layout.words_of(*_SPLITS, *sums_over_experts)))
-    return fewest if is_row(fewest.words) else fewest.but(*layout.words_of("data parallelism"))
+    of_experts = fewest.size("expert parallelism") * fewest.size("expert tensor parallelism")
+    replicas = next(n for n in range(1, of_experts + 1) if fewest.tp * fewest.cp * n % of_experts == 0)
+    return fewest.but(f"dp{replicas}")
 
 
-def _orders(usual: Job) -> list[Job]:
+def orders(usual: Job) -> list[Job]:
     """The usual order of accumulation, and others."""
     jobs = [usual, replace(usual, micro_batch=MICRO_BATCH // 2)]
-    if usual.layout.global_batch % (2 * MICRO_BATCH) == 0:
+    if usual.layout.global_batch % (2 * MICRO_BATCH * usual.layout.size("data parallelism")) == 0:
         jobs.append(replace(usual, micro_batch=2 * MICRO_BATCH))
     return jobs
 

@@ -30,7 +30,7 @@ from megatrain.training.metrics import (
 )
 from megatrain.training.router_log import health_line, router_values
 from megatrain.training.scalars import evaluation_scalars, iteration_scalars
-from megatrain.training.step_report import Moment, StepReport
+from megatrain.training.step_report import DeviceTime, StepReport
 from megatrain.training.tensorboard import TensorBoardCurves
 from megatrain.training.timers import Timers, across_ranks
 from megatrain.training.weights_and_biases import WandbCurves
@@ -68,7 +68,7 @@ class RunLog:
         self._metrics: MetricsFile | None = None
         self._curves: list[Curves] = []
         self._interval: list[dict[str, Any]] = []
-        self._last_end = Moment(ranks.device)
+        self._last_end = DeviceTime(ranks.device)
         self.seconds_of_last_iteration = 0.0
         self._first_iteration = iteration
         self._seconds_of_iterations = 0.0
@@ -113,13 +113,13 @@ class RunLog:
 
     def start_clock(self) -> None:
         """The next iteration begins now: what was done since the last one is no part of its time."""
-        self._last_end = Moment(self._ranks.device)
+        self._last_end = DeviceTime(self._ranks.device)
 
     def show_iteration(
         self,
         report: StepReport,
         *,
-        end: Moment,
+        end: DeviceTime,
         iteration: int,
         consumed_samples: int,
         batch: int,

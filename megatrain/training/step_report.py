@@ -41,7 +41,7 @@ class StepReport:
     """The largest of each number that ranks gave to the step."""
 
 
-class Moment:
+class DeviceTime:
     """When a device comes to this place in its work: a CPU now, a GPU once it has done what it was given before."""
 
     def __init__(self, device: torch.device) -> None:
@@ -56,8 +56,8 @@ class Moment:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
-        """Between two moments of one device, both of which it has come to."""
+    def seconds_since(self, earlier: DeviceTime) -> float:
+        """Between two of one device, to both of which it has come."""
         if self._event is None or earlier._event is None:
             return self._host_seconds - earlier._host_seconds
         milliseconds: float = earlier._event.elapsed_time(self._event)
@@ -78,7 +78,7 @@ class Told:
         if device.type == "cuda":
             pinned = torch.empty_like(self._numbers, device="cpu", pin_memory=True)
             self._numbers = pinned.copy_(self._numbers, non_blocking=True)
-        self.arrival = Moment(device)
+        self.arrival = DeviceTime(device)
 
     def read(self) -> dict[str, float]:
         """The numbers; the host waits until they are there."""
@@ -95,7 +95,7 @@ class StepUnderway:
     """Makes a report of the numbers; of the engine that began the step."""
 
     @property
-    def end(self) -> Moment:
+    def end(self) -> DeviceTime:
         """Of all that the step had the device do."""
         return self.told.arrival
 

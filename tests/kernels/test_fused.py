@@ -187,12 +187,19 @@ def test_softmax(dtype: torch.dtype, rows: int, columns: int, num_real: int) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1.0, 0.02)])
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (1.0, 0.02), (0.0, 0.03)])
 def test_normal_numbers_are_the_same_bits(dtype: torch.dtype, mean: float, std: float) -> None:
-    # Enough to have both regions of the quantile, counters beyond 32 bits, and rows that begin between counters.
+    # Enough to have both regions of the quantile, counters beyond 32 bits, and rows that begin between counters. The lower
+    # halves of the place and of 0.03 have their highest bit set.
     found = torch.empty(90, 101, dtype=dtype, device=DEVICE)
     expected = torch.empty_like(found, device="cpu")
-    where = {"key": 0xFEDCBA9876543210, "first": 2**35 + 3, "row_stride": 1003, "mean": mean, "std": std}
+    where = {
+        "key": 0xFEDCBA9876543210,
+        "first": 2**35 + 2**31 + 3,
+        "row_stride": 1003,
+        "mean": mean,
+        "std": std,
+    }
     fused_random.fill_normal(found, **where)
     normal.fill_normal_reference(expected, **where)
     assert torch.equal(found.cpu(), expected)

@@ -14,10 +14,11 @@ from megatrain.tools import parity_measure
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.main import _parser
 from megatrain.tools.parity import chosen_rows, run
-from megatrain.tools.parity_measure import Measured, Part, tiny_plan
+from megatrain.tools.parity_measure import Job, Measured, Part, tiny_plan
+from megatrain.tools.parity_measure import plan_of as plan_of_job
 from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
-from megatrain.tools.parity_narrow import NarrowComparer, within
+from megatrain.tools.parity_narrow import NarrowComparer, fewest_ranks, of_any_micro_batch, orders, within
 from megatrain.tools.parity_results import Results
 from megatrain.tools.parity_rows import (
     MAX_RANKS,
@@ -132,13 +133,32 @@ def test_the_full_table_has_each_combination_once():
     assert len({tuple(words) for words in fixed}) == len(rows) > 1000
     by_hand = 0
     for words in product(*PRODUCT.values()):
-        layout = Layout.of(" ".join(words))
-        by_hand += any(is_row(layout.but(batch).words) for batch in OPTIONS["batch"])
+        layout, others = Layout.of(" ".join(words)), product(OPTIONS["context parallelism"], OPTIONS["batch"])
+        by_hand += any(is_row(layout.but(" ".join(other)).words) for other in others)
     assert len(rows) == by_hand
 
 
 def test_rows_of_narrow_formats_are_rows():
     assert all(is_row(layout.words) for layout in NARROW_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("row", "fewest"),
+    [
+        ("dp8 zero1 overlap batch16", ""),
+        ("tp2 sp dp3 zero1 batch12", "tp2 sp"),
+        ("dp4 zero3 mixtral ep2 overlap", "dp2 mixtral ep2"),
+        ("dp4 zero3 mixtral ep2 alltoall overlap", "mixtral"),
+        ("tp2 dp2 pp2 zero1 deepseek ep2 etp2", "tp2 dp2 deepseek ep2 etp2"),
+        ("cp4 tworings pp2 tied", "cp4 tworings tied"),
+    ],
+)
+def test_a_narrow_row_is_held_to_the_same_split_on_the_fewest_ranks(row, fewest):
+    layout = of_any_micro_batch(Layout.of(row))
+    words = f"{fewest} {' '.join(layout.words_of('batch'))}"
+    assert fewest_ranks(layout) == of_any_micro_batch(Layout.of(words))
+    for job in orders(Job(fewest_ranks(layout), "bf16")):
+        plan_of_job(job, job.layout.world_size)
 
 
 def asked(*flags):

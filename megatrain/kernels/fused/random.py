@@ -46,16 +46,6 @@ def _halves_of_double(number: float) -> tuple[int, int]:
     return low, high
 
 
-_OF_KEYS = functools.partial(jit, any_value=("key_low", "key_high"))
-_OF_PLACES = functools.partial(
-    jit,
-    any_value=(
-        *("size", "columns", "first_low", "first_high", "row_stride", "key_low", "key_high"),
-        *("mean_low", "mean_high", "std_low", "std_high"),
-    ),
-)
-
-
 @jit
 def _long(low, high):
     """The number that these are the halves of, as int64."""
@@ -130,7 +120,13 @@ def _quantile(bits):
     return tl.where(tl.abs(q) > _double(x, 0.425), tail, centre)
 
 
-@_OF_PLACES
+@functools.partial(
+    jit,
+    any_value=(
+        *("size", "columns", "first_low", "first_high", "row_stride", "key_low", "key_high"),
+        *("mean_low", "mean_high", "std_low", "std_high"),
+    ),
+)
 def _normal(
     OUT, size, columns, first_low, first_high, row_stride, key_low, key_high, mean_low, mean_high, std_low, std_high,
     BLOCK: tl.constexpr,
@@ -144,7 +140,7 @@ def _normal(
     tl.store(OUT + index, values.to(tl.float32).to(OUT.dtype.element_ty), mask=index < size)
 
 
-@_OF_KEYS
+@functools.partial(jit, any_value=("key_low", "key_high"))
 def _kept(KEPT, ROW, columns, counters_a_row, key_low, key_high, threshold, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
