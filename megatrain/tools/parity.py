@@ -113,7 +113,7 @@ def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> li
 
 
 def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
-    layouts = product_rows(max_ranks) if arguments.full else list(pairwise_rows(max_ranks))
+    layouts = product_rows(max_ranks) if arguments.full else pairwise_rows(max_ranks)
     if arguments.quick:
         layouts = layouts[:QUICK_ROWS]
     precision = arguments.precision

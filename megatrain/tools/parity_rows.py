@@ -65,8 +65,14 @@ PRODUCT: dict[str, tuple[str, ...]] = {
 """Options and their words of which `--full` runs every combination."""
 
 _RING = {"context communication": "ring"}
-_WHOLE = {**_RING, "context parallelism": "cp1", "pipeline parallelism": "pp1"}
-_MAKE_ROOM: tuple[dict[str, str], ...] = ({}, _RING, _WHOLE, {**_WHOLE, "batch": "batch16"})
+_MAKE_ROOM: tuple[dict[str, str], ...] = (
+    {},
+    _RING,
+    *(
+        {**_RING, "pipeline parallelism": "pp1", "context parallelism": cp, "batch": batch}
+        for cp, batch in product(OPTIONS["context parallelism"], _BATCHES)
+    ),
+)
 """What is changed of the other options, one after the other, where they do not go with a combination's sizes."""
 
 WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
@@ -283,7 +289,8 @@ def all_pairs(max_ranks: int = MAX_RANKS) -> frozenset[Pair]:
     return frozenset(possible_pairs(_values(), functools.partial(is_row, max_ranks=max_ranks)))
 
 
-def product_rows(max_ranks: int = MAX_RANKS) -> list[Layout]:
+@functools.cache
+def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
     """Every combination of the options in PRODUCT; the others take turns, with fewer ranks where they were too many."""
     fixed = [name for name in _NAMES if name in PRODUCT]
     others = covering_rows(
@@ -294,18 +301,18 @@ def product_rows(max_ranks: int = MAX_RANKS) -> list[Layout]:
     uses = Counter(dict.fromkeys(others, 0))
     for words in product(*(PRODUCT[name] for name in fixed)):
         known = dict(zip(fixed, words, strict=True))
-        if not is_row(tuple(known.get(name) for name in _NAMES), max_ranks=max_ranks):
-            continue
+        changes = [known | own for own in _MAKE_ROOM]
+        changes = [one for one in changes if is_row(tuple(map(one.get, _NAMES)), max_ranks=max_ranks)]
         candidates = (
-            (turn, tuple((known | own).get(n, word) for n, word in zip(_NAMES, turn, strict=True)))
+            (turn, tuple(map(one.get, _NAMES, turn)))
             for turn in sorted(others, key=uses.__getitem__)
-            for own in _MAKE_ROOM
+            for one in changes
         )
         found = next(((turn, row) for turn, row in candidates if is_row(row, max_ranks=max_ranks)), None)
         if found is not None:
             uses[found[0]] += 1
             rows.append(Layout(found[1]))
-    return rows
+    return tuple(rows)
 
 
 def _values() -> list[tuple[str, ...]]:

@@ -149,7 +149,7 @@ def test_rows_of_narrow_formats_are_rows():
         ("tp2 sp dp3 zero1 batch12", "tp2 sp"),
         ("dp4 zero3 mixtral ep2 overlap", "dp2 mixtral ep2"),
         ("dp4 zero3 mixtral ep2 alltoall overlap", "mixtral"),
-        ("tp2 dp2 pp2 zero1 deepseek ep2 etp2", "tp2 dp2 deepseek ep2 etp2"),
+        ("tp2 sp dp2 pp2 zero1 deepseek ep2 etp2", "tp2 sp dp2 deepseek ep2 etp2"),
         ("cp4 tworings pp2 tied", "cp4 tworings tied"),
     ],
 )
