@@ -52,12 +52,14 @@ def completed(partial: Partial, options: Sequence[Row], is_allowed: Callable[[Pa
     return next((row for row in rows if row is not None), None)
 
 
-def covering_rows(options: Sequence[Row], is_allowed: Callable[[Partial], bool]) -> list[Row]:
-    """Allowed rows in which all possible pairs meet. Equal arguments give equal rows."""
+def covering_rows(
+    options: Sequence[Row], is_allowed: Callable[[Partial], bool], most: int | None = None
+) -> list[Row]:
+    """Allowed rows in which all possible pairs meet, or the first of them. Equal arguments give equal rows."""
     missing = dict.fromkeys(possible_pairs(options, is_allowed))
     uses: Counter[tuple[int, str]] = Counter()
     rows: list[Row] = []
-    while missing:
+    while missing and (most is None or len(rows) < most):
         candidates = [
             _row_around(pair, order, options, is_allowed, missing, uses)
             for pair, order in _starts(missing, options)

@@ -90,7 +90,7 @@ def _add_parity(commands: Any) -> None:
         help="only layouts with all of these words, such as `tp2 sp` (default: all)",
     )
     which = parity.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="the 36 rows in which most pairs meet, in fp64")
+    which.add_argument("--quick", action="store_true", help="the 32 rows in which most pairs meet, in fp64")
     which.add_argument("--full", action="store_true", help="every combination of many options: hours")
     which.add_argument(
         "--self-test", action="store_true", help="plant known faults instead, which must be found"

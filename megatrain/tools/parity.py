@@ -113,9 +113,8 @@ def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> li
 
 
 def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
-    layouts = product_rows(max_ranks) if arguments.full else pairwise_rows(max_ranks)
-    if arguments.quick:
-        layouts = layouts[:QUICK_ROWS]
+    most = QUICK_ROWS if arguments.quick else None
+    layouts = product_rows(max_ranks) if arguments.full else pairwise_rows(max_ranks, most)
     precision = arguments.precision
     if arguments.transformer_impl != "local":
         is_table = precision is not None or arguments.quick or arguments.full

@@ -29,7 +29,7 @@ from megatrain.tools.parity_models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPE
 MAX_RANKS = 8
 MICRO_BATCH = 2
 MAX_PASSES = 4
-QUICK_ROWS = 36
+QUICK_ROWS = 32
 ALWAYS = (
     "tp2 sp cp2 pp2 mixtral ep2 auxloss",
     "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping",
@@ -276,11 +276,12 @@ def _ranks_divide(sizes: Mapping[str, int], ep: int, etp: int, max_ranks: int, *
 
 
 @functools.cache
-def pairwise_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
-    """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first."""
+def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[Layout, ...]:
+    """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first; the first ones."""
     allowed = functools.partial(is_row, max_ranks=max_ranks)
     always = [layout for layout in map(Layout.of, ALWAYS) if allowed(layout.words)]
-    return tuple(dict.fromkeys([*always, *(Layout(row) for row in covering_rows(_values(), allowed))]))
+    rows = covering_rows(_values(), allowed, most)
+    return tuple(dict.fromkeys([*always, *map(Layout, rows)]))[:most]
 
 
 @functools.cache

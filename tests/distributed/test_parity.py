@@ -31,7 +31,7 @@ def comparer(pool: WorkerPool) -> Comparer:
     return Comparer(pool)
 
 
-@pytest.mark.parametrize("layout", pairwise_rows()[:QUICK_ROWS], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", pairwise_rows(most=QUICK_ROWS), ids=lambda layout: layout.name)
 def test_a_layout_computes_what_one_process_computes(comparer: Comparer, layout: Layout) -> None:
     verdict = comparer.compare(layout)
     assert verdict.is_good, verdict
