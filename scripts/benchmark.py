@@ -7,9 +7,9 @@
     python3 scripts/benchmark.py --case B1 --gpus 2 -- --global-batch-size 8
 
 A case is `configs/benchmarks/<case>.yaml`; what follows `--` is given to pretrain.py as well, and each --also measures every
-case once more with its flags. Peers' figures are those of a case's own shape
-and number of GPUs; the ratio to Megatron-LM is that of TFLOP/s, by its formula. Figures are medians of the last iterations. `roofline` is what `scripts/roofline.py` counts, and
-how much of it was reached; S1 stands beside a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call. With
+case once more with its flags. Figures are medians of the last iterations. Peers' figures are those of a case's own shape and
+number of GPUs; the ratio to Megatron-LM is that of TFLOP/s, by its formula. `roofline` is what `scripts/roofline.py` counts,
+and how much of it was reached; S1 stands beside a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call. With
 --profile, two more iterations are profiled at the end, and the table says where the time went.
 """
 
@@ -88,12 +88,13 @@ def main() -> int:
 def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
     """Run a case; its row of the table, empty where it failed."""
     case = CASES[name]
-    limit = roofline_of(name, flags, world_size=arguments.gpus).tokens_per_second
+    num_gpus = arguments.gpus or case.num_gpus
+    limit = roofline_of(name, flags, world_size=num_gpus).tokens_per_second
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         iterations = arguments.iterations
         command = [
-            *launcher(arguments.gpus or case.num_gpus),
+            *launcher(num_gpus),
             *(
                 "pretrain.py",
                 "--config",

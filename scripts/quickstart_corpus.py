@@ -50,13 +50,11 @@ def main() -> None:
         default=16.0,
         help="stop before the file grows beyond this many megabytes [16]",
     )
-    parser.add_argument(
-        "--folder", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="of *.py [the library]"
-    )
+    parser.add_argument("--folder", type=Path, help="of *.py [the library]")
     arguments = parser.parse_args()
 
-    library = arguments.folder
-    if not any(library.glob("*.py")) and arguments.folder == parser.get_default("folder"):
+    library = arguments.folder or Path(sysconfig.get_paths()["stdlib"])
+    if arguments.folder is None and not any(library.glob("*.py")):
         raise SystemExit(
             f"{library} holds no Python sources\n  fix: run this with a Python whose library is not zipped, or give --folder"
         )
@@ -84,7 +82,9 @@ def write_corpus(library: Path, output: Path, *, limit_bytes: int) -> tuple[int,
             num_documents += 1
             num_bytes += len(line)
     if not num_documents:
-        raise SystemExit(f"{library} holds no Python sources\n  fix: give --folder one that does")
+        raise SystemExit(
+            f"{library} holds no Python source of less than {limit_bytes / 1e6:g} MB\n  fix: give --folder one that does"
+        )
     unfinished.replace(output)
     return num_documents, num_bytes
 

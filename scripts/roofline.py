@@ -9,8 +9,9 @@
     gradients       8 bytes a weight and micro-batch for sums in fp32, half of them hidden in the products
     optimizer       38 bytes a weight, with norm and clearing
 
-Communication is taken to be hidden, and experts to be visited alike, without a copy of a token. Rates are those of one H200: products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's
-attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of 4.3 TB/s. Those of S1's small sizes are assumed.
+Communication is taken to be hidden, and experts to be visited alike, without a copy of a token. Rates are those of one H200:
+products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of
+4.3 TB/s. Those of S1's small sizes are assumed.
 """
 
 from __future__ import annotations

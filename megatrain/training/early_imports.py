@@ -61,10 +61,6 @@ def _problem_with(folder: Path) -> str | None:
 def _import_flash4() -> None:
     usual = sys.getswitchinterval()
     sys.setswitchinterval(_TURN)  # or each of the main thread's operators waits for this one, 5 ms and more
-    try:
-        with contextlib.suppress(
-            Exception
-        ):  # see above: the import is made again there, and its error is told
-            flash4()
-    finally:
-        sys.setswitchinterval(usual)
+    with contextlib.suppress(Exception):  # see above: the import is made again there, and its error is told
+        flash4()
+    sys.setswitchinterval(usual)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, **chan
     return pretrain.main(command_line(flags))
 
 
+def before_step(number: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do something before the step of this number, counted from now on, begins."""
+    begin, calls = Engine.begin_step, []
+
+    def begin_step(self: Engine, *arguments: Any, **more: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == number:
+            do()
+        return begin(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "begin_step", begin_step)
+
+
 def lines_of(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
@@ -56,15 +70,7 @@ def test_a_run_leaves_the_same_lines_and_bits(tmp_path: Path, monkeypatch: pytes
 def test_an_iteration_takes_its_own_time_whenever_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, calls = Engine.begin_step, []
-
-    def delayed(self: Engine, *arguments: Any, **more: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 3:  # the second is under way
-            time.sleep(1)
-        return begin(self, *arguments, **more)
-
-    monkeypatch.setattr(Engine, "begin_step", delayed)
+    before_step(3, lambda: time.sleep(1), monkeypatch)  # the second is under way
     assert run(tmp_path, monkeypatch, num_ahead=1) == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     times = {line["iteration"]: line["iteration_ms"] for line in lines if "iteration_ms" in line}
@@ -75,17 +81,9 @@ def test_an_iteration_takes_its_own_time_whenever_it_is_read(
 def test_a_signal_ends_the_run_within_two_iterations_and_it_goes_on_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin, calls = Engine.begin_step, []
-
-    def signalled(self: Engine, *arguments: Any, **more: Any) -> Any:
-        calls.append(None)
-        if len(calls) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return begin(self, *arguments, **more)
-
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run(whole, monkeypatch, num_ahead=1) == 0
-    monkeypatch.setattr(Engine, "begin_step", signalled)
+    before_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
     assert run(stopped, monkeypatch, num_ahead=1) == 75
     assert [line["iteration"] for line in lines_of(stopped)] == [1, 2, 3]
     assert run(stopped, monkeypatch, num_ahead=1) == 0

@@ -17,7 +17,7 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     size = out.numel()
     launch(
         _normal, (cdiv(size, _BLOCK),),
-        out, size, out.shape[1], *_halves(first), row_stride, *_halves(key), *_halves_of_double(mean), *_halves_of_double(std),
+        out, size, out.shape[1], *_halves("<Q", first), row_stride, *_halves("<Q", key), *_halves("<d", mean), *_halves("<d", std),
         BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -27,23 +27,16 @@ def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
     columns = kept.shape[1]
     launch(
         _kept, (rows.numel(), cdiv(columns, _BLOCK)),
-        kept, rows, columns, cdiv(columns, 4), *_halves(key), threshold, BLOCK=_BLOCK,
+        kept, rows, columns, cdiv(columns, 4), *_halves("<Q", key), threshold, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
-def _halves(number: int) -> tuple[int, int]:
-    """The lower and the upper 32 of 64 bits, as signed numbers.
+def _halves(kind: str, number: float) -> tuple[int, ...]:
+    """The lower and the upper 32 of the 64 bits that a number is packed to, as signed numbers.
 
-    Triton compiles a kernel anew for integers of more bits, and for numbers that it knows more of.
+    Triton compiles a kernel anew for integers of more bits, and takes numbers in double precision as fp32.
     """
-    low, high = struct.unpack("<ii", struct.pack("<Q", number))
-    return low, high
-
-
-def _halves_of_double(number: float) -> tuple[int, int]:
-    """The same of the bits of a number in double precision: Triton would take fp32."""
-    low, high = struct.unpack("<ii", struct.pack("<d", number))
-    return low, high
+    return struct.unpack("<ii", struct.pack(kind, number))
 
 
 @jit
