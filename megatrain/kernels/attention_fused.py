@@ -1,7 +1,6 @@
 """Kernels of others that attend and tell the log-sum-exp: torch's for CPUs, and FlashAttention and cuDNN for GPUs.
 
-Each is a thin call. Those of GPUs compute in bf16 and fp16. On tensors without memory torch's flash kernel stands for
-flash-attn-4, whose results have the same sizes.
+Each is a thin call. Those of GPUs compute in bf16 and fp16.
 """
 
 from __future__ import annotations
@@ -154,7 +153,9 @@ class CuDnn:
 
 @dataclass(frozen=True)
 class Flash4:
-    """flash-attn-4. Its functions that take a log-sum-exp in the backward pass are private: its public ones take none."""
+    """flash-attn-4. Results lie where the next operation takes them without a copy: gradients of as many queries as keys
+    beside each other, as they came out of a linear layer.
+    """
 
     scale: float
 
@@ -163,23 +164,30 @@ class Flash4:
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        if is_fake(q):
-            return Flash2(self.scale).forward(q, k, v, view)
-        b = q.shape[1]
-        q, k, v = (_laid(x, view.borders) for x in (q, k, v))
-        out, lse, *_ = flash4().forward(q, k, v, return_lse=True, **self._how(view))
-        return _unlaid(out, b), _unlaid_lse(lse, b)
+        s, b, n, _ = q.shape
+        out = _room(q, view.borders, n)
+        rows = (b, n, s) if view.borders is None else (n, b * s)
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+        if not is_fake(q):
+            into = {"out": _laid(out, view.borders), "lse": lse}
+            flash4().forward(*(_laid(x, view.borders) for x in (q, k, v)), **into, **self._how(view))
+        return out, _unlaid_lse(lse, b)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if is_fake(q):
-            return Flash2(self.scale).backward(dout, q, k, v, out, lse, view)
-        b = q.shape[1]
-        dout, q, k, v, out = (_laid(x, view.borders) for x in (dout, q, k, v, out))
-        lse = _laid_lse(lse, view.borders)
-        found = flash4().backward(q, k, v, out, dout, lse, **self._how(view), **order_of_sums())
-        dq, dk, dv = (_unlaid(x, b) for x in found)
+        if is_fake(q):  # what the kernel takes for itself is that of this one
+            Flash2(self.scale).backward(dout, q, k, v, out, lse, view)
+        borders, n, g = view.borders, q.shape[2], k.shape[2]
+        if q.shape[0] == k.shape[0]:
+            dq, dk, dv = _room(q, borders, n + 2 * g).split((n, g, g), dim=2)
+        else:
+            dq, dk, dv = _room(q, borders, n), _room(k, borders, g), _room(k, borders, g)
+        if not is_fake(q):
+            laid = [_laid(x, borders) for x in (q, k, v, out, dout, dq, dk, dv)]
+            into = dict(zip(("dq", "dk", "dv"), laid[5:], strict=True))
+            how = self._how(view) | order_of_sums()
+            flash4().backward(*laid[:5], _laid_lse(lse, borders), **into, **how)
         return dq, dk, dv
 
     def _how(self, view: View) -> dict[str, Any]:
@@ -195,6 +203,14 @@ class Flash4:
 def _as_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """What is added to scores: 0 or -inf."""
     return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def _room(like: Tensor, borders: Borders | None, heads: int) -> Tensor:
+    """Memory for [s, b, heads, d] of which `_laid` is a view."""
+    s, b, _, d = like.shape
+    return (
+        like.new_empty(s, b, heads, d) if borders is None else like.new_empty(b, s, heads, d).transpose(0, 1)
+    )
 
 
 def _laid(x: Tensor, borders: Borders | None) -> Tensor:

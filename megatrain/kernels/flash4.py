@@ -7,21 +7,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
 
 @dataclass(frozen=True)
 class Flash4Functions:
-    """Its functions."""
+    """Its functions that take a log-sum-exp, and memory for their results. They are private: no public ones take these."""
 
-    attend: Callable[..., Any]
-    """For samples, with a backward pass of its own."""
-    attend_by_length: Callable[..., Any]
-    """For documents end to end, likewise."""
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-    """The two that take a log-sum-exp, which are private: no public ones take one."""
 
 
 @functools.cache
@@ -31,10 +27,15 @@ def flash4() -> Flash4Functions:
     warnings.filterwarnings(
         "ignore", "Argument aux_data .* cannot be converted to a JitArgument", UserWarning
     )
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func  # noqa: PLC0415
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415
+    # An autotuner of quack's, which it imports and never calls, marks functions so, which brings torch's compiler: 3.6 s.
+    with mock.patch.object(torch.compiler, "disable", _unmarked):
+        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415
+    return Flash4Functions(_flash_attn_fwd, _flash_attn_bwd)
 
-    return Flash4Functions(flash_attn_func, flash_attn_varlen_func, _flash_attn_fwd, _flash_attn_bwd)
+
+def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+    """In place of `torch.compiler.disable`."""
+    return _unmarked if function is None else function
 
 
 def order_of_sums() -> dict[str, bool]:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels import norms, turning
+from megatrain.kernels.attention import AttentionKernel, View
 from megatrain.kernels.dtypes import wide
+from megatrain.kernels.heads import joined_heads
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
@@ -50,6 +52,18 @@ def turn_heads(
     """`kernels.turning.turn_heads`; keeps nothing but the tables. Nothing may read `qkv` afterwards."""
     q, k, v = _TurnHeads.apply(qkv, sizes, cos, sin, is_interleaved)
     return q, k, v
+
+
+def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of [s, b, n + 2 g, d]; gradients that lie as these did become its gradient without a copy."""
+    q, k, v = _SplitHeads.apply(qkv, sizes)
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, view: View) -> Tensor:
+    """Attention of queries [s, b, n, d] to keys and values [s, b, g, d] that are all here."""
+    out: Tensor = _Attend.apply(q, k, v, kernel, view)
+    return out
 
 
 def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
@@ -155,6 +169,30 @@ class _TurnHeads(Function):
         cos, sin = ctx.saved_tensors
         dqkv = turning.turn_heads_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
         return dqkv, None, None, None, None
+
+
+class _SplitHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: ARG004 (autograd's signature)
+        q, k, v = qkv.split(list(sizes), dim=2)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return joined_heads(grads), None
+
+
+class _Attend(Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, view: View) -> Tensor:
+        out, lse = kernel.forward(q, k, v, view)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.kernel, ctx.view = kernel, view
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.kernel.backward(grads[0], *ctx.saved_tensors, ctx.view), None, None
 
 
 class _AsLeaf(Function):

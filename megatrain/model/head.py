@@ -25,8 +25,10 @@ from megatrain.parallel.layout import Borrower, LaidOutModule
 from megatrain.parallel.tensor import TensorParallel, enter
 from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
 
-_CHUNK_BYTES = 1 << 29
-"""What the logits of a chunk take at most."""
+_CHUNK_BYTES = (1 << 29, 1 << 31)
+"""What the logits of a chunk may take in any case, and at most."""
+_CHUNKS = 4
+"""Of a micro-batch whose chunks have such sizes."""
 _ROUND = 128
 """Rows that matrix products take without a remainder."""
 
@@ -36,7 +38,9 @@ def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
 
     Chunks are few, since each reads and writes the whole weight gradient, and alike.
     """
-    most = max(1, _CHUNK_BYTES // (columns * itemsize))
+    least, greatest = _CHUNK_BYTES
+    row = columns * itemsize
+    most = max(1, min(max(tokens * row // _CHUNKS, least), greatest) // row)
     if most >= tokens:
         return max(tokens, 1)
     even = -(-tokens // -(-tokens // most))

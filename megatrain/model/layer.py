@@ -123,7 +123,7 @@ class Attention(nn.Module):
         """Queries, keys and values of [s, b, n + 2 g, d]."""
         if self.rotation is not None:
             return self.rotation.heads(qkv, self.sizes)
-        q, k, v = qkv.split(self.sizes, dim=2)
+        q, k, v = functions.split_heads(qkv, self.sizes)
         return self.queries(q, info), self.keys(k, info), v
 
 

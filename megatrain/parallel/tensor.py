@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
+from megatrain.kernels.column_sums import add_column_sums
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
@@ -175,13 +176,14 @@ def vocab_embedding(
     Returns:
         [s/tp, b, h] with sp, else [s, b, h].
     """
-    local: Tensor = _Embedding.apply(ids, weight, weight_grad, tp.rank * weight.shape[0], info)
+    first = tp.rank * weight.shape[0] if tp.size > 1 else None
+    local: Tensor = _Embedding.apply(ids, weight, weight_grad, first, info)
     return leave(local, tp)
 
 
 def own_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
     """Rows of a table that every rank holds whole: ids [...] -> [..., h]."""
-    rows: Tensor = _Embedding.apply(ids, weight, weight_grad, 0, info)
+    rows: Tensor = _Embedding.apply(ids, weight, weight_grad, None, info)
     return rows
 
 
@@ -343,7 +345,7 @@ def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
 def _sum_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
     if bias is not None:
         assert bias.grad is not None
-        bias.grad.add_(dy.flatten(0, -2).sum(0, dtype=bias.grad.dtype))
+        add_column_sums(bias.grad, dy.flatten(0, -2))
 
 
 def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
@@ -353,21 +355,27 @@ def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: Pass
 
 
 class _Embedding(Function):
+    """Rows of a part of a table that begins with row `first`, and zeros for ids elsewhere; None: of a whole table."""
+
     @staticmethod
     def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, weight_grad: Tensor | None, first: int, info: PassInfo
+        ctx: Any, ids: Tensor, weight: Tensor, weight_grad: Tensor | None, first: int | None, info: PassInfo
     ) -> Tensor:
-        local = ids - first
-        is_elsewhere = (local < 0) | (local >= weight.shape[0])
-        local = local.masked_fill(is_elsewhere, 0)
-        ctx.save_for_backward(local, is_elsewhere)
+        is_elsewhere = None
+        if first is not None:
+            ids = ids - first
+            is_elsewhere = (ids < 0) | (ids >= weight.shape[0])
+            ids = ids.masked_fill(is_elsewhere, 0)
+        ctx.save_for_backward(ids, is_elsewhere)
         ctx.weight_grad, ctx.info = weight_grad, info
-        return torch.nn.functional.embedding(local, weight).masked_fill(is_elsewhere[..., None], 0)
+        rows = torch.nn.functional.embedding(ids, weight)
+        return rows if is_elsewhere is None else rows.masked_fill_(is_elsewhere[..., None], 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
-        local, is_elsewhere = ctx.saved_tensors
+        ids, is_elsewhere = ctx.saved_tensors
         weight_grad: Tensor = ctx.weight_grad
-        dy = grads[0].masked_fill(is_elsewhere[..., None], 0).to(weight_grad.dtype).flatten(0, -2)
-        ctx.info.form_weight_gradient(lambda: weight_grad.index_add_(0, local.flatten(), dy))
+        dy = grads[0] if is_elsewhere is None else grads[0].masked_fill(is_elsewhere[..., None], 0)
+        dy = dy.to(weight_grad.dtype).flatten(0, -2)
+        ctx.info.form_weight_gradient(lambda: weight_grad.index_add_(0, ids.flatten(), dy))
         return None, None, None, None, None

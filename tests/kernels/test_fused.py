@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from megatrain.kernels import (  # noqa: E402
     activations,
+    column_sums,
     dropout,
     normal,
     norms,
@@ -25,6 +26,7 @@ from megatrain.kernels import (  # noqa: E402
 )
 from megatrain.kernels.activations import Activation  # noqa: E402
 from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
+from megatrain.kernels.fused import column_sums as fused_column_sums  # noqa: E402
 from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
 from megatrain.kernels.fused import permute as fused_permute  # noqa: E402
 from megatrain.kernels.fused import random as fused_random  # noqa: E402
@@ -231,3 +233,37 @@ def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, co
     )
     found = fused_permute.sums_at(rows, order.places)
     assert torch.equal(found, permute.sums_at_reference(rows, order.places))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (7, 5), (31, 129), (100, 768), (5000, 3072), (9000, 64)]
+)
+def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
+    if DEVICE == "cpu" and rows * columns > 100_000:
+        pytest.skip("slow in the interpreter")
+    x, before = drawn(rows, columns, dtype=dtype), drawn(columns, seed=1)
+    found, expected = before.clone(), before.double()
+    fused_column_sums.add_column_sums(found, x)
+    column_sums.add_column_sums_reference(expected, x.double())
+    near(found, expected, torch.float32, rows)
+    again = before.clone()
+    fused_column_sums.add_column_sums(again, x)
+    assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_gradients_of_heads_are_turned_where_they_are(is_interleaved: bool) -> None:
+    sizes, table = (4, 2, 2), drawn(9, 1, 1, 8)
+    whole = drawn(9, 3, 8, 16, seed=1)
+    apart = [part.clone() for part in whole.split(sizes, dim=2)]
+    expected = turning.turn_heads_backward_reference(
+        apart, table.cos(), table.sin(), is_interleaved=is_interleaved
+    )
+    of_both = [
+        fused_rotary.turn_heads_backward(parts, table.cos(), table.sin(), is_interleaved=is_interleaved)
+        for parts in (apart, whole.split(sizes, dim=2))
+    ]
+    assert of_both[1].data_ptr() == whole.data_ptr()
+    for found in of_both:
+        near(found, expected, torch.float32)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.flash4 import flash4
@@ -30,7 +31,9 @@ def _library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cute = tmp_path / "site" / "flash_attn" / "cute"
     cute.mkdir(parents=True)
     (cute.parent / "__init__.py").touch()
-    (cute / "__init__.py").write_text("flash_attn_func = flash_attn_varlen_func = len\n")
+    (cute / "__init__.py").write_text(
+        "import torch\nmarked = torch.compiler.disable(len)\n@torch.compiler.disable()\ndef two(): ...\n"
+    )
     (cute / "interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = max\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
@@ -50,7 +53,9 @@ def test_it_is_imported_in_a_thread_and_keeps_its_kernels(tmp_path: Path) -> Non
     assert thread is not None
     thread.join()
     assert "flash_attn.cute.interface" in sys.modules
-    assert flash4().attend is len
+    assert flash4().forward is max
+    assert sys.modules["flash_attn.cute"].marked is len, "marking would import torch's compiler"
+    assert torch.compiler.disable.__module__ == "torch.compiler"
     assert os.environ[f"{CACHE}_ENABLED"] == "1"
     assert Path(os.environ[f"{CACHE}_DIR"]) == tmp_path / "cache" / "megatrain" / "flash-attn-4"
     assert said == []

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
+from megatrain.kernels.heads import whole_of
 
 _TILE = 1024
 """Pairs of channels that a program turns."""
@@ -33,9 +34,14 @@ def turn_heads(
 def turn_heads_backward(
     gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> Tensor:
-    """As `kernels.rotary.turn_heads_backward`."""
+    """As `kernels.rotary.turn_heads_backward`; gradients that are parts of one tensor are turned where they are."""
     s, b, _, d = gradients[0].shape
     sizes = [one.shape[2] for one in gradients]
+    whole = whole_of(gradients)
+    if whole is not None:
+        turned = whole[:, :, : sizes[0] + sizes[1]]
+        _turn_into(turned, turned, cos, sin, is_interleaved, True)
+        return whole
     out = torch.empty(s, b, sum(sizes), d, dtype=gradients[0].dtype, device=gradients[0].device)
     dq, dk, dv = out.split(sizes, dim=2)
     _turn_into(dq, gradients[0], cos, sin, is_interleaved, True)

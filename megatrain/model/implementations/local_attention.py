@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatrain.kernels.flash4 import flash4, order_of_sums
-from megatrain.kernels.fused.launching import is_fake
+from megatrain.kernels.attention import Borders, View
+from megatrain.kernels.attention_fused import Flash4
+from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
 
@@ -32,7 +34,7 @@ class LocalCoreAttention(nn.Module):
         self.scale = spec.scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        if self.backend == "flash4" and not is_fake(q):
+        if self.backend == "flash4":
             return self._flash4(q, k, v, info.documents)
         has_mask = info.documents is not None or self.window is not None
         if has_mask and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
@@ -46,26 +48,13 @@ class LocalCoreAttention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _flash4(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        s, b = q.shape[:2]
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        window = (None, None) if self.window is None else (self.window, 0)
-        how: dict[str, Any] = {
-            "causal": True,
-            "softmax_scale": self.scale,
-            "window_size": window,
-            **order_of_sums(),
-        }
-        if documents is None:
-            out = flash4().attend(q, k, v, **how)
-        else:
-            q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-            borders, longest = documents.cu_seqlens, documents.max_seqlen
-            how |= {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
-            how |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            out = flash4().attend_by_length(q, k, v, **how)
-        out = out[0] if isinstance(out, tuple) else out
-        assert isinstance(out, Tensor)
-        return out.view(b, s, -1).transpose(0, 1)
+        borders = None
+        if documents is not None:
+            of_both, longest = documents.cu_seqlens, documents.max_seqlen
+            borders = Borders(of_both, of_both, longest, longest)
+        view = View(is_causal=True, window=self.window, borders=borders)
+        scale = self.scale if self.scale is not None else 1 / math.sqrt(q.shape[-1])
+        return functions.attend(q, k, v, Flash4(scale), view).flatten(2)
 
     def _by_length(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         """Documents of any length laid end to end: no mask is formed."""

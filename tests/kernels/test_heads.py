@@ -1,0 +1,44 @@
+"""Heads as one tensor: without a copy where they are its parts, and never where they are not."""
+
+import pytest
+import torch
+
+from megatrain.kernels.heads import joined_heads, whole_of
+
+SIZES = (4, 2, 2)
+
+
+def heads(s: int = 3, b: int = 2) -> torch.Tensor:
+    return torch.arange(s * b * 8 * 5, dtype=torch.float32).view(s, b, 8, 5)
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_parts_of_one_tensor_are_not_copied(b: int) -> None:
+    whole = heads(b=b)
+    found = joined_heads(whole.split(SIZES, dim=2))
+    assert found.data_ptr() == whole.data_ptr()
+    assert torch.equal(found, whole)
+    assert found.stride() == whole.stride()
+
+
+def test_one_sample_may_lie_in_any_order() -> None:
+    parts = heads(s=3, b=1).view(1, 3, 8, 5).transpose(0, 1).split(SIZES, dim=2)
+    assert whole_of(parts) is not None
+    assert torch.equal(joined_heads(parts), heads(s=3, b=1))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [part.clone() for part in heads().split(SIZES, dim=2)],
+        heads().split(SIZES, dim=2)[::-1],
+        heads().split(SIZES, dim=2)[:2],
+        heads()[:, :1].split(SIZES, dim=2),
+        heads().transpose(0, 1).split(SIZES, dim=2),
+        [heads().split(SIZES, dim=2)[0], *heads().split(SIZES, dim=2)[1:]],
+    ],
+    ids=["copies", "another order", "a part is missing", "of a sample", "turned around", "of two tensors"],
+)
+def test_other_parts_are_copied(parts: list[torch.Tensor]) -> None:
+    assert whole_of(parts) is None
+    assert torch.equal(joined_heads(parts), torch.cat(list(parts), dim=2))
