@@ -183,14 +183,13 @@ def test_a_small_model_counted_by_hand() -> None:
     """One layer on a CPU, in fp32, at its peak: in the backward pass of the MLP, which holds all that was kept."""
     found = planned(LLAMA)
     assert found.peak_at.startswith("backward pass of layer 0, in activate")
-    ids = T * 8 + T  # and whether another rank has them
     borders = 2 * T * H * 4  # what enters the layer, and what enters the head
     norms = 2 * (T * 4 + T * H * 4)
     attention = T * 3 * H * 4 + 2 * T * H * 4 + T * H * 4 + T * 4 * 4  # joined, turned, out and logarithms
     residual = T * H * 4
     mlp = T * 2 * F * 4 + T * F * 4
     sums = 3 * 4  # of the loss, of the tokens, and of those that the mean is over
-    assert found.activations == ids + borders + norms + attention + residual + mlp + sums
+    assert found.activations == borders + norms + attention + residual + mlp + sums
     # Position tables; ids, labels and places; the loss mask and what of it counts.
     assert found.other == 2 * 1024 * 64 * 4 + T * (3 * 8 + 4 + 4)
     # The gradients of the layer's output, of what the activation gives and of what it gets.
