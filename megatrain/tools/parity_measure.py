@@ -14,7 +14,7 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.groups import end_groups, make_group
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import planted
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
@@ -26,7 +26,7 @@ from megatrain.training.step_report import StepReport
 from megatrain.training.updates import schedules_of
 
 NUM_STEPS = 3
-_VOCAB, _SEQ = 101, 24
+_VOCAB, _SEQ, _END = 101, 24, 7
 Device = Literal["cpu", "cuda"]
 
 
@@ -73,8 +73,8 @@ class Job:
     implementation: Implementation = "local"
     micro_batch: int = MICRO_BATCH
     is_rounding_measured: bool = False
-    """Whether the weights of the first step are wanted, and Adam moves elements by their gradients' sizes, so that
-    elements whose gradient is small do not move by a multiple of what rounding made of it."""
+    """Whether the weights of the first step are wanted, Adam moves elements by their gradients' sizes, so that elements whose
+    gradient is small do not move by a multiple of what rounding made of it, and routes do not depend on it."""
     fault: str | None = None
     """One of `parity_faults.FAULTS`."""
 
@@ -95,6 +95,8 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
                 first_weights = main_weights_of(engine)
         weights = weights_of(engine)
     losses = [loss for report in reports for loss in _losses_of(report)]
+    if job.device == "cuda":
+        end_groups(engine.grid)
     return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
 
 
@@ -131,10 +133,16 @@ def engine_of(plan: Plan, rank: int) -> Engine:
     return engine
 
 
+_ROUTES_OF_NUMBERS = ("--moe-router-force-load-balancing", "--moe-router-dtype", "fp32")
+"""Experts by each token's number alone: rounding would send some tokens to others, and their gradients elsewhere."""
+
+
 def plan_of(job: Job, world_size: int) -> Plan:
     """What a job runs."""
     flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
-    flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
+    if job.is_rounding_measured:
+        flags += ["--adam-eps", "1e-3"]
+        flags += _ROUTES_OF_NUMBERS if "--num-experts" in job.layout.flags() else []
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 
@@ -175,7 +183,7 @@ def own_batches(
 ) -> Iterator[Batch]:
     """This replica's micro-batches of a global batch that is the same under every layout; a third of the mask is 0."""
     rng = np.random.default_rng(step)
-    tokens = torch.from_numpy(rng.integers(0, _VOCAB, (layout.global_batch, _SEQ + 1)))
+    tokens = torch.from_numpy(_tokens(rng, layout.global_batch))
     mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
     labels = tokens[:, 1:].clone()
     if layout.has("hollow"):
@@ -195,6 +203,18 @@ def own_batches(
         )
 
 
+def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]:
+    """Ids [samples, s + 1], in which no two documents of a micro-batch begin alike.
+
+    Alike beginnings have the same scores under every layout but for rounding, which then decides whom an expert drops.
+    """
+    tokens = rng.integers(0, _VOCAB, (num_samples, _SEQ + 1))
+    is_first = np.pad(tokens[:, :-1] % _END == 0, ((0, 0), (1, 0)), constant_values=True)
+    beginnings = rng.permutation([number for number in range(_VOCAB) if number % _END])
+    tokens[is_first] = np.resize(beginnings, np.count_nonzero(is_first))
+    return tokens
+
+
 def on_device(batch: Batch, device: torch.device) -> Batch:
     """The same batch with its tensors elsewhere."""
     documents = batch.documents
@@ -210,8 +230,8 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _documents(tokens: torch.Tensor) -> Documents:
-    """Documents that end behind every seventh id, so that samples hold none to several."""
-    flat = torch.cat([torch.nn.functional.pad(row % 7 == 0, (1, 0))[:-1] for row in tokens])
+    """Documents that end behind every id that _END divides, so that samples hold none to several."""
+    flat = torch.cat([torch.nn.functional.pad(row % _END == 0, (1, 0))[:-1] for row in tokens])
     flat[::_SEQ] = True
     borders = torch.cat([flat.nonzero().flatten(), torch.tensor([len(flat)])]).to(torch.int32)
     return Documents(borders, int(borders.diff().max()), *tokens.shape)

@@ -13,7 +13,7 @@ Splitting a layer, the keys of attention too, rounds its partial sums, which in 
 `exact` can judge that, loosely; so does adding up what experts of several ranks give, with the dispatcher that gathers.
 Whatever else ranks share out changes nothing but the order of sums of the batch: `order` sees a part in a million there.
 Tokens count alike in these rows, and experts have neither balancing losses nor a capacity, since micro-batches of another
-size are another step otherwise.
+size are another step otherwise. Routes follow from tokens' numbers, not from scores: rounding would send some elsewhere.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from megatrain.tools.worker_pool import WorkerPool
 TIMES: Final = 4.0
 FLOOR: Final = 2.0**-22
 """Below this nothing is told apart: two roundings of fp32, in which sums are formed."""
+_EXACT_FLOORS: Final[dict[Precision, float]] = {"fp32": FLOOR, "bf16": 2.0**-10}
+"""Of `exact` in fp32 and in bf16, where four times as much is one rounding: the noise of a mean loss, a number in two or three
+runs, is now and then next to nothing."""
 
 ROWS: Final = tuple(
     Layout.of(f"tokens {text}")
@@ -66,6 +69,7 @@ _SPLITS = (
 class NarrowVerdict:
     """The two distances with the noise of each; `order` is None where a row is its own fewest ranks."""
 
+    precision: Precision
     exact: Distance
     exact_noise: tuple[float, ...]
     order: Distance | None
@@ -73,13 +77,13 @@ class NarrowVerdict:
 
     @property
     def is_good(self) -> bool:
-        is_near = within(self.exact.numbers, self.exact_noise)
+        is_near = within(self.exact.numbers, self.exact_noise, _EXACT_FLOORS[self.precision])
         return is_near and (self.order is None or within(self.order.numbers, self.order_noise))
 
 
-def within(distances: Sequence[float], noises: Sequence[float]) -> bool:
+def within(distances: Sequence[float], noises: Sequence[float], floor: float = FLOOR) -> bool:
     """Whether each distance is at most so many times its noise. NaN never is."""
-    return all(far <= TIMES * max(noise, FLOOR) for far, noise in zip(distances, noises, strict=True))
+    return all(far <= TIMES * max(noise, floor) for far, noise in zip(distances, noises, strict=True))
 
 
 @dataclass
@@ -107,7 +111,7 @@ class NarrowComparer:
             order = judge_first_step(usual, found, idle)
             others = [judge_first_step(usual, self._run(job), idle) for job in orders(self._job(fewest))]
             order_noise = _largest(others)
-        return NarrowVerdict(judge(truth, found), _largest(own), order, order_noise)
+        return NarrowVerdict(self.precision, judge(truth, found), _largest(own), order, order_noise)
 
     def _job(self, layout: Layout) -> Job:
         return Job(layout, self.precision, self.pool.device, self.implementation, is_rounding_measured=True)

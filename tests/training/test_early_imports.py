@@ -1,6 +1,7 @@
 """flash-attn-4 is imported beside the start, and keeps what it compiles where it can."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.flash4 import flash4
 from megatrain.training.early_imports import begin_imports
 
+ROOT = Path(__file__).parents[2]
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 FLAGS = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
@@ -97,3 +99,14 @@ def test_an_import_that_fails_is_told_where_the_library_is_needed(tmp_path: Path
     begin_imports(PLANS["cuda"], print).join()
     with pytest.raises(OSError, match="no libcuda here"):
         flash4()
+
+
+def test_a_step_imports_no_compiler() -> None:
+    """What takes seconds and nothing here uses: torch.autograd.backward brings sympy where it is given gradients."""
+    code = (
+        "import sys, pretrain; code = pretrain.main(sys.argv[1:]); "
+        "sys.exit(code or ', '.join({'sympy', 'torch._dynamo'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, *FLAGS.split(), "--device", "cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
