@@ -62,13 +62,6 @@ def limit_collectives(grid: RankGrid, *, seconds: float) -> None:
         _set_pg_timeout(timedelta(seconds=seconds), group.handle)
 
 
-def end_groups(grid: RankGrid) -> None:
-    """Let go of this rank's groups but the world's, as NCCL holds memory for each; all ranks do."""
-    for group in groups_of(grid):
-        if isinstance(group.handle, dist.ProcessGroup) and group.handle is not dist.group.WORLD:
-            dist.destroy_process_group(group.handle)
-
-
 def groups_of(grid: RankGrid) -> list[RankGroup]:
     """All groups that this rank shares with others."""
     found = [getattr(grid, field.name) for field in dataclasses.fields(grid)]

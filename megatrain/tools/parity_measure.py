@@ -14,7 +14,7 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import end_groups, make_group
+from megatrain.parallel.groups import make_group
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import planted
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
@@ -95,8 +95,6 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
                 first_weights = main_weights_of(engine)
         weights = weights_of(engine)
     losses = [loss for report in reports for loss in _losses_of(report)]
-    if job.device == "cuda":
-        end_groups(engine.grid)
     return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
 
 

@@ -6,7 +6,8 @@
 Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
 A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
 Each job has process groups of its own, so that worlds of any size follow one another; but NCCL's group of all ranks
-stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. A job that fails or
+stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. So do later jobs, as
+groups of earlier ones hold memory and cannot be ended before that of all ranks. A job that fails or
 takes too long ends all workers; the next job gets new ones.
 """
 
@@ -26,6 +27,9 @@ import torch
 import torch.distributed as dist
 
 from megatrain.config.errors import MegatrainError
+
+_MOST_NCCL_JOBS = 25
+"""Of the same workers."""
 
 
 class WorkerError(MegatrainError):
@@ -51,6 +55,7 @@ class WorkerPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
         self._nccl_world = 0
+        self._num_nccl_jobs = 0
 
     def __enter__(self) -> Self:
         return self
@@ -65,8 +70,10 @@ class WorkerPool:
             WorkerError: a rank raised, died or took too long.
         """
         assert world_size <= self.size, f"a pool of {self.size} cannot run {world_size} ranks"
-        if self.device == "cuda" and world_size > 1 and self._nccl_world not in (0, world_size):
-            self._kill()
+        if self.device == "cuda" and world_size > 1:
+            if self._nccl_world not in (0, world_size) or self._num_nccl_jobs == _MOST_NCCL_JOBS:
+                self._kill()
+            self._num_nccl_jobs += 1
         if not self._workers:
             self._fork()
         if self.device == "cuda" and world_size > 1:
@@ -131,7 +138,7 @@ class WorkerPool:
             process.join()
             connection.close()
         self._workers = []
-        self._nccl_world = 0
+        self._nccl_world = self._num_nccl_jobs = 0
 
 
 def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]], kind: str) -> None:
