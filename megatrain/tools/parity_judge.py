@@ -27,6 +27,8 @@ class Distance:
     gradient_name: str
     weight: float
     weight_name: str
+    spread: float
+    """Norm of all gradients' differences over the gradients' own: no two norms are further apart."""
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
@@ -45,7 +47,8 @@ class Distance:
 def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
     """Compare what the ranks found with what one process found. Every element must be held by some rank."""
     idle = without_gradient(reference)
-    gradient, gradient_name = _furthest(reference.gradients, [p for a in answers for p in a.gradients], idle)
+    found = [part for one in answers for part in one.gradients]
+    gradient, gradient_name = _furthest(reference.gradients, found, idle)
     weight, weight_name = _furthest(reference.weights, [p for a in answers for p in a.weights], idle)
     return Distance(
         loss=_relative([a.losses for a in answers], reference.losses),
@@ -54,6 +57,7 @@ def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
         gradient_name=gradient_name,
         weight=weight,
         weight_name=weight_name,
+        spread=_spread(reference.gradients, found),
     )
 
 
@@ -63,7 +67,8 @@ def judge_first_step(
     """The same of the first step alone, with the weights as optimizers hold them, between answers of several ranks."""
     gradients = [part for one in reference for part in one.gradients]
     weights = [part for one in reference for part in one.first_weights]
-    gradient, gradient_name = _furthest(gradients, [p for a in answers for p in a.gradients], idle)
+    found = [part for one in answers for part in one.gradients]
+    gradient, gradient_name = _furthest(gradients, found, idle)
     weight, weight_name = _furthest(weights, [p for a in answers for p in a.first_weights], idle)
     return Distance(
         loss=_relative([a.losses[0] for a in answers], reference[0].losses[0]),
@@ -72,6 +77,7 @@ def judge_first_step(
         gradient_name=gradient_name,
         weight=weight,
         weight_name=weight_name,
+        spread=_spread(gradients, found),
     )
 
 
@@ -87,12 +93,7 @@ def without_gradient(reference: Measured) -> frozenset[str]:
 
 
 def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: AbstractSet[str]) -> tuple[float, str]:
-    whole: dict[str, npt.NDArray[np.float64]] = {}
-    for part in reference:
-        shape = tuple(
-            max(p.box[d][1] for p in reference if p.name == part.name) for d in range(len(part.box))
-        )
-        whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values
+    whole = _whole(reference)
     is_seen = {name: np.zeros(values.shape, dtype=bool) for name, values in whole.items()}
     largest = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in whole.items()}
     largest.update(dict.fromkeys(idle, max(largest.values())))
@@ -105,6 +106,22 @@ def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: AbstractSe
             worst, worst_name = _finite(error), part.name
     missing = [name for name, seen in is_seen.items() if not seen.all()]
     return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
+
+
+def _spread(reference: Sequence[Part], parts: Sequence[Part]) -> float:
+    whole = _whole(reference)
+    expected = [whole[part.name][_slices(part.box)] for part in parts]
+    errors = sum(float(np.sum((p.values - e) ** 2)) for p, e in zip(parts, expected, strict=True))
+    return _finite(math.sqrt(errors / max(sum(float(np.sum(e**2)) for e in expected), 1e-300)))
+
+
+def _whole(parts: Sequence[Part]) -> dict[str, npt.NDArray[np.float64]]:
+    """Each tensor, by its name."""
+    whole: dict[str, npt.NDArray[np.float64]] = {}
+    for part in parts:
+        shape = tuple(max(p.box[d][1] for p in parts if p.name == part.name) for d in range(len(part.box)))
+        whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values
+    return whole
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

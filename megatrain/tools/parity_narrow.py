@@ -145,4 +145,6 @@ def orders(usual: Job) -> list[Job]:
 
 
 def _largest(distances: Sequence[Distance]) -> tuple[float, ...]:
-    return tuple(max(numbers) for numbers in zip(*(one.numbers for one in distances), strict=True))
+    """The noise of each number. Two runs may have the same norm by chance: it is no further off than all gradients are."""
+    loss, norm, *others = (max(numbers) for numbers in zip(*(one.numbers for one in distances), strict=True))
+    return loss, max(norm, *(one.spread for one in distances)), *others
