@@ -153,8 +153,8 @@ class CuDnn:
 
 @dataclass(frozen=True)
 class Flash4:
-    """flash-attn-4. Results lie where the next operation takes them without a copy: gradients of as many queries as keys
-    beside each other, as they came out of a linear layer.
+    """flash-attn-4, which writes where the next operation reads. Where there are as many queries as keys, their gradients are
+    parts of one tensor, [s, b, n + 2 g, d].
     """
 
     scale: float
@@ -169,25 +169,25 @@ class Flash4:
         rows = (b, n, s) if view.borders is None else (n, b * s)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         if not is_fake(q):
-            into = {"out": _laid(out, view.borders), "lse": lse}
-            flash4().forward(*(_laid(x, view.borders) for x in (q, k, v)), **into, **self._how(view))
-        return out, _unlaid_lse(lse, b)
+            q, k, v = (_laid(x, view.borders) for x in (q, k, v))
+            flash4().forward(q, k, v, out=out, lse=lse, **self._how(view))
+        return _unlaid(out, b), _unlaid_lse(lse, b)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if is_fake(q):  # what the kernel takes for itself is that of this one
+        if is_fake(q):  # stands in for what this kernel takes while it works
             Flash2(self.scale).backward(dout, q, k, v, out, lse, view)
-        borders, n, g = view.borders, q.shape[2], k.shape[2]
+        borders, b, n, g = view.borders, q.shape[1], q.shape[2], k.shape[2]
         if q.shape[0] == k.shape[0]:
-            dq, dk, dv = _room(q, borders, n + 2 * g).split((n, g, g), dim=2)
+            dq, dk, dv = _room(q, borders, n + 2 * g).split((n, g, g), dim=-2)
         else:
             dq, dk, dv = _room(q, borders, n), _room(k, borders, g), _room(k, borders, g)
         if not is_fake(q):
-            laid = [_laid(x, borders) for x in (q, k, v, out, dout, dq, dk, dv)]
-            into = dict(zip(("dq", "dk", "dv"), laid[5:], strict=True))
-            how = self._how(view) | order_of_sums()
-            flash4().backward(*laid[:5], _laid_lse(lse, borders), **into, **how)
+            q, k, v, out, dout = (_laid(x, borders) for x in (q, k, v, out, dout))
+            lse, how = _laid_lse(lse, borders), self._how(view) | order_of_sums()
+            flash4().backward(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **how)
+        dq, dk, dv = (_unlaid(x, b) for x in (dq, dk, dv))
         return dq, dk, dv
 
     def _how(self, view: View) -> dict[str, Any]:
@@ -206,11 +206,11 @@ def _as_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _room(like: Tensor, borders: Borders | None, heads: int) -> Tensor:
-    """Memory for [s, b, heads, d] of which `_laid` is a view."""
+    """Memory for [s, b, heads, d], in the form that `_laid` gives."""
     s, b, _, d = like.shape
-    return (
-        like.new_empty(s, b, heads, d) if borders is None else like.new_empty(b, s, heads, d).transpose(0, 1)
-    )
+    if borders is not None:
+        return like.new_empty(b * s, heads, d)
+    return like.new_empty(s, b, heads, d).transpose(0, 1)
 
 
 def _laid(x: Tensor, borders: Borders | None) -> Tensor:

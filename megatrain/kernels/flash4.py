@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,10 @@ class Flash4Functions:
     backward: Callable[..., Any]
 
 
+_ONE_IMPORT = threading.Lock()
+"""A thread imports it early, and whoever needs it."""
+
+
 @functools.cache
 def flash4() -> Flash4Functions:
     """The library; a plan takes it only where it is installed."""
@@ -28,14 +33,14 @@ def flash4() -> Flash4Functions:
         "ignore", "Argument aux_data .* cannot be converted to a JitArgument", UserWarning
     )
     # An autotuner of quack's, which it imports and never calls, marks functions so, which brings torch's compiler: 3.6 s.
-    with mock.patch.object(torch.compiler, "disable", _unmarked):
+    with _ONE_IMPORT, mock.patch.object(torch.compiler, "disable", _unmarked):
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415
     return Flash4Functions(_flash_attn_fwd, _flash_attn_bwd)
 
 
-def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
+def _unmarked(fn: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:
     """In place of `torch.compiler.disable`."""
-    return _unmarked if function is None else function
+    return _unmarked if fn is None else fn
 
 
 def order_of_sums() -> dict[str, bool]:

@@ -50,7 +50,7 @@ def turn_heads(
 def turn_heads_backward(
     gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> Tensor:
-    """Gradient of `turn_heads`, [s, b, n + 2 g, d], from those of queries, keys and values."""
+    """Gradient of `turn_heads`, [s, b, n + 2 g, d], from those of queries, keys and values, whose memory is used up."""
     implementation = fused.turn_heads_backward if is_fused(gradients[0]) else turn_heads_backward_reference
     return implementation(gradients, cos, sin, is_interleaved=is_interleaved)
 

@@ -49,13 +49,13 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor
 def turn_heads(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.turning.turn_heads`; keeps nothing but the tables. Nothing may read `qkv` afterwards."""
+    """`kernels.turning.turn_heads`; keeps nothing but the tables. Nothing may read `qkv` afterwards, nor the results' gradients."""
     q, k, v = _TurnHeads.apply(qkv, sizes, cos, sin, is_interleaved)
     return q, k, v
 
 
 def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of [s, b, n + 2 g, d]; gradients that lie as these did become its gradient without a copy."""
+    """Queries, keys and values of [s, b, n + 2 g, d]; gradients that lie as these did are its gradient, without a copy."""
     q, k, v = _SplitHeads.apply(qkv, sizes)
     return q, k, v
 

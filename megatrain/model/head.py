@@ -25,10 +25,10 @@ from megatrain.parallel.layout import Borrower, LaidOutModule
 from megatrain.parallel.tensor import TensorParallel, enter
 from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
 
-_CHUNK_BYTES = (1 << 29, 1 << 31)
-"""What the logits of a chunk may take in any case, and at most."""
-_CHUNKS = 4
-"""Of a micro-batch whose chunks have such sizes."""
+_WANTED_CHUNKS = 4
+"""Of a micro-batch, if the logits of each take no less and no more than the next two say."""
+_LEAST_CHUNK_BYTES = 1 << 29
+_MOST_CHUNK_BYTES = 1 << 31
 _ROUND = 128
 """Rows that matrix products take without a remainder."""
 
@@ -38,9 +38,9 @@ def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
 
     Chunks are few, since each reads and writes the whole weight gradient, and alike.
     """
-    least, greatest = _CHUNK_BYTES
     row = columns * itemsize
-    most = max(1, min(max(tokens * row // _CHUNKS, least), greatest) // row)
+    size = min(max(tokens * row // _WANTED_CHUNKS, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+    most = max(1, size // row)
     if most >= tokens:
         return max(tokens, 1)
     even = -(-tokens // -(-tokens // most))

@@ -27,8 +27,8 @@ class Distance:
     gradient_name: str
     weight: float
     weight_name: str
-    spread: float
-    """Norm of all gradients' differences over the gradients' own: no two norms are further apart."""
+    parts_norm: float
+    """How far the norm of all gradients of the first step would be, if the differences of its parts did not cancel."""
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
@@ -57,7 +57,7 @@ def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
         gradient_name=gradient_name,
         weight=weight,
         weight_name=weight_name,
-        spread=_spread(reference.gradients, found),
+        parts_norm=_parts_norm(reference.gradients, found),
     )
 
 
@@ -77,7 +77,7 @@ def judge_first_step(
         gradient_name=gradient_name,
         weight=weight,
         weight_name=weight_name,
-        spread=_spread(gradients, found),
+        parts_norm=_parts_norm(gradients, found),
     )
 
 
@@ -108,11 +108,12 @@ def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: AbstractSe
     return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
 
 
-def _spread(reference: Sequence[Part], parts: Sequence[Part]) -> float:
+def _parts_norm(reference: Sequence[Part], parts: Sequence[Part]) -> float:
     whole = _whole(reference)
-    expected = [whole[part.name][_slices(part.box)] for part in parts]
-    errors = sum(float(np.sum((p.values - e) ** 2)) for p, e in zip(parts, expected, strict=True))
-    return _finite(math.sqrt(errors / max(sum(float(np.sum(e**2)) for e in expected), 1e-300)))
+    expected = [float(np.sum(whole[part.name][_slices(part.box)] ** 2)) for part in parts]
+    found = [float(np.sum(part.values**2)) for part in parts]
+    together = math.hypot(*(a - b for a, b in zip(found, expected, strict=True)))
+    return _finite(together / max(2 * sum(expected), 1e-300))
 
 
 def _whole(parts: Sequence[Part]) -> dict[str, npt.NDArray[np.float64]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -73,8 +74,11 @@ class Job:
     implementation: Implementation = "local"
     micro_batch: int = MICRO_BATCH
     is_rounding_measured: bool = False
-    """Whether the weights of the first step are wanted, Adam moves elements by their gradients' sizes, so that elements whose
-    gradient is small do not move by a multiple of what rounding made of it, and routes do not depend on it."""
+    """Whether the weights of the first step are wanted, and Adam moves elements by their gradients' sizes, so that
+    elements whose gradient is small do not move by a multiple of what rounding made of it."""
+    has_routes_of_numbers: bool = False
+    """Whether experts are chosen by each token's number alone: rounding would send some tokens to others, and their gradients
+    elsewhere."""
     fault: str | None = None
     """One of `parity_faults.FAULTS`."""
 
@@ -131,16 +135,16 @@ def engine_of(plan: Plan, rank: int) -> Engine:
     return engine
 
 
-_ROUTES_OF_NUMBERS = ("--moe-router-force-load-balancing", "--moe-router-dtype", "fp32")
-"""Experts by each token's number alone: rounding would send some tokens to others, and their gradients elsewhere."""
-
-
 def plan_of(job: Job, world_size: int) -> Plan:
     """What a job runs."""
     flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
-    if job.is_rounding_measured:
-        flags += ["--adam-eps", "1e-3"]
-        flags += _ROUTES_OF_NUMBERS if "--num-experts" in job.layout.flags() else []
+    flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
+    if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
+        flags += [
+            "--moe-router-force-load-balancing",
+            "--moe-router-dtype",
+            "fp32",
+        ]  # numbers of bf16 are often alike
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 
@@ -207,9 +211,12 @@ def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]
     Alike beginnings have the same scores under every layout but for rounding, which then decides whom an expert drops.
     """
     tokens = rng.integers(0, _VOCAB, (num_samples, _SEQ + 1))
-    is_first = np.pad(tokens[:, :-1] % _END == 0, ((0, 0), (1, 0)), constant_values=True)
-    beginnings = rng.permutation([number for number in range(_VOCAB) if number % _END])
-    tokens[is_first] = np.resize(beginnings, np.count_nonzero(is_first))
+    beginnings = itertools.cycle(rng.permutation(_VOCAB))
+    for sample in tokens:
+        before = _END
+        for place, number in enumerate(sample):
+            sample[place] = number if before % _END else next(beginnings)
+            before = sample[place]
     return tokens
 
 

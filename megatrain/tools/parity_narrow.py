@@ -13,11 +13,12 @@ Splitting a layer, the keys of attention too, rounds its partial sums, which in 
 `exact` can judge that, loosely; so does adding up what experts of several ranks give, with the dispatcher that gathers.
 Whatever else ranks share out changes nothing but the order of sums of the batch: `order` sees a part in a million there.
 Tokens count alike in these rows, and experts have neither balancing losses nor a capacity, since micro-batches of another
-size are another step otherwise. Routes follow from tokens' numbers, not from scores: rounding would send some elsewhere.
+size are another step otherwise. In bf16 routes follow from tokens' numbers, not from scores: rounding would send some elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -30,9 +31,9 @@ from megatrain.tools.worker_pool import WorkerPool
 TIMES: Final = 4.0
 FLOOR: Final = 2.0**-22
 """Below this nothing is told apart: two roundings of fp32, in which sums are formed."""
-_EXACT_FLOORS: Final[dict[Precision, float]] = {"fp32": FLOOR, "bf16": 2.0**-10}
-"""Of `exact` in fp32 and in bf16, where four times as much is one rounding: the noise of a mean loss, a number in two or three
-runs, is now and then next to nothing."""
+_LOSS_FLOOR: Final = 2.0**-11
+"""Of the loss in bf16, in `exact`: four times as much is one rounding. Its noise, a number in two or three runs, is now and then
+next to nothing."""
 
 ROWS: Final = tuple(
     Layout.of(f"tokens {text}")
@@ -77,13 +78,18 @@ class NarrowVerdict:
 
     @property
     def is_good(self) -> bool:
-        is_near = within(self.exact.numbers, self.exact_noise, _EXACT_FLOORS[self.precision])
+        loss_noise, *others = self.exact_noise
+        floor = _LOSS_FLOOR if self.precision == "bf16" else FLOOR
+        is_near = within(self.exact.numbers, (max(loss_noise, floor), *others))
         return is_near and (self.order is None or within(self.order.numbers, self.order_noise))
 
 
-def within(distances: Sequence[float], noises: Sequence[float], floor: float = FLOOR) -> bool:
-    """Whether each distance is at most so many times its noise. NaN never is."""
-    return all(far <= TIMES * max(noise, floor) for far, noise in zip(distances, noises, strict=True))
+def within(distances: Sequence[float], noises: Sequence[float]) -> bool:
+    """Whether each distance is at most so many times its noise. NaN never is, nor what is infinitely far."""
+    return all(
+        math.isfinite(far) and far <= TIMES * max(noise, FLOOR)
+        for far, noise in zip(distances, noises, strict=True)
+    )
 
 
 @dataclass
@@ -114,7 +120,14 @@ class NarrowComparer:
         return NarrowVerdict(self.precision, judge(truth, found), _largest(own), order, order_noise)
 
     def _job(self, layout: Layout) -> Job:
-        return Job(layout, self.precision, self.pool.device, self.implementation, is_rounding_measured=True)
+        return Job(
+            layout,
+            self.precision,
+            self.pool.device,
+            self.implementation,
+            is_rounding_measured=True,
+            has_routes_of_numbers=self.precision == "bf16",
+        )
 
     def _run(self, job: Job) -> list[Measured]:
         if job not in self.answers:
@@ -145,6 +158,6 @@ def orders(usual: Job) -> list[Job]:
 
 
 def _largest(distances: Sequence[Distance]) -> tuple[float, ...]:
-    """The noise of each number. Two runs may have the same norm by chance: it is no further off than all gradients are."""
+    """The noise of each number. The norms of two runs may agree by chance, those of all their parts do not."""
     loss, norm, *others = (max(numbers) for numbers in zip(*(one.numbers for one in distances), strict=True))
-    return loss, max(norm, *(one.spread for one in distances)), *others
+    return loss, max(norm, *(one.parts_norm for one in distances)), *others

@@ -6,8 +6,8 @@
 Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
 A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
 Each job has process groups of its own, so that worlds of any size follow one another; but NCCL's group of all ranks
-stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. So do later jobs, as
-groups of earlier ones hold memory and cannot be ended before that of all ranks. A job that fails or
+stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. So does every
+26th job, as groups of earlier ones hold memory. A job that fails or
 takes too long ends all workers; the next job gets new ones.
 """
 
@@ -73,11 +73,10 @@ class WorkerPool:
         if self.device == "cuda" and world_size > 1:
             if self._nccl_world not in (0, world_size) or self._num_nccl_jobs == _MOST_NCCL_JOBS:
                 self._kill()
+            self._nccl_world = world_size
             self._num_nccl_jobs += 1
         if not self._workers:
             self._fork()
-        if self.device == "cuda" and world_size > 1:
-            self._nccl_world = world_size
         self._num_jobs += 1
         assert self._folder is not None
         store = Path(self._folder.name) / f"job-{self._num_jobs}"

@@ -296,6 +296,7 @@ def test_results_go_on_behind_a_cut_line_and_failures_run_again(tmp_path):
         ((0.0, 1e-6), (1e-3, 0.0), False),
         ((float("inf"), 0.0), (1.0, 1.0), False),
         ((float("nan"), 0.0), (1.0, 1.0), False),
+        ((float("inf"), 0.0), (float("inf"), 1.0), False),
     ],
 )
 def test_a_distance_is_held_against_its_noise(distances, noises, is_within):
