@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.profiler import record_function
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import receive, send
 from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.pipeline.backward import run_backward
 from megatrain.parallel.pipeline.schedule import Action, Kind
 
 
@@ -153,7 +153,7 @@ class Executor:
         for number in reversed(range(len(self.segments))):
             flight.info.deferred = [] if flight.info.splits_backward else None
             with self._use(Kind.BACKWARD, number):
-                _run_backward(flight.outputs.pop(), gradient)
+                run_backward(flight.outputs.pop(), gradient)
             hidden = flight.inputs.pop()
             gradient = hidden.grad if hidden is not None else None
             if flight.info.deferred is not None:
@@ -215,25 +215,3 @@ class _Sends:
     def finish(self) -> None:
         for handle, _ in self.pending:
             handle.wait()
-
-
-def _run_backward(output: Tensor, gradient: Tensor | None) -> None:
-    """The backward pass of a segment, from the gradient of its output; None: from the loss."""
-    torch.autograd.backward(output if gradient is None else _Seed.apply(output, gradient))
-
-
-class _Seed(Function):
-    """A number whose gradient makes `gradient` that of `output`.
-
-    torch.autograd.backward imports sympy where it is given gradients, to compare sizes that are symbols: 2 s.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
-        assert gradient.shape == output.shape
-        ctx.gradient = gradient
-        return output.new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 (autograd's signature)
-        return ctx.gradient, None
