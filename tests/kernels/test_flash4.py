@@ -1,0 +1,114 @@
+"""flash-attn-4 is handed memory in which the next operations find its results: a stand-in writes there what it would."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels import attention_fused
+from megatrain.kernels.attention import Borders, View
+from megatrain.kernels.attention_fused import Flash4
+from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.kernels.flash4 import Flash4Functions
+from megatrain.kernels.heads import whole_of
+
+SCALE = 0.5
+WRITTEN = WrittenAttention(scale=SCALE)
+S, B, D = 6, 2, 4
+ENDS = (0, 2, 6, 7, 12)
+"""Of documents in two samples that lie end to end."""
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_fused, "flash4", lambda: Flash4Functions(forward, backward))
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    **how: Any,
+) -> None:
+    assert softmax_scale == SCALE
+    for rows, lse_rows in documents(how, lse):
+        found, sums = WRITTEN.forward(*(rows(x) for x in (q, k, v)), View(is_causal=causal))
+        rows(out).copy_(found)
+        lse_rows(lse).copy_(sums.permute(1, 2, 0))
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
+    *, dq: Tensor, dk: Tensor, dv: Tensor, softmax_scale: float, causal: bool, deterministic: bool, **how: Any,
+) -> None:  # fmt: skip
+    assert not deterministic
+    assert softmax_scale == SCALE
+    for rows, lse_rows in documents(how, lse):
+        given = [rows(x) for x in (dout, q, k, v, out)]
+        found = WRITTEN.backward(*given, lse_rows(lse).permute(2, 0, 1), View(is_causal=causal))
+        for into, gradient in zip((dq, dk, dv), found, strict=True):
+            rows(into).copy_(gradient)
+
+
+def documents(how: dict[str, Any], lse: Tensor) -> list[Any]:
+    """For each document, or for all samples: what gives [s, b, n, d] of [b, s, n, d] or [t, n, d], and [b, n, s] of an lse."""
+    if "cu_seqlens_q" not in how:
+        assert lse.dim() == 3
+        return [(lambda x: x.transpose(0, 1), lambda x: x)]
+    ends = how["cu_seqlens_q"].tolist()
+    assert (how["max_seqlen_q"], how["max_seqlen_k"], lse.dim()) == (S, S, 2)
+    parts = [slice(*two) for two in itertools.pairwise(ends)]
+    return [(lambda x, p=p: x[p].unsqueeze(1), lambda x, p=p: x[:, p].unsqueeze(0)) for p in parts]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_results_lie_as_what_the_linear_layer_gave(groups: int, has_documents: bool) -> None:
+    torch.manual_seed(0)
+    sizes = (4, groups, groups)
+    qkv, dout = torch.randn(S, B, 4 + 2 * groups, D).double(), torch.randn(S, B, 4, D).double()
+    q, k, v = qkv.split(sizes, dim=2)
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    view = View(is_causal=True, borders=Borders(ends, ends, S, S) if has_documents else None)
+    out, lse = Flash4(SCALE).forward(q, k, v, view)
+    gradients = Flash4(SCALE).backward(dout, q, k, v, out, lse, view)
+    parts = [slice(a, b) for a, b in itertools.pairwise(ENDS)] if has_documents else None
+    expected = one_by_one(q, k, v, dout, parts or [slice(0, S), slice(S, 2 * S)])
+    for found, wanted in zip((out, lse.double(), *gradients), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    if not has_documents:
+        assert out.is_contiguous()
+        assert whole_of(gradients) is not None
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parts: list[slice]) -> list[Tensor]:
+    """Output, log-sum-exp and gradients of rows of the samples that lie end to end."""
+    flat = [x.transpose(0, 1).reshape(B * S, 1, -1, D) for x in (q, k, v, dout)]
+    results: list[list[Tensor]] = []
+    for part in parts:
+        one, two, three, upstream = (x[part] for x in flat)
+        out, lse = WRITTEN.forward(one, two, three, View(is_causal=True))
+        gradients = WRITTEN.backward(upstream, one, two, three, out, lse, View(is_causal=True))
+        results.append([out, lse, *gradients])
+    joined = [torch.cat(pieces).squeeze(1) for pieces in zip(*results, strict=True)]
+    return [x.unflatten(0, (B, S)).transpose(0, 1) for x in joined]
+
+
+def test_blocks_with_more_keys_than_queries() -> None:
+    torch.manual_seed(1)
+    q, dout = torch.randn(S, B, 4, D).double(), torch.randn(S, B, 4, D).double()
+    k, v = torch.randn(2, 2 * S, B, 2, D).double()
+    view = View()
+    out, lse = Flash4(SCALE).forward(q, k, v, view)
+    found = (out, lse.double(), *Flash4(SCALE).backward(dout, q, k, v, out, lse, view))
+    wanted_out, wanted_lse = WRITTEN.forward(q, k, v, view)
+    wanted = WRITTEN.backward(dout, q, k, v, wanted_out, wanted_lse, view)
+    for one, other in zip(found, (wanted_out, wanted_lse, *wanted), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
