@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from megatrain.parallel.layout import Box
 from megatrain.tools.parity_measure import Measured, Part
 
 TOLERANCE = 1e-10
+_Whole = dict[str, npt.NDArray[np.float64]]
+"""Whole tensors by their names."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +48,12 @@ class Distance:
 
 def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
     """Compare what the ranks found with what one process found. Every element must be held by some rank."""
-    idle = without_gradient(reference)
-    found = [part for one in answers for part in one.gradients]
-    gradient, gradient_name = _furthest(reference.gradients, found, idle)
-    weight, weight_name = _furthest(reference.weights, [p for a in answers for p in a.weights], idle)
-    return Distance(
-        loss=_relative([a.losses for a in answers], reference.losses),
-        norm=_relative([a.norms for a in answers], reference.norms),
-        gradient=gradient,
-        gradient_name=gradient_name,
-        weight=weight,
-        weight_name=weight_name,
-        parts_norm=_parts_norm(reference.gradients, found),
+    return _distance(
+        without_gradient(reference),
+        gradients=(reference.gradients, _parts(one.gradients for one in answers)),
+        weights=(reference.weights, _parts(one.weights for one in answers)),
+        loss=_relative([one.losses for one in answers], reference.losses),
+        norm=_relative([one.norms for one in answers], reference.norms),
     )
 
 
@@ -65,20 +61,36 @@ def judge_first_step(
     reference: Sequence[Measured], answers: Sequence[Measured], idle: frozenset[str]
 ) -> Distance:
     """The same of the first step alone, with the weights as optimizers hold them, between answers of several ranks."""
-    gradients = [part for one in reference for part in one.gradients]
-    weights = [part for one in reference for part in one.first_weights]
-    found = [part for one in answers for part in one.gradients]
-    gradient, gradient_name = _furthest(gradients, found, idle)
-    weight, weight_name = _furthest(weights, [p for a in answers for p in a.first_weights], idle)
-    return Distance(
-        loss=_relative([a.losses[0] for a in answers], reference[0].losses[0]),
-        norm=_relative([a.norms[0] for a in answers], reference[0].norms[0]),
-        gradient=gradient,
-        gradient_name=gradient_name,
-        weight=weight,
-        weight_name=weight_name,
-        parts_norm=_parts_norm(gradients, found),
+    both = (reference, answers)
+    gradients, gradients_found = (_parts(one.gradients for one in ranks) for ranks in both)
+    weights, weights_found = (_parts(one.first_weights for one in ranks) for ranks in both)
+    return _distance(
+        idle,
+        gradients=(gradients, gradients_found),
+        weights=(weights, weights_found),
+        loss=_relative([one.losses[0] for one in answers], reference[0].losses[0]),
+        norm=_relative([one.norms[0] for one in answers], reference[0].norms[0]),
     )
+
+
+def _parts(of_ranks: Iterable[Sequence[Part]]) -> list[Part]:
+    return [part for parts in of_ranks for part in parts]
+
+
+def _distance(
+    idle: AbstractSet[str],
+    *,
+    gradients: tuple[Sequence[Part], Sequence[Part]],
+    weights: tuple[Sequence[Part], Sequence[Part]],
+    loss: float,
+    norm: float,
+) -> Distance:
+    """Of gradients and weights: the reference's and the answers'."""
+    whole = _whole(gradients[0])
+    gradient, gradient_name = _furthest(whole, gradients[1], idle)
+    weight, weight_name = _furthest(_whole(weights[0]), weights[1], idle)
+    parts_norm = _parts_norm(whole, gradients[1])
+    return Distance(loss, norm, gradient, gradient_name, weight, weight_name, parts_norm)
 
 
 def without_gradient(reference: Measured) -> frozenset[str]:
@@ -92,8 +104,7 @@ def without_gradient(reference: Measured) -> frozenset[str]:
     return frozenset(name for name, value in largest.items() if value <= 1e-12 * max(largest.values()))
 
 
-def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: AbstractSet[str]) -> tuple[float, str]:
-    whole = _whole(reference)
+def _furthest(whole: _Whole, parts: Sequence[Part], idle: AbstractSet[str]) -> tuple[float, str]:
     is_seen = {name: np.zeros(values.shape, dtype=bool) for name, values in whole.items()}
     largest = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in whole.items()}
     largest.update(dict.fromkeys(idle, max(largest.values())))
@@ -108,17 +119,15 @@ def _furthest(reference: Sequence[Part], parts: Sequence[Part], idle: AbstractSe
     return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
 
 
-def _parts_norm(reference: Sequence[Part], parts: Sequence[Part]) -> float:
-    whole = _whole(reference)
+def _parts_norm(whole: _Whole, parts: Sequence[Part]) -> float:
     expected = [float(np.sum(whole[part.name][_slices(part.box)] ** 2)) for part in parts]
     found = [float(np.sum(part.values**2)) for part in parts]
     together = math.hypot(*(a - b for a, b in zip(found, expected, strict=True)))
     return _finite(together / max(2 * sum(expected), 1e-300))
 
 
-def _whole(parts: Sequence[Part]) -> dict[str, npt.NDArray[np.float64]]:
-    """Each tensor, by its name."""
-    whole: dict[str, npt.NDArray[np.float64]] = {}
+def _whole(parts: Sequence[Part]) -> _Whole:
+    whole: _Whole = {}
     for part in parts:
         shape = tuple(max(p.box[d][1] for p in parts if p.name == part.name) for d in range(len(part.box)))
         whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values

@@ -140,11 +140,8 @@ def plan_of(job: Job, world_size: int) -> Plan:
     flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
-        flags += [
-            "--moe-router-force-load-balancing",
-            "--moe-router-dtype",
-            "fp32",
-        ]  # numbers of bf16 are often alike
+        # Numbers of bf16 are often alike.
+        flags += ["--moe-router-force-load-balancing", "--moe-router-dtype", "fp32"]
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 

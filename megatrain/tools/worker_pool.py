@@ -7,8 +7,7 @@ Starting a process costs seconds, a forked one milliseconds: workers are forked 
 A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
 Each job has process groups of its own, so that worlds of any size follow one another; but NCCL's group of all ranks
 stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. So does every
-26th job, as groups of earlier ones hold memory. A job that fails or
-takes too long ends all workers; the next job gets new ones.
+26th job, as groups of earlier ones hold memory. A job that fails or takes too long ends all workers; the next job gets new ones.
 """
 
 from __future__ import annotations
