@@ -15,10 +15,10 @@ import torch
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import planted
 from megatrain.tools.parity_rows import MICRO_BATCH, Layout
+from megatrain.tools.worker_pool import kept_group
 from megatrain.training.engine import Engine
 from megatrain.training.facts import library_versions
 from megatrain.training.launch import grid_shape
@@ -129,7 +129,7 @@ def _noted_gradients(engine: Engine) -> list[Part]:
 def engine_of(plan: Plan, rank: int) -> Engine:
     """A rank's engine with initial weights. The process has joined its world; on GPUs, rank k has GPU k."""
     device = torch.device("cuda", rank) if plan.derived.device == "cuda" else torch.device("cpu")
-    grid = RankGrid.build(grid_shape(plan), rank, make_group)
+    grid = RankGrid.build(grid_shape(plan), rank, kept_group)
     engine = Engine(plan, grid, device)
     engine.initialize()
     return engine

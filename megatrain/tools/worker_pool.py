@@ -5,30 +5,36 @@
 
 Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
 A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
-Each job has process groups of its own, so that worlds of any size follow one another; but NCCL's group of all ranks
-stays (torch 2.11 crashes where a second one is split), and a world of another size gets new workers. So does every
-26th job, as groups of earlier ones hold memory. A job that fails or takes too long ends all workers; the next job gets new ones.
+On CPUs each job joins a world of its own, so that worlds of any size follow one another. NCCL's group of all ranks stays (torch
+2.11 crashes where a second one is split): there each size of world has its own workers, `kept_group` makes no group twice, and
+as groups hold memory until their process ends, new workers come after _MOST_NCCL_JOBS. A job that fails or takes too long ends all workers; the next job gets new ones.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from megatrain.config.errors import MegatrainError
+from megatrain.parallel.groups import make_group
 
-_MOST_NCCL_JOBS = 25
-"""Of the same workers."""
+_MOST_NCCL_JOBS = 30
+"""Of the same workers; 60 left 22 GB in each."""
+_Worker: TypeAlias = "tuple[Any, Connection[Any, Any]]"
+"""A process, and the way to it."""
 
 
 class WorkerError(MegatrainError):
@@ -50,11 +56,10 @@ class WorkerPool:
         self.size = size
         self.device = device
         self.timeout_seconds = timeout_seconds
-        self._workers: list[tuple[Any, Connection[Any, Any]]] = []
+        self._workers: dict[int, list[_Worker]] = {}
+        self._jobs_of: Counter[int] = Counter()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._num_jobs = 0
-        self._nccl_world = 0
-        self._num_nccl_jobs = 0
 
     def __enter__(self) -> Self:
         return self
@@ -69,17 +74,16 @@ class WorkerPool:
             WorkerError: a rank raised, died or took too long.
         """
         assert world_size <= self.size, f"a pool of {self.size} cannot run {world_size} ranks"
-        if self.device == "cuda" and world_size > 1:
-            if self._nccl_world not in (0, world_size) or self._num_nccl_jobs == _MOST_NCCL_JOBS:
-                self._kill()
-            self._nccl_world = world_size
-            self._num_nccl_jobs += 1
-        if not self._workers:
-            self._fork()
+        kept = self.size if self.device == "cpu" else world_size
+        if self.device == "cuda" and self._jobs_of[kept] == _MOST_NCCL_JOBS:
+            self._kill(kept)
+        if kept not in self._workers:
+            self._workers[kept] = self._start(kept)
+        self._jobs_of[kept] += 1
         self._num_jobs += 1
         assert self._folder is not None
         store = Path(self._folder.name) / f"job-{self._num_jobs}"
-        connections = [connection for _, connection in self._workers[:world_size]]
+        connections = [connection for _, connection in self._workers[kept][:world_size]]
         for rank, connection in enumerate(connections):
             connection.send((rank, world_size, str(store), function, arguments))
         answers: dict[int, Any] = {}
@@ -99,7 +103,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers; another job would get new ones."""
-        for process, connection in self._workers:
+        for process, connection in itertools.chain(*self._workers.values()):
             connection.close()
             process.join(timeout=5)
         self._kill()
@@ -117,26 +121,41 @@ class WorkerPool:
             raise WorkerError(f"rank {rank} failed:\n{answer}", fix="see the traceback")
         return answer
 
-    def _fork(self) -> None:
+    def _start(self, size: int) -> list[_Worker]:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="megatrain-workers-")
         torch.set_num_threads(1)  # a fork from a process with torch's threads hangs
         context: Any = multiprocessing.get_context("fork" if self.device == "cpu" else "spawn")
-        for _ in range(self.size):
+        workers: list[_Worker] = []
+        for _ in range(size):
             ours, theirs = context.Pipe()
-            inherited = [c for _, c in self._workers] + [ours] if self.device == "cpu" else []
+            inherited = [c for _, c in workers] + [ours] if self.device == "cpu" else []
             process = context.Process(target=_serve, args=(theirs, inherited, self.device), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append((process, ours))
+            workers.append((process, ours))
+        return workers
 
-    def _kill(self) -> None:
-        for process, connection in self._workers:
-            process.kill()
-            process.join()
-            connection.close()
-        self._workers = []
-        self._nccl_world = self._num_nccl_jobs = 0
+    def _kill(self, size: int | None = None) -> None:
+        """End the workers of worlds of this size, or all."""
+        for each in list(self._workers) if size is None else [size]:
+            for process, connection in self._workers.pop(each):
+                process.kill()
+                process.join()
+                connection.close()
+            del self._jobs_of[each]
+
+
+def kept_group(name: str, rank_lists: Sequence[Sequence[int]]) -> Any:
+    """A group as `make_group` makes it, the same one in each job of this worker's world on GPUs: each holds memory, and none ends."""
+    if dist.get_backend() != "nccl" or name == "messages":
+        return make_group(name, rank_lists)
+    return _first_group(name, tuple(map(tuple, rank_lists)))
+
+
+@functools.cache
+def _first_group(name: str, rank_lists: tuple[tuple[int, ...], ...]) -> Any:
+    return make_group(name, rank_lists)
 
 
 def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]], kind: str) -> None:

@@ -1,7 +1,12 @@
-"""Transformer Engine's leaves on GPUs: the signatures that they were written against, and results within rounding of local's."""
+"""Transformer Engine's leaves on GPUs: the signatures that they were written against, and results within rounding of local's.
+
+All is done in other processes: where PyTorch and the system have a cuDNN each, the library does not load once PyTorch has used its own.
+"""
 
 import importlib.metadata
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -12,7 +17,7 @@ from transformer_engine_stand_in import differences
 
 from megatrain.tools import parity_rows
 from megatrain.tools.main import main
-from megatrain.tools.parity_narrow import NarrowComparer
+from megatrain.tools.parity_narrow import NarrowComparer, NarrowVerdict
 from megatrain.tools.parity_rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -23,13 +28,8 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),  # of its libraries
 ]
+ROOT = Path(__file__).parents[2]
 GPT2 = "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0"
-
-
-def test_the_library_has_the_signatures_of_the_stand_in() -> None:
-    import transformer_engine.pytorch as te
-
-    assert not differences(te), importlib.metadata.version("transformer_engine")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,17 @@ def comparer() -> Iterator[NarrowComparer]:
     num_gpus = min(torch.cuda.device_count(), 2)
     with WorkerPool(num_gpus, device="cuda", timeout_seconds=600) as pool:
         yield NarrowComparer(pool, "bf16", "transformer_engine")
+
+
+def test_the_library_has_the_signatures_of_the_stand_in(comparer: NarrowComparer) -> None:
+    (found,) = comparer.pool.run(1, _differences)
+    assert not found, importlib.metadata.version("transformer_engine")
+
+
+def _differences(_rank: int, _world_size: int) -> list[str]:
+    import transformer_engine.pytorch as te
+
+    return differences(te)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +62,16 @@ def test_losses_and_gradients_are_locals_within_rounding(comparer: NarrowCompare
     assert verdict.is_good, verdict
 
 
-def test_gpt2_without_dropout_of_scores_is_locals_within_rounding() -> None:
-    """Models of parity are known by name in its workers too: here the work is done in this process."""
+def test_gpt2_without_dropout_of_scores_is_locals_within_rounding(comparer: NarrowComparer) -> None:
+    (verdict,) = comparer.pool.run(1, _gpt2)
+    assert verdict.is_good, verdict
+
+
+def _gpt2(_rank: int, _world_size: int) -> NarrowVerdict:
+    """In one worker, as models of parity are known by name in each."""
     with mock.patch.dict(parity_rows.MODELS, gpt2=GPT2):
         comparer = NarrowComparer(_Here(), "bf16", "transformer_engine")  # type: ignore[arg-type]
-        verdict = comparer.compare(Layout.of("gpt2"))
-    assert verdict.is_good, verdict
+        return comparer.compare(Layout.of("gpt2"))
 
 
 class _Here:
@@ -71,8 +86,6 @@ class _Here:
 
 
 def test_a_checkpoint_goes_back_and_forth(tmp_path: Path) -> None:
-    import pretrain
-
     flags = (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm"
         " --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
@@ -81,7 +94,7 @@ def test_a_checkpoint_goes_back_and_forth(tmp_path: Path) -> None:
     ).split()
     for number, implementation in enumerate(("transformer_engine", "local", "transformer_engine"), 1):
         asked = ["--transformer-impl", implementation, "--train-iters", str(5 * number)]
-        assert pretrain.main([*flags, *asked]) == 0
+        subprocess.run([sys.executable, "pretrain.py", *flags, *asked], cwd=ROOT, check=True)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
 
 

@@ -135,7 +135,8 @@ def test_draws_belong_to_tokens(name: str) -> None:
     router, x = router_of(spec), hidden()
     whole = router(x, PassInfo(first_sample=10)).weights.view(S, B, 2)
     later = router(x[:, 1:], PassInfo(first_sample=11)).weights.view(S, B - 1, 2)
-    assert torch.equal(whole[:, 1:], later)
+    # Not to the bit: on some CPUs products of fewer rows round otherwise.
+    torch.testing.assert_close(whole[:, 1:], later, rtol=1e-12, atol=0)
     others = router(x, PassInfo(first_sample=20)).weights.view(S, B, 2)
     assert not torch.isclose(whole, others).any()
 
