@@ -15,10 +15,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused import permute as fused
 from megatrain.kernels.fused.launching import is_fused
+
+_MOST = 1 << 15
+"""Experts of a rank: their numbers fit into 16 bits, which a GPU sorts in two passes; numbers below 0 go far above them."""
 
 
 class Order(NamedTuple):
@@ -58,23 +62,34 @@ def order_by_expert(
         kept: bool [t, k], False where a visit gets no row; None: all are kept.
         rows_each: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
     """
-    own = experts.flatten() - first
-    is_here = (own >= 0) & (own < num_experts)
+    assert num_experts < _MOST, f"{num_experts} experts on a rank"
+    numbers = (experts.flatten() - first).remainder(_MOST).clamp(max=num_experts).to(torch.int16)
     if kept is not None:
-        is_here &= kept.flatten()
-    numbers, visits = own.masked_fill(~is_here, num_experts).sort(stable=True)
-    bounds = torch.arange(num_experts + 1, device=experts.device)
-    starts = torch.searchsorted(numbers, bounds)
-    rows = torch.arange(numbers.numel(), device=experts.device)
-    ends = starts[1:]
-    if rows_each is not None:
+        numbers.masked_fill_(~kept.flatten(), num_experts)
+    numbers, visits = numbers.sort(stable=True)
+    starts = torch.searchsorted(
+        numbers, torch.arange(num_experts + 1, dtype=torch.int16, device=numbers.device)
+    )
+    gets_none = numbers == num_experts
+    rows = torch.arange(numbers.numel(), device=numbers.device)
+    if rows_each is None:
+        places = _scattered(visits, rows.masked_fill_(gets_none, -1))
+        at_row = visits.masked_fill_(gets_none, -1)[:num_rows]
+        at_row = F.pad(at_row, (0, num_rows - at_row.numel()), value=-1)
+        ends = starts[1:]
+    else:
         num_rows = num_experts * rows_each
-        rows = rows + (bounds * rows_each - starts)[numbers]
-        ends = bounds[1:] * rows_each
-    rows = rows.masked_fill(numbers == num_experts, num_rows)  # a row too many, for visits that get none
-    at_row = visits.new_full((num_rows + 1,), -1).scatter_(0, rows, visits)[:num_rows]
-    places = torch.empty_like(visits).scatter_(0, visits, rows.masked_fill(rows == num_rows, -1))
+        firsts = torch.arange(0, num_rows + 1, rows_each, device=numbers.device)
+        rows += (firsts - starts)[numbers.long()]
+        places = _scattered(visits, rows.masked_fill_(gets_none, -1))
+        at_row = visits.new_full((num_rows + 1,), -1)  # a row too many, for visits that get none
+        at_row = at_row.scatter_(0, rows.masked_fill(gets_none, num_rows), visits)[:num_rows]
+        ends = firsts[1:]
     return Order(places.view_as(experts), at_row, ends.to(torch.int32))
+
+
+def _scattered(index: Tensor, values: Tensor) -> Tensor:
+    return torch.empty_like(values).scatter_(0, index, values)
 
 
 def gather_rows(x: Tensor, order: Order) -> Tensor:

@@ -10,5 +10,5 @@ from megatrain.tools.worker_pool import WorkerPool
 @pytest.fixture(scope="session")
 def pool(made_once: Callable[[str], None]) -> Iterator[WorkerPool]:
     made_once("pool")
-    with WorkerPool(8, timeout_seconds=90) as made:
+    with WorkerPool(8, timeout_seconds=300) as made:
         yield made

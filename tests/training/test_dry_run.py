@@ -48,10 +48,19 @@ def printed(capsys: pytest.CaptureFixture[str], changed: dict[str, str | None]) 
     return found
 
 
+def slowness() -> float:
+    """How many times longer this machine takes than one that adds 10 million numbers in a second, at least 1."""
+    began, total = time.process_time(), 0
+    for number in range(5_000_000):
+        total += number
+    assert total > 0
+    return max(1.0, (time.process_time() - began) / 0.5)
+
+
 def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
     found = printed(capsys, {**LARGE, "--world-size": "4096"})
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 10 * slowness()
     model = found["model"]
     assert model["parameters"] == sum(model["by_part"].values()) == 412_228_796_416
     assert [tree["stages"] for tree in model["stages"]] == [[0], list(range(1, 15)), [15]]
