@@ -13,6 +13,7 @@ as groups hold memory until their process ends, new workers come after _MOST_NCC
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -163,7 +164,9 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
     for other in inherited:
         other.close()
     torch.set_num_threads(1)
+    gc.freeze()  # what is there before all jobs is not looked through after each
     while True:
+        gc.collect()  # groups that cycles keep have threads, which go on
         try:
             rank, world_size, store, function, arguments = connection.recv()
         except EOFError:
@@ -187,6 +190,7 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
                 if device is None:
                     dist.destroy_process_group()
             connection.send((True, answer))
+            del answer, function, arguments
         except BaseException:  # noqa: BLE001 (whatever it was, the parent must hear of it)
             connection.send((False, traceback.format_exc()))
             os._exit(1)
