@@ -32,8 +32,8 @@ import torch.distributed as dist
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.groups import make_group
 
-_MOST_NCCL_JOBS = 30
-"""Of the same workers; 60 left 22 GB in each."""
+_MOST_NCCL_JOBS = 20
+"""Of the same workers; some 40 of four ranks left 22 GB in each."""
 _Worker: TypeAlias = "tuple[Any, Connection[Any, Any]]"
 """A process, and the way to it."""
 
