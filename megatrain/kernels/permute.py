@@ -22,7 +22,7 @@ from megatrain.kernels.fused import permute as fused
 from megatrain.kernels.fused.launching import is_fused
 
 _MOST = 1 << 15
-"""Experts of a rank: their numbers fit into 16 bits, which a GPU sorts in two passes; numbers below 0 go far above them."""
+"""Experts of a rank are fewer: their numbers fit into 16 bits, which a GPU sorts in two passes; what is below 0 goes far above."""
 
 
 class Order(NamedTuple):
@@ -75,7 +75,8 @@ def order_by_expert(
     if rows_each is None:
         places = _scattered(visits, rows.masked_fill_(gets_none, -1))
         at_row = visits.masked_fill_(gets_none, -1)[:num_rows]
-        at_row = F.pad(at_row, (0, num_rows - at_row.numel()), value=-1)
+        if at_row.numel() < num_rows:
+            at_row = F.pad(at_row, (0, num_rows - at_row.numel()), value=-1)
         ends = starts[1:]
     else:
         num_rows = num_experts * rows_each

@@ -7,7 +7,8 @@ Starting a process costs seconds, a forked one milliseconds: workers are forked 
 A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
 On CPUs each job joins a world of its own, so that worlds of any size follow one another. NCCL's group of all ranks stays (torch
 2.11 crashes where a second one is split): there each size of world has its own workers, `kept_group` makes no group twice, and
-as groups hold memory until their process ends, new workers come after _MOST_NCCL_JOBS. A job that fails or takes too long ends all workers; the next job gets new ones.
+as groups hold memory until their process ends, new workers come after _MOST_NCCL_JOBS. A job that fails or takes too long ends
+all workers; the next job gets new ones.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class WorkerPool:
         """
         assert world_size <= self.size, f"a pool of {self.size} cannot run {world_size} ranks"
         kept = self.size if self.device == "cpu" else world_size
-        if self.device == "cuda" and self._jobs_of[kept] == _MOST_NCCL_JOBS:
+        if self.device == "cuda" and world_size > 1 and self._jobs_of[kept] == _MOST_NCCL_JOBS:
             self._kill(kept)
         if kept not in self._workers:
             self._workers[kept] = self._start(kept)
