@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused import permute as fused
@@ -70,27 +69,18 @@ def order_by_expert(
     starts = torch.searchsorted(
         numbers, torch.arange(num_experts + 1, dtype=torch.int16, device=numbers.device)
     )
-    gets_none = numbers == num_experts
     rows = torch.arange(numbers.numel(), device=numbers.device)
-    if rows_each is None:
-        places = _scattered(visits, rows.masked_fill_(gets_none, -1))
-        at_row = visits.masked_fill_(gets_none, -1)[:num_rows]
-        if at_row.numel() < num_rows:
-            at_row = F.pad(at_row, (0, num_rows - at_row.numel()), value=-1)
-        ends = starts[1:]
-    else:
+    ends = starts[1:]
+    if rows_each is not None:
         num_rows = num_experts * rows_each
         firsts = torch.arange(0, num_rows + 1, rows_each, device=numbers.device)
         rows += (firsts - starts)[numbers.long()]
-        places = _scattered(visits, rows.masked_fill_(gets_none, -1))
-        at_row = visits.new_full((num_rows + 1,), -1)  # a row too many, for visits that get none
-        at_row = at_row.scatter_(0, rows.masked_fill(gets_none, num_rows), visits)[:num_rows]
         ends = firsts[1:]
-    return Order(places.view_as(experts), at_row, ends.to(torch.int32))
-
-
-def _scattered(index: Tensor, values: Tensor) -> Tensor:
-    return torch.empty_like(values).scatter_(0, index, values)
+    gets_none = numbers == num_experts
+    at_row = visits.new_full((num_rows + 1,), -1)  # a row too many, for visits that get none
+    at_row.scatter_(0, rows.masked_fill(gets_none, num_rows), visits)
+    places = torch.empty_like(visits).scatter_(0, visits, rows.masked_fill(gets_none, -1))
+    return Order(places.view_as(experts), at_row[:num_rows], ends.to(torch.int32))
 
 
 def gather_rows(x: Tensor, order: Order) -> Tensor:
