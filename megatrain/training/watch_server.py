@@ -82,8 +82,10 @@ class WatchServer:
     def close(self) -> None:
         """Let the ranks go: what becomes of them from now on is nobody's concern here."""
         self._is_over = True
-        self._waker.send(b".")
+        self._waker.send(b".")  # heard or not: another message may have woken the thread, which then ends
         self._thread.join()
+        self._waker.close()
+        self._woken.close()
 
     def close_in_child(self) -> None:
         """A forked process must not keep the connections open."""
@@ -99,7 +101,7 @@ class WatchServer:
                     self._hear(key.data)
             self._go_on()
         self._tell_all({"leaving": True})
-        for connection in (self._listener, self._woken, self._waker, *(p.connection for p in self._peers)):
+        for connection in (self._listener, *(peer.connection for peer in self._peers)):
             connection.close()
         self._selector.close()
 
