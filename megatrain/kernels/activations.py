@@ -74,6 +74,42 @@ def activate_backward(
     return dx
 
 
+def activate_weighted(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    """The activation of each row, times the row's weight: [r, f], or [r, 2 f] behind a gate, and [r] -> [r, f]."""
+    if is_fused(x) and activation.curve.has_kernel:
+        return fused.weigh(x, weights, *activation.numbers)
+    return _weighted(activate_reference(x, activation), weights)
+
+
+def activate_weighted_backward(
+    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weights; dy becomes what `activate_weighted` gave.
+
+    Args:
+        dy: [r, f].
+    """
+    if is_fused(x) and activation.curve.has_kernel:
+        return fused.weigh_backward(dy, x, weights, *activation.numbers)
+    return activate_weighted_backward_reference(dy, x, weights, activation)
+
+
+def activate_weighted_backward_reference(
+    dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
+) -> tuple[Tensor, Tensor]:
+    """The same, written out."""
+    kind = wide(x.dtype)
+    active = activate_reference(x, activation)
+    dx = activate_backward_reference(_weighted(dy, weights), x, activation)
+    dweights = (dy.to(kind) * active.to(kind)).sum(-1).to(weights.dtype)
+    dy.copy_(_weighted(active, weights))
+    return dx, dweights
+
+
+def _weighted(x: Tensor, weights: Tensor) -> Tensor:
+    return (x * weights[:, None]).to(x.dtype)
+
+
 def activate_reference(x: Tensor, activation: Activation) -> Tensor:
     """The same, written out."""
     if not activation.is_gated:

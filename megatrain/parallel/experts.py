@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.activations import Activation, activate, activate_backward
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
 from megatrain.kernels.grouped import (
     accumulate_grouped_weight_gradient,
     grouped_product,
@@ -82,18 +81,14 @@ class _GroupedMlp(Function):
         inner = grouped_product(rows, fc1.value, ends)
         ctx.save_for_backward(rows, weights, ends, inner, fc1.value, fc2.value)
         ctx.grads, ctx.activation, ctx.info = (fc1.grad, fc2.grad), activation, info
-        return grouped_product(_weighted(activate(inner, activation), weights), fc2.value, ends)
+        return grouped_product(activate_weighted(inner, weights, activation), fc2.value, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         rows, weights, ends, inner, fc1, fc2 = ctx.saved_tensors
         dy = grads[0].contiguous()
-        dweighted = grouped_product_backward(dy, fc2, ends)
-        active = torch.empty_like(dweighted)
-        dinner = activate_backward(_weighted(dweighted, weights), inner, ctx.activation, again=active)
-        kind = wide(active.dtype)
-        dweights = (dweighted.to(kind) * active.to(kind)).sum(-1).to(weights.dtype)
-        weighted = _weighted(active, weights)
+        weighted = grouped_product_backward(dy, fc2, ends)  # its gradient, whose place it takes
+        dinner, dweights = activate_weighted_backward(weighted, inner, weights, ctx.activation)
         drows = grouped_product_backward(dinner, fc1, ends)
         fc1_grad, fc2_grad = ctx.grads
 
@@ -104,7 +99,3 @@ class _GroupedMlp(Function):
         ctx.info.form_weight_gradient(form)
         return drows, dweights, None, None, None, None, None
 
-
-def _weighted(x: Tensor, weights: Tensor) -> Tensor:
-    """Each row times its weight, in the dtype of x."""
-    return (x * weights[:, None]).to(x.dtype)

@@ -218,6 +218,32 @@ def test_dropout_keeps_the_same_elements() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", [torch.float32, None], ids=["wide", "same"])
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+@pytest.mark.parametrize(
+    ("is_gated", "clamp", "offset"), [(False, None, 0.0), (True, None, 0.0), (True, 1.5, 1.0)]
+)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 40), (5, 33), (3, 2500)])
+def test_weighted_activation(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, curve: activations.Curve,
+    is_gated: bool, clamp: float | None, offset: float, rows: int, columns: int,
+) -> None:  # fmt: skip
+    activation = Activation(curve=curve, is_gated=is_gated, clamp=clamp, offset=offset)
+    x = 2 * drawn(rows, columns * (1 + is_gated), dtype=dtype)
+    weights = drawn(rows, dtype=weight_dtype or dtype, seed=1)
+    dy = drawn(rows, columns, dtype=dtype, seed=2)
+    expected = activations.activate_weighted(x.double(), weights.double(), activation)
+    found = fused_activation.weigh(x, weights, *activation.numbers)
+    near(found, expected, dtype)
+    again, wide = dy.clone(), dy.double()
+    dx, dweights = fused_activation.weigh_backward(again, x, weights, *activation.numbers)
+    assert torch.equal(again, found)
+    of_x, of_weights = activations.activate_weighted_backward(wide, x.double(), weights.double(), activation)
+    near(dx, of_x, dtype)
+    near(dweights, of_weights, weights.dtype, columns)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "top_k", "columns"), [(1, 1, 5), (7, 3, 1030), (40, 8, 64)])
 def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, columns: int) -> None:
     scores = drawn(tokens, 9)

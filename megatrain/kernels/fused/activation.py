@@ -21,10 +21,12 @@ def activate(x: Tensor, curve: str, is_gated: bool, clamp: float | None, offset:
         grid,
         x,
         y,
+        y,
         columns,
         offset,
         clamp or 0.0,
         **_kind(curve, is_gated, clamp),
+        IS_WEIGHTED=False,
         BLOCK=block,
     )
     return y
@@ -52,6 +54,36 @@ def activate_backward(
         IS_IN_PLACE=uses_up or again is not None, BLOCK=block,
     )  # fmt: skip
     return dx
+
+
+def weigh(
+    x: Tensor, weights: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float
+) -> Tensor:
+    """As `kernels.activations.activate_weighted`."""
+    x, weights = x.contiguous(), weights.contiguous()
+    columns = x.shape[-1] // (2 if is_gated else 1)
+    y = torch.empty(len(x), columns, dtype=x.dtype, device=x.device)
+    grid, block = _grid(y, columns)
+    launch(
+        _forward, grid, x, y, weights, columns, offset, clamp or 0.0,
+        **_kind(curve, is_gated, clamp), IS_WEIGHTED=True, BLOCK=block,
+    )  # fmt: skip
+    return y
+
+
+def weigh_backward(
+    dy: Tensor, x: Tensor, weights: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.activations.activate_weighted_backward`."""
+    assert dy.is_contiguous()
+    x, weights = x.contiguous(), weights.contiguous()
+    dx, dweights = torch.empty_like(x), torch.empty_like(weights)
+    (num_rows, _), block = _grid(dy, dy.shape[-1])
+    launch(
+        _weighted_backward, (num_rows,), dy, x, weights, dx, dweights, dy.shape[-1], offset, clamp or 0.0,
+        **_kind(curve, is_gated, clamp), BLOCK=block,
+    )  # fmt: skip
+    return dx, dweights
 
 
 def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
@@ -103,8 +135,9 @@ def _value_and_slope(x, CURVE: tl.constexpr):
 
 @jit
 def _forward(
-    X, Y, columns, offset, clamp,
-    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    X, Y, W, columns, offset, clamp,
+    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, IS_WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +152,29 @@ def _forward(
         if HAS_CLAMP:
             up = _within(up, clamp)
         y *= up + offset
+    if IS_WEIGHTED:
+        y *= tl.load(W + row).to(tl.float32)
     tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _gradients(
+    dy, x, up, offset, clamp, CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr
+):
+    """Gradients of x and of up, and the activation."""
+    y, slope = _value_and_slope(_at_most(x, clamp) if HAS_CLAMP else x, CURVE)
+    if IS_GATED:
+        kept = _within(up, clamp) if HAS_CLAMP else up
+        dup = dy * y
+        dx = dy * (kept + offset) * slope
+        if HAS_CLAMP:
+            dup = tl.where(tl.abs(up) > clamp, 0.0, dup)
+            dx = tl.where(x > clamp, 0.0, dx)
+        y *= kept + offset
+    else:
+        dx = dy * slope
+        dup = dx
+    return dx, dup, y
 
 
 @jit
@@ -137,18 +192,34 @@ def _backward(
     up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
     if IS_IN_PLACE:
         tl.debug_barrier()  # another thread may write where this one reads
-    y, slope = _value_and_slope(_at_most(x, clamp) if HAS_CLAMP else x, CURVE)
-    if IS_GATED:
-        kept = _within(up, clamp) if HAS_CLAMP else up
-        dup = dy * y
-        dx = dy * (kept + offset) * slope
-        if HAS_CLAMP:
-            dup = tl.where(tl.abs(up) > clamp, 0.0, dup)
-            dx = tl.where(x > clamp, 0.0, dx)
-        tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
-        y *= kept + offset
-    else:
-        dx = dy * slope
+    dx, dup, y = _gradients(dy, x, up, offset, clamp, CURVE, IS_GATED, HAS_CLAMP)
     tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
+    if IS_GATED:
+        tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
     if HAS_AGAIN:
         tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
+
+
+@jit
+def _weighted_backward(
+    DY, X, W, DX, DW, columns, offset, clamp,
+    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(W + row).to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < columns
+        start = row * columns * (2 if IS_GATED else 1) + column
+        x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
+        up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
+        tl.debug_barrier()  # the activation takes the place of dy
+        dx, dup, y = _gradients(dy * weight, x, up, offset, clamp, CURVE, IS_GATED, HAS_CLAMP)
+        total += tl.where(inside, dy * y, 0.0)
+        tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
+        if IS_GATED:
+            tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
+        tl.store(DY + row * columns + column, (y * weight).to(DY.dtype.element_ty), mask=inside)
+    tl.store(DW + row, tl.sum(total, axis=0).to(DW.dtype.element_ty))
