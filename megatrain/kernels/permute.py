@@ -6,7 +6,7 @@
 
 A visit is a pair of token and expert; visits of an expert keep the order of the tokens. Both ways only read by index:
 the gradient of one is the other, nothing is added in an order that changes from run to run, and no host waits for
-counts. On GPUs a fused kernel moves the rows; the references here do it in any dtype on any device.
+counts. On GPUs fused kernels order and move the rows; the references here do it in any dtype on any device.
 """
 
 from __future__ import annotations
@@ -61,6 +61,20 @@ def order_by_expert(
         kept: bool [t, k], False where a visit gets no row; None: all are kept.
         rows_each: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
     """
+    num_rows = num_rows if rows_each is None else num_experts * rows_each
+    if is_fused(experts) and num_experts <= fused.MOST_EXPERTS:
+        return Order(
+            *fused.order_by_expert(
+                experts, kept, num_experts=num_experts, num_rows=num_rows, first=first, rows_each=rows_each
+            )
+        )
+    return order_by_expert_reference(experts, num_experts, num_rows, first, kept, rows_each)
+
+
+def order_by_expert_reference(
+    experts: Tensor, num_experts: int, num_rows: int, first: int, kept: Tensor | None, rows_each: int | None
+) -> Order:
+    """The same by a stable sort; `num_rows` are all of them."""
     assert num_experts < _MOST, f"{num_experts} experts on a rank"
     numbers = (experts.flatten() - first).remainder(_MOST).clamp(max=num_experts).to(torch.int16)
     if kept is not None:
@@ -72,7 +86,6 @@ def order_by_expert(
     rows = torch.arange(numbers.numel(), device=numbers.device)
     ends = starts[1:]
     if rows_each is not None:
-        num_rows = num_experts * rows_each
         firsts = torch.arange(0, num_rows + 1, rows_each, device=numbers.device)
         rows += (firsts - starts)[numbers.long()]
         ends = firsts[1:]
@@ -85,8 +98,9 @@ def order_by_expert(
 
 def gather_rows(x: Tensor, order: Order) -> Tensor:
     """The token of each visit at its row; zeros where there is none: [t, h] -> [r, h]."""
-    at = fused.rows_at if is_fused(x) else rows_at_reference
-    return at(x, order.tokens)
+    if is_fused(x):
+        return fused.rows_at(x, order.visits, order.places.shape[1])
+    return rows_at_reference(x, order.tokens)
 
 
 def sum_rows(rows: Tensor, order: Order) -> Tensor:
@@ -97,12 +111,12 @@ def sum_rows(rows: Tensor, order: Order) -> Tensor:
 
 def gather_numbers(numbers: Tensor, order: Order) -> Tensor:
     """The number of each visit at its row, 0 where there is none: [t, k] -> [r]."""
-    return rows_at_reference(numbers.reshape(-1, 1), order.visits).flatten()
+    return _numbers_at(numbers.flatten(), order.visits)
 
 
 def numbers_back(numbers: Tensor, order: Order) -> Tensor:
     """The number at each visit's row, 0 for a visit without one: [r] -> [t, k]."""
-    return rows_at_reference(numbers[:, None], order.places.flatten()).view(order.places.shape)
+    return _numbers_at(numbers, order.places)
 
 
 def rows_at_reference(x: Tensor, index: Tensor) -> Tensor:
@@ -116,3 +130,9 @@ def sums_at_reference(x: Tensor, index: Tensor) -> Tensor:
     for places in index.unbind(1):
         total += rows_at_reference(x, places)
     return total.to(x.dtype)
+
+
+def _numbers_at(x: Tensor, index: Tensor) -> Tensor:
+    if is_fused(x):
+        return fused.numbers_at(x, index)
+    return rows_at_reference(x[:, None], index.flatten()).view(index.shape)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -98,4 +97,3 @@ class _GroupedMlp(Function):
 
         ctx.info.form_weight_gradient(form)
         return drows, dweights, None, None, None, None, None
-

@@ -243,6 +243,35 @@ def test_weighted_activation(
     near(dweights, of_weights, weights.dtype, columns)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "num_experts"),
+    [(0, 2, 8), (1, 1, 1), (7, 3, 5), (300, 8, 128), (700, 1, 3), (50, 4, 2048), (30_000, 8, 33)],
+)
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_order_of_experts(
+    tokens: int, top_k: int, num_experts: int, is_padded: bool, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu" and ((num_experts > 2000 and is_padded) or tokens > 10_000):
+        pytest.skip("slow in the interpreter")
+    if tokens == 300:
+        monkeypatch.setattr(fused_permute, "_TILES", 5)  # which have several rounds
+    experts = drawn(tokens, max(num_experts, top_k)).topk(top_k).indices - 1  # -1 is nobody
+    experts[tokens // 2 :] = experts[tokens // 2 :].clamp(min=num_experts // 2)  # loads are uneven
+    kept = drawn(tokens, top_k, seed=1) > -1 if is_kept else None
+    for first, num_own in ((0, num_experts), (num_experts // 3, num_experts // 3)):
+        if num_own:
+            rows_each = tokens * top_k + 1 if is_padded else None
+            num_rows = num_own * rows_each if rows_each else tokens * top_k + 3
+            expected = permute.order_by_expert_reference(experts, num_own, num_rows, first, kept, rows_each)
+            found = fused_permute.order_by_expert(
+                experts, kept, num_experts=num_own, num_rows=num_rows, first=first, rows_each=rows_each
+            )
+            for part, reference in zip(found, expected, strict=True):
+                assert part.dtype == reference.dtype
+                assert torch.equal(part, reference)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "top_k", "columns"), [(1, 1, 5), (7, 3, 1030), (40, 8, 64)])
 def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, columns: int) -> None:
@@ -252,8 +281,12 @@ def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, co
         experts, num_experts=6, num_rows=tokens * 6, rows_each=tokens, kept=experts != 2
     )
     x = drawn(tokens, columns, dtype=dtype)
-    rows = fused_permute.rows_at(x, order.tokens)
-    assert torch.equal(rows, permute.rows_at_reference(x, order.tokens))
+    expected = permute.rows_at_reference(x, order.tokens)
+    assert torch.equal(fused_permute.rows_at(x, order.visits, top_k), expected)
+    assert torch.equal(fused_permute.rows_at(x, order.tokens), expected)
+    numbers = drawn(tokens * top_k, dtype=dtype, seed=2)
+    expected = permute.rows_at_reference(numbers[:, None], order.visits).flatten()
+    assert torch.equal(fused_permute.numbers_at(numbers, order.visits), expected)
     rows = drawn(tokens * 6, columns, dtype=dtype, seed=1).masked_fill_(
         (order.visits < 0)[:, None], float("nan")
     )
