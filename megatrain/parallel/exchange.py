@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.fused.launching import is_fake
 from megatrain.kernels.permute import (
     Order,
     gather_numbers,
@@ -140,8 +141,9 @@ class AllToAllExchange:
         coming = torch.empty_like(going)
         begin_all_to_all_into(coming, going, self.ep).wait()
         coming = all_gather(coming[None], self.etp)  # to each etp rank, from each rank for each expert
-        trip = self._trip(going, coming, num_visits)
-        leaving = _visitors(x, routes.weights, at_home)
+        counts = _OnTheWay(self._by_rank(going, coming))
+        leaving = _visitors(x, routes.weights, at_home)  # the device's work while the host waits for counts
+        trip = self._trip(counts, num_visits)
         rows = _joined(_travelled(leaving.rows, trip), self.etp)
         weights = _joined(_travelled(leaving.weights[:, None], trip), self.etp)
         here = self._order_here(coming, trip, _padded(self.rows_each, x))
@@ -152,14 +154,15 @@ class AllToAllExchange:
         rows = _split_sum(_to_tokens(out, way.here), self.etp)
         return _to_tokens(_travelled(rows, way.trip.back()), way.at_home)
 
-    def _trip(self, going: Tensor, coming: Tensor, num_visits: int) -> _Trip:
+    def _by_rank(self, going: Tensor, coming: Tensor) -> Tensor:
+        """Rows that go to each rank of ep, then those that come from each, to each of etp: [1 + etp, ep]."""
+        by_expert = torch.cat((going[None], coming))
+        return by_expert.view(-1, self.ep.size, self.num_experts // self.ep.size).sum(-1)
+
+    def _trip(self, counts: _OnTheWay, num_visits: int) -> _Trip:
         """What the host must know."""
-        by_rank = torch.cat((going[None], coming)).view(-1, self.ep.size, self.num_experts // self.ep.size)
-        if by_rank.is_meta:
-            each = max(num_visits // self.ep.size, 1)
-            to_ranks, *from_ranks = [[each] * self.ep.size] * len(by_rank)
-        else:
-            to_ranks, *from_ranks = by_rank.sum(-1).tolist()
+        even = max(num_visits // self.ep.size, 1)
+        to_ranks, *from_ranks = counts.read() or [[even] * self.ep.size] * (1 + self.etp.size)
         arriving = [sum(rows) for rows in from_ranks]
         return _Trip(
             self.ep,
@@ -180,6 +183,26 @@ class AllToAllExchange:
         return order_by_expert(
             experts.view(-1, 1), num_experts=own_experts, num_rows=trip.rows_of_all, rows_each=rows_each
         )
+
+
+class _OnTheWay:
+    """Numbers that leave for the host while the device goes on."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._is_fake = is_fake(numbers)
+        self._event: torch.cuda.Event | None = None
+        self._numbers = numbers
+        if numbers.is_cuda and not self._is_fake:
+            pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers = pinned.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Any:
+        """Lists, for which the host waits; None where there is no memory."""
+        if self._event is not None:
+            self._event.synchronize()
+        return None if self._is_fake else self._numbers.tolist()
 
 
 @dataclass(frozen=True)
