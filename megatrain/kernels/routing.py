@@ -2,8 +2,8 @@
 
     logits [t, E] ─> scores ─> (+ bias) ─> the best groups ─> the best experts ─> weights ─> within capacity
 
-Plain functions of tensors on any device, which no host waits for; autograd works through the weights. Arithmetic is
-that of `wide(logits.dtype)`. Of equal scores the expert of the lowest number is the better one, and of equal claims to
+Functions of tensors on any device, which no host waits for; autograd works through the weights. Arithmetic is
+that of `wide(logits.dtype)`. On GPUs a fused kernel picks experts where they are not in groups. Of equal scores the expert of the lowest number is the better one, and of equal claims to
 room the earlier token, so that every layout picks alike.
 
 Sources: Shazeer et al., arXiv:1701.06538 (top-k), Fedus et al., arXiv:2101.03961 (capacity), DeepSeek-V3,
@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from megatrain.kernels.dtypes import wide
+from megatrain.kernels.fused import routing as fused
+from megatrain.kernels.fused.launching import is_fused
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
@@ -57,6 +60,11 @@ class TopKRule:
     scaling_factor: float = 1.0
     """Of the weights."""
 
+    @property
+    def picks_best_logits(self) -> bool:
+        """Whether experts are picked by nothing but their logits."""
+        return self.score_function == "softmax" and not self.is_pre_softmax and self.num_groups is None
+
 
 def pick_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k best experts of each token, and their weights.
@@ -70,9 +78,19 @@ def pick_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> 
     Returns:
         int64 [t, k], best first, and weights [t, k] in the dtype of the logits, times the scaling factor.
     """
+    assert bias is None or rule.score_function != "softmax", "a rule refuses it"
+    if is_fused(logits) and rule.num_groups is None:
+        picked: tuple[Tensor, Tensor] = _Picked.apply(logits, rule, bias)
+        return picked
+    return pick_experts_reference(logits, rule, bias)
+
+
+def pick_experts_reference(
+    logits: Tensor, rule: TopKRule, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same, written out."""
     kind = wide(logits.dtype)
     if rule.score_function == "softmax":
-        assert bias is None, "a rule refuses it"
         if rule.is_pre_softmax:
             scores = logits.softmax(-1, dtype=kind)
             experts = _best_experts(scores, rule)
@@ -87,6 +105,25 @@ def pick_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> 
         if rule.top_k > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
     return experts, (weights * rule.scaling_factor).to(logits.dtype)
+
+
+class _Picked(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rule: TopKRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.rule = {
+            "score_function": rule.score_function,
+            "is_pre_softmax": rule.is_pre_softmax,
+            "scaling_factor": rule.scaling_factor,
+        }
+        experts, weights = fused.pick(logits, bias, top_k=rule.top_k, **ctx.rule)
+        ctx.save_for_backward(logits, experts)
+        ctx.mark_non_differentiable(experts)
+        return experts, weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        logits, experts = ctx.saved_tensors
+        return fused.pick_backward(grads[1], logits, experts, **ctx.rule), None, None
 
 
 def expert_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:

@@ -29,12 +29,10 @@ from megatrain.kernels.routing import (
     expert_loads,
     pick_by_sinkhorn,
     pick_experts,
-    score_shares,
     sinkhorn_plan,
-    top_experts,
     within_capacity,
 )
-from megatrain.kernels.routing_losses import balance_loss, entropy, z_loss
+from megatrain.kernels.routing_losses import ScoreSums, balance_loss, score_sums
 from megatrain.kernels.uniform import fill_uniform
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.layouts import router_layout
@@ -169,50 +167,61 @@ class Router(LaidOutModule):
         info: PassInfo,
     ) -> Tensor:
         """The weights, through which the losses enter the graph; tells what they were."""
-        shares = score_shares(logits, self.spec.score_function)
-        parts = self._losses(logits, shares, samples, info)
-        if parts:
-            scaled = [coeff * part for coeff, part in parts.values()]
-            weights = _WithLoss.apply(weights, torch.stack(scaled).sum(), info.loss_scale)
-        told: dict[str, Tensor] = {name: part.detach() for name, (_, part) in parts.items()}
-        told["entropy"] = entropy(shares.detach())
+        scores = score_sums(logits, self.spec.score_function, samples)
+        loads = expert_loads(experts.unflatten(0, (-1, samples)), self.spec.num_experts)  # [b, E]
+        told = torch.zeros(len(ROUTER_SUMS) + self.spec.num_experts, dtype=torch.float64, device=loads.device)
+        told[len(ROUTER_SUMS) :] = loads.sum(0)
+        told[ROUTER_SUMS.index("entropy")] = scores.entropy
         if kept is not None:
-            told["dropped"] = (~kept).sum()
-        nothing = shares.new_zeros((), dtype=torch.float64)
-        sums = torch.stack([told.get(name, nothing).double() for name in ROUTER_SUMS])
-        info.router_sums[self.layer] = torch.cat(
-            (sums, expert_loads(experts, self.spec.num_experts).double())
-        )
+            told[ROUTER_SUMS.index("dropped")] = (~kept).sum()
+        parts = self._losses(logits, scores, loads, info)
+        if parts:
+            weights = _WithLoss.apply(
+                weights, sum(coeff * part for coeff, part in parts.values()), info.loss_scale
+            )
+        for name, (_, part) in parts.items():
+            told[ROUTER_SUMS.index(name)] = part.detach()
+        info.router_sums[self.layer] = told
         return weights
 
     def _losses(
-        self, logits: Tensor, shares: Tensor, samples: int, info: PassInfo
+        self, logits: Tensor, scores: ScoreSums, picked: Tensor, info: PassInfo
     ) -> dict[str, tuple[float, Tensor]]:
-        """Coefficient and this rank's part of each loss, by its name among ROUTER_SUMS."""
-        spec, num_tokens = self.spec, logits.shape[0] * self.split.num_ranks
+        """Coefficient and this rank's part of each loss, by its name among ROUTER_SUMS.
+
+        Args:
+            picked: loads of the experts by what was picked, [b, E]; may change.
+        """
+        spec, samples = self.spec, len(picked)
+        num_tokens = logits.shape[0] * self.split.num_ranks
         found: dict[str, tuple[float, Tensor]] = {}
         if spec.z_loss_coeff:
-            found["z_loss"] = (spec.z_loss_coeff, z_loss(logits, num_tokens=num_tokens))
+            found["z_loss"] = (spec.z_loss_coeff, scores.squares / num_tokens)
         if not any(coeff for _, coeff in spec.losses):
             return found
-        # Losses count the best experts by score, whatever bias or groups make of them.
-        best = top_experts(logits.detach(), spec.top_k).unflatten(0, (-1, samples))
-        by_sequence = self.split.sum(expert_loads(best, spec.num_experts))  # [b, E]
+        by_sequence = self.split.sum(self._best_loads(logits, picked))
         loads = by_sequence.sum(0)
         for name, coeff in spec.losses:
             match name:
                 case "aux_loss":
+                    shares = scores.shares.sum(0)
                     loss = balance_loss(shares, loads, top_k=spec.top_k, num_tokens=num_tokens)
                 case "seq_aux_loss":
-                    by_sample = shares.unflatten(0, (-1, samples))
                     length = num_tokens // samples
-                    loss = balance_loss(by_sample, by_sequence, top_k=spec.top_k, num_tokens=length)
+                    loss = balance_loss(scores.shares, by_sequence, top_k=spec.top_k, num_tokens=length)
                 case "global_aux_loss":
-                    mean = self._mean_loads(loads, info)
+                    mean, shares = self._mean_loads(loads, info), scores.shares.sum(0)
                     loss = balance_loss(shares, mean, top_k=spec.top_k, num_tokens=num_tokens)
             if coeff:
                 found[name] = (coeff, loss)
         return found
+
+    def _best_loads(self, logits: Tensor, picked: Tensor) -> Tensor:
+        """Loads of the experts as losses count them, [b, E]: of the best by score, whatever bias or groups make of them."""
+        if self.rule.picks_best_logits and not self.spec.is_sinkhorn:
+            return picked
+        best, _ = pick_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
+        return expert_loads(best.unflatten(0, (-1, len(picked))), self.spec.num_experts)
 
     def _mean_loads(self, loads: Tensor, info: PassInfo) -> Tensor:
         """Mean loads of the step's micro-batches of all replicas up to this one, wide [E]."""

@@ -21,6 +21,8 @@ from megatrain.kernels import (  # noqa: E402
     norms,
     permute,
     rotary,
+    routing,
+    routing_losses,
     softmax,
     turning,
 )
@@ -31,6 +33,7 @@ from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
 from megatrain.kernels.fused import permute as fused_permute  # noqa: E402
 from megatrain.kernels.fused import random as fused_random  # noqa: E402
 from megatrain.kernels.fused import rotary as fused_rotary  # noqa: E402
+from megatrain.kernels.fused import routing as fused_routing  # noqa: E402
 from megatrain.kernels.fused import softmax as fused_softmax  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
@@ -241,6 +244,77 @@ def test_weighted_activation(
     of_x, of_weights = activations.activate_weighted_backward(wide, x.double(), weights.double(), activation)
     near(dx, of_x, dtype)
     near(dweights, of_weights, weights.dtype, columns)
+
+
+SCORES = ["softmax", "sigmoid", "sqrtsoftplus"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k"), [(1, 1, 1), (7, 5, 5), (300, 128, 8), (33, 60, 4), (9, 3000, 3)]
+)
+@pytest.mark.parametrize("is_pre_softmax", [False, True])
+@pytest.mark.parametrize("function", SCORES)
+def test_picked_experts(
+    dtype: torch.dtype, tokens: int, num_experts: int, top_k: int, function: str, is_pre_softmax: bool
+) -> None:
+    if is_pre_softmax and function != "softmax":
+        pytest.skip("for softmax alone")
+    logits = (3 * drawn(tokens, num_experts)).to(dtype)
+    bias = drawn(num_experts, seed=3) if function != "softmax" else None
+    rule = routing.TopKRule(
+        top_k=top_k, score_function=function, is_pre_softmax=is_pre_softmax, scaling_factor=2.5
+    )
+    kind = {"score_function": function, "is_pre_softmax": is_pre_softmax, "scaling_factor": 2.5}
+    experts, weights = fused_routing.pick(logits, bias, top_k=top_k, **kind)
+    given = logits.double().requires_grad_()
+    expected, of_reference = routing.pick_experts_reference(given, rule, bias)
+    assert torch.equal(experts, expected)
+    near(weights, of_reference, dtype)
+    dweights = drawn(tokens, top_k, seed=1).to(dtype)
+    of_reference.backward(dweights.double())
+    near(fused_routing.pick_backward(dweights, logits, experts, **kind), given.grad, dtype, num_experts)
+
+
+def test_of_equal_logits_the_first_expert_is_the_better_one() -> None:
+    logits = torch.tensor([[0.0, -0.0, 0.0, -0.0], [1.0, 2, 2, 1], [-torch.inf, -1, -torch.inf, -torch.inf]])
+    nan = torch.tensor([[1.0, torch.nan, 2, torch.nan]])
+    kind = {"top_k": 3, "score_function": "softmax", "is_pre_softmax": False, "scaling_factor": 1.0}
+    experts, _ = fused_routing.pick(torch.cat((logits, nan)).to(DEVICE), None, **kind)
+    assert experts.tolist() == [[0, 1, 2], [1, 2, 0], [1, 0, 2], [1, 3, 2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "samples"), [(1, 2, 1), (6, 5, 3), (300, 128, 2), (35, 60, 5), (9, 3000, 1)]
+)
+@pytest.mark.parametrize("function", SCORES)
+def test_score_sums(
+    dtype: torch.dtype,
+    tokens: int,
+    num_experts: int,
+    samples: int,
+    function: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused_routing, "_PROGRAMS", 4)  # which have several rounds
+    logits = (3 * drawn(tokens, num_experts)).to(dtype)
+    found = fused_routing.score_sums(logits, function, samples)
+    given = logits.double().requires_grad_()
+    expected = routing_losses.score_sums_reference(given, function, samples)
+    near(found[:, :-2], expected.shares, torch.float32, tokens)
+    near(found[:, -2].sum(), expected.entropy, torch.float32, tokens)
+    near(found[:, -1].sum(), expected.squares, torch.float32, tokens)
+    dshares, dsquares = drawn(samples, num_experts, seed=1), drawn(1, seed=2)[0]
+    for of_shares, of_squares in ((dshares, dsquares), (dshares, None), (None, dsquares)):
+        total = given.new_zeros(())
+        if of_shares is not None:
+            total = total + (expected.shares * of_shares.double()).sum()
+        if of_squares is not None:
+            total = total + expected.squares * of_squares.double()
+        (gradient,) = torch.autograd.grad(total, given, retain_graph=True)
+        dlogits = fused_routing.score_sums_backward(of_shares, of_squares, logits, function, samples)
+        near(dlogits, gradient, dtype, num_experts)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from megatrain.kernels.routing import (
     top_experts,
     within_capacity,
 )
-from megatrain.kernels.routing_losses import balance_loss, entropy, z_loss
+from megatrain.kernels.routing_losses import balance_loss, score_sums
 
 FUNCTIONS: tuple[ScoreFunction, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -196,36 +196,49 @@ def test_the_balance_loss_is_its_formula_and_1_where_loads_are_even() -> None:
     logits = _logits()
     shares, loads = score_shares(logits, "sigmoid"), expert_loads(top_experts(logits, 2), 8)
     loss = sum(shares[t, e] * loads[e] for t in range(24) for e in range(8)) * 8 / (2 * 24**2)
-    torch.testing.assert_close(balance_loss(shares, loads, top_k=2, num_tokens=24), loss)
-    even = torch.full((24, 8), 1 / 8).double()
+    torch.testing.assert_close(balance_loss(shares.sum(0), loads, top_k=2, num_tokens=24), loss)
+    even = torch.full((8,), 24 / 8).double()
     assert balance_loss(even, torch.full((8,), 6), top_k=2, num_tokens=24).item() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_sums_are_of_samples_whose_tokens_take_turns(function: ScoreFunction) -> None:
+    logits = _logits()
+    sums, shares = score_sums(logits, function, 4), score_shares(logits, function).view(6, 4, 8)
+    for sample in range(4):
+        torch.testing.assert_close(sums.shares[sample], shares[:, sample].sum(0))
+    squares = sum(math.log(sum(map(math.exp, row))) ** 2 for row in logits.tolist())
+    assert sums.squares.item() == pytest.approx(squares)
+    torch.testing.assert_close(sums.entropy, -(shares * shares.log()).sum())
+
+
 def test_losses_of_sequences_are_averaged() -> None:
-    shares, loads = score_shares(_logits(), "softmax").view(6, 4, 8), torch.randint(0, 9, (4, 8))
-    each = [balance_loss(shares[:, b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
+    shares, loads = score_sums(_logits(), "softmax", 4).shares, torch.randint(0, 9, (4, 8))
+    each = [balance_loss(shares[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
     torch.testing.assert_close(balance_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean())
 
 
 def test_parts_of_losses_add_up() -> None:
     logits = _logits()
-    shares, loads = score_shares(logits, "softmax"), expert_loads(top_experts(logits, 2), 8)
-    parts = [balance_loss(part, loads, top_k=2, num_tokens=24) for part in shares.split(10)]
-    torch.testing.assert_close(sum(parts), balance_loss(shares, loads, top_k=2, num_tokens=24))
-    parts = [z_loss(part, num_tokens=24) for part in logits.split(10)]
-    torch.testing.assert_close(sum(parts), torch.tensor(logits.logsumexp(-1).square().mean().item()).double())
+    whole, loads = score_sums(logits, "softmax", 1), expert_loads(top_experts(logits, 2), 8)
+    parts = [score_sums(part, "softmax", 1) for part in logits.split(10)]
+    losses = [balance_loss(part.shares[0], loads, top_k=2, num_tokens=24) for part in parts]
+    torch.testing.assert_close(sum(losses), balance_loss(whole.shares[0], loads, top_k=2, num_tokens=24))
+    torch.testing.assert_close(sum(part.squares for part in parts), whole.squares)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_of_losses_are_finite_differences(function: ScoreFunction) -> None:
     loads = torch.arange(8).double()
     logits = _logits(tokens=5).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: balance_loss(score_shares(x, function), loads, top_k=2, num_tokens=5), (logits,)
-    )
-    assert torch.autograd.gradcheck(lambda x: z_loss(x, num_tokens=5), (logits,))
+
+    def losses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = score_sums(x, function, 1)
+        return balance_loss(sums.shares[0], loads, top_k=2, num_tokens=5), sums.squares
+
+    assert torch.autograd.gradcheck(losses, (logits,))
 
 
 def test_entropy_is_log_e_without_preferences_and_0_with_one() -> None:
-    assert entropy(torch.full((3, 8), 1 / 8)).item() == pytest.approx(3 * math.log(8))
-    assert entropy(torch.eye(8)).item() == 0
+    assert score_sums(torch.zeros(3, 8), "softmax", 1).entropy.item() == pytest.approx(3 * math.log(8))
+    assert score_sums(1e6 * torch.eye(8), "softmax", 1).entropy.item() == 0
