@@ -12,12 +12,13 @@ for its gradient. Each rank has tokens of its own, and all ranks equally many. A
 of its experts: a visitor comes to all etp ranks, and what they give is summed.
 
 `LocalExchange` is for one rank. `AllGatherExchange` shows all tokens to all ranks: no host knows any counts, and there
-is memory for all visits that could come. `AllToAllExchange` sends rows to the ranks of their experts only; its host
-waits for the counts, once a call.
+is memory for all visits that could come. `AllToAllExchange` sends each token to the ranks of its experts only, once to
+each, and what a rank's experts give to it comes back as one sum; its host waits for the counts, once a call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -120,7 +121,7 @@ class AllGatherExchange:
 
 
 class AllToAllExchange:
-    """Rows travel over ep to the ranks of their experts, which show to their etp ranks what came.
+    """Tokens travel over ep to the ranks of their experts, which show to their etp ranks what came.
 
     The host must know the counts. A plan made without memory has none, and takes all experts as equally busy.
     """
@@ -128,25 +129,37 @@ class AllToAllExchange:
     def __init__(
         self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_each: RowsEach | None = None
     ) -> None:
-        self.num_experts = num_experts
+        self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
         self.rows_each = rows_each
 
     def send(self, x: Tensor, routes: Routes) -> Visitors:
-        num_visits = routes.experts.numel()
+        experts = routes.experts
+        if routes.kept is not None:
+            experts = experts.masked_fill(~routes.kept, -1)
+        num_tokens, top_k = experts.shape
+        ranks = torch.arange(self.ep.size, device=x.device)
+        visits = (experts.div(self.own_experts, rounding_mode="floor")[..., None] == ranks).sum(1)  # [t, ep]
+        travels = visits > 0
+        counts = self._counts(torch.stack((travels.sum(0), visits.sum(0)), 1))
         at_home = order_by_expert(
-            routes.experts, num_experts=self.num_experts, num_rows=num_visits, kept=routes.kept
+            ranks.expand_as(travels),
+            num_experts=self.ep.size,
+            num_rows=num_tokens * min(top_k, self.ep.size),
+            kept=travels,
         )
-        going = at_home.ends.diff(prepend=at_home.ends.new_zeros(1))
-        coming = torch.empty_like(going)
-        begin_all_to_all_into(coming, going, self.ep).wait()
-        coming = all_gather(coming[None], self.etp)  # to each etp rank, from each rank for each expert
-        counts = _OnTheWay(self._by_rank(going, coming))
-        leaving = _visitors(x, routes.weights, at_home)  # the device's work while the host waits for counts
-        trip = self._trip(counts, num_visits)
-        rows = _joined(_travelled(leaving.rows, trip), self.etp)
-        weights = _joined(_travelled(leaving.weights[:, None], trip), self.etp)
-        here = self._order_here(coming, trip, _padded(self.rows_each, x))
+        leaving = _ToExperts.apply(x, at_home)  # the device's work while the host waits for counts
+        weights = _ToExperts.apply(routes.weights, at_home)
+        trip = self._trip(counts, num_tokens, top_k)
+        rows, weights = (_joined(_travelled(part, trip), self.etp) for part in (leaving, weights))
+        experts = _travel(experts.index_select(0, at_home.tokens.clamp(min=0)), trip, behind=-1)
+        here = order_by_expert(
+            all_gather(experts, self.etp),
+            first=self.ep.rank * self.own_experts,
+            num_experts=self.own_experts,
+            num_rows=trip.visits_behind,
+            rows_each=_padded(self.rows_each, x),
+        )
         return _visitors(rows, weights, here)._replace(way=_Way(at_home, trip, here))
 
     def bring_back(self, out: Tensor, visitors: Visitors) -> Tensor:
@@ -154,35 +167,34 @@ class AllToAllExchange:
         rows = _split_sum(_to_tokens(out, way.here), self.etp)
         return _to_tokens(_travelled(rows, way.trip.back()), way.at_home)
 
-    def _by_rank(self, going: Tensor, coming: Tensor) -> Tensor:
-        """Rows that go to each rank of ep, then those that come from each, to each of etp: [1 + etp, ep]."""
-        by_expert = torch.cat((going[None], coming))
-        return by_expert.view(-1, self.ep.size, self.num_experts // self.ep.size).sum(-1)
+    def _counts(self, going: Tensor) -> _OnTheWay:
+        """Tokens and visits for each rank of ep, then those that come from each, to each of etp: [1 + etp, ep, 2].
 
-    def _trip(self, counts: _OnTheWay, num_visits: int) -> _Trip:
+        Args:
+            going: [ep, 2].
+        """
+        coming = torch.empty_like(going)
+        begin_all_to_all_into(coming, going, self.ep).wait()
+        return _OnTheWay(torch.cat((going[None], all_gather(coming[None], self.etp))))
+
+    def _trip(self, counts: _OnTheWay, num_tokens: int, top_k: int) -> _Trip:
         """What the host must know."""
-        even = max(num_visits // self.ep.size, 1)
-        to_ranks, *from_ranks = counts.read() or [[even] * self.ep.size] * (1 + self.etp.size)
-        arriving = [sum(rows) for rows in from_ranks]
+        to_ranks, *from_ranks = counts.read() or [self._even(num_tokens, top_k)] * (1 + self.etp.size)
+        arriving = [sum(tokens for tokens, _ in each) for each in from_ranks]
         return _Trip(
             self.ep,
-            to_ranks,
-            from_ranks[self.etp.rank],
-            rows_before=num_visits,
+            [tokens for tokens, _ in to_ranks],
+            [tokens for tokens, _ in from_ranks[self.etp.rank]],
+            rows_before=num_tokens * min(top_k, self.ep.size),
             rows_behind=max(*arriving, 1),
-            rows_of_all=max(sum(arriving), 1),
+            visits_behind=max(sum(visits for each in from_ranks for _, visits in each), 1),
         )
 
-    def _order_here(self, coming: Tensor, trip: _Trip, rows_each: int | None) -> Order:
-        """The order of what came to the etp ranks: by rank, then by expert, up to the most that one of them got."""
-        own_experts = self.num_experts // self.ep.size
-        bounds = coming.cumsum(1)
-        places = torch.arange(trip.rows_behind, device=coming.device).expand(self.etp.size, -1)
-        part = torch.searchsorted(bounds, places.contiguous(), right=True)
-        experts = (part % own_experts).masked_fill(part == coming.shape[1], -1)
-        return order_by_expert(
-            experts.view(-1, 1), num_experts=own_experts, num_rows=trip.rows_of_all, rows_each=rows_each
-        )
+    def _even(self, num_tokens: int, top_k: int) -> list[tuple[int, int]]:
+        """Tokens and visits between two ranks where all experts are equally busy."""
+        elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
+        visits = max(num_tokens * top_k // self.ep.size, 1)
+        return [(max(round(num_tokens * (1 - elsewhere)), 1), visits)] * self.ep.size
 
 
 class _OnTheWay:
@@ -215,8 +227,8 @@ class _Trip:
     rows_before: int
     """Rows that there is memory for before the trip, and behind it; those that do not travel are never read."""
     rows_behind: int
-    rows_of_all: int = 0
-    """What came to all etp ranks."""
+    visits_behind: int = 0
+    """Of what came to all etp ranks, to this rank's experts."""
 
     def back(self) -> _Trip:
         return _Trip(self.group, self.from_ranks, self.to_ranks, self.rows_behind, self.rows_before)
@@ -332,11 +344,14 @@ class _Travelled(Function):
         return _travel(grads[0], ctx.trip.back()), None
 
 
-def _travel(x: Tensor, trip: _Trip) -> Tensor:
+def _travel(x: Tensor, trip: _Trip, *, behind: int | None = None) -> Tensor:
+    """What the others send; behind it rows that hold anything, or this."""
     leaving = x[: sum(trip.to_ranks)].contiguous()
     out = x.new_empty(trip.rows_behind, *x.shape[1:])
     arriving = out[: sum(trip.from_ranks)]
     begin_all_to_all_into(
         arriving, leaving, trip.group, to_ranks=trip.to_ranks, from_ranks=trip.from_ranks
     ).wait()
+    if behind is not None:
+        out[len(arriving) :] = behind
     return out

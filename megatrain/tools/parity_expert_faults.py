@@ -98,8 +98,10 @@ def _rows_of_another_expert() -> AbstractContextManager[Any]:
     """Where rows arrive, those of a rank's first expert pass for those of its last one."""
 
     def turned(experts: Tensor, *, num_experts: int, **known: Any) -> Order:
-        if experts.shape[1] == 1:
-            experts = torch.where(experts < 0, experts, num_experts - 1 - experts)
+        if "first" in known:
+            place = experts - known["first"]
+            is_own = (place >= 0) & (place < num_experts)
+            experts = torch.where(is_own, num_experts - 1 - place + known["first"], experts)
         return order_by_expert(experts, num_experts=num_experts, **known)
 
     return mock.patch.object(exchange, "order_by_expert", turned)

@@ -6,12 +6,12 @@ passes.
     exact   from one process in fp64        noise: what one process in the row's own precision has
             (of norms, the first step's)
     order   from the same split of layers   noise: what other orders of accumulation have: micro-batches of half and of
-            (tp, sp, cp, etp) on the        twice the size
+            (tp, sp, cp, ep, etp) on the    twice the size
             fewest ranks, after the first
             step
 
-Splitting a layer, the keys of attention too, rounds its partial sums, which in bf16 is as much as all other rounding: only
-`exact` can judge that, loosely; so does adding up what experts of several ranks give, with the dispatcher that gathers.
+Splitting a layer, the keys of attention and the experts too, rounds its partial sums, which in bf16 is as much as all other
+rounding: only `exact` can judge that, loosely.
 Whatever else ranks share out changes nothing but the order of sums of the batch: `order` sees a part in a million there.
 Tokens count alike in these rows, and experts have neither balancing losses nor a capacity, since micro-batches of another
 size are another step otherwise. In bf16 routes follow from tokens' numbers, not from scores: rounding would send some elsewhere.
@@ -63,7 +63,9 @@ _SPLITS = (
     "sequence parallelism",
     "context parallelism",
     "context communication",
+    "expert parallelism",
     "expert tensor parallelism",
+    "dispatcher",
 )
 """Options that split what is summed in a layer."""
 
@@ -159,12 +161,7 @@ def of_any_micro_batch(layout: Layout) -> Layout:
 
 def fewest_ranks(layout: Layout) -> Layout:
     """The same split of layers on the fewest ranks; replicas are needed where experts are split over them."""
-    splits = [*_SPLITS]
-    if layout.has("alltokens"):
-        splits.append("expert parallelism")  # what ranks give to a token is summed
-    elif not layout.has("etp1"):
-        splits.append("dispatcher")  # here slices of experts are summed for each visit, there for each token
-    fewest = layout.alone.but(" ".join(layout.words_of(*splits)))
+    fewest = layout.alone.but(" ".join(layout.words_of(*_SPLITS)))
     of_experts = fewest.size("expert parallelism") * fewest.size("expert tensor parallelism")
     replicas = next(n for n in range(1, of_experts + 1) if fewest.tp * fewest.cp * n % of_experts == 0)
     return fewest.but(f"dp{replicas}")

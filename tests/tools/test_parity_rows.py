@@ -148,9 +148,9 @@ def test_rows_of_narrow_formats_are_rows():
         ("dp8 zero1 overlap batch16", ""),
         ("tp2 sp dp3 zero1 batch12", "tp2 sp"),
         ("dp4 zero3 mixtral ep2 overlap", "dp2 mixtral ep2"),
-        ("dp4 zero3 mixtral ep2 alltoall overlap", "mixtral"),
+        ("dp4 zero3 mixtral ep2 alltoall overlap", "dp2 mixtral ep2 alltoall"),
         ("tp2 sp dp2 pp2 zero1 deepseek ep2 etp2", "tp2 sp dp2 deepseek ep2 etp2"),
-        ("tp2 sp dp2 pp2 zero1 deepseek ep2 etp2 alltoall", "tp2 sp deepseek etp2 alltoall"),
+        ("tp2 sp dp2 pp2 zero1 deepseek ep2 etp2 alltoall", "tp2 sp dp2 deepseek ep2 etp2 alltoall"),
         ("cp4 tworings pp2 tied", "cp4 tworings tied"),
     ],
 )
