@@ -87,7 +87,7 @@ def activate_weighted_backward(
     """Gradients of x and of the weights; dy becomes what `activate_weighted` gave.
 
     Args:
-        dy: [r, f].
+        dy: [r, f], contiguous.
     """
     if is_fused(x) and activation.curve.has_kernel:
         return fused.weigh_backward(dy, x, weights, *activation.numbers)

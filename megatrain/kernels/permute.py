@@ -55,6 +55,8 @@ def order_by_expert(
 ) -> Order:
     """Order the visits to the experts `first` to `first + num_experts`; other visits get no row.
 
+    On a GPU a kernel counts them; of more than `MOST_EXPERTS` experts they are sorted, as on a CPU.
+
     Args:
         experts: int64 [t, k].
         num_rows: no fewer than there are visits; not asked for with `rows_each`, of which each expert has as many.

@@ -3,8 +3,9 @@
     logits [t, E] ─> scores ─> (+ bias) ─> the best groups ─> the best experts ─> weights ─> within capacity
 
 Functions of tensors on any device, which no host waits for; autograd works through the weights. Arithmetic is
-that of `wide(logits.dtype)`. On GPUs a fused kernel picks experts where they are not in groups. Of equal scores the expert of the lowest number is the better one, and of equal claims to
-room the earlier token, so that every layout picks alike.
+that of `wide(logits.dtype)`; on GPUs a fused kernel picks experts where they are not in groups, whose scores are off by
+a rounding or two. Of equal scores the expert of the lowest number is the better one, and of equal claims to room the
+earlier token, so that every layout picks alike.
 
 Sources: Shazeer et al., arXiv:1701.06538 (top-k), Fedus et al., arXiv:2101.03961 (capacity), DeepSeek-V3,
 arXiv:2412.19437 (sigmoid scores, bias, groups), Lewis et al., arXiv:2103.16716 (balanced assignment); rules and
@@ -118,6 +119,7 @@ class _Picked(Function):
         experts, weights = fused.pick(logits, bias, top_k=rule.top_k, **ctx.rule)
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
+        ctx.set_materialize_grads(False)
         return experts, weights
 
     @staticmethod

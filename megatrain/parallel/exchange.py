@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.fused.launching import is_fake
 from megatrain.kernels.permute import (
     Order,
     gather_numbers,
@@ -139,22 +138,22 @@ class AllToAllExchange:
             experts = experts.masked_fill(~routes.kept, -1)
         num_tokens, top_k = experts.shape
         ranks = torch.arange(self.ep.size, device=x.device)
-        visits = (experts.div(self.own_experts, rounding_mode="floor")[..., None] == ranks).sum(1)  # [t, ep]
-        travels = visits > 0
-        counts = self._counts(torch.stack((travels.sum(0), visits.sum(0)), 1))
+        of_visits = experts.div(self.own_experts, rounding_mode="floor")
+        num_visits = (of_visits[..., None] == ranks).sum(1)  # of each token to each rank
+        travels = num_visits > 0
+        counts = self._counts(torch.stack((travels.sum(0), num_visits.sum(0)), 1))
         at_home = order_by_expert(
             ranks.expand_as(travels),
             num_experts=self.ep.size,
             num_rows=num_tokens * min(top_k, self.ep.size),
             kept=travels,
         )
-        leaving = _ToExperts.apply(x, at_home)  # the device's work while the host waits for counts
-        weights = _ToExperts.apply(routes.weights, at_home)
-        trip = self._trip(counts, num_tokens, top_k)
-        rows, weights = (_joined(_travelled(part, trip), self.etp) for part in (leaving, weights))
-        experts = _travel(experts.index_select(0, at_home.tokens.clamp(min=0)), trip, behind=-1)
+        leaving = [_ToExperts.apply(part, at_home) for part in (x, routes.weights)]
+        experts = experts.index_select(0, at_home.tokens.clamp(min=0))
+        trip = self._trip(counts, num_tokens, top_k)  # the device is busy while the host waits
+        rows, weights = (_joined(_travelled(part, trip), self.etp) for part in leaving)
         here = order_by_expert(
-            all_gather(experts, self.etp),
+            all_gather(_travel(experts, trip, behind=-1), self.etp),
             first=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=trip.visits_behind,
@@ -201,10 +200,9 @@ class _OnTheWay:
     """Numbers that leave for the host while the device goes on."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._is_fake = is_fake(numbers)
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
-        if numbers.is_cuda and not self._is_fake:
+        if numbers.is_cuda and not numbers.is_meta:
             pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -214,7 +212,7 @@ class _OnTheWay:
         """Lists, for which the host waits; None where there is no memory."""
         if self._event is not None:
             self._event.synchronize()
-        return None if self._is_fake else self._numbers.tolist()
+        return None if self._numbers.is_meta else self._numbers.tolist()
 
 
 @dataclass(frozen=True)

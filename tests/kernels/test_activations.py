@@ -45,6 +45,26 @@ def test_a_gated_activation_and_its_gradient_are_autograds(
     check(x, dy, Activation(curve=curve, is_gated=True, clamp=clamp, offset=offset), expected)
 
 
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gated: bool) -> None:
+    curve, plain = PLAIN[name]
+    x, weights, dy = (
+        _random(5, 16).requires_grad_(),
+        _random(5).requires_grad_(),
+        _random(5, 8 if is_gated else 16),
+    )
+    gate, up = x.chunk(2, -1)
+    expected = (plain(gate) * up if is_gated else plain(x)) * weights[:, None]
+    expected.backward(dy)
+    activation = Activation(curve=curve, is_gated=is_gated)
+    found = a.activate_weighted(x.detach(), weights.detach(), activation)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
+    gradients = a.activate_weighted_backward(dy, x.detach(), weights.detach(), activation)
+    torch.testing.assert_close(gradients, (x.grad, weights.grad), rtol=1e-12, atol=1e-13)
+    assert torch.equal(dy, found)  # which takes its place
+
+
 def check(x: torch.Tensor, dy: torch.Tensor, activation: Activation, expected: torch.Tensor) -> None:
     again = torch.empty_like(dy)
     found, gradient = (

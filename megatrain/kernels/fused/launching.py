@@ -22,7 +22,7 @@ __all__ = ["cdiv", "is_fake", "is_fused", "jit", "launch", "power_of_two", "tl"]
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether work on this tensor is done by fused kernels: on GPUs, but for fp64, which is for proofs."""
+    """Whether work on this tensor is done by fused kernels: on GPUs, but for fp64, which is for proofs. Integers are exact."""
     return x.is_cuda and x.dtype is not torch.float64
 
 

@@ -43,7 +43,7 @@ def order_by_expert(
     tiles = max(cdiv(num_visits, rounds * at_once), 1)
     counts = torch.empty(tiles, width, dtype=torch.int32, device=device)
     given = (experts, experts if kept is None else kept.contiguous(), counts)
-    kind = {"IS_KEPT": kept is None, "EXPERTS": num_experts, "WIDTH": width, "AT_ONCE": at_once}
+    kind = {"HAS_KEPT": kept is not None, "EXPERTS": num_experts, "WIDTH": width, "AT_ONCE": at_once}
     launch(_count_visits, (tiles,), *given, num_visits, first, rounds, **kind)
     launch(
         _place_visits, (tiles,), *given, places, visits, ends, num_visits, first, rounds, tiles, rows_each or 0,
@@ -84,33 +84,33 @@ def _sums(x: Tensor, index: Tensor, per_row: int) -> Tensor:
 
 
 @jit
-def _numbers(EXPERTS_OF, KEPT, visit, num_visits, first, IS_KEPT: tl.constexpr, EXPERTS: tl.constexpr):
+def _numbers(EXPERTS_OF, KEPT, visit, num_visits, first, HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr):
     """Number of each visit's expert on this rank, -1 where there is none."""
     inside = visit < num_visits
     expert = tl.load(EXPERTS_OF + visit, mask=inside, other=-1) - first
     inside = inside & (expert >= 0) & (expert < EXPERTS)
-    if not IS_KEPT:
+    if HAS_KEPT:
         inside = inside & (tl.load(KEPT + visit, mask=inside, other=0) != 0)
     return tl.where(inside, expert, -1).to(tl.int32)
 
 
 def _count(
     EXPERTS_OF, KEPT, COUNTS, num_visits, first, rounds,
-    IS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     column = tl.arange(0, WIDTH)
     total = tl.zeros([WIDTH], dtype=tl.int32)
     for number in range(rounds):
         visit = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
-        expert = _numbers(EXPERTS_OF, KEPT, visit, num_visits, first, IS_KEPT, EXPERTS)
+        expert = _numbers(EXPERTS_OF, KEPT, visit, num_visits, first, HAS_KEPT, EXPERTS)
         total += tl.sum((expert[:, None] == column[None, :]).to(tl.int32), axis=0)
     tl.store(COUNTS + tile * WIDTH + column, total)
 
 
 def _place(
     EXPERTS_OF, KEPT, COUNTS, PLACES, VISITS, ENDS, num_visits, first, rounds, tiles, rows_each,
-    IS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     HAS_ROWS_EACH: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -127,7 +127,7 @@ def _place(
     tl.store(ENDS + column, end, mask=column < tl.where(tile == 0, EXPERTS, 0))
     for number in range(rounds):
         visit = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
-        expert = _numbers(EXPERTS_OF, KEPT, visit, num_visits, first, IS_KEPT, EXPERTS)
+        expert = _numbers(EXPERTS_OF, KEPT, visit, num_visits, first, HAS_KEPT, EXPERTS)
         goes = (expert[:, None] == column[None, :]).to(tl.int32)
         row = tl.sum(goes * (next_row[None, :] + tl.cumsum(goes, axis=0) - 1), axis=1)
         row = tl.where(expert < 0, -1, row)
@@ -136,9 +136,8 @@ def _place(
         next_row += tl.sum(goes, axis=0)
 
 
-_OFTEN_OTHERS = ("num_visits", "first", "rounds", "tiles", "rows_each")
-_count_visits = jit(_count, _OFTEN_OTHERS[:3])
-_place_visits = jit(_place, _OFTEN_OTHERS)
+_count_visits = jit(_count, ("num_visits", "first", "rounds"))
+_place_visits = jit(_place, ("num_visits", "first", "rounds", "tiles", "rows_each"))
 
 
 def _read(X, INDEX, OUT, length, BLOCK: tl.constexpr):
@@ -155,7 +154,7 @@ def _sum_rows(X, INDEX, OUT, columns, TERMS: tl.constexpr, PER_ROW: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for term in range(TERMS):
+    for term in tl.range(0, TERMS, loop_unroll_factor=8):  # whose loads do not wait for one another
         source = tl.load(INDEX + row * TERMS + term)
         width = tl.where(source < 0, 0, columns)
         total += tl.load(X + source // PER_ROW * columns + place, mask=place < width, other=0).to(tl.float32)

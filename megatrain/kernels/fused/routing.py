@@ -63,6 +63,7 @@ def score_sums(logits: Tensor, score_function: str, samples: int) -> Tensor:
     """Of each sample the sums of its tokens' shares, then those of entropies and of squared log-sums: fp32 [b, E + 2]."""
     logits = logits.contiguous()
     rows, num_experts = len(logits) // samples, logits.shape[1]
+    assert rows * samples == len(logits), f"{len(logits)} tokens of {samples} samples"
     kind, at_once = _kind(logits, score_function)
     rounds = max(cdiv(rows * samples, _PROGRAMS * at_once), 1)
     tiles = max(cdiv(rows, rounds * at_once), 1)
@@ -116,14 +117,14 @@ def _score_and_slope(x, FUNCTION: tl.constexpr):
         more = 1 + power  # log(1 + power) without the rounding of the sum
         log = tl.where(more == 1, power, tl.log(more) * (power / (more - 1)))
         score = tl.sqrt(tl.where(x > 0, x, 0.0) + log)
-        slope = sigmoid / (2 * score)
+        slope = tl.where(score > 0, sigmoid / (2 * score), 0.0)  # a score too small for fp32 is 0
     return score, slope
 
 
 @jit
 def _ordered(x):
     """Integers in the order of the numbers; NaN is as large as infinity, so that each row has its best."""
-    x = tl.where((x == 0) | (x > 0) | (x < 0), x, float("inf"))
+    x = tl.where((x <= 0) | (x > 0), x, float("inf"))
     x = tl.where(x == 0, 0.0, x)  # no -0
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
