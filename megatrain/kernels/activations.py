@@ -77,7 +77,7 @@ def activate_backward(
 def activate_weighted(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
     """The activation of each row, times the row's weight: [r, f], or [r, 2 f] behind a gate, and [r] -> [r, f]."""
     if is_fused(x) and activation.curve.has_kernel:
-        return fused.weigh(x, weights, *activation.numbers)
+        return fused.activate(x, *activation.numbers, weights=weights)
     return _weighted(activate_reference(x, activation), weights)
 
 
@@ -90,7 +90,7 @@ def activate_weighted_backward(
         dy: [r, f], contiguous.
     """
     if is_fused(x) and activation.curve.has_kernel:
-        return fused.weigh_backward(dy, x, weights, *activation.numbers)
+        return fused.activate_weighted_backward(dy, x, weights, *activation.numbers)
     return activate_weighted_backward_reference(dy, x, weights, activation)
 
 

@@ -20,9 +20,6 @@ from megatrain.kernels.dtypes import wide
 from megatrain.kernels.fused import permute as fused
 from megatrain.kernels.fused.launching import is_fused
 
-_MOST = 1 << 15
-"""Experts of a rank are fewer: their numbers fit into 16 bits, which a GPU sorts in two passes; what is below 0 goes far above."""
-
 
 class Order(NamedTuple):
     """Which visit is at which row."""
@@ -77,19 +74,17 @@ def order_by_expert_reference(
     experts: Tensor, num_experts: int, num_rows: int, first: int, kept: Tensor | None, rows_each: int | None
 ) -> Order:
     """The same by a stable sort; `num_rows` are all of them."""
-    assert num_experts < _MOST, f"{num_experts} experts on a rank"
-    numbers = (experts.flatten() - first).remainder(_MOST).clamp(max=num_experts).to(torch.int16)
+    own = experts.flatten() - first
+    gets_none = (own < 0) | (own >= num_experts)
     if kept is not None:
-        numbers.masked_fill_(~kept.flatten(), num_experts)
-    numbers, visits = numbers.sort(stable=True)
-    starts = torch.searchsorted(
-        numbers, torch.arange(num_experts + 1, dtype=torch.int16, device=numbers.device)
-    )
+        gets_none |= ~kept.flatten()
+    numbers, visits = own.masked_fill(gets_none, num_experts).sort(stable=True)
+    starts = torch.searchsorted(numbers, torch.arange(num_experts + 1, device=numbers.device))
     rows = torch.arange(numbers.numel(), device=numbers.device)
     ends = starts[1:]
     if rows_each is not None:
         firsts = torch.arange(0, num_rows + 1, rows_each, device=numbers.device)
-        rows += (firsts - starts)[numbers.long()]
+        rows += (firsts - starts)[numbers]
         ends = firsts[1:]
     gets_none = numbers == num_experts
     at_row = visits.new_full((num_rows + 1,), -1)  # a row too many, for visits that get none

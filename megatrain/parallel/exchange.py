@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.host_copy import HostCopy
 from megatrain.kernels.permute import (
     Order,
     gather_numbers,
@@ -98,10 +99,7 @@ class AllGatherExchange:
         self.rows_each = rows_each
 
     def send(self, x: Tensor, routes: Routes) -> Visitors:
-        experts = routes.experts
-        if routes.kept is not None:
-            experts = experts.masked_fill(~routes.kept, -1)
-        experts = all_gather(all_gather(experts, self.etp), self.ep)
+        experts = all_gather(all_gather(_visited(routes), self.etp), self.ep)
         num_tokens, top_k = experts.shape
         order = order_by_expert(
             experts,
@@ -133,15 +131,13 @@ class AllToAllExchange:
         self.rows_each = rows_each
 
     def send(self, x: Tensor, routes: Routes) -> Visitors:
-        experts = routes.experts
-        if routes.kept is not None:
-            experts = experts.masked_fill(~routes.kept, -1)
+        experts = _visited(routes)
         num_tokens, top_k = experts.shape
         ranks = torch.arange(self.ep.size, device=x.device)
         of_visits = experts.div(self.own_experts, rounding_mode="floor")
         num_visits = (of_visits[..., None] == ranks).sum(1)  # of each token to each rank
         travels = num_visits > 0
-        counts = self._counts(torch.stack((travels.sum(0), num_visits.sum(0)), 1))
+        counts = HostCopy(self._counts(torch.stack((travels.sum(0), num_visits.sum(0)), 1)))
         at_home = order_by_expert(
             ranks.expand_as(travels),
             num_experts=self.ep.size,
@@ -150,7 +146,8 @@ class AllToAllExchange:
         )
         leaving = [_ToExperts.apply(part, at_home) for part in (x, routes.weights)]
         experts = experts.index_select(0, at_home.tokens.clamp(min=0))
-        trip = self._trip(counts, num_tokens, top_k)  # the device is busy while the host waits
+        known = None if x.is_meta else counts.read()  # the device is busy while the host waits
+        trip = self._trip(known, num_tokens, top_k)
         rows, weights = (_joined(_travelled(part, trip), self.etp) for part in leaving)
         here = order_by_expert(
             all_gather(_travel(experts, trip, behind=-1), self.etp),
@@ -166,7 +163,7 @@ class AllToAllExchange:
         rows = _split_sum(_to_tokens(out, way.here), self.etp)
         return _to_tokens(_travelled(rows, way.trip.back()), way.at_home)
 
-    def _counts(self, going: Tensor) -> _OnTheWay:
+    def _counts(self, going: Tensor) -> Tensor:
         """Tokens and visits for each rank of ep, then those that come from each, to each of etp: [1 + etp, ep, 2].
 
         Args:
@@ -174,11 +171,11 @@ class AllToAllExchange:
         """
         coming = torch.empty_like(going)
         begin_all_to_all_into(coming, going, self.ep).wait()
-        return _OnTheWay(torch.cat((going[None], all_gather(coming[None], self.etp))))
+        return torch.cat((going[None], all_gather(coming[None], self.etp)))
 
-    def _trip(self, counts: _OnTheWay, num_tokens: int, top_k: int) -> _Trip:
-        """What the host must know."""
-        to_ranks, *from_ranks = counts.read() or [self._even(num_tokens, top_k)] * (1 + self.etp.size)
+    def _trip(self, counts: list[list[Any]] | None, num_tokens: int, top_k: int) -> _Trip:
+        """What the host must know; by an even load where it has no counts."""
+        to_ranks, *from_ranks = counts or [self._even(num_tokens, top_k)] * (1 + self.etp.size)
         arriving = [sum(tokens for tokens, _ in each) for each in from_ranks]
         return _Trip(
             self.ep,
@@ -194,25 +191,6 @@ class AllToAllExchange:
         elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
         visits = max(num_tokens * top_k // self.ep.size, 1)
         return [(max(round(num_tokens * (1 - elsewhere)), 1), visits)] * self.ep.size
-
-
-class _OnTheWay:
-    """Numbers that leave for the host while the device goes on."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._numbers = numbers
-        if numbers.is_cuda and not numbers.is_meta:
-            pinned = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._numbers = pinned.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> Any:
-        """Lists, for which the host waits; None where there is no memory."""
-        if self._event is not None:
-            self._event.synchronize()
-        return None if self._numbers.is_meta else self._numbers.tolist()
 
 
 @dataclass(frozen=True)
@@ -238,6 +216,11 @@ class _Way(NamedTuple):
     at_home: Order
     trip: _Trip
     here: Order
+
+
+def _visited(routes: Routes) -> Tensor:
+    """Numbers of each token's experts, -1 where it is dropped: int64 [t, k]."""
+    return routes.experts if routes.kept is None else routes.experts.masked_fill(~routes.kept, -1)
 
 
 def _padded(rows_each: RowsEach | None, x: Tensor) -> int | None:

@@ -10,25 +10,23 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, t
 _BLOCK = 2048
 
 
-def activate(x: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float) -> Tensor:
-    """As `kernels.activations.activate`, with the curve by its name."""
+def activate(
+    x: Tensor,
+    curve: str,
+    is_gated: bool,
+    clamp: float | None,
+    offset: float,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """As `kernels.activations.activate` or `activate_weighted`, with the curve by its name."""
     x = x.contiguous()
     columns = x.shape[-1] // (2 if is_gated else 1)
     y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     grid, block = _grid(y, columns)
     launch(
-        _forward,
-        grid,
-        x,
-        y,
-        y,
-        columns,
-        offset,
-        clamp or 0.0,
-        **_kind(curve, is_gated, clamp),
-        IS_WEIGHTED=False,
-        BLOCK=block,
-    )
+        _forward, grid, x, y, y if weights is None else weights.contiguous(), columns, offset, clamp or 0.0,
+        **_kind(curve, is_gated, clamp), IS_WEIGHTED=weights is not None, BLOCK=block,
+    )  # fmt: skip
     return y
 
 
@@ -56,22 +54,7 @@ def activate_backward(
     return dx
 
 
-def weigh(
-    x: Tensor, weights: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float
-) -> Tensor:
-    """As `kernels.activations.activate_weighted`."""
-    x, weights = x.contiguous(), weights.contiguous()
-    columns = x.shape[-1] // (2 if is_gated else 1)
-    y = torch.empty(len(x), columns, dtype=x.dtype, device=x.device)
-    grid, block = _grid(y, columns)
-    launch(
-        _forward, grid, x, y, weights, columns, offset, clamp or 0.0,
-        **_kind(curve, is_gated, clamp), IS_WEIGHTED=True, BLOCK=block,
-    )  # fmt: skip
-    return y
-
-
-def weigh_backward(
+def activate_weighted_backward(
     dy: Tensor, x: Tensor, weights: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.activations.activate_weighted_backward`."""

@@ -54,23 +54,11 @@ def order_by_expert(
 
 def rows_at(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
     """As `kernels.permute.rows_at_reference`, of the numbers divided by `per_row`."""
-    return _sums(x, index[:, None], per_row)
+    return sums_at(x, index[:, None], per_row)
 
 
-def sums_at(x: Tensor, index: Tensor) -> Tensor:
-    """As `kernels.permute.sums_at_reference`."""
-    return _sums(x, index, 1)
-
-
-def numbers_at(x: Tensor, index: Tensor) -> Tensor:
-    """Numbers at these places of x, 0 for -1: in the shape of the index."""
-    x, index = x.contiguous(), index.contiguous()
-    out = torch.empty(index.shape, dtype=x.dtype, device=x.device)
-    launch(_read_numbers, (cdiv(index.numel(), _COLUMNS),), x, index, out, index.numel(), BLOCK=_COLUMNS)
-    return out
-
-
-def _sums(x: Tensor, index: Tensor, per_row: int) -> Tensor:
+def sums_at(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
+    """As `kernels.permute.sums_at_reference`, likewise."""
     x, index = x.contiguous(), index.contiguous()
     num_rows, terms = index.shape
     columns = x.shape[1]
@@ -80,6 +68,14 @@ def _sums(x: Tensor, index: Tensor, per_row: int) -> Tensor:
         _sum_rows, (num_rows, cdiv(columns, block)),
         x, index, out, columns, TERMS=terms, PER_ROW=per_row, BLOCK=block,
     )  # fmt: skip
+    return out
+
+
+def numbers_at(x: Tensor, index: Tensor) -> Tensor:
+    """Numbers at these places of x, 0 for -1: in the shape of the index."""
+    x, index = x.contiguous(), index.contiguous()
+    out = torch.empty(index.shape, dtype=x.dtype, device=x.device)
+    launch(_read_numbers, (cdiv(index.numel(), _COLUMNS),), x, index, out, index.numel(), BLOCK=_COLUMNS)
     return out
 
 

@@ -97,12 +97,29 @@ def _kind(logits: Tensor, score_function: str) -> tuple[dict[str, object], int]:
 
 
 @jit
+def _tile(LOGITS, num_tokens, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr):
+    """A program's tokens, all columns, where these pairs lie, which there are, and their logits."""
+    token = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    column = tl.arange(0, WIDTH)[None, :]
+    place = token[:, None] * EXPERTS + column
+    inside = (column < EXPERTS) & (token < num_tokens)[:, None]
+    x = tl.load(LOGITS + place, mask=inside, other=0).to(tl.float32)
+    return token, column, place, inside, x
+
+
+@jit
 def _softmax(x, inside):
     """Softmax of each row over what is inside, and the log of the sum of exponentials."""
     largest = tl.max(tl.where(inside, x, float("-inf")), axis=1)
     powers = tl.where(inside, tl.exp(x - largest[:, None]), 0.0)
     total = tl.sum(powers, axis=1)
     return powers / total[:, None], largest + tl.log(total)
+
+
+@jit
+def _softmax_gradient(gradient, shares):
+    """Gradient of what `_softmax` was made of by that of the shares."""
+    return shares * (gradient - tl.sum(shares * gradient, axis=1)[:, None])
 
 
 @jit
@@ -135,11 +152,8 @@ def _pick_tokens(
     FUNCTION: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     TOP_K: tl.constexpr, K_WIDTH: tl.constexpr, IS_PRE_SOFTMAX: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.arange(0, WIDTH)[None, :]
+    token, column, _, _, x = _tile(LOGITS, num_tokens, EXPERTS, WIDTH, AT_ONCE)
     choice = tl.arange(0, K_WIDTH)[None, :]
-    inside = (column < EXPERTS) & (token < num_tokens)[:, None]
-    x = tl.load(LOGITS + token[:, None] * EXPERTS + column, mask=inside, other=0).to(tl.float32)
     if FUNCTION == "softmax":
         scores = x
         if IS_PRE_SOFTMAX:
@@ -176,11 +190,7 @@ def _pick_tokens_backward(
     FUNCTION: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     TOP_K: tl.constexpr, IS_PRE_SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = (column < EXPERTS) & (token < num_tokens)[:, None]
-    place = token[:, None] * EXPERTS + column
-    x = tl.load(LOGITS + place, mask=inside, other=0).to(tl.float32)
+    token, column, place, inside, x = _tile(LOGITS, num_tokens, EXPERTS, WIDTH, AT_ONCE)
     gradient = tl.zeros([AT_ONCE, WIDTH], dtype=tl.float32)
     picked = tl.zeros([AT_ONCE, WIDTH], dtype=tl.int32)
     for number in range(TOP_K):
@@ -190,7 +200,7 @@ def _pick_tokens_backward(
         picked = tl.where(column == expert[:, None], 1, picked)
     if FUNCTION == "softmax":
         shares, _ = _softmax(x, column < EXPERTS if IS_PRE_SOFTMAX else picked != 0)
-        dx = shares * (gradient - tl.sum(shares * gradient, axis=1)[:, None])
+        dx = _softmax_gradient(gradient, shares)
     else:
         scores, slope = _score_and_slope(x, FUNCTION)
         if TOP_K > 1:
@@ -242,18 +252,14 @@ def _sums_backward(
     FUNCTION: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     HAS_SHARES: tl.constexpr, HAS_SQUARES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = (column < EXPERTS) & (token < num_tokens)[:, None]
-    place = token[:, None] * EXPERTS + column
-    x = tl.load(LOGITS + place, mask=inside, other=0).to(tl.float32)
+    token, column, place, inside, x = _tile(LOGITS, num_tokens, EXPERTS, WIDTH, AT_ONCE)
     shares, log_sum = _softmax(x, column < EXPERTS)
     dx = tl.zeros([AT_ONCE, WIDTH], dtype=tl.float32)
     if HAS_SHARES:
         of_sample = (token % samples)[:, None] * EXPERTS + column
         gradient = tl.load(DSHARES + of_sample, mask=inside, other=0).to(tl.float32)
         if FUNCTION == "softmax":
-            dx = shares * (gradient - tl.sum(shares * gradient, axis=1)[:, None])
+            dx = _softmax_gradient(gradient, shares)
         else:
             scores, slope = _score_and_slope(x, FUNCTION)
             dx = _share_gradient(gradient, scores, column < EXPERTS) * slope
