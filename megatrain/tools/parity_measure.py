@@ -79,6 +79,8 @@ class Job:
     has_routes_of_numbers: bool = False
     """Whether experts are chosen by each token's number alone: rounding would send some tokens to others, and their gradients
     elsewhere."""
+    draw: int = 0
+    """Which initial weights: the default seed's, or those of this seed."""
     fault: str | None = None
     """One of `parity_faults.FAULTS`."""
 
@@ -142,6 +144,7 @@ def plan_of(job: Job, world_size: int) -> Plan:
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
         # Numbers of bf16 are often alike.
         flags += ["--moe-router-force-load-balancing", "--moe-router-dtype", "fp32"]
+    flags += ["--seed", str(job.draw)] if job.draw else []
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatrain.tools.parity_faults import FAULTS
 from megatrain.tools.parity_judge import judge
 from megatrain.tools.parity_measure import (
     Job,
+    Measured,
     Part,
     Precision,
     engine_of,
@@ -20,7 +22,7 @@ from megatrain.tools.parity_measure import (
     tiny_plan,
     weights_of,
 )
-from megatrain.tools.parity_narrow import NarrowComparer, within
+from megatrain.tools.parity_narrow import NUM_DRAWS, NarrowComparer, within
 from megatrain.tools.parity_rows import QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.updates import schedules_of
@@ -89,6 +91,34 @@ def test_order_sees_what_exact_does_not(narrow: dict[Precision, NarrowComparer],
     verdict = narrow["bf16"].compare(Layout.of(FAULTS[fault].layout + experts), fault=fault)
     assert within(verdict.exact.numbers, verdict.exact_noise)
     assert not verdict.is_good
+
+
+class AnsweringPool(WorkerPool):
+    """Answers with norms that are given, without processes: 1 in fp64, one process's by its initial weights, and a layout's."""
+
+    def __init__(self, alone: Sequence[float], found: float) -> None:
+        super().__init__(1)
+        self.alone, self.found = alone, found
+        self.draws: set[int] = set()
+
+    def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        (job,) = arguments
+        self.draws.add(job.draw)
+        norm = self.found if world_size > 1 else 1.0 if job.precision == "fp64" else self.alone[job.draw]
+        part = Part("weight", ((0, 1),), np.ones(1))
+        return [Measured([1.0] * 3, [norm] * 3, [part], [part], [part])] * world_size
+
+
+@pytest.mark.parametrize(
+    ("found", "num_draws", "is_good"),
+    [(1.0003, 1, True), (1.003, 3, True), (1.01, NUM_DRAWS, False)],
+    ids=["within the noise", "where other weights show more noise", "beyond any"],
+)
+def test_rounding_that_cancels_by_chance_is_no_measure(found: float, num_draws: int, is_good: bool) -> None:
+    """Noise of a norm is one number. It is measured with other initial weights where a row is beyond it, and no further."""
+    pool = AnsweringPool([1.0001, 1.0001, 1.001, *[1.0001] * (NUM_DRAWS - 3)], found)
+    assert NarrowComparer(pool, "fp32").compare(Layout.of("tp2")).is_good == is_good
+    assert pool.draws == set(range(num_draws))
 
 
 def test_an_element_that_no_rank_holds_is_found() -> None:
