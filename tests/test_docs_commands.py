@@ -29,6 +29,7 @@ SMALLER = {
     "--save runs/second --load runs/second": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/third --load runs/third": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "megatrain parity": "--layouts gpt2 overlap",
+    "--save runs/profiled --load runs/profiled": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/timed --load runs/timed": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
 }
 """Flags that are put behind these words."""

@@ -126,6 +126,19 @@ def summed(x: Tensor, layer: "_LinearBase") -> Tensor:
     return x.chunk(dist.get_world_size(layer.group))[dist.get_rank(layer.group)] if layer.is_split else x
 
 
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        dy = dy.contiguous()
+        dist.all_reduce(dy, group=ctx.group)
+        return dy.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
 class _LinearBase(Module):
     def __init__(self, **given) -> None:
         super().__init__(given)
@@ -214,11 +227,32 @@ class DotProductAttention(Module):
         self.channels, self.window, self.scale = (
             given["kv_channels"], given["window_size"], given["softmax_scale"],
         )  # fmt: skip
+        self.over: list = []
+        if "cp_group" in given:
+            self.divide(given["cp_group"], given["cp_global_ranks"], given["cp_comm_type"])
+
+    def divide(self, group, ranks: list[int], way: str) -> None:
+        """Over context ranks: nearest neighbours first."""
+        self.over = group if way == "a2a+p2p" else [group]
+        if way == "a2a+p2p":
+            assert ranks[: dist.get_world_size(group[0])] == sorted(ranks)[: dist.get_world_size(group[0])]
+        else:
+            assert way in ("p2p", "a2a", "all_gather")
+            assert dist.get_process_group_ranks(group) == ranks
+        assert self.window is None or way in ("a2a", "all_gather")
+        exchanging = dist.get_world_size(self.over[0]) if "a2a" in way else 1
+        assert self.heads % exchanging == self.groups % exchanging == 0
+        chunks = range(2 * len(ranks))
+        self.chunk_order = torch.tensor([n for r in range(len(ranks)) for n in (chunks[r], chunks[-1 - r])])
+        self.cp_rank = ranks.index(dist.get_rank())
 
     def forward(self, query_layer, key_layer, value_layer, **given) -> Tensor:
         checked(CALLS, "DotProductAttention", given)
         assert query_layer.shape[-2:] == (self.heads, self.channels)
         assert key_layer.shape[-2:] == value_layer.shape[-2:] == (self.groups, self.channels)
+        if self.over:
+            assert not given, "documents would be divided one by one"
+            return self.attended_over_ranks(query_layer, key_layer, value_layer)
         if not given:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
             return self.attended(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
@@ -230,6 +264,18 @@ class DotProductAttention(Module):
         places = torch.bucketize(torch.arange(len(query_layer)), borders, right=True)
         q, k, v = (x.transpose(0, 1)[None] for x in (query_layer, key_layer, value_layer))
         return self.attended(q, k, v, places[:, None] == places).squeeze(0).transpose(0, 1).flatten(1)
+
+    def attended_over_ranks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[s/cp, b, n, d]: of whole samples, this rank's rows. Each has a chunk from their beginning and one from their end."""
+        for group in self.over:
+            q, k, v = (_Gathered.apply(x, group) for x in (q, k, v))
+        in_order = self.chunk_order.argsort()
+        q, k, v = (
+            x.unflatten(0, (len(in_order), -1))[in_order].flatten(0, 1).permute(1, 2, 0, 3) for x in (q, k, v)
+        )
+        out = self.attended(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        own = self.chunk_order[2 * self.cp_rank :][:2]
+        return out.unflatten(0, (len(in_order), -1))[own].flatten(0, 1)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, is_same: Tensor | None) -> Tensor:
         """[b, n, s, d]"""

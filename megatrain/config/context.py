@@ -6,10 +6,13 @@ another one             a2a+all_gather
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from megatrain.config.errors import Problem
+from megatrain.config.patterns import PatternError, layers_with, window_of
 from megatrain.config.plan import Answer, Draft
+from megatrain.config.values import UnsettledError
+from megatrain.config.written_scores import all_is_written_out, is_for_gpu_kernels
 
 Problems = Iterator[Problem]
 
@@ -41,8 +44,14 @@ def has_documents(draft: Draft) -> bool:
 
 def have_windows(draft: Draft) -> bool:
     """Whether the attention of some layers sees near keys alone."""
-    own = draft.facts.own_layers
-    return draft.config.model.window_size is not None if own is None else own.have_windows
+    own, model = draft.facts.own_layers, draft.config.model
+    if own is not None:
+        return own.have_windows
+    try:
+        has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
+        return window_of(model.window_size) is not None and any(has_window)
+    except PatternError as error:  # a rule tells it
+        raise UnsettledError from error
 
 
 def rings_are_gathered(draft: Draft) -> Iterator[str]:
@@ -55,10 +64,7 @@ def rings_are_gathered(draft: Draft) -> Iterator[str]:
 
 def _why_no_ring(draft: Draft) -> str:
     """Kernels of GPUs are told runs of keys, not masks; those that are written out take any."""
-    model = draft.config.model
-    is_narrow = draft.derived.device == "cuda" and draft.derived.params_dtype in ("bfloat16", "float16")
-    is_written = draft.derived.attention_backend == "math" or bool(model.attention_dropout)
-    if not is_narrow or is_written or model.attn_logit_softcapping is not None:
+    if not is_for_gpu_kernels(draft) or all_is_written_out(draft):
         return ""
     causes = {"documents": has_documents(draft), "windows": have_windows(draft)}
     found = " and ".join(name for name, is_there in causes.items() if is_there)
@@ -117,8 +123,21 @@ def _are_levels(sizes: tuple[int, ...], cp: int) -> bool:
     return len(sizes) == 2 and min(sizes) > 1 and math.prod(sizes) == cp
 
 
-def heads_divide_over_exchanging_ranks(draft: Draft) -> Problems:
-    """Each rank has as many heads for all rows, and the keys and values of these heads."""
+class Exchange(NamedTuple):
+    """A layer whose heads context ranks exchange."""
+
+    layer: int
+    """From 0."""
+    way: str
+    ranks: int
+    heads: int
+    """That a tensor rank has."""
+    groups: int
+    """Of queries, that a tensor rank has keys and values of."""
+
+
+def exchanges(draft: Draft) -> Iterator[Exchange]:
+    """The layers with a way that exchanges heads."""
     parallel = draft.config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     sizes = parallel.hierarchical_context_parallel_sizes
@@ -126,12 +145,18 @@ def heads_divide_over_exchanging_ranks(draft: Draft) -> Problems:
     ways, layers = draft.derived.context_communication, draft.derived.layer_table.layers
     for number, layer in enumerate(layers):
         way = ways[number] if len(ways) == len(layers) else ways[0] if ways else ""
-        ranks = cp if way == "a2a" else neighbours if "+" in way else 1
-        heads, groups = layer.num_heads // tp, max(1, layer.num_query_groups // tp)
+        if "a2a" in way and layer.num_heads:
+            ranks = cp if way == "a2a" else neighbours
+            yield Exchange(number, way, ranks, layer.num_heads // tp, max(1, layer.num_query_groups // tp))
+
+
+def heads_divide_over_exchanging_ranks(draft: Draft) -> Problems:
+    """Each rank has as many heads for all rows, and the keys and values of these heads."""
+    for layer, way, ranks, heads, groups in exchanges(draft):
         if heads % ranks or (groups % ranks and ranks % groups):
             yield Problem(
                 f"--cp-comm-type {way} exchanges heads between {ranks} context ranks, over which the {heads} heads and"
-                f" {groups} query groups that a tensor rank has of layer {number} (from 0) do not divide",
+                f" {groups} query groups that a tensor rank has of layer {layer} (from 0) do not divide",
                 "use --cp-comm-type p2p",
             )
             return

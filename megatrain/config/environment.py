@@ -117,6 +117,14 @@ def user_cache() -> Path | None:
     return Path(home) / ".cache" if home else None
 
 
+def triton_cache() -> str | None:
+    """Where Triton keeps what it compiles, by its knobs.py; None: another manager than its own takes care of that."""
+    if "TRITON_CACHE_MANAGER" in os.environ:
+        return None
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~/"))  # noqa: PTH111 (it does not fail without a home)
+    return os.environ.get("TRITON_CACHE_DIR", str(Path(home) / ".triton" / "cache"))
+
+
 def _sources(variables: _Variables) -> Iterator[_Source]:
     """Everything that claims to know this process's place, the most trustworthy first."""
     if variables.has("RANK", "WORLD_SIZE"):

@@ -107,21 +107,32 @@ EXPERT_OPTIONS: Final[tuple[Option, ...]] = (
             Feature(
                 "auxloss",
                 f"{_BALANCING} aux_loss --moe-aux-loss-coeff 0.1",
-                lambda p: "aux_loss" in _balancing(p),
+                lambda p: _balancing(p) == {"aux_loss"},
                 needs=("experts",),
                 rows={"auxloss": f"{_BALANCING} aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"},
             ),
             Feature(
                 "seqauxloss",
                 f"{_BALANCING} seq_aux_loss --moe-aux-loss-coeff 0.1",
-                lambda p: "seq_aux_loss" in _balancing(p),
+                lambda p: _balancing(p) == {"seq_aux_loss"},
                 needs=("experts",),
             ),
             Feature(
                 "globalauxloss",
                 f"{_BALANCING} global_aux_loss --moe-aux-loss-coeff 0.1",
-                lambda p: "global_aux_loss" in _balancing(p),
+                lambda p: _balancing(p) == {"global_aux_loss"},
                 needs=("experts",),
+            ),
+            Feature(
+                "severallosses",
+                f"{_BALANCING} aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.1 0.1",
+                lambda p: len(_balancing(p)) > 1,
+                needs=("experts",),
+                rows={
+                    "severallosses": (
+                        f"{_BALANCING} aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.1 0.2 0.05"
+                    )
+                },
             ),
             Feature(
                 "sinkhorn",

@@ -118,6 +118,8 @@ class Facts:
     """What --data-path and its kin name, split by split in their order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()
     """What was found wrong with input files."""
+    has_triton: bool = True
+    """Whether Triton, which compiles kernels for GPUs, can be imported."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """Version of each library that is installed."""
 
@@ -133,11 +135,9 @@ class Facts:
             values["checkpoint"] = StoredRun(**stored)
         if values["own_layers"] is not None:
             own = values["own_layers"]
+            layers, differences = map(LayerSizes.from_dict, own["layers"]), own["differences"]
             values["own_layers"] = OwnLayers(
-                digest=own["digest"],
-                layers=tuple(map(LayerSizes.from_dict, own["layers"])),
-                differences=tuple(own["differences"]),
-                have_windows=own["have_windows"],
+                **{**own, "layers": tuple(layers), "differences": tuple(differences)}
             )
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])
         if values["device_capability"] is not None:

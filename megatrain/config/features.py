@@ -1,7 +1,8 @@
 """The features that `megatrain parity` proves against one another, and the pairs of them that are refused.
 
     OPTIONS ──> the rows of `megatrain parity`: every pair of values in one row at least (tools/parity_rows.py)
-       └──────> a rule of `resolve`: a run uses features of this table, and no pair that REFUSED names
+       ├──────> a rule of `resolve`: a run uses features of these tables, and no pair that REFUSED names
+    NUMBER_FORMATS ──> some rows in fp32, bf16 and fp16 (tools/parity_narrow.py)
 
 So what is proven and what is allowed are one table. It holds features, never sizes: tensor parallelism is proven for
 sizes of 2, 3, 4 and 8, and allowed for any.
@@ -64,6 +65,10 @@ def _cp(plan: Decided) -> int:
 def _communications(plan: Decided) -> set[str]:
     """The ways in which context ranks share keys and values; those of one rank have no effect."""
     return set(plan.derived.context_communication) if _cp(plan) > 1 else {"p2p"}
+
+
+def _moments(plan: Decided) -> set[str]:
+    return {plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype}
 
 
 _REPLICAS = ("dp", "cp")
@@ -406,6 +411,70 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
 )
 
+NUMBER_FORMATS: Final[tuple[Option, ...]] = (
+    Option(
+        "sums over replicas",
+        ("precision.grad_reduce_in_bf16",),
+        (
+            Feature("sumsfp32", "", lambda p: not p.config.precision.grad_reduce_in_bf16),
+            Feature(
+                "sumsbf16",
+                "--grad-reduce-in-bf16",
+                lambda p: p.config.precision.grad_reduce_in_bf16,
+                needs=_REPLICAS,
+            ),
+        ),
+    ),
+    Option(
+        "moments",
+        ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
+        (
+            Feature("momentsfp32", "", lambda p: _moments(p) == {"fp32"}),
+            Feature(
+                "momentsbf16",
+                "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+                lambda p: "bf16" in _moments(p),
+            ),
+        ),
+    ),
+    Option(
+        "products of Muon",
+        ("optimizer.muon_fp32_matmul_prec",),
+        (
+            Feature("muonbf16", "", lambda p: p.config.optimizer.muon_fp32_matmul_prec == "medium"),
+            Feature(
+                "muonfp32",
+                "--muon-fp32-matmul-prec highest",
+                lambda p: p.config.optimizer.muon_fp32_matmul_prec in ("high", "highest"),
+                needs=("muon",),
+                rows={
+                    "muontf32": "--muon-fp32-matmul-prec high",
+                    "muonfp32": "--muon-fp32-matmul-prec highest",
+                },
+            ),
+        ),
+    ),
+    Option(
+        "numbers of routers",
+        ("experts.moe_router_dtype",),
+        (
+            Feature("routersnarrow", "", lambda p: p.config.experts.moe_router_dtype is None),
+            Feature(
+                "routerswide",
+                "--moe-router-dtype fp32",
+                lambda p: p.config.experts.moe_router_dtype in ("fp32", "fp64"),
+                needs=("experts",),
+                rows={
+                    "routersfp32": "--moe-router-dtype fp32",
+                    "routersfp64": "--moe-router-dtype fp64",
+                },
+            ),
+        ),
+    ),
+)
+"""Formats besides the weights' own, which change results by rounding: rows in fp64 do without them, and others are held
+to noise that has them."""
+
 REFUSED: Final[tuple[Refused, ...]] = (
     Refused(
         ("zero0", "instances"),
@@ -434,7 +503,9 @@ def features_of(plan: Decided, options: Sequence[Option] = OPTIONS) -> dict[str,
 
 
 def features_are_proven(
-    draft: Draft, options: Sequence[Option] = OPTIONS, refused: Sequence[Refused] = REFUSED
+    draft: Draft,
+    options: Sequence[Option] = (*OPTIONS, *NUMBER_FORMATS),
+    refused: Sequence[Refused] = REFUSED,
 ) -> Iterator[Problem]:
     """A rule: each option is used in a way that is in the table, and no two features are that do not go together."""
     for option in options:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from megatrain.config.megatron_table import CHOICES_TO_COME
+from megatrain.config.megatron_table import CHOICES_ELSEWHERE, CHOICES_TO_COME
 from megatrain.config.tree import Setting, near_name
 from megatrain.config.values import AUTO
 
@@ -83,6 +83,9 @@ def _choice(setting: Setting, text: str) -> str:
     if text in setting.choices:
         return text
     by_lower = {choice.lower(): choice for choice in setting.choices}
+    elsewhere = CHOICES_ELSEWHERE.get(setting.flag, {})
+    if text in elsewhere:
+        raise BadValueError("is no choice of its own here", fix=elsewhere[text])
     if text in CHOICES_TO_COME.get(setting.flag, ()):
         raise BadValueError("is not there yet", fix=f"{setting.flag} takes {accepted_values(setting)}")
     near = near_name(text.lower(), by_lower)

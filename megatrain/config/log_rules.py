@@ -53,11 +53,15 @@ def profiling_without_a_switch(draft: Draft) -> Iterator[str]:
 
 def profiling_ends_in_time(draft: Draft) -> Iterator[str]:
     logging, train_iters = draft.config.logging, draft.derived.train_iters
-    if logging.profile and train_iters is not None and logging.profile_step_end > train_iters:
+    if not logging.profile or train_iters is None:
+        return
+    if logging.profile_step_start >= train_iters:
         yield (
-            f"--profile-step-end {logging.profile_step_end}: the run ends at iteration {train_iters}, before the "
-            "profile is written"
+            f"--profile-step-start {logging.profile_step_start}: the run ends at iteration {train_iters}, and "
+            "nothing is profiled"
         )
+    elif logging.profile_step_end > train_iters:
+        yield f"--profile-step-end {logging.profile_step_end}: the run ends at iteration {train_iters}, and so does the profile"
 
 
 def wandb_without_a_project(draft: Draft) -> Iterator[str]:

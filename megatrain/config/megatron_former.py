@@ -53,9 +53,20 @@ _GONE: Final = (
         "training reads index caches from --data-cache-path", "--cache-dir=", instead="use --data-cache-path"
     ),
     never(
-        "the optimizer works where the weights are",
-        "--cpu-optimizer --cpu-torch-adam",
-        instead="leave this out; --use-distributed-optimizer (the default) spreads its state over the ranks",
+        "the optimizer is moved to the host by another flag",
+        "--cpu-optimizer",
+        instead="use --optimizer-cpu-offload, with --optimizer-offload-fraction for a part",
+    ),
+    never(
+        "the implementation decides which kernel updates on the host",
+        "--cpu-torch-adam",
+        instead="leave this out; --optimizer-cpu-offload keeps the optimizer's state in the host's memory",
+    ),
+    never(
+        "sums of gradients and gathers of weights run beside the computation, each as soon as its layer is ready; to put"
+        " them off is not offered, as it would change no result",
+        "--delay-grad-reduce --delay-param-gather",
+        instead="leave this out; --overlap-grad-reduce and --overlap-param-gather are on by default",
     ),
     never(
         "files are read when they are needed", "--mmap-warmup", instead="leave this out; nothing else changes"
@@ -94,8 +105,8 @@ _AS_HERE: Final = (
 
 _NOT_YET: Final = (
     later(
-        "overlap of communication with computation",
-        "--overlap-p2p-communication --delay-grad-reduce --delay-param-gather",
+        "computation beside what pipeline stages exchange",
+        "--overlap-p2p-communication",
         instead="leave this out: results are the same, and steps take longer",
     ),
     later(

@@ -240,7 +240,7 @@ _NOT_YET: Final = (
         " beside products anyway, and results are the same",
     ),
     later(
-        "overlap of communication with computation",
+        "computation beside what pipeline stages exchange, such as weight gradients that are formed later,",
         "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=0 --overlap-p2p-communication-warmup-flush",
         instead="leave this out: results are the same, and steps take longer",
     ),
@@ -642,10 +642,17 @@ CHOICES_TO_COME: Final[Mapping[str, tuple[str, ...]]] = {
     "--exp-avg-sq-dtype": ("fp16", "fp8"),
     "--muon-coefficient-type": ("cans", "aol", "deepseekv4", "custom"),
     "--muon-fp32-matmul-prec": ("low",),
-    "--optimizer": ("dist_muon", "adaptive_muon", "lion", "soap"),
+    "--optimizer": ("adaptive_muon", "lion", "soap"),
     "--position-embedding-type": ("mrope", "relative", "yarn"),
     "--transformer-impl": ("inference_optimized",),
 }
 """Choices of Megatron-LM's that settings do not have yet. Those that they have win."""
+
+CHOICES_ELSEWHERE: Final[Mapping[str, Mapping[str, str]]] = {
+    "--optimizer": {
+        "dist_muon": "use --optimizer muon; --use-distributed-optimizer (the default) spreads its state over the ranks"
+    },
+}
+"""Choices of Megatron-LM's that are had by other means here."""
 
 ANSWERS: Final = (*_ACCEPTED, *_NOT_YET, *_NEVER, *FORMER)

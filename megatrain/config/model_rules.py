@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.attention import attention_backend_is_there, attention_tells_its_log_sums
+from megatrain.config.attention import attention_backend_is_there, attention_has_a_kernel
 from megatrain.config.errors import Problem
 from megatrain.config.patterns import PatternError, layers_with, window_of
 from megatrain.config.plan import Draft
@@ -250,5 +250,5 @@ MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     recomputation_says_what,
     recomputed_parts_are_there,
     attention_backend_is_there,
-    attention_tells_its_log_sums,
+    attention_has_a_kernel,
 )

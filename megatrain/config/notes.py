@@ -10,6 +10,7 @@ from megatrain.config.own_layers import layer_function
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
 from megatrain.config.tree import flag_of
+from megatrain.config.written_scores import layers_written_out
 
 
 def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
@@ -158,23 +159,9 @@ def positions_are_relative(draft: Draft) -> Iterator[str]:
         )
 
 
-def attention_is_written_out(draft: Draft) -> Iterator[str]:
-    model = draft.config.model
-    reasons = {
-        f"--attention-dropout {model.attention_dropout}": bool(model.attention_dropout),
-        f"--attn-logit-softcapping {model.attn_logit_softcapping}": model.attn_logit_softcapping is not None,
-        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
-    }
-    given = [reason for reason, holds in reasons.items() if holds]
-    if given:
-        yield (
-            f"{' and '.join(given)}: attention holds all scores in memory, no fused kernel does this yet; memory and time"
-            " grow with the square of --seq-length"
-        )
-
-
 def attention_kernel(draft: Draft) -> Iterator[str]:
-    if draft.derived.device == "cuda" or not draft.is_default("model.attention_backend"):
+    is_asked_for = not draft.is_default("model.attention_backend")
+    if draft.derived.device == "cuda" or is_asked_for or layers_written_out(draft) != "none":
         yield draft.origins["derived.attention_backend"].detail
 
 
@@ -255,7 +242,6 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     datasets_come_twice,
     end_of_document_was_guessed,
     positions_are_relative,
-    attention_is_written_out,
     attention_kernel,
     memory_is_planned_with_local,
     layers_are_of_ones_own,

@@ -12,13 +12,13 @@ class OptimizerConfig:
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """The optimizer; adam decouples weight decay from the gradient (AdamW), sgd has momentum; muon moves the matrices of layers, and adam all else."""
-    lr: float = field(default=REQUIRED, metadata=in_range(above=0))
+    lr: float = field(default=REQUIRED, metadata=in_range(above=0, at_most=1e30))
     """Learning rate once warm-up ends."""
     weight_decay: float = field(default=0.01, metadata=in_range(at_least=0))
     """Share of a weight that a step at learning rate 1 takes away; biases and norms do not decay."""
     apply_wd_to_qk_layernorm: bool = False
     """Let weight decay apply to the norms of queries and keys (--qk-layernorm) too."""
-    decoupled_lr: float | None = field(default=None, metadata=in_range(above=0))
+    decoupled_lr: float | None = field(default=None, metadata=in_range(above=0, at_most=1e30))
     """Learning rate of the embedding and the output layer. Left out: --lr, as of all else."""
     decoupled_min_lr: float | None = field(default=None, metadata=in_range(at_least=0))
     """Their learning rate once the decay has ended. Left out: --min-lr."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from megatrain.config.layer_sizes import LayerSizes
 
@@ -31,6 +31,10 @@ class LayerFunction:
         return f"{self.module}:{self.function}"
 
 
+Share = Literal["none", "some", "all"]
+"""Of the layers with attention."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OwnLayers:
     """What the function gave, as a plan needs it."""
@@ -42,6 +46,10 @@ class OwnLayers:
     """From the layers that the flags describe."""
     have_windows: bool = False
     """Whether the attention of one sees near keys alone."""
+    have_sinks: bool = False
+    """Whether the softmax of one sums over more than the keys."""
+    written_out: Share = "none"
+    """Those with a softcap or dropout of scores."""
 
 
 def _apart(words: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What must hold between settings of data parallelism."""
+"""What must hold between settings of data parallelism, and which of them have no effect."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -64,10 +64,23 @@ def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.grad_reduce_in_bf16 and draft.derived.params_dtype != "bfloat16":
         yield Problem(
-            f"--grad-reduce-in-bf16 with {draft.derived.params_dtype} weights", "use --bf16, or leave it out"
+            f"--grad-reduce-in-bf16 with {draft.derived.params_dtype} weights: sums over ranks would have fewer digits than"
+            " the weights that they move",
+            "use --bf16, or leave it out",
         )
 
 
+def nothing_is_gathered(draft: Draft) -> Iterator[str]:
+    path = "parallel.overlap_param_gather"
+    is_whole = draft.config.parallel.data_parallel_sharding_strategy == "no_shard"
+    if draft.is_given(path) and draft.config.get(path) and is_whole:
+        yield (
+            "--overlap-param-gather has no effect without --use-distributed-optimizer: every rank updates all of its"
+            " weights, and none are gathered"
+        )
+
+
+PARALLEL_NOTES: Final = (nothing_is_gathered,)
 PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_is_said_once,
     instances_divide_replicas,

@@ -42,6 +42,20 @@ def training_has_one_length(draft: Draft) -> Problems:
         )
 
 
+def kernels_can_be_compiled(draft: Draft) -> Problems:
+    """Plans of other machines do without the compiler."""
+    training = draft.config.training
+    if (
+        draft.derived.device == "cuda"
+        and training.compile
+        and not (draft.facts.has_triton or training.dry_run)
+    ):
+        yield Problem(
+            "Triton, which compiles the kernels of a run on GPUs, is not installed",
+            "install the triton that this torch names as its requirement, or use --no-compile, which is slower",
+        )
+
+
 def samples_fill_a_batch(draft: Draft) -> Problems:
     training = draft.config.training
     samples, batch = training.train_samples, training.global_batch_size
@@ -190,6 +204,7 @@ RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     *TRANSFORMER_ENGINE_RULES,
     *EXPERT_RULES,
     training_has_one_length,
+    kernels_can_be_compiled,
     samples_fill_a_batch,
     warmup_has_one_length,
     decay_has_one_length,

@@ -48,6 +48,8 @@ class TrainingConfig:
     """Evaluate once before the first iteration, on the samples that the first evaluation reads. Not in Megatron-LM."""
     deterministic_mode: bool = False
     """Use only operations that give the same bits each time, which some are slower for. On a CPU that is always so."""
+    compile: bool = True
+    """Compute with kernels that are compiled where they run, by Triton and flash-attn-4, on GPUs. --no-compile: with torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False
     """Collect Python's garbage on all ranks in the same iterations, not when each sees fit."""
     manual_gc_interval: int = field(default=0, metadata=in_range(at_least=0))

@@ -6,6 +6,7 @@ Nothing is done by `local` in its place: what the library does not have is a pro
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from megatrain.config.context import exchanges, has_documents
 from megatrain.config.errors import Problem
 from megatrain.config.own_layers import layer_function
 from megatrain.config.plan import Draft
@@ -104,11 +105,36 @@ def _missing(draft: Draft) -> Iterator[tuple[str, bool, str]]:
         model.attention_backend != "auto",
         "use --attention-backend auto, with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 against a kernel",
     )
-    cp, num_experts = draft.config.parallel.context_parallel_size, draft.config.experts.num_experts
-    yield f"--context-parallel-size {cp} here", cp > 1, "use --sequence-parallel for long sequences"
+    num_experts = draft.config.experts.num_experts
     yield f"--num-experts {num_experts} here", num_experts is not None, "leave it out"
     own = layer_function(model.spec)
     yield f"layers of one's own (--spec {own})", own is not None, "leave --spec out"
+    yield from _missing_over_context_ranks(draft)
+
+
+def _missing_over_context_ranks(draft: Draft) -> Iterator[tuple[str, bool, str]]:
+    cp = draft.config.parallel.context_parallel_size
+    documents = (
+        f"documents in attention with --context-parallel-size {cp}: it divides each of them over the ranks"
+    )
+    yield (
+        f"{documents}, which hold parts of whole samples here",
+        cp > 1 and has_documents(draft),
+        "leave --context-parallel-size out",
+    )
+    yield (
+        "--cp-comm-type a2a+all_gather, which windows make of a2a+p2p, too",
+        "a2a+all_gather" in draft.derived.context_communication,
+        "use --cp-comm-type all_gather",
+    )
+    few = next((one for one in exchanges(draft) if one.groups % one.ranks), None)
+    if few is not None:
+        said = f"--cp-comm-type {few.way} between {few.ranks} ranks with {few.groups} query groups on each tensor rank"
+        yield (
+            f"{said} (layer {few.layer}, from 0): it copies no keys and values",
+            True,
+            "use --cp-comm-type p2p",
+        )
 
 
 TRANSFORMER_ENGINE_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (

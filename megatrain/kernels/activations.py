@@ -63,7 +63,8 @@ def activate_backward(
     """Gradient of `activate`, in the shape of x. What is clamped has none.
 
     Args:
-        again: [..., f], gets the activation a second time, where it was not kept: the same pass forms it. May be `dy`.
+        again: [..., f], contiguous, gets the activation a second time, where it was not kept: the same pass forms it. May
+            be `dy`.
         uses_up: whether the gradient may lie where x was.
     """
     if is_fused(x) and activation.curve.has_kernel:
@@ -160,6 +161,8 @@ _SQRT_HALF = math.sqrt(0.5)
 _INVERSE_SQRT_2_PI = 1 / math.sqrt(2 * math.pi)
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
+_TANH_END = 10.0
+"""From here on that tanh is 1 to the last bit in fp64 too; further out x * x may be infinite."""
 _QUICK = 1.702
 
 
@@ -176,8 +179,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _gelu_tanh_slope(x: Tensor) -> Tensor:
-    tanh = torch.tanh(_TANH_SCALE * x * (1 + _TANH_CUBE * x * x))
-    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * _TANH_SCALE * (1 + 3 * _TANH_CUBE * x * x)
+    near = x.clamp(-_TANH_END, _TANH_END)
+    tanh = torch.tanh(_TANH_SCALE * near * (1 + _TANH_CUBE * near * near))
+    inner = _TANH_SCALE * (1 + 3 * _TANH_CUBE * near * near)
+    return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
 
 
 def _quick_gelu(x: Tensor) -> Tensor:

@@ -18,14 +18,21 @@ from megatrain.kernels.flash4 import flash4, order_of_sums
 from megatrain.kernels.fused.launching import is_fake
 
 
-def attention_kernel(backend: str, q: Tensor, scale: float) -> AttentionKernel:
-    """The kernel that `backend`, as `derived.attention_backend` names it, comes to on this device in this dtype."""
-    if not q.is_cuda and backend != "math":
-        return CpuFlash(scale)
-    if backend == "math" or q.dtype not in (torch.bfloat16, torch.float16):
+def attention_kernel(backend: str, scale: float) -> AttentionKernel:
+    """The kernel that `backend` names as `derived.attention_backend` does. torch's own choice is one of CPUs here.
+
+    In plans of memory FlashAttention-2 stands for Transformer Engine's kernels.
+    """
+    if backend == "math":
         return WrittenAttention(scale=scale)
-    kernels: dict[str, Callable[[float], AttentionKernel]] = {"flash4": Flash4, "cudnn": CuDnn}
-    return kernels.get(backend, Flash2)(scale)
+    kernels: dict[str, Callable[[float], AttentionKernel]] = {
+        "sdpa": CpuFlash,
+        "flash4": Flash4,
+        "flash2": Flash2,
+        "cudnn": CuDnn,
+        "transformer_engine": Flash2,
+    }
+    return kernels[backend](scale)
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class Flash2:
 
 @dataclass(frozen=True)
 class CuDnn:
-    """cuDNN's kernel for square causal blocks and for whole ones; others go to FlashAttention-2."""
+    """cuDNN's kernel, for square causal blocks and for those that are seen whole."""
 
     scale: float
 
@@ -124,8 +131,9 @@ class CuDnn:
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        if not self._takes(q, k, view):
-            return Flash2(self.scale).forward(q, k, v, view)
+        assert q.shape[0] == k.shape[0] or not view.is_causal, "a causal block that is not square"
+        assert view.window is None, "no windows"
+        assert view.borders is None, "no documents"
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         op = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = op(q, k, v, None, True, 0.0, view.is_causal, False, scale=self.scale)
@@ -134,8 +142,6 @@ class CuDnn:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self._takes(q, k, view):
-            return Flash2(self.scale).backward(dout, q, k, v, out, lse, view)
         dout, q, k, v, out = (x.permute(1, 2, 0, 3) for x in (dout, q, k, v, out))
         no_dropout = q.new_zeros((), dtype=torch.int64)
         found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -144,11 +150,6 @@ class CuDnn:
         )  # fmt: skip
         dq, dk, dv = (x.permute(2, 0, 1, 3) for x in found)
         return dq, dk, dv
-
-    @staticmethod
-    def _takes(q: Tensor, k: Tensor, view: View) -> bool:
-        is_square = q.shape[0] == k.shape[0] or not view.is_causal
-        return is_square and view.window is None and view.borders is None
 
 
 @dataclass(frozen=True)

@@ -191,9 +191,9 @@ def build_model(
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel), ContextParallel(grid.cp)
 
     def leaves_of(layer: int) -> Leaves:
-        if implementation == "transformer_engine":
-            return TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed)
         over = ContextAttention.of(context_ways[layer % len(context_ways)], grid)
+        if implementation == "transformer_engine":
+            return TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed, over)
         return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, over)
 
     leaves = leaves_of(0)

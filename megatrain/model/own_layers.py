@@ -60,13 +60,15 @@ def with_own_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
 def own_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> OwnLayers:
     """What a plan needs to know of the layers. Raises ConfigError."""
     loaded = load_layers(function, model, usual)
+    mixers = [layer.mixer for layer in loaded.layers if layer.mixer is not None]
+    are_written_out = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
     return OwnLayers(
         digest=loaded.digest,
         layers=tuple(map(_sizes, loaded.layers)),
         differences=tuple(_differences(loaded.layers, usual)),
-        have_windows=any(
-            layer.mixer is not None and layer.mixer.window is not None for layer in loaded.layers
-        ),
+        have_windows=any(mixer.window is not None for mixer in mixers),
+        have_sinks=any(mixer.sink != "none" for mixer in mixers),
+        written_out="none" if not any(are_written_out) else "all" if all(are_written_out) else "some",
     )
 
 

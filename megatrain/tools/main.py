@@ -70,6 +70,13 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     )
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
     _add_report(commands)
+    trace = _command(
+        commands,
+        "trace",
+        help="the table of a profile's trace",
+        description="Print where the time went in a trace of --profile, as the run does for rank 0.",
+    )
+    trace.add_argument("file", metavar="FILE", help="trace that --profile wrote, such as rank1.json.gz")
     _add_data(commands, field_help() if with_help else {})
     return parser
 
@@ -80,14 +87,14 @@ def _add_parity(commands: Any) -> None:
         "parity",
         help="prove that every parallel layout computes what one process computes",
         description="Train tiny models under each layout and compare losses, gradients and weights with one process."
-        " Without flags: every pair of options' values in one row at least, in fp64, and some rows in fp32 and bf16.",
+        " Without flags: every pair of options' values in one row at least, in fp64, and some rows in fp32, bf16 and fp16.",
     )
     parity.add_argument(
         "--layouts",
         nargs="+",
         default=[],
         metavar="WORD",
-        help="only layouts with all of these words, such as `tp2 sp` (default: all)",
+        help="only rows with all of these words, such as `tp2 sp`, or where no row has them that layout itself (default: all)",
     )
     which = parity.add_mutually_exclusive_group()
     which.add_argument("--quick", action="store_true", help="the 32 rows in which most pairs meet, in fp64")
@@ -97,9 +104,13 @@ def _add_parity(commands: Any) -> None:
     )
     parity.add_argument("--slice", metavar="I/N", help="only every Nth row, from the Ith on")
     parity.add_argument(
-        "--results", metavar="FILE", help="note rows there, and leave out those that have passed by it"
+        "--results",
+        metavar="FILE",
+        help="note rows there, and leave out those that have passed by it, with the same code",
     )
-    parity.add_argument("--precision", choices=("fp64", "fp32", "bf16"), help="all rows in this precision")
+    parity.add_argument(
+        "--precision", choices=("fp64", "fp32", "bf16", "fp16"), help="all rows in this precision"
+    )
     parity.add_argument(
         "--device",
         choices=("cpu", "cuda"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.data_gradients import GradientSums
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity_faults import planted
@@ -55,12 +58,15 @@ class Measured:
     """Of the first step, as this rank's optimizer holds them; only where rounding is measured."""
 
 
-Precision = Literal["fp64", "fp32", "bf16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+NARROW: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16")
+"""Precisions that are held to noise."""
 Implementation = Literal["local", "transformer_engine"]
 _PRECISION_FLAGS: dict[Precision, str] = {
     "fp64": "--params-dtype float64",
     "fp32": "--params-dtype float32",
     "bf16": "--bf16 --params-dtype bfloat16",
+    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",  # a usual first one skips all three steps
 }
 
 
@@ -79,6 +85,8 @@ class Job:
     has_routes_of_numbers: bool = False
     """Whether experts are chosen by each token's number alone: rounding would send some tokens to others, and their gradients
     elsewhere."""
+    are_sums_rounded: bool = False
+    """Whether gradients are rounded as they are to travel, in one process too: the noise of sums over replicas."""
     draw: int = 0
     """Which initial weights: the default seed's, or those of this seed."""
     fault: str | None = None
@@ -89,7 +97,7 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
     """Three steps of the tiny model, as one rank of a layout sees them."""
     plan = plan_of(job, world_size)
     layout = job.layout
-    with planted(job.fault):
+    with planted(job.fault), _rounded_sums() if job.are_sums_rounded else nullcontext():
         engine = engine_of(plan, rank)
         batches = [_batches_of(job, step, engine) for step in range(NUM_STEPS)]
         gradients = _noted_gradients(engine)
@@ -104,6 +112,23 @@ def measure(rank: int, world_size: int, job: Job) -> Measured:
     return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
 
 
+def _rounded_sums() -> AbstractContextManager[Any]:
+    """Each micro-batch's gradients, and the sums behind them, are rounded as where each has a replica of its own."""
+    formed = GradientSums.formed
+    before: dict[tuple[int, int], torch.Tensor] = {}
+
+    def rounded(self: GradientSums, number: int, *, is_last: bool) -> None:
+        whole = self.memory.wholes[number]
+        key = (id(self), number)
+        sums = before.pop(key, torch.zeros_like(whole))
+        whole.copy_((sums + (whole - sums).to(self.dtype)).to(self.dtype))
+        if not is_last:
+            before[key] = whole.clone()
+        formed(self, number, is_last=is_last)
+
+    return mock.patch.object(GradientSums, "formed", rounded)
+
+
 def _losses_of(report: StepReport) -> Iterator[float]:
     """All that a step tells, with what its routers do."""
     yield from (loss for loss in (report.lm_loss, report.z_loss) if loss is not None)
@@ -114,14 +139,15 @@ def _losses_of(report: StepReport) -> Iterator[float]:
 
 
 def _noted_gradients(engine: Engine) -> list[Part]:
-    """A list that will hold the gradients of the first step, once they are summed."""
+    """A list that will hold the gradients of the first step, once they are summed, without their scale."""
     found: list[Part] = []
     accumulate = engine.accumulate_gradients
 
     def noting(batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, torch.Tensor]:
         sums = accumulate(batches, first_sample=first_sample)
         if not found:
-            found.extend(gradients_of(engine))
+            scale = engine.loss_scaler.scale
+            found.extend(replace(part, values=part.values / scale) for part in gradients_of(engine))
         return sums
 
     engine.accumulate_gradients = noting  # type: ignore[method-assign]
@@ -142,8 +168,9 @@ def plan_of(job: Job, world_size: int) -> Plan:
     flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
+        flags += ["--moe-router-force-load-balancing"]
         # Numbers of bf16 are often alike.
-        flags += ["--moe-router-force-load-balancing", "--moe-router-dtype", "fp32"]
+        flags += ["--moe-router-dtype", "fp32"] if job.layout.has("routersnarrow") else []
     flags += ["--seed", str(job.draw)] if job.draw else []
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)

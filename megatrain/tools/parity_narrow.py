@@ -1,4 +1,4 @@
-"""Parity in fp32 and bf16: no layout is further off than rounding makes one process.
+"""Parity in fp32, bf16 and fp16: no layout is further off than rounding makes one process.
 
 Two questions, each answered by a distance and by a noise that is measured; a distance of at most four times the noise
 passes.
@@ -16,7 +16,10 @@ Whatever else ranks share out changes nothing but the order of sums of the batch
 A norm, and a loss of few tokens, is one number: what rounding makes of it in one process is now and then next to nothing, by
 chance. So a row that is too far is held to the noise of up to `NUM_DRAWS` initial weights. More cannot fail what passed with fewer.
 Tokens count alike in these rows, and experts have neither balancing losses nor a capacity, since micro-batches of another
-size are another step otherwise. In bf16 routes follow from tokens' numbers, not from scores: rounding would send some elsewhere.
+size are another step otherwise. In bf16 and fp16 routes follow from tokens' numbers, not from scores: rounding would send some
+elsewhere.
+Noise has the row's number formats. Gradients that travel in bf16 are rounded, as on their way, in what the noise of both is
+measured with; the fewest ranks that `order` is held to sum in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Final
 from megatrain.model.implementations.transformer_engine import library
 from megatrain.tools.parity_judge import Distance, judge, judge_first_step, without_gradient
 from megatrain.tools.parity_measure import Implementation, Job, Measured, Precision, measure
-from megatrain.tools.parity_rows import MICRO_BATCH, Layout
+from megatrain.tools.parity_rows import MAX_RANKS, MICRO_BATCH, WITHOUT_FORMATS, Layout, is_row
 from megatrain.tools.worker_pool import WorkerPool
 
 TIMES: Final = 4.0
@@ -37,28 +40,46 @@ NUM_DRAWS: Final = 8
 """Of initial weights. Of Gaussian errors, one in 8,000 is more than four times as large as the largest of eight others."""
 FLOOR: Final = 2.0**-22
 """Below this nothing is told apart: two roundings of fp32, in which sums are formed."""
-_LOSS_FLOOR: Final = 2.0**-11
-"""Of the loss in bf16, in `exact`: four times as much is one rounding."""
+_LOSS_FLOORS: Final[dict[Precision, float]] = {"fp32": FLOOR, "bf16": 2.0**-11, "fp16": 2.0**-13}
+"""Of the loss, in `exact`: four times as much is one rounding, but in fp32."""
 
-ROWS: Final = tuple(
-    Layout.of(f"tokens {text}")
-    for text in (
-        "tp2 sp tied gpt2",
-        "dp2 zero1 overlap scale",
-        "dp2 documents",
-        "pp2 tied gemma2",
-        "tp4 sp gemma2 documents",
-        "dp2 zero1 pp2 tied sgd",
-        "dp8 zero1 overlap batch16",
-        "tp2 sp dp2 zero1 overlap pp2 tied zloss",
-        "cp2 dp2 zero1 overlap tied gpt2",
-        "cp2 heads pp2 documents hollow",
-        "dp2 zero1 overlap mixtral ep2 alltoall",
-        "dp2 zero1 deepseek ep2",
-        "tp2 sp qwenmoe etp2 uniform",
-    )
+_ROWS: Final = (
+    "tp2 groups1 sp tied ignored gpt2",
+    "dp2 zero2 overlap scale muon muonfp32",
+    "dp4 zero3 instances2 overlapweights documents momentsbf16",
+    "pp4 tied gemma2",
+    "tp8 groups2 sp documents",
+    "dp2 pp2 ppfirst zero1 overlapgrads tied sgd sumsbf16",
+    "tp2 sp dp2 pp2 zero1 overlap offload tied zloss sumsbf16",
+    "cp2 dp2 zero3 overlap tied gpt2",
+    "cp2 heads pp2 documents hollow",
+    "dp2 zero1 overlap mixtral ep2 alltoall",
+    "dp2 zero2 overlapgrads deepseek ep2 routersfp64",
+    "tp2 sp qwenmoe etp2 uniform",
 )
-"""What is run in fp32 and in bf16 where no precision is asked for."""
+_ROWS_OF_FP16: Final = (
+    "dp2 zero1 overlap",
+    "pp2 tied",
+)
+
+
+_FORMATS: Final = {"fp32": "sumsfp32 momentsfp32", "bf16": "muonbf16"}
+"""The formats that the rows have in a precision, where not all that they name."""
+
+
+def rows_in(precision: Precision, max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
+    """What is run in fp32, bf16 or fp16 where no precision is asked for."""
+    texts = _ROWS_OF_FP16 if precision == "fp16" else _ROWS
+    rows = [Layout.of(f"tokens {text}").but(_FORMATS.get(precision, "")) for text in texts]
+    return tuple(layout for layout in rows if is_row(layout.words, max_ranks=max_ranks))
+
+
+def goes_with(precision: Precision, layout: Layout) -> bool:
+    """Whether this precision has a layout's number formats, and noise that can be measured."""
+    if precision == "fp64":
+        return layout == layout.but(WITHOUT_FORMATS)
+    return layout == of_any_micro_batch(layout) and (precision == "bf16" or not layout.has("sumsbf16"))
+
 
 _SPLITS = (
     "tensor parallelism",
@@ -87,8 +108,7 @@ class NarrowVerdict:
     def is_near(self) -> bool:
         """Whether what is exact is near enough."""
         loss_noise, *others = self.exact_noise
-        floor = _LOSS_FLOOR if self.precision == "bf16" else FLOOR
-        return within(self.exact.numbers, (max(loss_noise, floor), *others))
+        return within(self.exact.numbers, (max(loss_noise, _LOSS_FLOORS[self.precision]), *others))
 
     @property
     def is_good(self) -> bool:
@@ -112,6 +132,7 @@ class NarrowComparer:
     implementation: Implementation = "local"
     """Of the rows. What is exact, and the noise of one process, is always `local`'s."""
     answers: dict[Job, list[Measured]] = field(default_factory=dict)
+    """Of jobs that were run. Comparers may share them: what is exact is the same in all precisions."""
 
     def __post_init__(self) -> None:
         if self.implementation == "transformer_engine":
@@ -125,10 +146,13 @@ class NarrowComparer:
         truth = self._truth(layout)
         order: Distance | None = None
         order_noise: tuple[float, ...] = ()
-        if fewest != layout:
-            idle, usual = without_gradient(truth), self._run(self._job(fewest))
-            order = judge_first_step(usual, found, idle)
-            others = [judge_first_step(usual, self._run(job), idle) for job in orders(self._job(fewest))]
+        usual = fewest.but("sumsfp32")
+        if usual != layout:
+            idle, first = without_gradient(truth), self._run(self._job(usual))
+            order = judge_first_step(first, found, idle)
+            others = [
+                judge_first_step(first, self._run(job), idle) for job in orders(self._noisy_job(fewest))
+            ]
             order_noise = _largest(others)
         exact = judge(truth, _to_first_norm(found))
         verdict = NarrowVerdict(self.precision, exact, self._noise(layout), order, order_noise)
@@ -140,16 +164,21 @@ class NarrowComparer:
 
     def _truth(self, layout: Layout, draw: int = 0) -> Measured:
         """What one process finds in fp64, with these initial weights."""
-        (truth,) = _to_first_norm(self._run(replace(self._alone(layout, draw), precision="fp64")))
+        alone = self._alone(self._job(layout.but(WITHOUT_FORMATS).alone), draw)
+        (truth,) = _to_first_norm(self._run(replace(alone, precision="fp64")))
         return truth
 
     def _noise(self, layout: Layout, draw: int = 0) -> tuple[float, ...]:
         """How far one process in the row's precision is from that."""
-        own = [_to_first_norm(self._run(job)) for job in orders(self._alone(layout, draw))]
+        alone = self._alone(self._noisy_job(layout.alone), draw)
+        own = [_to_first_norm(self._run(job)) for job in orders(alone)]
         return _largest([judge(self._truth(layout, draw), one) for one in own])
 
-    def _alone(self, layout: Layout, draw: int) -> Job:
-        return replace(self._job(layout.alone), implementation="local", draw=draw)
+    def _alone(self, job: Job, draw: int) -> Job:
+        return replace(job, implementation="local", draw=draw)
+
+    def _noisy_job(self, layout: Layout) -> Job:
+        return replace(self._job(layout), are_sums_rounded=layout.has("sumsbf16"))
 
     def _job(self, layout: Layout) -> Job:
         return Job(
@@ -158,7 +187,7 @@ class NarrowComparer:
             self.pool.device,
             self.implementation,
             is_rounding_measured=True,
-            has_routes_of_numbers=self.precision == "bf16",
+            has_routes_of_numbers=self.precision in ("bf16", "fp16") and not layout.has("dense"),
         )
 
     def _run(self, job: Job) -> list[Measured]:

@@ -1,16 +1,19 @@
 """What rows of parity found, a JSON object a line, so that a table that was stopped goes on where it was.
 
-{"precision": "fp64", "implementation": "local", "layout": "tp2 sp", "ranks": 2, "passed": true, "loss": ..., "seconds": ...}
+{"precision": "fp64", "layout": "tp2 sp", "ranks": 2, "passed": true, "loss": ..., "seconds": ..., "by": {"device": "cpu", ...}}
+
+What passed counts for the same implementation, device, code (any file's change makes it other code), Python and libraries.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatrain.tools.parity_rows import Layout
+from megatrain.training.agreement import identity
 
 
 @dataclass
@@ -18,13 +21,17 @@ class Results:
     """The rows that a file holds, and those that are added to it; without a file, nothing is kept."""
 
     path: Path | None
-    implementation: str
+    by: Mapping[str, str]
+    """What the rows are of: implementation, device, code and libraries."""
     passed: set[tuple[str, str]] = field(default_factory=set)
+    num_of_others: int = 0
+    """Rows of the file that do not count, as they are of something else."""
 
     @classmethod
-    def read(cls, path: str | None, implementation: str = "local") -> Results:
-        """What a file holds of an implementation; the last line is left out if a kill cut it short."""
-        results = cls(None if path is None else Path(path), implementation)
+    def read(cls, path: str | None, *, implementation: str = "local", device: str = "cpu") -> Results:
+        """What a file holds of this code; the last line is left out if a kill cut it short."""
+        by = {"implementation": implementation, "device": device, **identity()}
+        results = cls(None if path is None else Path(path), by)
         if results.path is None or not results.path.exists():
             return results
         whole, _, cut = results.path.read_text().rpartition("\n")
@@ -32,7 +39,9 @@ class Results:
             results.path.write_text(f"{whole}\n" if whole else "")
         for line in whole.splitlines():
             entry = json.loads(line)
-            if entry["passed"] and entry.get("implementation", "local") == implementation:
+            if entry.get("by") != by:
+                results.num_of_others += 1
+            elif entry["passed"]:
                 results.passed.add((entry["precision"], entry["layout"]))
         return results
 
@@ -47,12 +56,12 @@ class Results:
             return
         entry = {
             "precision": precision,
-            "implementation": self.implementation,
             "layout": layout.name,
             "ranks": layout.world_size,
             "passed": is_good,
             **dict(zip(("loss", "norm", "gradient", "weight"), map(str, numbers), strict=True)),
             "seconds": round(seconds, 1),
+            "by": dict(self.by),
         }
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")

@@ -4,11 +4,14 @@
     parity_models.py    ─┼─> OPTIONS: words and their flags ──> covering.py ──> rows in which every pair of words meets
     batch sizes         ─┘
 
+Number formats are words too, and in no row of that table: parity_narrow.py has rows with them.
+
 A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
 first word. To add a word, see config/features.py. What is not a row: more than eight ranks, a batch that does not
 divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
 keys and values are to be copied, replicas that do not divide into instances, ranks that experts do not divide, what
-rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses.
+rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses, moments
+where SGD keeps none.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatrain.config.expert_features import EXPERT_OPTIONS
+from megatrain.config.features import NUMBER_FORMATS, REFUSED
 from megatrain.config.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.config.features import REFUSED
 from megatrain.tools.covering import Pair, Partial, covering_rows, possible_pairs
 from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
@@ -46,6 +49,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
     "model": MODELS,
     "batch": _BATCHES,
+    **{option.name: option.words() for option in NUMBER_FORMATS},
 }
 """Words by option, and the flags of each. `ignored`: some labels say that their tokens do not count, and others are no
 ids where the mask is 0. `hollow`: in the middle half of each sample no token counts, which is all that some context ranks
@@ -77,8 +81,11 @@ _MAKE_ROOM: tuple[dict[str, str], ...] = (
 
 WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
 """The words of a dense model."""
+_USUAL_FORMATS = tuple(next(iter(option.words())) for option in NUMBER_FORMATS)
+WITHOUT_FORMATS = " ".join(_USUAL_FORMATS)
+"""The words of the usual number formats."""
 
-_WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
+WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
 _NAMES = tuple(OPTIONS)
 _SIZED: tuple[str, ...] = (
     "tensor parallelism",
@@ -101,14 +108,19 @@ _OF_EXPERTS = (
 )
 """Options besides those that decide whether experts fit."""
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
+_ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
-    word: feature for option in FEATURE_OPTIONS for feature in option.features for word in feature.words()
+    word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
 }
 
-_OPTION_OF = {feature.name: option.name for option in FEATURE_OPTIONS for feature in option.features}
+_OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED for name in one.pair}
-_BOUND = tuple(dict.fromkeys([*_SIZED, *_OF_EXPERTS, *(_OPTION_OF[name] for name in sorted(_TIED))]))
+_BOUND = tuple(
+    dict.fromkeys(
+        [*_SIZED, *_OF_EXPERTS, "optimizer", "moments", *(_OPTION_OF[name] for name in sorted(_TIED))]
+    )
+)
 """Options whose words do not go with all words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
 
@@ -128,11 +140,16 @@ class Layout:
         """The same with other words."""
         words = list(self.words)
         for word in text.split():
-            words[_WORDS[word]] = word
+            words[WORDS[word]] = word
         return Layout(tuple(words))
 
     def has(self, word: str) -> bool:
         return word in self.words
+
+    @property
+    def table_words(self) -> tuple[str, ...]:
+        """Those of the options that tables combine."""
+        return self.words[: -len(NUMBER_FORMATS)]
 
     def words_of(self, *options: str) -> list[str]:
         """The words of some options."""
@@ -182,7 +199,8 @@ class Layout:
         A loss over the global batch up to each micro-batch knows how many replicas go on at once: those stay.
         """
         plain = Layout.of("").words
-        stays = {"data parallelism"} if self.has("globalauxloss") else set()
+        is_of_replicas = self.has("globalauxloss") or self.has("severallosses")
+        stays = {"data parallelism"} if is_of_replicas else set()
         return Layout(
             tuple(
                 usual if option in _IS_LAYOUT - stays else word
@@ -210,6 +228,8 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
     if not {"tworings", "twogathers"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
+        return False
+    if "momentsbf16" in words and "sgd" in words:
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
@@ -278,16 +298,15 @@ def _ranks_divide(sizes: Mapping[str, int], ep: int, etp: int, max_ranks: int, *
 @functools.cache
 def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[Layout, ...]:
     """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first; the first ones."""
-    allowed = functools.partial(is_row, max_ranks=max_ranks)
-    always = [layout for layout in map(Layout.of, ALWAYS) if allowed(layout.words)]
-    rows = covering_rows(_values(), allowed, most)
-    return tuple(dict.fromkeys([*always, *map(Layout, rows)]))[:most]
+    always = [layout for layout in map(Layout.of, ALWAYS) if is_row(layout.words, max_ranks=max_ranks)]
+    rows = covering_rows(_values(), functools.partial(_is_allowed, max_ranks=max_ranks), most)
+    return tuple(dict.fromkeys([*always, *(Layout((*row, *_USUAL_FORMATS)) for row in rows)]))[:most]
 
 
 @functools.cache
 def all_pairs(max_ranks: int = MAX_RANKS) -> frozenset[Pair]:
     """The pairs that can meet in a row."""
-    return frozenset(possible_pairs(_values(), functools.partial(is_row, max_ranks=max_ranks)))
+    return frozenset(possible_pairs(_values(), functools.partial(_is_allowed, max_ranks=max_ranks)))
 
 
 @functools.cache
@@ -295,9 +314,10 @@ def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
     """Every combination of the options in PRODUCT; the others take turns, with fewer ranks where they were too many."""
     fixed = [name for name in _NAMES if name in PRODUCT]
     others = covering_rows(
-        [("*",) if name in PRODUCT else tuple(OPTIONS[name]) for name in _NAMES],
-        lambda row: is_row(tuple(None if word == "*" else word for word in row), max_ranks=max_ranks),
+        [("*",) if name in PRODUCT else words for name, words in zip(_NAMES, _values(), strict=False)],
+        lambda row: _is_allowed(tuple(None if word == "*" else word for word in row), max_ranks),
     )
+    others = [(*row, *_USUAL_FORMATS) for row in others]
     rows: list[Layout] = []
     uses = Counter(dict.fromkeys(others, 0))
     for words in product(*(PRODUCT[name] for name in fixed)):
@@ -317,7 +337,12 @@ def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
 
 
 def _values() -> list[tuple[str, ...]]:
-    return [tuple(words) for words in OPTIONS.values()]
+    """Words of each option that tables combine: all but the number formats, which come last."""
+    return [tuple(words) for words in OPTIONS.values()][: -len(NUMBER_FORMATS)]
+
+
+def _is_allowed(words: Partial, max_ranks: int) -> bool:
+    return is_row((*words, *_USUAL_FORMATS), max_ranks=max_ranks)
 
 
 def _number(word: str) -> int:

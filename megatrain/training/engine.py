@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
+from megatrain.kernels.fused.launching import compile_kernels
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.own_layers import with_own_layers
 from megatrain.model.recompute import Recompute
@@ -57,6 +58,7 @@ class Engine:
         self.device = device
         self.timers = Timers(plan.config.logging.timing_log_level, device)
         config, derived = plan.config, plan.derived
+        compile_kernels(are_wanted=config.training.compile)
         dtype, main_dtype = getattr(torch, derived.params_dtype), getattr(torch, derived.main_dtype)
         self.model = build_model_of(plan, grid, device)
         strategy = config.parallel.data_parallel_sharding_strategy

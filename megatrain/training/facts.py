@@ -7,6 +7,7 @@ What is wrong with a file becomes a problem among the others; nothing here stops
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -64,6 +65,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
         data_problems=tuple(problems),
+        has_triton=importlib.util.find_spec("triton") is not None,
         libraries=library_versions(),
         **found,
     )

@@ -23,6 +23,7 @@ Kind = Literal["vanished", "error", "lost peer", "told elsewhere"]
 """No word at all; an error of its own; a collective that broke; an error that another rank tells."""
 
 _MAX_SUMMARY_CHARACTERS = 300
+_MAX_RANKS_TOLD = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Failure:
     summary: str = ""
     """One line."""
     exit_code: int = 1
+    silent: Sequence[int] = ()
+    """Where a collective broke: ranks that have failed in none, and did not end."""
 
     @property
     def is_reason(self) -> bool:
@@ -54,7 +57,18 @@ class Failure:
                 f"{where} (process {self.pid}) ended without a word: it was killed, for lack of memory perhaps, or crashed"
                 " outside of Python"
             )
-        return f"{where} failed: {self.summary}"
+        return "; ".join(filter(None, (f"{where} failed: {self.summary}", self.others)))
+
+    @property
+    def others(self) -> str:
+        """What there is to say about other ranks, which a traceback does not show."""
+        return f"no failure was heard of from {named(self.silent)}, which may hang" if self.silent else ""
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 3, 7`, or the first of many."""
+    shown, more = ranks[:_MAX_RANKS_TOLD], len(ranks) - _MAX_RANKS_TOLD
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, shown))}" + f" and {more} more" * (more > 0)
 
 
 def place_of(environment: LaunchEnvironment) -> dict[str, Any]:

@@ -171,6 +171,13 @@ class Iterations:
     def _not_finite(self, iteration: Iteration, report: StepReport) -> NotFiniteError:
         """With the place where it began. No step after it has changed a weight, so that it can be computed again."""
         where, fix = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
+        stuck = self.engine.loss_scaler.stuck_steps
+        if stuck > 1:
+            where = (
+                f"the last of {stuck} such steps in a row with a loss scale of {report.loss_scale:g}; {where}"
+            )
+            if self.plan.config.precision.loss_scale is not None:
+                fix = f"use a smaller --loss-scale, or none, with which it adapts itself; {fix}"
         return NotFiniteError(
             f"iteration {iteration.number}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}; {where}",
             fix=fix,

@@ -30,7 +30,7 @@ from megatrain.parallel.groups import groups_of, make_group
 from megatrain.training.agreement import agreed_plan, tell
 from megatrain.training.console import Console
 from megatrain.training.determinism import use_deterministic_operations
-from megatrain.training.early_imports import begin_imports
+from megatrain.training.early_imports import begin_imports, require_triton_cache
 from megatrain.training.failure import exit_code_of
 from megatrain.training.phases import Phases
 from megatrain.training.rank_watch import RankWatch
@@ -129,6 +129,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             device = _own_device(plan, environment)
             if plan.config.training.deterministic_mode and device.type == "cuda":
                 use_deterministic_operations()
+            require_triton_cache(plan)
             begin_imports(plan, phases.console.say)
             if store is not None:
                 _join_world(plan, environment, store, device)

@@ -3,28 +3,35 @@
     weights ─> data ─> forward of each segment ─> backward of each segment ─> gradients        the first that is wrong
 
 The second pass computes the same again, as dropout is keyed by samples, and looks at what passes between segments;
-no gradient is summed over replicas in it, so that each rank sees its own (experts on other ranks see theirs of all). What does not come again was no arithmetic.
+no gradient is summed over replicas in it, so that each rank sees its own (experts on other ranks see theirs of all).
+Ranks that share a segment see the same of what they sum: of them that one is named whose own part was the first that
+was wrong, when it left; all, where no part was. What does not come again was no arithmetic.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor, Segment, Use
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.training.engine import Engine
+from megatrain.training.failure import named
 from megatrain.training.model_tree import layer_numbers
 
 Stage = Literal["weight", "data", "forward", "backward", "gradient"]
 _STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "gradient")
 _MAX_FINDINGS = 100
+_MAX_NAMES = 4
+_NEVER: Final = 1 << 30
 _LOOK_AT_SAMPLES = (
     "go on from the last checkpoint, with a smaller --lr or --clip-grad; or look at the samples"
 )
@@ -44,10 +51,20 @@ class Finding:
     text: str
     order: int = 0
     """Among those of a stage, the earlier the smaller."""
+    left_at: int = _NEVER
+    """How many tensors the rank had sent in this pass when one left that was not finite."""
+    parameter: str = ""
+    """Whose values these are, if they are a parameter's."""
+    segment: int = -1
+    """Of the rank's, if it is one's."""
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return _STAGES.index(self.stage), self.order, self.rank
+    def key(self) -> tuple[int, int, int, int]:
+        return _STAGES.index(self.stage), self.order, self.left_at, self.rank
+
+    def is_like(self, other: Finding) -> bool:
+        """Whether it is the same on another rank, or the same one."""
+        return self.key[:-1] == other.key[:-1] and self.parameter == other.parameter
 
 
 def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> tuple[str, str]:
@@ -67,11 +84,9 @@ def _explained(told: list[list[dict[str, Any]]]) -> tuple[str, str]:
             _FIXES["nothing"],
         )
     first = found[0]
-    others = len({one.rank for one in found if one.key[:2] == first.key[:2]}) - 1
-    also = f" (and the same on {others} other{'s' if others > 1 else ''})" if others else ""
-    return f"first on rank {first.rank}{also}: {first.text}", _FIXES.get(
-        first.stage, f"nothing was updated or saved; {_LOOK_AT_SAMPLES}"
-    )
+    where = named([one.rank for one in found if one.is_like(first)])
+    fix = _FIXES.get(first.stage, f"nothing was updated or saved; {_LOOK_AT_SAMPLES}")
+    return f"first on {where}: {first.text}", fix
 
 
 def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list[Finding]:
@@ -81,7 +96,8 @@ def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list
     for bucket, _ in engine.data_parallel.whole_buckets():
         for placed in bucket.placed:
             for name, count in _bad_pieces(placed.entry, placed.entry.parameter.detach()):
-                found.append(Finding(stage="weight", rank=rank, text=f"{count} values of the weight {name}"))
+                text = f"{count} values of the weight {name}"
+                found.append(Finding(stage="weight", rank=rank, text=text, parameter=name))
     batches = engine.own_parts(batches)
     infos = engine.passes(batches, first_sample=first_sample)
     for batch, info in zip(batches, infos, strict=True):
@@ -90,9 +106,10 @@ def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list
             found.append(Finding(stage="data", rank=rank, text=text, order=info.microbatch))
     second = _SecondPass(engine)
     second.run(batches, infos)
-    found += second.found
+    found += [second.with_gradients(finding) for finding in second.found]
     for name, count in second.bad_gradients.items():
-        found.append(Finding(stage="gradient", rank=rank, text=f"{count} values of the gradient of {name}"))
+        text = f"{count} values of the gradient of {name}"
+        found.append(Finding(stage="gradient", rank=rank, text=text, parameter=name))
     engine.buffers.clear_gradients()
     return found
 
@@ -102,6 +119,7 @@ class _SecondPass:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.sent = _Sent()
         self.found: list[Finding] = []
         self.bad_gradients: dict[str, int] = {}
         """How many values of a piece's gradient are not finite, once it is complete or where its memory goes."""
@@ -122,7 +140,8 @@ class _SecondPass:
             device=engine.device,
             hooks=self,
         )
-        executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+        with self.sent:
+            executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
 
     def note(self, stage: Stage, place: int, name: str, batch: Batch, info: PassInfo) -> None:
         """Segment `place` of this pipeline stage made something of finite input that is not finite."""
@@ -131,7 +150,21 @@ class _SecondPass:
         last = pp.size * 10_000 + count
         order = info.microbatch * last + (depth if stage == "forward" else last - depth)
         text = f"the {stage} pass of {name} in micro-batch {info.microbatch}, {_samples(batch, info)}"
-        self.found.append(Finding(stage=stage, rank=self.engine.grid.rank, text=text, order=order))
+        rank, left_at = self.engine.grid.rank, self.sent.first_bad
+        self.found.append(
+            Finding(stage=stage, rank=rank, text=text, order=order, left_at=left_at, segment=place)
+        )
+
+    def with_gradients(self, finding: Finding) -> Finding:
+        """Which parameters' gradients the backward pass has spoiled in the segment where it went wrong."""
+        entries = self.engine.model.registry.entries.values()
+        own = [piece.name for e in entries if e.segment == finding.segment for piece in e.layout.pieces]
+        bad = [name for name in own if name in self.bad_gradients]
+        if finding.stage != "backward" or not bad:
+            return finding
+        more = f" and {len(bad) - _MAX_NAMES} more" if len(bad) > _MAX_NAMES else ""
+        text = f"{finding.text}; with it the gradients of {', '.join(bad[:_MAX_NAMES])}{more}"
+        return dataclasses.replace(finding, text=text)
 
     def expect(self, uses: Sequence[Use]) -> None:
         """See `SegmentHooks`."""
@@ -159,6 +192,38 @@ class _SecondPass:
             memory.release(number)
 
 
+class _Sent(TorchDispatchMode):
+    """Looks at what this rank gives away while it is entered: ranks of one group send in the same order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.first_bad = 0, _NEVER
+
+    def begin(self) -> None:
+        """Another pass through a segment begins."""
+        self.count, self.first_bad = 0, _NEVER
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            for tensor in _given_away(func, args):
+                if self.first_bad == _NEVER and not _is_finite(tensor):
+                    self.first_bad = self.count
+                self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _given_away(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """What a rank's part in a collective is, before others see it."""
+    schema = func._schema  # noqa: SLF001 (torch tells an operation's arguments nowhere else)
+    if schema.name == "c10d::recv_":
+        return
+    for argument, value in zip(schema.arguments, args, strict=False):
+        if argument.name.startswith(("input", "tensors")):
+            yield from (value,) if isinstance(value, Tensor) else value
+
+
 class _Watched:
     """A segment whose output, and gradients on both sides, are looked at."""
 
@@ -166,11 +231,18 @@ class _Watched:
         self.segment, self.second, self.number, self.name = segment, second, number, name
 
     def __call__(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
+        sent = self.second.sent
+        sent.begin()
         output = self.segment(hidden, batch, info)
         if not _is_finite(output) and (hidden is None or _is_finite(hidden)):
             self.second.note("forward", self.number, self.name, batch, info)
         arrived_finite: list[bool] = []
-        output.register_hook(lambda gradient: arrived_finite.append(_is_finite(gradient)))
+
+        def begin(gradient: Tensor) -> None:
+            sent.begin()
+            arrived_finite.append(_is_finite(gradient))
+
+        output.register_hook(begin)
 
         def look(gradient: Tensor) -> None:
             if arrived_finite[-1] and not _is_finite(gradient):

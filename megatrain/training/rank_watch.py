@@ -27,7 +27,6 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.agreement import failed_before
 from megatrain.training.failure import Failure, describe_failure, place_of
 from megatrain.training.watch_server import WatchServer, keep_alive
 
@@ -44,7 +43,7 @@ class RankWatch:
         store: all ranks' store, for the server's port and token.
 
     Raises:
-        MegatrainError: the server cannot be reached, or the others could not start and have ended.
+        MegatrainError: the server cannot be reached.
     """
 
     def __init__(self, environment: LaunchEnvironment, store: dist.Store) -> None:
@@ -53,8 +52,9 @@ class RankWatch:
         """Called when another rank's failure ends this one, from another thread than the main one."""
         self._server = self._serve(store) if environment.rank == 0 else None
         self._told = json.loads(store.get("watch"))
-        self._connection = self._connect(store)
+        self._connection = self._connect()
         self._is_leaving = False
+        self._verdict: Failure | None = None
         self._may_speak = threading.Event()
         self._may_end = threading.Event()
         self._send({"token": self._told["token"], "place": place_of(environment)})
@@ -69,6 +69,8 @@ class RankWatch:
         failure, failed_at = describe_failure(error, self.environment), time.time()
         self._send({"failure": asdict(failure)})
         self._may_speak.wait(_SECONDS_TO_BE_ENDED)
+        if self._verdict is not None and self._verdict.others:
+            error.add_note(self._verdict.others)
         leave_for_torchrun(self.environment, failure, at=failed_at)
 
     def leave(self) -> None:
@@ -88,14 +90,11 @@ class RankWatch:
         store.set("watch", json.dumps({"port": server.port, "token": server.token, "place": place}))
         return server
 
-    def _connect(self, store: dist.Store) -> socket.socket:
+    def _connect(self) -> socket.socket:
         where = (self.environment.host, self._told["port"])
         try:
             connection = socket.create_connection(where, timeout=_SECONDS_TO_CONNECT)
         except OSError as error:
-            told = failed_before(store)
-            if told is not None:
-                raise told from error
             raise MegatrainError(
                 f"rank {self.environment.rank} cannot reach rank 0 at {where[0]}:{where[1]}: {error}",
                 fix="let the hosts of the job reach each other on all ports, as collectives need too",
@@ -110,23 +109,22 @@ class RankWatch:
 
     def _listen(self) -> None:
         """The watch thread's life."""
-        verdict: Failure | None = None
         with contextlib.suppress(OSError):
             for line in self._connection.makefile("rb"):
                 message = json.loads(line)
                 if "leaving" in message:
                     return
                 if "verdict" in message:
-                    verdict = Failure(**message["verdict"])
-                    threading.Thread(target=self._follow, args=(verdict,), daemon=True).start()
+                    self._verdict = Failure(**message["verdict"])
+                    threading.Thread(target=self._follow, args=(self._verdict,), daemon=True).start()
                 elif "speak" in message:
-                    self._may_speak_of(verdict)
+                    self._may_speak_of(self._verdict)
                 elif "end" in message:
                     self._may_end.set()
         if self._is_leaving:
             return
         self._may_end.set()
-        if verdict is None:
+        if self._verdict is None:
             self._follow(Failure(kind="vanished", **self._told["place"]))
 
     def _may_speak_of(self, verdict: Failure | None) -> None:

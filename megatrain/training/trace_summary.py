@@ -10,11 +10,19 @@ The backward pass runs in a thread of its own, while the range that waits for it
 from __future__ import annotations
 
 import bisect
+import gzip
+import json
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from megatrain.config.errors import InputError
+
+ITERATIONS = "profiled_iterations"
+"""What a trace calls its first and its last iteration."""
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 """Calls in which the host waits for the GPU; a copy to pageable memory waits too, and shows as the first. An asynchronous
 copy, from pinned memory or on the GPU, does not."""
@@ -92,6 +100,24 @@ class TraceSummary:
             f"{name:<18} {part.total / n:9.2f} {part.compute / n:9.2f} {part.exposed / n:13.2f} "
             f"({part.exposed / total:6.1%}) {part.idle / n:9.2f}"
         )
+
+
+def read_trace(file: Path) -> TraceSummary:
+    """What a file says that --profile wrote, also where it was unpacked since.
+
+    Raises:
+        InputError: it is no such file, or damaged.
+    """
+    try:
+        content = file.read_bytes()
+        trace = json.loads(gzip.decompress(content) if file.suffix == ".gz" else content)
+        first, last = trace[ITERATIONS]
+        return summarize(trace["traceEvents"], num_steps=last - first + 1)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{file}: no trace of --profile can be read there ({type(error).__name__}: {error})",
+            fix="name a file that --profile wrote, such as runs/one/profile/rank0.json.gz",
+        ) from error
 
 
 def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernels: int = 15) -> TraceSummary:

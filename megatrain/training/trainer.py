@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ class Trainer:
         assert self.batches.train is not None
         assert self.log is not None
         profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=self.progress.iteration)
+        self._say_if_any(profiling.note())
         self.log.start_clock()
         iterations = Iterations(
             self.ranks,
@@ -217,21 +219,35 @@ class Trainer:
             progress=self.progress,
             stop=stop,
         )
+        try:
+            reason = self._iterate(iterations, stop, profiling)
+        except BaseException as error:
+            text = profiling.at_failure(error)
+            if text is not None and self.ranks.is_main:
+                self._say(text)
+            elif text is not None:
+                print(f"rank {self.ranks.grid.rank}: {text.removeprefix('> ')}", file=sys.stderr, flush=True)
+            raise
+        self._say_if_any(profiling.at_end(reason))
+        return reason
+
+    def _iterate(self, iterations: Iterations, stop: StopRequest, profiling: Profiling) -> str | None:
+        """The loop itself."""
         reason = None
         while not self._is_last and reason is None:
             number = iterations.next_number
             profiling.before_iteration(number)
             is_border = self._is_border(number, stop) or profiling.is_border(number)
             reason = iterations.run_next(waits=is_border)
-            self._tell_profile(profiling)
+            self._tell_profile(profiling, is_stopping=reason is not None or self._is_last)
             self.garbage.after_iteration(number)
             if not iterations.underway:
                 reason = self._evaluate_if_due(stop) or reason
                 self._save_if_due(is_stopping=reason is not None)
         return reason
 
-    def _tell_profile(self, profiling: Profiling) -> None:
-        text = profiling.after_iteration(self.progress.iteration)
+    def _tell_profile(self, profiling: Profiling, *, is_stopping: bool) -> None:
+        text = profiling.after_iteration(self.progress.iteration, is_stopping=is_stopping)
         if text is not None:
             assert self.log is not None
             self._say(text)
@@ -371,3 +387,7 @@ class Trainer:
 
     def _say(self, text: str) -> None:
         self.ranks.console.say(text)
+
+    def _say_if_any(self, text: str | None) -> None:
+        if text is not None:
+            self._say(text)

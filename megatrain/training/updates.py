@@ -64,6 +64,7 @@ def loss_scaler_of(plan: Plan) -> LossScaler:
             minimum=precision.min_loss_scale,
             window=precision.loss_scale_window,
             hysteresis=precision.hysteresis,
+            skips_all=not is_checked,
         )
     return ConstantLossScale(
         precision.loss_scale or 1.0,

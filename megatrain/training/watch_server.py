@@ -15,7 +15,7 @@ import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.training.failure import Failure, first_of
@@ -166,7 +166,7 @@ class WatchServer:
         now = time.monotonic()
         if self._verdict is None:
             if now >= self._decide_at:
-                self._verdict = first_of(self._heard)
+                self._verdict = self._judged()
                 self._tell_all({"verdict": json.loads(self._verdict.to_json())})
                 self._speak_at = now + SECONDS_TO_FALL_SILENT
             return
@@ -179,6 +179,12 @@ class WatchServer:
         elif now >= self._end_at:
             self._end_at = float("inf")
             self._tell_all({"end": True})
+
+    def _judged(self) -> Failure:
+        """Whose end was first; and who may be waited for, where nothing but broken collectives is known."""
+        first, heard = first_of(self._heard), {failure.rank for failure in self._heard}
+        silent = sorted({peer.rank for peer in self._peers if peer.rank is not None} - heard)
+        return replace(first, silent=silent) if first.kind == "lost peer" else first
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         """The own rank comes last, as it may end the process."""

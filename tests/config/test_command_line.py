@@ -74,7 +74,11 @@ def test_a_flag_sets_its_field(argv, path, expected):
         (["--num-layers", "1.5"], "--num-layers 1.5 is not a whole number"),
         (["--num-layers", "0"], "--num-layers 0 must be at least 1"),
         (["--num-layers", "none"], "--num-layers none is not a whole number"),
-        (["--lr", "fast"], "--lr fast is not a number\n  fix: --lr takes a number above 0"),
+        (["--lr", "fast"], "--lr fast is not a number\n  fix: --lr takes a number above 0 and at most 1e+30"),
+        (
+            ["--lr", "1e38"],
+            "--lr 1e38 must be above 0 and at most 1e+30\n  fix: --lr takes a number above 0 and",
+        ),
         (["--lr", "nan"], "--lr nan is not finite"),
         (["--lr", "-1e-4"], "--lr -1e-4 must be above 0"),
         (["--hidden-dropout", "1"], "--hidden-dropout 1 must be at least 0 and below 1"),

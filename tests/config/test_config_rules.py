@@ -21,6 +21,7 @@ OF_EXPERTS = LayerSizes(
 )  # fmt: skip
 ENGINE = "--transformer-impl transformer_engine"
 WITH_ENGINE = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
+TWO_WITH_ENGINE = Facts(device="cuda", world_size=2, libraries={"transformer_engine": "2.20.2"})
 
 
 def dataset(prefix, num_sequences, *, split="all", weight=None):
@@ -80,21 +81,36 @@ CASES = {
         ("--attention-backend flash4 --bf16", "", Facts(device="cuda", libraries={"flash-attn-4": "4.0.0b9"}),
          ("--attention-backend flash4: flash-attn-4 4.0.0b9 is older than 4.0.0b36\n"
          "  fix: install it (pip install 'flash-attn-4>=4.0.0b36'), or use --attention-backend auto")),
+        ("--attention-backend flash4 --bf16 --no-compile", "", Facts(device="cuda", libraries={"flash-attn-4": "4.0.0b36"}),
+         ("--attention-backend flash4: flash-attn-4 is compiled where it runs, which --no-compile rules out\n"
+          "  fix: use --attention-backend auto")),
         ("--attention-backend flash4 --bf16", "", A100,
-         ("--attention-backend flash4: it does not run on NVIDIA A100 (compute capability 8.0)\n"
+         ("--attention-backend flash4: flash-attn-4 does not run on NVIDIA A100 (compute capability 8.0)\n"
          "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --bf16 --deterministic-mode", "", CUDA,
-         ("--attention-backend cudnn: its backward pass gives other bits each time (--deterministic-mode)\n"
+         ("--attention-backend cudnn: cuDNN's attention gives other bits each time in its backward pass (--deterministic-mode)\n"
          "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --bf16", "", Facts(device="cuda", device_name="Tesla V100", device_capability=(7, 0)),
-         ("--attention-backend cudnn: it does not run on Tesla V100 (compute capability 7.0)\n"
+         ("--attention-backend cudnn: cuDNN's attention does not run on Tesla V100 (compute capability 7.0)\n"
          "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --bf16 --spec my.py:layers", "",
          Facts(device="cuda", own_layers=OwnLayers(digest="1", layers=(WIDE_HEADS,) * 4, differences=())),
-         ("--attention-backend cudnn: it takes heads of at most 128 channels in multiples of 8, and layer 0 (from 0) has 136\n"
+         ("--attention-backend cudnn: cuDNN's attention takes heads of at most 128 channels in multiples of 8, and layer 0 (from 0) has 136\n"
          "  fix: use --attention-backend auto")),
+        ("--attention-backend cudnn --bf16 --window-size 8,0 --reset-attention-mask", "", CUDA,
+         ("--attention-backend cudnn: cuDNN's attention is not for documents and windows\n"
+          "  fix: use --attention-backend auto")),
+        ("--attention-backend flash2 --bf16 --attention-dropout 0.1", "attention-dropout", CUDA,
+         ("--attention-backend flash2: no fused kernel has --attention-dropout 0.1\n"
+          "  fix: use --attention-dropout 0, or --attention-backend auto, which holds scores in memory")),
+        ("--attention-backend sdpa --attn-logit-softcapping 50", "", None,
+         ("--attention-backend sdpa: no fused kernel has --attn-logit-softcapping 50.0\n"
+          "  fix: use --attention-backend auto, which holds scores in memory")),
+        ("--attention-backend sdpa --softmax-type off-by-one", "", CUDA,
+         ("--attention-backend sdpa: no fused kernel of float32 on a GPU is for sinks\n"
+          "  fix: use --attention-backend auto, which holds scores in memory")),
         ("--attention-backend cudnn --kv-channels 192 --bf16", "", CUDA,
-         ("--attention-backend cudnn: it takes heads of at most 128 channels in multiples of 8, and --kv-channels is 192\n"
+         ("--attention-backend cudnn: cuDNN's attention takes heads of at most 128 channels in multiples of 8, and --kv-channels is 192\n"
          "  fix: use --attention-backend auto")),
     ],
     "query_groups_are_given": [
@@ -185,11 +201,14 @@ CASES = {
          ("--spec gives layer 0 (from 0) 6 experts, and --num-experts is left out\n"
           "  fix: use --num-experts 6, and as many experts in each layer that has any")),
     ],
-    "attention_tells_its_log_sums": [
+    "attention_has_a_kernel": [
         ("--kv-channels 100 --bf16 --softmax-type off-by-one --attention-dropout 0", "", CUDA,
-         ("--softmax-type off-by-one needs FlashAttention-2 of torch, and it takes heads of at most 256 channels in"
-          " multiples of 8, and --kv-channels is 100\n"
+         ("--attention-backend auto: FlashAttention-2 of torch, which is left for sinks, takes heads of at most 256 channels"
+          " in multiples of 8, and --kv-channels is 100\n"
           "  fix: use --attention-backend math, which holds all scores of a block in memory")),
+        ("--attention-backend flash --bf16 --window-size 8,0", "", Facts(device="cuda", device_capability=(7, 5)),
+         ("--attention-backend flash: FlashAttention-2 of torch, which is left for windows, does not run on the GPU (compute"
+          " capability 7.5)\n  fix: use --attention-backend math, which holds all scores of a block in memory")),
     ],
     "capacity_settings_have_an_effect": [
         ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "", None,
@@ -369,7 +388,7 @@ CASES = {
           " --sequence-parallel over --tensor-model-parallel-size 4 need\n  fix: use --seq-length 16")),
     ],
     "narrow_reduction_needs_narrow_weights": [
-        ("--grad-reduce-in-bf16", "", None, "--grad-reduce-in-bf16 with float32 weights\n  fix: use --bf16"),
+        ("--grad-reduce-in-bf16", "", None, "--grad-reduce-in-bf16 with float32 weights: sums over ranks would have fewer digits"),
     ],
     "sequence_divides_over_tp_ranks": [
         ("--seq-length 127 --tensor-model-parallel-size 2 --sequence-parallel", "", Facts(world_size=2),
@@ -388,6 +407,11 @@ CASES = {
         ("", "--train-iters", None, "neither --train-iters nor --train-samples is given\n  fix: say how long to train"),
         ("--train-samples 50", "", None,
          "--train-iters 10 and --train-samples 50 both say how long to train\n  fix: give one of them"),
+    ],
+    "kernels_can_be_compiled": [
+        ("", "", Facts(device="cuda", has_triton=False),
+         ("Triton, which compiles the kernels of a run on GPUs, is not installed\n"
+         "  fix: install the triton that this torch names as its requirement, or use --no-compile, which is slower")),
     ],
     "samples_fill_a_batch": [
         ("--train-samples 1 --eval-iters 0", "--train-iters", None,
@@ -607,10 +631,19 @@ CASES = {
          "  fix: install a later one, or use --transformer-impl local")),
     ],
     "transformer_engine_computes_this": [
-        (f"{ENGINE} --bf16 --context-parallel-size 2", "",
-         Facts(device="cuda", world_size=2, libraries={"transformer_engine": "2.20.2"}),
-         ("--transformer-impl transformer_engine does not have --context-parallel-size 2 here\n"
-         "  fix: use --sequence-parallel for long sequences, or use --transformer-impl local")),
+        (f"{ENGINE} --bf16 --context-parallel-size 2 --reset-attention-mask", "", TWO_WITH_ENGINE,
+         ("--transformer-impl transformer_engine does not have documents in attention with --context-parallel-size 2: it"
+         " divides each of them over the ranks, which hold parts of whole samples here\n"
+         "  fix: leave --context-parallel-size out, or use --transformer-impl local")),
+        (f"{ENGINE} --bf16 --context-parallel-size 2 --cp-comm-type a2a --group-query-attention --num-query-groups 1", "",
+         TWO_WITH_ENGINE,
+         ("--transformer-impl transformer_engine does not have --cp-comm-type a2a between 2 ranks with 1 query groups on each"
+         " tensor rank (layer 0, from 0): it copies no keys and values\n"
+         "  fix: use --cp-comm-type p2p, or use --transformer-impl local")),
+        (f"{ENGINE} --bf16 --context-parallel-size 4 --cp-comm-type a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
+         "", Facts(device="cuda", world_size=4, libraries={"transformer_engine": "2.20.2"}),
+         ("--transformer-impl transformer_engine does not have --cp-comm-type a2a+all_gather, which windows make of a2a+p2p,"
+         " too\n  fix: use --cp-comm-type all_gather, or use --transformer-impl local")),
         (f"{ENGINE} --bf16", "", Facts(libraries={"transformer_engine": "2.20.2"}),
          ("--transformer-impl transformer_engine computes on GPUs, and this run on cpu\n"
          "  fix: use --transformer-impl local")),

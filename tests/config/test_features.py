@@ -4,19 +4,16 @@ import dataclasses
 
 import pytest
 
-from megatrain.config.features import OPTIONS, Refused, features_are_proven, features_of
+from megatrain.config.features import NUMBER_FORMATS, OPTIONS, Refused, features_are_proven, features_of
 from megatrain.config.tree import settings
 
 APART = {
     "parallel.distributed_backend": "carries the same sums",
     "optimizer.apply_wd_to_qk_layernorm": "is on in a model of parity",
-    "optimizer.exp_avg_dtype": "a number format, measured against its noise",
-    "optimizer.exp_avg_sq_dtype": "a number format, measured against its noise",
     "optimizer.muon_nesterov": "a row of muon has it",
     "optimizer.muon_no_split_qkv": "a row of muon has it",
     "optimizer.muon_scale_mode": "a number for each whole matrix",
     "optimizer.muon_coefficient_type": "numbers for each whole matrix",
-    "optimizer.muon_fp32_matmul_prec": "a number format, measured against its noise",
     "parallel.context_parallel_chunk_means": "makes the loss depend on how samples are split, as in Megatron-LM",
     "experts.moe_router_score_function": "softmax and sigmoid are in rows of experts; others are functions of one number",
     "experts.moe_router_pre_softmax": "a row of experts has it",
@@ -24,12 +21,10 @@ APART = {
     "experts.moe_shared_expert_gate": "a row of experts has it",
     "experts.moe_pad_expert_input_to_capacity": "a row of capacity has it",
     "experts.moe_token_drop_policy": "rows of capacity have both",
-    "experts.moe_router_dtype": "a number format",
     "experts.moe_router_force_load_balancing": "for measurements: tests/distributed/test_routers_over_ranks.py holds it to one process",
-    "precision.bf16": "a number format, measured against its noise",
-    "precision.fp16": "a number format, measured against its noise",
-    "precision.grad_reduce_in_bf16": "a number format, measured against its noise",
-    "precision.params_dtype": "a number format, measured against its noise",
+    "precision.bf16": "a precision of parity",
+    "precision.fp16": "a precision of parity",
+    "precision.params_dtype": "a precision of parity",
     "training.decrease_batch_size_if_needed": "says how many samples a batch has, before anything is split",
     "training.check_for_nan_in_loss_and_grad": "tells what follows from a norm that parity compares",
     "training.check_for_large_grads": "the same",
@@ -37,6 +32,7 @@ APART = {
     "training.skip_train": "leaves training out",
     "training.eval_at_start": "is an evaluation more",
     "training.deterministic_mode": "chooses kernels",
+    "training.compile": "chooses kernels",
     "training.manual_gc": "frees memory",
     "training.manual_gc_eval": "frees memory",
     "training.device": "where to compute",
@@ -52,14 +48,14 @@ def test_a_choice_is_an_option_of_parity_or_known_to_be_none(section):
         for setting in settings()
         if setting.section == section and (setting.choices or setting.kind is bool)
     }
-    varied = {path for option in OPTIONS for path in option.settings}
+    varied = {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings}
     apart = {path for path in APART if path.startswith(f"{section}.")}
     assert choices - varied == apart, "add a Feature to config/features.py, or a reason here"
 
 
 def test_an_option_names_settings_that_are_there():
     known = {setting.path for setting in settings()} | {"derived.data_parallel_size"}
-    assert {path for option in OPTIONS for path in option.settings} <= known
+    assert {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings} <= known
 
 
 def test_a_refused_pair_is_named_with_its_flags(plan_of):
@@ -87,3 +83,31 @@ def test_a_value_that_is_not_in_the_table_is_not_proven(plan_of):
     assert str(problem) == (
         "--optimizer sgd is not proven by `megatrain parity`\n  fix: use --optimizer adam"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        ("aux_loss --moe-aux-loss-coeff 1e-2", "auxloss"),
+        ("aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-3", "severallosses"),
+        ("aux_loss seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3 1e-3", "severallosses"),
+        ("aux_loss seq_aux_loss --moe-aux-loss-coeff 0 1e-3", "seqauxloss"),
+    ],
+)
+def test_several_losses_of_routers_are_a_feature_of_their_own(plan_of, flags, feature):
+    experts = "--disable-bias-linear --num-experts 4 --moe-router-load-balancing-type"
+    (balancing,) = (option for option in OPTIONS if option.name == "balancing")
+    used = features_of(plan_of(f"{experts} {flags}"), OPTIONS)
+    assert {one.name for one in balancing.features} & set(used) == {feature}
+
+
+@pytest.mark.parametrize(
+    ("flags", "feature"),
+    [
+        ("--exp-avg-dtype bf16", "momentsbf16"),
+        ("--exp-avg-sq-dtype bf16", "momentsbf16"),
+        ("--optimizer muon --muon-fp32-matmul-prec high", "muonfp32"),
+    ],
+)
+def test_a_number_format_is_a_feature(plan_of, flags, feature):
+    assert feature in features_of(plan_of(flags), (*OPTIONS, *NUMBER_FORMATS))

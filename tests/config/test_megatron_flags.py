@@ -11,7 +11,7 @@ from megatrain.config.differences import DIFFERENT_DEFAULTS
 from megatrain.config.loading import load_value
 from megatrain.config.megatron_flags import aliases, megatron_flags
 from megatrain.config.megatron_former import FORMER_FLAGS
-from megatrain.config.megatron_table import ALIASES, ANSWERS, CHOICES_TO_COME
+from megatrain.config.megatron_table import ALIASES, ANSWERS, CHOICES_ELSEWHERE, CHOICES_TO_COME
 from megatrain.config.tree import flag_of, settings
 from megatrain.config.values import AUTO, REQUIRED
 
@@ -84,7 +84,8 @@ def test_settings_take_what_megatrons_take(megatron):
         assert (flag, setting.kind is bool) == (flag, row["type"].startswith("flag"))
         assert (flag, setting.is_list) == (flag, bool(row["nargs"]))
         choices = filter(None, row["choices"].split("|")) if setting.choices else []
-        assert set(choices) <= {*setting.choices, *CHOICES_TO_COME.get(flag, ())}
+        others = {*CHOICES_TO_COME.get(flag, ()), *CHOICES_ELSEWHERE.get(flag, ())}
+        assert set(choices) <= {*setting.choices, *others}
 
 
 # Where Megatron-LM decides later what the default is, or spells it otherwise.
@@ -197,7 +198,7 @@ OF_LONG_AGO = {
     "--use-npy-data-loader": "use preprocess_data.py",
     "--train-data corpus.json": "use --train-data-path",
     "--cache-dir cache": "use --data-cache-path",
-    "--cpu-torch-adam": "--use-distributed-optimizer",
+    "--cpu-torch-adam": "--optimizer-cpu-offload",
     "--no-contiguous-buffers-in-local-ddp": "leave this out",
     "--DDP-impl torch": "use --DDP-impl local",
     "--data-impl lazy": "use --data-impl mmap",
@@ -227,10 +228,25 @@ def test_yaml_refuses_what_is_of_long_ago(argv, tmp_path):
     assert OF_LONG_AGO[argv] in problem.split("fix:")[1]
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--optimizer dist_muon", "--optimizer dist_muon is no choice of its own here\n  fix: use --optimizer muon; "),
+        ("--optimizer soap", "--optimizer soap is not there yet"),
+        ("--cpu-optimizer", "fix: use --optimizer-cpu-offload"),
+        ("--delay-grad-reduce", "as it would change no result\n  fix: leave this out; --overlap-grad-reduce and"),
+        ("--delay-param-gather", "--overlap-param-gather are on by default"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_what_is_there_instead(argv, words):
+    _, (problem,) = told(*argv.split())
+    assert words in problem
+
+
 def test_flags_of_one_feature_are_one_problem():
     _, problems = told("--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "2", "--lr", "fast", "--mtp-hsm")
     assert problems == [
-        "--lr fast is not a number\n  fix: --lr takes a number above 0",
+        "--lr fast is not a number\n  fix: --lr takes a number above 0 and at most 1e+30",
         (
             "--mtp-num-layers 1, --mtp-loss-scaling-factor 2, --mtp-hsm: multi-token prediction (MTP) is not there yet\n"
             "  fix: leave this out"

@@ -44,12 +44,26 @@ def test_experts_without_their_kernel_are_told(plan_of):
         assert not any(told in note for note in plan_of(flags, facts=facts).notes)
 
 
+def test_a_gather_of_what_is_whole_is_told(plan_of):
+    told = "--overlap-param-gather has no effect without --use-distributed-optimizer"
+    for flags, is_told in (
+        ("--overlap-param-gather --no-use-distributed-optimizer", True),
+        ("--overlap-param-gather --data-parallel-sharding-strategy no_shard", True),
+        ("--no-use-distributed-optimizer", False),
+        ("--overlap-param-gather", False),
+    ):
+        assert any(told in note for note in plan_of(flags).notes) == is_told
+
+
 def test_a_start_that_does_not_go_on_is_told(plan_of):
     (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
     assert "give --pretrained-checkpoint x --load y --save y" in note
 
 
-def test_a_profile_that_is_never_written_is_told(plan_of):
+def test_a_profile_that_the_run_cuts_short_is_told(plan_of):
     late = plan_of("--profile --train-iters 11").notes
-    assert any("--profile-step-end 12: the run ends at iteration 11" in note for note in late)
+    assert "--profile-step-end 12: the run ends at iteration 11, and so does the profile" in late
+    never = plan_of("--profile --train-iters 10").notes
+    assert "--profile-step-start 10: the run ends at iteration 10, and nothing is profiled" in never
+    assert not any("the run ends" in note for note in plan_of("--profile --train-iters 12").notes)
     assert any("--profile-ranks: without effect" in note for note in plan_of("--profile-ranks 0").notes)

@@ -5,8 +5,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -24,9 +25,18 @@ class ForkedJob:
         num_ranks: processes to start.
         folder: for their output.
         plant: what goes wrong.
+        more_flags: of single ranks.
     """
 
-    def __init__(self, flags: list[str], num_ranks: int, folder: Path, plant: Plant = lambda _: None) -> None:
+    def __init__(
+        self,
+        flags: list[str],
+        num_ranks: int,
+        folder: Path,
+        plant: Plant = lambda _: None,
+        *,
+        more_flags: Mapping[int, list[str]] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self.exit_codes: dict[int, int] = {}
         """Of the ranks that have ended; negative: by this signal."""
@@ -38,7 +48,7 @@ class ForkedJob:
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                self._live(rank, num_ranks, port, flags, plant)
+                self._live(rank, num_ranks, port, [*flags, *more_flags.get(rank, [])], plant)
             self.pids.append(pid)
 
     def output(self, rank: int) -> str:

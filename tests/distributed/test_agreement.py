@@ -1,5 +1,6 @@
 """Ranks that were started differently are found before any process group exists."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,26 +9,63 @@ from run_here import MODEL
 
 from megatrain.training import agreement
 
+TP = "--tensor-model-parallel-size"
+SAME_COMMAND = "  fix: start all ranks with the same command line and the same files\n"
 
-def test_everything_that_differs_is_told_in_one_line(tmp_path: Path) -> None:
-    def plant(rank):
-        if rank == 2:
-            parsed = agreement.resolve
-            agreement.resolve = lambda request, facts: parsed(
-                type(request)(
-                    request.config.with_values({"optimizer.lr": 0.5, "training.seed": 7}), request.origins
-                ),
-                facts,
-            )
 
-    job = ForkedJob(MODEL, 4, tmp_path, plant)
+@pytest.mark.parametrize(
+    ("num_ranks", "more_flags", "told"),
+    [
+        (
+            4,
+            {2: ["--lr", "0.5", "--seed", "7"]},
+            {2: "error: --lr is 0.5 on this rank and 0.01 on rank 0; --seed is 7 on this rank and 1234 on rank 0\n"},
+        ),
+        (2, {1: [TP, "3"]}, {1: f"error: {TP} is 3 on this rank and 1 on rank 0\n"}),
+        (3, {0: [TP, "2"]}, dict.fromkeys((1, 2), f"error: {TP} is 1 on this rank and 2 on rank 0\n")),
+        (2, {0: ["--kv-channels", "4"]}, {1: "error: --kv-channels is left open on this rank and 4 on rank 0\n"}),
+        (2, {0: [TP, "2"], 1: ["--bogus", "--lr", "x"]}, None),
+    ],
+)  # fmt: skip
+def test_what_differs_is_told_before_what_follows_from_it(
+    tmp_path: Path, num_ranks, more_flags, told
+) -> None:
+    job = ForkedJob(MODEL, num_ranks, tmp_path, more_flags=more_flags)
     job.wait()
-    assert job.exit_codes == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert job.output(2) == (
-        "rank 2: error: --lr is 0.5 on this rank and 0.01 on rank 0; --seed is 7 on this rank and 1234 on rank 0\n"
-        "  fix: start all ranks with the same command line and the same files\n"
-    )
+    assert job.exit_codes == dict.fromkeys(range(num_ranks), 2)
+    assert "error" not in job.output(0)
+    if told is None:
+        assert job.output(1).startswith("rank 1: error: 2 problems\n1. --bogus is not a flag\n")
+        return
+    for rank in range(1, num_ranks):
+        assert job.output(rank) == (f"rank {rank}: {told[rank]}{SAME_COMMAND}" if rank in told else "")
+
+
+def test_what_rank_0_alone_has_wrong_it_tells(tmp_path: Path) -> None:
+    job = ForkedJob(MODEL, 2, tmp_path, more_flags={0: ["--config", str(tmp_path / "missing.yaml")]})
+    job.wait()
+    assert job.exit_codes == {0: 2, 1: 2}
+    assert f"error: --config {tmp_path / 'missing.yaml'}" in job.output(0)
     assert job.output(1) == ""
+
+
+def test_a_variable_that_differs_is_told(tmp_path: Path) -> None:
+    def plant(rank):
+        if rank == 1:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+    job = ForkedJob(MODEL, 2, tmp_path, plant)
+    job.wait()
+    assert job.exit_codes == {0: 2, 1: 2}
+    assert "error: CUBLAS_WORKSPACE_CONFIG is :4096:8 on this rank and not set on rank 0\n" in job.output(1)
+
+
+def test_what_all_have_wrong_rank_0_tells_once(tmp_path: Path) -> None:
+    job = ForkedJob([*MODEL, TP, "2"], 3, tmp_path)
+    job.wait()
+    assert job.exit_codes == dict.fromkeys(range(3), 2)
+    assert "3 ranks" in job.output(0).partition("error: ")[2]
+    assert job.output(1) == job.output(2) == ""
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,21 @@ def test_one_rank_ends_all(tmp_path: Path, culprit, dies, exit_codes, words) -> 
         assert status["reason"].startswith(f"rank {culprit} of 4 on")
 
 
+def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
+    def plant(rank):
+        if rank == 1:
+            at_step(3, lambda: time.sleep(60))
+
+    flags = [*FOREVER, "--distributed-timeout-seconds-after-init", "4"]
+    job = ForkedJob([*flags, "--global-batch-size", "6"], 3, tmp_path, plant)
+    assert job.wait() < 15
+    assert job.exit_codes == dict.fromkeys(range(3), 1)
+    shown = job.output(0) + job.output(2)
+    assert shown.count("failed:\n") == 1
+    assert shown.rstrip().endswith("no failure was heard of from rank 1, which may hang")
+    assert job.output(1) == ""
+
+
 def test_a_batch_that_a_thread_cannot_read_ends_all(tmp_path: Path) -> None:
     def plant(rank):
         fill = BatchLoader._fill

@@ -1,4 +1,4 @@
-"""NaNs planted under tp2 dp2 pp2: the message names rank, place, micro-batch and samples, on all ranks alike."""
+"""NaNs planted in layouts of tp2: the message names rank, place, micro-batch and samples, on all ranks alike."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import torch
 from run_here import LAYOUTS, make_trainer
 
+from megatrain.optim import loss_scale
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
 from megatrain.training.iterations import Iterations, NotFiniteError
@@ -49,6 +50,34 @@ def plant_activation(trainer: Trainer) -> None:
     trainer.engine.model.segments[1].register_forward_hook(spoil)
 
 
+def plant_own_part(trainer: Trainer) -> None:
+    """What a tensor rank's first half of layer 0's MLP makes: the second halves are summed over ranks."""
+
+    def spoil(_module, _arguments, output):
+        hidden, inner = output
+        return hidden, inner * torch.nan
+
+    trainer.engine.model.segments[1].get_submodule("branches.1.fc1").register_forward_hook(spoil)
+
+
+def plant_own_gradient(trainer: Trainer) -> None:
+    """The gradient of that, which the first half sums over ranks."""
+
+    def spoil(_module, _arguments, output):
+        output[1].register_hook(lambda gradient: gradient * torch.nan)
+
+    trainer.engine.model.segments[1].get_submodule("branches.1.fc1").register_forward_hook(spoil)
+
+
+def plant_sum(trainer: Trainer) -> None:
+    """Each rank's part of a sum is finite, and what comes of it is not."""
+
+    def spoil(_module, _arguments, output):
+        return output * torch.inf
+
+    trainer.engine.model.segments[1].get_submodule("branches.1.fc2").register_forward_hook(spoil)
+
+
 def plant_data(trainer: Trainer) -> None:
     """The loss mask of the second micro-batch."""
     loader = trainer.batches.train
@@ -84,7 +113,10 @@ def told(
     flags: list[str],
     num_ahead: int,
 ) -> str:
-    """What a run says whose `culprits` are spoiled before the step of `ITERATION`, and which runs so many steps ahead."""
+    """What a run says whose `culprits` are spoiled before the step of `ITERATION`, and which runs so many steps ahead.
+
+    Without a scale that moves, that step is the last.
+    """
     trainer = make_trainer(rank, world_size, [*FLAGS, "--eval-iters", "0", *flags])
     trainer.resume()
     run_next = Iterations.run_next
@@ -97,20 +129,26 @@ def told(
     with (
         mock.patch.object(Iterations, "run_next", planted),
         mock.patch.object(Engine, "num_ahead", num_ahead),
+        mock.patch.object(loss_scale, "MOST_STUCK_STEPS", 2),
     ):
         try:
             trainer.train()
         except NotFiniteError as error:
-            assert trainer.progress.iteration == ITERATION
+            assert trainer.progress.iteration == ITERATION + ("--fp16" in flags)
             return str(error)
     return "no error"
 
 
 CASES = [
     (plant_weight, (5, 7),
-     "first on rank 5 (and the same on 1 other): 1 values of the weight decoder.layers.2.attention.k.weight"),
+     "first on ranks 5, 7: 1 values of the weight decoder.layers.2.attention.k.weight"),
     (plant_activation, (6,), "first on rank 6: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
     (plant_gradient, (2,), "first on rank 2: the backward pass of decoder.layers.1 in micro-batch 1, samples 22 to 23"),
+    (plant_own_part, (1,), "first on rank 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
+    (plant_own_part, (7,), "first on rank 7: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
+    (plant_own_gradient, (3,), ("first on rank 3: the backward pass of decoder.layers.0 in micro-batch 0, samples 18 to 19"
+     "; with it the gradients of decoder.layers.0.")),
+    (plant_sum, (0, 1), "first on ranks 0, 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
     (plant_data, (7,), ("first on rank 7: the loss mask of samples 22 to 23\n"
      "  fix: nothing was updated or saved; look at these samples, and go on from the last checkpoint")),
     (plant_once, (0,), "a second pass over the same samples found nothing wrong, as after a fault of the hardware"),
@@ -127,6 +165,24 @@ def test_the_first_place_is_named(
         assert answer.startswith(f"iteration {ITERATION}: lm loss is ")
         assert words in answer
         assert "\n  fix: nothing was updated or saved; " in answer
+
+
+@pytest.mark.parametrize(("plant", "words"), [(plant_own_part, "forward"), (plant_own_gradient, "backward")])
+def test_a_rank_is_named_whose_part_was_wrong_without_sequence_parallelism(
+    pool: WorkerPool, plant: Callable[[Trainer], None], words: str
+) -> None:
+    for answer in pool.run(WORLD_SIZE, told, plant, (1,), ["--no-sequence-parallel"], 0):
+        assert f"; first on rank 1: the {words} pass of decoder.layers.0 in micro-batch 0" in answer
+
+
+def test_a_run_of_fp16_that_stays_infinite_ends_on_all_ranks(pool: WorkerPool) -> None:
+    flags = ["--fp16", "--initial-loss-scale", "1", "--train-iters", "6"]
+    for answer in pool.run(WORLD_SIZE, told, plant_own_part, (1,), flags, 0):
+        assert answer.startswith(f"iteration {ITERATION + 1}: lm loss is nan, gradient norm nan; ")
+        assert (
+            "; the last of 2 such steps in a row with a loss scale of 1; first on rank 1: the forward pass of "
+            in answer
+        )
 
 
 def test_an_overflow_under_a_dynamic_scale_is_no_error(pool: WorkerPool) -> None:

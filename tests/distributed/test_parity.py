@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain.tools.main import _parser
 from megatrain.tools.parity import Comparer
+from megatrain.tools.parity_choice import chosen_rows
 from megatrain.tools.parity_faults import FAULTS
 from megatrain.tools.parity_judge import judge
 from megatrain.tools.parity_measure import (
+    NARROW,
     Job,
     Measured,
     Part,
@@ -22,7 +25,13 @@ from megatrain.tools.parity_measure import (
     tiny_plan,
     weights_of,
 )
-from megatrain.tools.parity_narrow import NUM_DRAWS, NarrowComparer, within
+from megatrain.tools.parity_narrow import (
+    NUM_DRAWS,
+    NarrowComparer,
+    goes_with,
+    of_any_micro_batch,
+    within,
+)
 from megatrain.tools.parity_rows import QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.updates import schedules_of
@@ -39,9 +48,24 @@ def test_a_layout_computes_what_one_process_computes(comparer: Comparer, layout:
     assert verdict.is_good, verdict
 
 
+@pytest.mark.parametrize("text", sorted({fault.layout for fault in FAULTS.values()}))
+def test_a_layout_for_faults_passes_without_them(comparer: Comparer, text: str) -> None:
+    verdict = comparer.compare(Layout.of(text))
+    assert verdict.is_good, verdict
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
     assert not comparer.compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
+
+
+def test_a_users_own_layout_passes(comparer: Comparer) -> None:
+    """Such as no row of the table is."""
+    (row,) = chosen_rows(
+        _parser().parse_args(["parity", "--quick", "--layouts", *"tp2 sp dp2 zero3 muon".split()])
+    )
+    verdict = comparer.compare(row[1])
+    assert verdict.is_good, verdict
 
 
 NARROW_LAYOUTS = (
@@ -58,7 +82,8 @@ NARROW_LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def narrow(pool: WorkerPool) -> dict[Precision, NarrowComparer]:
-    return {"fp32": NarrowComparer(pool, "fp32"), "bf16": NarrowComparer(pool, "bf16")}
+    answers: dict[Job, list[Measured]] = {}
+    return {precision: NarrowComparer(pool, precision, answers=answers) for precision in NARROW}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -68,6 +93,42 @@ def test_a_layout_is_no_further_off_than_rounding(
 ) -> None:
     verdict = narrow[precision].compare(Layout.of(text))
     assert verdict.is_good, verdict
+
+
+@pytest.mark.parametrize(
+    ("precision", "text"),
+    [
+        ("bf16", "dp2 zero2 overlap scale sumsbf16"),
+        ("bf16", "dp4 zero3 instances2 sumsbf16 momentsbf16"),
+        ("bf16", "dp2 mixtral ep2 sumsbf16 routersfp64"),
+        ("fp32", "tp2 dp2 zero1 muon muonfp32"),
+        ("fp16", "tp2 sp dp2 zero1 overlap"),
+    ],
+)
+def test_number_formats_are_no_further_off_than_rounding(
+    narrow: dict[Precision, NarrowComparer], precision: Precision, text: str
+) -> None:
+    layout = of_any_micro_batch(Layout.of(text))
+    assert goes_with(precision, layout)
+    verdict = narrow[precision].compare(layout)
+    assert verdict.is_good, verdict
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "wrong scale",
+        "stale gather",
+        "reduction of one bucket left out",
+        "weights of one layer not waited for",
+    ],
+)
+@pytest.mark.parametrize(("precision", "formats"), [("bf16", "sumsbf16 momentsbf16"), ("fp16", "")])
+def test_a_planted_fault_is_more_than_rounding_of_other_formats(
+    narrow: dict[Precision, NarrowComparer], precision: Precision, formats: str, fault: str
+) -> None:
+    layout = Layout.of(FAULTS[fault].layout).but(formats)
+    assert not narrow[precision].compare(layout, fault=fault).is_good
 
 
 @pytest.mark.parametrize(

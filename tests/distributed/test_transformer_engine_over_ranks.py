@@ -26,6 +26,10 @@ WORDS = (
     "tp3 groups1 mup",
     "tp2 sp pp2 dp2 zero3 overlap tied tokens",
     "dp2 zero2 gpt2 scale",
+    "cp2 gpt2 tied",
+    "cp2 allgather llama dp2 zero1 overlap",
+    "tp2 sp cp2 heads mup",
+    "cp4 tworings pp2 tied tokens",
 )
 NO_DROPOUT_OF_SCORES = ("--attention-dropout", "0")
 

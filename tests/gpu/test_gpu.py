@@ -13,9 +13,8 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.kernels.normal import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
 from megatrain.optim.schedule import Rates
-from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity_measure import own_batches, tiny_plan
+from megatrain.tools.parity_measure import on_device, own_batches, tiny_plan
 from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_rows import Layout
 from megatrain.training.engine import Engine
@@ -27,10 +26,11 @@ SMALL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 2 --global-batch-size 16 "
     "--train-iters 3 --lr 1e-3"
 )
-
-
-def on_device(batch: Batch, device: str) -> Batch:
-    return Batch(**{name: x if x is None else x.to(device) for name, x in vars(batch).items()})
+GPT2 = SMALL.replace(
+    "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0",
+    ("--max-position-embeddings 24 --hidden-dropout 0.1"),
+)
+EXPERTS = f"{SMALL} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2"
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -62,12 +62,14 @@ def test_weight_gradients_accumulate_in_fp32(shape: tuple[int, int, int]) -> Non
 @pytest.mark.parametrize("recompute", ["keepall", "uniform"])
 def test_training_in_fp64_is_the_cpus(model: str, recompute: str) -> None:
     reports = {}
+    words = f"{'untied' if model == 'llama' else 'tied'} {model} {recompute}"
+    plan = tiny_plan(Layout.of(words), 1, device="cuda")
     for device in ("cpu", "cuda"):
-        plan = tiny_plan(Layout.of(f"{'untied' if model == 'llama' else 'tied'} {model} {recompute}"), 1)
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device(device))
         engine.initialize()
         moved = [
-            [on_device(batch, device) for batch in own_batches(step, Layout.of(""), 0)] for step in range(3)
+            [on_device(batch, torch.device(device)) for batch in own_batches(step, Layout.of(""), 0)]
+            for step in range(3)
         ]
         reports[device] = [engine.step(batches, Rates(lr=1e-2, weight_decay=0.01)) for batches in moved]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
@@ -85,7 +87,7 @@ def test_training_in_16_bits_stays_near_fp32(narrow: list[str]) -> None:
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
-        batches = [on_device(b, "cuda") for b in own_batches(0, Layout.of(""), 0)]
+        batches = [on_device(b, torch.device("cuda")) for b in own_batches(0, Layout.of(""), 0)]
         rates = Rates(lr=1e-3, weight_decay=0.01)
         reports = [engine.step(batches, rates) for _ in range(10)]
         assert all(report.is_finite for report in reports)
@@ -111,18 +113,56 @@ def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.Captu
         assert sum(step["timers"].values()) <= step["iteration_ms"]
 
 
+@pytest.mark.parametrize("model", [SMALL, GPT2, EXPERTS], ids=["llama", "gpt2", "experts"])
+@pytest.mark.parametrize("precision", ["--params-dtype float32", "--bf16"])
+def test_without_compiled_kernels_a_run_is_the_same_within_rounding(
+    model: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.jit import JITFunction
+
+    def launch(kernel: object, *_: object, **__: object) -> None:
+        raise AssertionError(f"{kernel} was compiled")
+
+    losses = []
+    for flags in ([], ["--no-compile"]):
+        if flags:
+            monkeypatch.setattr(JITFunction, "run", launch)
+        plan = resolve(
+            parse([*model.split(), *precision.split(), *flags]),
+            Facts(vocab_size=101, eod_id=100, device="cuda"),
+        )
+        engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
+        engine.initialize()
+        batches = [on_device(b, torch.device("cuda")) for b in own_batches(0, Layout.of(""), 0)]
+        rates = Rates(lr=1e-3, weight_decay=0.01)
+        losses.append([engine.step(batches, rates).lm_loss for _ in range(5)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5 if "float32" in precision else 5e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
 @pytest.mark.parametrize(
-    "flags", ["", "--calculate-per-token-loss --log-params-norm --log-num-zeros-in-grad"]
+    ("model", "flags"),
+    [
+        (SMALL, ""),
+        (SMALL, "--calculate-per-token-loss --log-params-norm --log-num-zeros-in-grad"),
+        (SMALL, "--reset-attention-mask"),
+        (GPT2, ""),
+        (EXPERTS, ""),
+    ],
+    ids=["plain", "counted", "documents", "gpt2", "experts"],
 )
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_waits_for_nothing_in_a_step(flags: str) -> None:
+def test_the_host_waits_for_nothing_in_a_step(model: str, flags: str) -> None:
     plan = resolve(
-        parse([*SMALL.split(), "--bf16", *flags.split()]), Facts(vocab_size=101, eod_id=100, device="cuda")
+        parse([*model.split(), "--bf16", *flags.split()]), Facts(vocab_size=101, eod_id=100, device="cuda")
     )
     engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cuda"))
     engine.initialize()
     assert engine.num_ahead == 1
-    batches = [on_device(b, "cuda") for b in own_batches(0, Layout.of(""), 0)]
+    batches = [
+        on_device(b, torch.device("cuda"))
+        for b in own_batches(0, Layout.of("documents" if "reset" in flags else ""), 0)
+    ]
     rates = Rates(lr=1e-3, weight_decay=0.01)
     for _ in range(2):
         engine.step(batches, rates)  # what is made once is made here

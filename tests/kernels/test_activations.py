@@ -65,6 +65,13 @@ def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gat
     assert torch.equal(dy, found)  # which takes its place
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_slopes_are_numbers_where_squares_are_infinite(name: str) -> None:
+    x, activation = torch.tensor([-1e20, 1e20]), Activation(curve=PLAIN[name][0])
+    dx = a.activate_backward(torch.ones(2), x, activation)
+    assert torch.equal(dx, torch.tensor([0.0, 2e20 if name == "squared_relu" else 1.0]))
+
+
 def check(x: torch.Tensor, dy: torch.Tensor, activation: Activation, expected: torch.Tensor) -> None:
     again = torch.empty_like(dy)
     found, gradient = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.attention import AttentionKernel, Borders, Joined, View, sink_gradient
-from megatrain.kernels.attention_fused import CpuFlash, CuDnn, Flash2, Flash4, attention_kernel
+from megatrain.kernels.attention_fused import CpuFlash, CuDnn, attention_kernel
 from megatrain.kernels.attention_written import WrittenAttention
 
 SCALE = 0.3
@@ -182,12 +182,16 @@ def rules() -> dict[str, tuple[Shape, View, Tensor]]:
     }
 
 
-@pytest.mark.parametrize(
-    "kernel", [Flash2(SCALE), CuDnn(SCALE), Flash4(SCALE)], ids=["flash2", "cudnn", "flash4"]
-)
-@pytest.mark.parametrize("name", rules())
-def test_kernels_of_gpus_are_planned_without_one(kernel: AttentionKernel, name: str) -> None:
+RULES = [("cudnn", name) for name in ("whole", "causal")] + [
+    (backend, name) for backend in ("flash2", "flash4") for name in rules()
+]
+"""Kernels of GPUs, and what they take."""
+
+
+@pytest.mark.parametrize(("backend", "name"), RULES)
+def test_kernels_of_gpus_are_planned_without_one(backend: str, name: str) -> None:
     """Tensors without memory: the sizes, and that torch takes such arguments."""
+    kernel = attention_kernel(backend, SCALE)
     shape, view, _ = rules()[name]
     x = inputs(shape, torch.bfloat16, "meta")
     if view.borders is not None:
@@ -199,9 +203,15 @@ def test_kernels_of_gpus_are_planned_without_one(kernel: AttentionKernel, name: 
     assert [one.shape for one in gradients] == [one.shape for one in x[:3]]
 
 
+@pytest.mark.parametrize("name", ["run", "window", "documents"])
+def test_cudnn_is_never_asked_for_what_it_does_not_take(name: str) -> None:
+    shape, view, _ = rules()[name]
+    with pytest.raises(AssertionError, match=r"no windows|not square"):
+        of(CuDnn(SCALE), inputs(shape, torch.bfloat16, "meta"), view)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("backend", ["flash2", "cudnn", "flash4", "sdpa"])
-@pytest.mark.parametrize("name", rules())
+@pytest.mark.parametrize(("backend", "name"), RULES)
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.filterwarnings("ignore")  # of flash-attn-4's libraries
 def test_kernels_of_gpus_are_the_sum_written_out(backend: str, name: str, groups: int) -> None:
@@ -213,7 +223,7 @@ def test_kernels_of_gpus_are_the_sum_written_out(backend: str, name: str, groups
         moved = [border.cuda() for border in view.borders[:2]]
         view = View(is_causal=True, window=view.window, borders=Borders(moved[0], moved[1], 7, 10))
     x = inputs(shape, torch.bfloat16, "cuda")
-    found = of(attention_kernel(backend, x[0], SCALE), x, view)
+    found = of(attention_kernel(backend, SCALE), x, view)
     for own, expected in zip(found, plain(*inputs(shape), mask), strict=True):
         error = (own.double().cpu() - expected).abs().max() / expected.abs().max()
         assert error < 0.02, f"{backend}, {name}: off by {error}"

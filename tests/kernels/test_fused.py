@@ -61,12 +61,22 @@ def near(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(2, 5), (7, 16), (33, 129), (300, 64), (5, 4096), (600, 768)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        *((2, 5), (7, 16), (33, 129), (300, 64), (5, 4096), (600, 768)),
+        *((3, 8192), (2, 12288), (3, 16384), (1000, 8192)),
+    ],
+)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("has_delta", [False, True])
-def test_norm(dtype: torch.dtype, rows: int, columns: int, kind: str, has_delta: bool) -> None:
+def test_norm(
+    dtype: torch.dtype, rows: int, columns: int, kind: str, has_delta: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if DEVICE == "cpu" and rows * columns > 50_000:
         pytest.skip("slow in the interpreter")
+    if rows == 300:
+        monkeypatch.setattr(fused_norm, "_WARPS", 12)  # of programs that have several tiles
     x, weight = drawn(rows, 1, columns, dtype=dtype), drawn(columns, dtype=dtype, seed=1)
     bias = drawn(columns, dtype=dtype, seed=2) if kind == "layer" else None
     delta = drawn(rows, 1, columns, dtype=dtype, seed=3) if has_delta else None
@@ -112,6 +122,15 @@ def test_activations_hide_no_nan(curve: activations.Curve, clamp: float | None) 
 CURVES = [
     activations.SILU, activations.QUICK_GELU, activations.GELU, activations.GELU_TANH, activations.SQUARED_RELU,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_slopes_are_numbers_where_squares_are_infinite(curve: activations.Curve) -> None:
+    activation = Activation(curve=curve)
+    x = torch.tensor([-1e20, -1e4, 1e4, 1e20], device=DEVICE)
+    dx = fused_activation.activate_backward(torch.ones_like(x), x, None, *activation.numbers)
+    assert dx.isfinite().all()
+    torch.testing.assert_close(dx, activations.activate_backward_reference(torch.ones_like(x), x, activation))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -446,3 +465,38 @@ def test_gradients_of_heads_are_turned_where_they_are(is_interleaved: bool) -> N
     assert of_both[1].data_ptr() == whole.data_ptr()
     for found in of_both:
         near(found, expected, torch.float32)
+
+
+def test_numbers_that_lie_apart_are_read_where_they_are() -> None:
+    x, delta, dy, dtotal = (drawn(6, 1, 2 * 40, seed=seed)[..., ::2] for seed in range(4))
+    weight = drawn(40, seed=4)
+    known = norms.norm_reference(x, delta, weight, None, 1e-5)
+    near(fused_norm.norm(x, delta, weight, None, 1e-5, 0.0)[1], known.y, torch.float32, 40)
+    apart = known._replace(total=known.total.repeat_interleave(2, dim=-1)[..., ::2])
+    found = fused_norm.norm_backward(dy, dtotal, apart.total, weight, None, known.rstd, 0.0)
+    expected = norms.norm_backward_reference(dy, dtotal, known, weight)
+    near(found[0], expected.dx, torch.float32, 40)
+    near(found[1], expected.dweight, torch.float32, 40)
+    activation = Activation(curve=activations.SILU)
+    again = torch.empty(6, 1, 40, device=DEVICE)
+    dx = fused_activation.activate_backward(dy, x, again, *activation.numbers)
+    near(dx, activations.activate_backward_reference(dy, x, activation), torch.float32)
+    near(again, activations.activate_reference(x, activation), torch.float32)
+
+
+def test_kernels_that_work_in_place_refuse_numbers_that_lie_apart() -> None:
+    x, dy = drawn(6, 40), drawn(6, 2 * 40)[:, ::2]
+    kind = Activation(curve=activations.SILU).numbers
+    cos, sin = drawn(3, 1, 1, 4), drawn(3, 1, 1, 4)
+    heads = drawn(3, 2, 4, 2 * 8)[..., ::2]
+    columns, numbers = torch.zeros(6, dtype=torch.int64, device=DEVICE), drawn(2 * 6)[::2]
+    for start in (
+        lambda: fused_activation.activate_backward(dy, x, dy, *kind),
+        lambda: fused_activation.activate_weighted_backward(dy, x, numbers, *kind),
+        lambda: fused_rotary.turn_heads(heads, (2, 1, 1), cos, sin, is_interleaved=False),
+        lambda: fused_softmax.row_statistics(dy, columns, 40),
+        lambda: fused_softmax.write_gradient(x, numbers, columns, numbers, numbers, 40),
+        lambda: fused_random.fill_normal(dy, 1, 0, 40, 0.0, 1.0),
+    ):
+        with pytest.raises(AssertionError):
+            start()

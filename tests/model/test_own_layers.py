@@ -79,6 +79,49 @@ def test_windows_of_one_s_own_are_no_work_for_a_ring(tmp_path: Path, asked: str)
     assert resolve(parse(flags.split()), known).derived.context_communication == ("p2p",)
 
 
+SCORES = """
+import dataclasses
+
+def of_last(layers, **changes):
+    *others, last = layers
+    return [*others, dataclasses.replace(last, mixer=dataclasses.replace(last.mixer, **changes))]
+
+def plain(model, layers):
+    return layers
+
+def capped(model, layers):
+    return of_last(layers, softcap=50.0)
+
+def with_sink(model, layers):
+    return of_last(layers, sink="zero")
+
+def all_dropped(model, layers):
+    return [dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, dropout=0.1)) for layer in layers]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "has_sinks", "written_out", "kernel"),
+    [
+        ("plain", False, "none", "cudnn"),
+        ("capped", False, "some", "cudnn"),
+        ("with_sink", True, "none", "cudnn"),
+        ("all_dropped", False, "all", "math"),
+    ],
+)
+def test_a_plan_knows_what_attention_of_one_s_own_asks_for(
+    tmp_path: Path, name: str, has_sinks: bool, written_out: str, kernel: str
+) -> None:
+    file = tmp_path / "scores.py"
+    file.write_text(SCORES)
+    request = parse(f"{MODEL} --device cuda --bf16 --kv-channels 16 --spec {file}:{name}".split())
+    facts = with_own_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
+    own = facts.own_layers
+    assert own is not None
+    assert (own.have_sinks, own.written_out) == (has_sinks, written_out)
+    assert resolve(request, facts).derived.attention_backend == kernel
+
+
 def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
     file = tmp_path / "experts.py"
     file.write_text(EXPERTS)

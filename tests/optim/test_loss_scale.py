@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
+from megatrain.optim.loss_scale import MOST_STUCK_STEPS, ConstantLossScale, DynamicLossScale, LossScaler
 
 
 def scaler(**changed: float) -> DynamicLossScale:
@@ -76,3 +76,36 @@ def test_a_constant_scale_stays() -> None:
 def test_what_is_skipped_and_what_is_an_error(one: LossScaler, with_finite_loss: bool, without: bool) -> None:
     assert one.skips(1.0) == with_finite_loss
     assert one.skips(float("nan")) == without
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_lost"),
+    [
+        ("-" * (5 + MOST_STUCK_STEPS), True),  # of 64 to 4 in 5
+        ("-" * (4 + MOST_STUCK_STEPS), False),
+        ("-" * (4 + MOST_STUCK_STEPS) + "+-", False),
+    ],
+)
+def test_a_run_is_lost_that_overflows_again_and_again_at_the_smallest_scale(
+    steps: str, is_lost: bool
+) -> None:
+    one, unchecked = scaler(), scaler()
+    unchecked.skips_all = True
+    scales(one, steps)
+    scales(unchecked, steps)
+    assert one.skips(float("nan")) != is_lost
+    assert unchecked.skips(float("nan"))
+
+
+def test_a_run_is_lost_that_overflows_again_and_again_at_a_constant_scale() -> None:
+    one, unchecked = ConstantLossScale(8.0, skips_gradients=True), ConstantLossScale(skips_all=True)
+    for _ in range(MOST_STUCK_STEPS - 1):
+        one.update(is_finite=False)
+    assert one.skips(1.0)
+    one.update(is_finite=False)
+    assert not one.skips(1.0)
+    one.update(is_finite=True)
+    assert one.skips(1.0)
+    for _ in range(MOST_STUCK_STEPS):
+        unchecked.update(is_finite=False)
+    assert unchecked.skips(1.0)

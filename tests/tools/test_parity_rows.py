@@ -1,6 +1,7 @@
 """The rows of parity are what the table of features says, and what `resolve` allows: neither more nor less."""
 
 import functools
+import re
 from collections import Counter
 from itertools import combinations, product
 
@@ -8,17 +9,26 @@ import numpy as np
 import pytest
 
 from megatrain.config import ConfigError, features
-from megatrain.config.features import REFUSED, features_of
+from megatrain.config.features import NUMBER_FORMATS, REFUSED, features_of
 from megatrain.config.tree import settings
-from megatrain.tools import parity_measure
+from megatrain.tools import parity, parity_measure, parity_results
 from megatrain.tools.covering import pairs_of
 from megatrain.tools.main import _parser
-from megatrain.tools.parity import chosen_rows, run
-from megatrain.tools.parity_measure import Job, Measured, Part, tiny_plan
+from megatrain.tools.parity import run
+from megatrain.tools.parity_choice import chosen_rows
+from megatrain.tools.parity_faults import FAULTS
+from megatrain.tools.parity_measure import NARROW, Job, Measured, Part, tiny_plan
 from megatrain.tools.parity_measure import plan_of as plan_of_job
 from megatrain.tools.parity_models import MODELS
-from megatrain.tools.parity_narrow import ROWS as NARROW_ROWS
-from megatrain.tools.parity_narrow import NarrowComparer, fewest_ranks, of_any_micro_batch, orders, within
+from megatrain.tools.parity_narrow import (
+    NarrowComparer,
+    fewest_ranks,
+    goes_with,
+    of_any_micro_batch,
+    orders,
+    rows_in,
+    within,
+)
 from megatrain.tools.parity_results import Results
 from megatrain.tools.parity_rows import (
     MAX_RANKS,
@@ -58,7 +68,7 @@ def test_resolve_allows_a_row_and_finds_the_features_that_it_names(layout):
 
 
 def test_every_pair_of_words_that_can_meet_does():
-    assert {pair for layout in pairwise_rows() for pair in pairs_of(layout.words)} == all_pairs()
+    assert {pair for layout in pairwise_rows() for pair in pairs_of(layout.table_words)} == all_pairs()
 
 
 def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
@@ -123,7 +133,7 @@ def _model_choices():
 def test_fewer_ranks_have_rows_of_their_own(max_ranks):
     rows = pairwise_rows(max_ranks)
     assert max(layout.world_size for layout in rows) == max_ranks
-    assert {pair for layout in rows for pair in pairs_of(layout.words)} == all_pairs(max_ranks)
+    assert {pair for layout in rows for pair in pairs_of(layout.table_words)} == all_pairs(max_ranks)
 
 
 def test_the_full_table_has_each_combination_once():
@@ -138,8 +148,58 @@ def test_the_full_table_has_each_combination_once():
     assert len(rows) == by_hand
 
 
-def test_rows_of_narrow_formats_are_rows():
-    assert all(is_row(layout.words) for layout in NARROW_ROWS)
+@pytest.mark.parametrize("precision", NARROW)
+def test_rows_of_narrow_formats_are_rows(precision):
+    for layout in rows_in(precision):
+        assert is_row(layout.words)
+        assert goes_with(precision, layout)
+        plan_of_job(Job(layout, precision), layout.world_size)
+    assert all(layout.world_size <= 2 for layout in rows_in(precision, max_ranks=2))
+
+
+IN_NARROW_ROWS = (
+    "tp2 tp8 groups1 groups2 sp cp2 heads dp2 dp4 pp2 pp4 ppfirst zero1 zero2 zero3 instances2 overlap overlapgrads"
+    " overlapweights uniform offload ep2 etp2 alltoall tied documents zloss scale sgd muon ignored hollow mixtral"
+    " deepseek qwenmoe"
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_narrow_rows_have_what_is_risky(precision):
+    words = {word for layout in rows_in(precision) for word in layout.words}
+    assert set(IN_NARROW_ROWS.split()) - words == set()
+
+
+def test_every_number_format_is_in_a_narrow_row():
+    options = (*features.OPTIONS, *NUMBER_FORMATS)
+    used = {
+        name
+        for precision in NARROW
+        for layout in rows_in(precision)
+        for name in features_of(plan_of_job(Job(layout, precision), layout.world_size), options)
+    }
+    assert {feature.name for option in NUMBER_FORMATS for feature in option.features} <= used
+
+
+@pytest.mark.parametrize(
+    ("words", "precisions"),
+    [
+        ("dp2", {"fp64", "fp32", "bf16", "fp16"}),
+        ("dp2 sumsbf16", {"bf16"}),
+        ("dp2 momentsbf16", {"fp32", "bf16", "fp16"}),
+    ],
+)
+def test_formats_go_with_precisions(words, precisions):
+    layout = Layout.of(f"tokens {words}")
+    assert {one for one in ("fp64", *NARROW) if goes_with(one, layout)} == precisions
+    for one in precisions:
+        plan_of_job(Job(layout, one), layout.world_size)
+
+
+def test_tables_have_no_number_formats():
+    plain = Layout.of("")
+    for layout in (*pairwise_rows(), *product_rows()):
+        assert layout.words[len(layout.table_words) :] == plain.words[len(plain.table_words) :]
 
 
 @pytest.mark.parametrize(
@@ -184,11 +244,43 @@ def test_rows_are_chosen_by_their_words_and_precision():
 
 
 @pytest.mark.parametrize(
+    ("words", "flags", "precisions"),
+    [
+        ("tp2 sp dp2 zero3 muon", (), ["fp64", "fp32", "bf16"]),
+        ("tp2 sp dp2 zero3 muon", ("--precision", "fp16"), ["fp16"]),
+        ("tp2 sp dp2 zero3 muon", ("--quick",), ["fp64"]),
+        ("tp4 groups2 sp dp2 zero3 instances2 muon", ("--slice", "1/2"), ["fp64", "bf16"]),
+        ("tp2 sp dp2 zero3 instances2 sumsbf16 momentsbf16", (), ["bf16"]),
+        ("tp2 sp dp2 mixtral ep2 dropping zero3 muon", (), ["fp64"]),
+    ],
+)
+def test_a_layout_that_is_in_no_table_is_run_itself(words, flags, precisions):
+    rows = asked("--layouts", *words.split(), *flags)
+    assert [precision for precision, _ in rows] == precisions
+    for precision, layout in rows:
+        assert layout == Layout.of(words if precision == "fp64" else f"{words} tokens")
+
+
+def test_a_layout_that_narrow_rows_alone_have_is_run_in_fp64_too():
+    own = Layout.of("tp2 sp dp2 pp2 zero1 overlap offload tied zloss")
+    rows = asked("--layouts", *own.name.split())
+    assert {precision for precision, _ in rows} == {"fp64", "fp32", "bf16"}
+    assert [layout for precision, layout in rows if precision == "fp64"] == [own]
+    assert {precision for precision, _ in asked("--layouts", "sumsbf16")} == {"bf16"}
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (
             ["--layouts", "tp2", "tp4"],
             "--layouts tp2 tp4: no layout has all of these words\n  fix: the words are adam,",
+        ),
+        (["--layouts", "tp2", "sq"], "--layouts tp2 sq: no layout has all of these words"),
+        (["--layouts", "sp", "dp8"], "--layouts sp dp8: no layout has all of these words"),
+        (
+            ["--layouts", "dp2", "sumsbf16", "zero3", "--precision", "fp32"],
+            "--layouts dp2 sumsbf16 zero3 does not go with --precision fp32\n  fix: leave out --precision",
         ),
         (["--slice", "3/2"], "--slice 3/2 is no part of a whole\n  fix: use --slice 1/4, for example"),
         (["--slice", "two"], "--slice two is no part of a whole"),
@@ -198,6 +290,12 @@ def test_what_cannot_be_chosen_is_told(flags, words):
     with pytest.raises(ConfigError) as caught:
         asked(*flags)
     assert words in str(caught.value)
+
+
+def test_a_layout_with_too_few_ranks_is_told():
+    flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon".split()]
+    with pytest.raises(ConfigError, match="needs 4 ranks, of which there are 2"):
+        chosen_rows(_parser().parse_args(flags), max_ranks=2)
 
 
 ENGINE = ("--transformer-impl", "transformer_engine", "--device", "cuda")
@@ -240,9 +338,67 @@ def test_what_is_left_out_of_transformer_engines_rows_is_told(capsys):
     assert 0 < len(rows) < QUICK_ROWS
 
 
-def test_faults_are_not_planted_in_transformer_engine():
-    with pytest.raises(ConfigError, match="--self-test plants faults in --transformer-impl local"):
-        run(_parser().parse_args(["parity", "--self-test", *ENGINE]))
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (ENGINE, "--transformer-impl transformer_engine has no effect"),
+        (("--layouts", "tp2", "sp"), "--layouts tp2 sp has no effect"),
+        (("--slice", "1/2", "--results", "rows.jsonl"), "--slice 1/2 --results rows.jsonl has no effect"),
+        (("--precision", "bf16"), "--precision bf16 has no effect"),
+    ],
+)
+def test_a_self_test_with_what_it_does_not_heed_is_refused(flags, words):
+    with pytest.raises(ConfigError, match=f"--self-test plants all its faults.*{words}"):
+        run(_parser().parse_args(["parity", "--self-test", *flags]))
+
+
+class Verdict:
+    def __init__(self, *, is_good):
+        self.is_good = is_good
+
+
+class Comparing:
+    """Of a comparer's answers, those that are wrong: rows without a fault that fail, and faults that are missed."""
+
+    def __init__(self, broken=(), missed=()):
+        self.broken, self.missed, self.jobs = broken, missed, []
+
+    def __call__(self, _pool):
+        return self
+
+    def compare(self, layout, fault=None):
+        self.jobs.append((layout, fault))
+        is_good = fault in self.missed if fault else layout not in self.broken
+        return Verdict(is_good=is_good)
+
+
+@pytest.mark.parametrize(
+    ("comparing", "num_ranks", "is_good", "words"),
+    [
+        (Comparing(), MAX_RANKS, True, f"{len(FAULTS)} of {len(FAULTS)} found"),
+        (Comparing(missed=["stale gather"]), MAX_RANKS, False, f"{len(FAULTS) - 1} of {len(FAULTS)} found"),
+        (Comparing(broken=[Layout.of("pp2 tied")]), MAX_RANKS, False, "pp2 tied  *FAILS WITHOUT IT"),
+        (
+            Comparing(),
+            1,
+            False,
+            f"0 of {len(FAULTS)} planted: the others need more than 1 ranks\n  fix: use --device",
+        ),
+    ],
+)
+def test_a_self_test_plants_all_faults_in_rows_that_pass(
+    monkeypatch, capsys, comparing, num_ranks, is_good, words
+):
+    class Pool:
+        size = num_ranks
+
+    monkeypatch.setattr(parity, "Comparer", comparing)
+    assert parity._self_test(Pool()) == is_good
+    assert re.search(words, capsys.readouterr().out)
+    planted = [fault for _, fault in comparing.jobs if fault]
+    faultless = [layout for layout, fault in comparing.jobs if not fault]
+    assert planted == (list(FAULTS) if num_ranks > 1 else [])
+    assert Counter(faultless) == dict.fromkeys((layout for layout, fault in comparing.jobs if fault), 1)
 
 
 def test_rows_of_transformer_engine_are_held_against_local():
@@ -264,13 +420,35 @@ def test_rows_of_transformer_engine_are_held_against_local():
     assert {job for job in jobs[2:] if job[0] > 1} == {(2, "transformer_engine", "bf16")}
 
 
-def test_results_of_another_implementation_are_not_ours(tmp_path):
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"implementation": "transformer_engine"},
+        {"device": "cuda"},
+        {"identity": {"megatrain's code": "0.1 (other files)", "torch": "2.13.0"}},
+        {"identity": {"megatrain's code": "0.1 (files)", "torch": "2.12.0"}},
+    ],
+    ids=["implementation", "device", "code", "library"],
+)
+def test_rows_that_passed_elsewhere_or_by_other_code_run_again(tmp_path, monkeypatch, other):
     path, layout = str(tmp_path / "rows.jsonl"), Layout.of("tp2")
-    Results.read(path, "transformer_engine").add(
-        "bf16", layout, is_good=True, numbers=(1.0, 2.0, 3.0, 4.0), seconds=0.5
-    )
-    assert Results.read(path, "transformer_engine").has_passed("bf16", layout)
-    assert not Results.read(path).has_passed("bf16", layout)
+
+    def read(*, identity=None, **known):
+        own = identity or {"megatrain's code": "0.1 (files)", "torch": "2.13.0"}
+        monkeypatch.setattr(parity_results, "identity", lambda: own)
+        return Results.read(path, **known)
+
+    read().add("bf16", layout, is_good=True, numbers=(1.0, 2.0, 3.0, 4.0), seconds=0.5)
+    assert read().has_passed("bf16", layout)
+    assert not read(**other).has_passed("bf16", layout)
+    assert (read().num_of_others, read(**other).num_of_others) == (0, 1)
+
+
+def test_rows_without_a_word_of_what_they_are_of_run_again(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"precision": "fp64", "layout": "tp2", "passed": true}\n')
+    results = Results.read(str(tmp_path / "rows.jsonl"))
+    assert not results.has_passed("fp64", Layout.of("tp2"))
+    assert results.num_of_others == 1
 
 
 def test_results_go_on_behind_a_cut_line_and_failures_run_again(tmp_path):
@@ -314,6 +492,11 @@ def test_what_is_no_row():
     assert not is_row(Layout.of("dp3").words)
     assert is_row(Layout.of("dp3 batch12").words)
     assert not is_row(Layout.of("batch16").words)
+    assert is_row(Layout.of("dp2 sumsbf16 momentsbf16").words)
+    assert not is_row(Layout.of("sumsbf16").words)
+    assert not is_row(Layout.of("sgd momentsbf16").words)
+    assert not is_row(Layout.of("muonfp32").words)
+    assert not is_row(Layout.of("routersfp64").words)
 
 
 def test_a_layout_is_named_by_what_differs_from_one_process():

@@ -1,22 +1,25 @@
-"""flash-attn-4 is imported beside the start, and keeps what it compiles where it can."""
+"""flash-attn-4 is imported beside the start, and keeps what it compiles where it can; Triton has to."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatrain.config import Facts, parse, resolve
+from megatrain.config import ConfigError, Facts, parse, resolve
+from megatrain.config.environment import triton_cache
+from megatrain.config.errors import describe
 from megatrain.kernels.flash4 import flash4
-from megatrain.training.early_imports import begin_imports
+from megatrain.training.early_imports import begin_imports, require_triton_cache
 
 ROOT = Path(__file__).parents[2]
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 FLAGS = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
-    " --vocab-size 99 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope --bf16"
+    " --vocab-size 99 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope --bf16 --attention-dropout 0"
 )
 PLANS = {
     device: resolve(
@@ -90,6 +93,58 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"{CACHE}_ENABLED", "0")
     begin_imports(PLANS["cuda"], print).join()
     assert os.environ[f"{CACHE}_ENABLED"] == "0"
+
+
+@pytest.fixture
+def no_triton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_CACHE_MANAGER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_triton_variables")
+def test_tritons_folder_is_made_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    require_triton_cache(PLANS["cpu"])
+    assert not (tmp_path / "home").exists()
+    require_triton_cache(PLANS["cuda"])
+    assert list((tmp_path / "home" / ".triton" / "cache").iterdir()) == []
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "other"))
+    assert triton_cache() == str(tmp_path / "other" / ".triton" / "cache")
+
+
+@pytest.mark.usefixtures("no_triton_variables")
+@pytest.mark.parametrize("folder", ["cache/file", "cache/file/triton", ""])
+def test_a_folder_that_does_not_serve_triton_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / folder) if folder else "")
+    with pytest.raises(ConfigError, match="Triton cannot keep compiled kernels in") as told:
+        require_triton_cache(PLANS["cuda"])
+    assert folder in str(told.value) if folder else "its name is empty" in str(told.value)
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "cluster.cache:Manager")
+    require_triton_cache(PLANS["cuda"])
+
+
+@pytest.mark.usefixtures("no_triton_variables")
+def test_the_error_names_the_variable_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/triton")
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(ConfigError) as told:
+        require_triton_cache(PLANS["cuda"])
+    problem, fix = describe(told.value).splitlines()
+    assert (
+        problem
+        == "error: Triton cannot keep compiled kernels in '/scratch/triton' (TRITON_CACHE_DIR, or else .triton/cache in TRITON_HOME or HOME): [Errno 13] Permission denied: '/scratch/triton'"
+    )
+    assert (
+        fix
+        == "  fix: set TRITON_CACHE_DIR to a folder that can be written, such as one on each host's own disk"
+    )
 
 
 def test_an_import_that_fails_is_told_where_the_library_is_needed(tmp_path: Path) -> None:

@@ -1,15 +1,23 @@
-"""Profiles: what a trace says, and that a run writes one."""
+"""Profiles: what a trace says, and that a run writes one, also where it ends before its time."""
 
 import gzip
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_broken_command_lines import command_line
 
 import pretrain
-from megatrain.training.trace_summary import summarize
+from megatrain.config import Facts, parse, resolve
+from megatrain.config.errors import InputError
+from megatrain.tools.main import main
+from megatrain.training import profiling as profiling_module
+from megatrain.training.engine import Engine
+from megatrain.training.profiling import Profiling
+from megatrain.training.trace_summary import read_trace, summarize
 
 
 def span(cat: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
@@ -65,13 +73,167 @@ def test_a_trace_without_kernels_says_so() -> None:
     assert "no kernels" in summarize([span("cpu_op", "aten::add", 0, 1)], num_steps=1).text()
 
 
+FLAGS: dict[str, str | None] = {
+    "--train-iters": "4",
+    "--profile-step-start": "1",
+    "--profile-step-end": "3",
+    "--profile": "",
+}
+
+
+def ranges_of(file: Path) -> list[str]:
+    """The names of all ranges of a trace."""
+    with gzip.open(file) as trace:
+        return [event.get("name") for event in json.load(trace)["traceEvents"] if event.get("ph") == "X"]
+
+
 def test_a_run_profiles_the_iterations_that_were_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = {"--train-iters": "4", "--profile-step-start": "1", "--profile-step-end": "3", "--profile": ""}
-    assert pretrain.main(command_line({**flags, "--save": str(tmp_path)})) == 0
-    assert f"> profiled iterations 2 to 3: {tmp_path}/profile/rank0.json.gz" in capsys.readouterr().out
-    with gzip.open(tmp_path / "profile" / "rank0.json.gz") as file:
-        names = [event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    assert pretrain.main(command_line({**FLAGS, "--save": str(tmp_path)})) == 0
+    said = capsys.readouterr().out
+    assert f"> profiled iterations 2 to 3: {tmp_path}/profile/rank0.json.gz\nno kernels in this trace" in said
+    assert "cut short" not in said
+    names = ranges_of(tmp_path / "profile" / "rank0.json.gz")
     assert names.count("optimizer") == 2
     assert names.count("forward") == names.count("backward") > 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "reason"),
+    [({"--exit-interval": "2"}, 75, "--exit-interval 2"), ({"--train-iters": "2"}, 0, "the run is done")],
+)
+def test_a_run_that_stops_while_it_profiles_writes_what_it_has(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, str | None],
+    code: int,
+    reason: str,
+) -> None:
+    assert pretrain.main(command_line({**FLAGS, **changed, "--save": str(tmp_path)})) == code
+    file, said = tmp_path / "profile" / "rank0.json.gz", capsys.readouterr().out
+    table = f"> profiling was cut short ({reason}), iterations 2 to 2 instead of 3: {file}\nno kernels in this trace"
+    assert table in said
+    assert said.index("> committed") < said.index(table), "the checkpoint matters more where time is short"
+    assert ranges_of(file).count("optimizer") == 1
+    assert read_trace(file).num_steps == 1
+
+
+def test_a_run_that_fails_while_it_profiles_writes_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, calls = Engine.begin_step, []
+
+    def failing(self: Engine, *arguments: Any, **more: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("no memory is left")
+        return begin(self, *arguments, **more)
+
+    monkeypatch.setattr(Engine, "begin_step", failing)
+    assert pretrain.main(command_line({**FLAGS, "--save": str(tmp_path)})) == 1
+    said = capsys.readouterr()
+    file = tmp_path / "profile" / "rank0.json.gz"
+    assert f"> profiling was cut short (RuntimeError), iterations 2 to 3 instead of 3: {file}\n" in said.out
+    assert "no memory is left" in said.err
+    assert "optimizer" in ranges_of(file)
+
+
+def test_a_profile_that_cannot_be_written_does_not_hide_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the GPU waits for a rank that waits for this one."""
+    profiling = begun(plan_of({"--profile-dir": str(tmp_path)}), rank=0)
+    never = threading.Event()
+    monkeypatch.setattr(profiling_module, "_SECONDS_TO_REST", 0.05)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: never.wait())
+    profiling._device = "cuda"
+    text = profiling.at_failure(RuntimeError())
+    never.set()
+    profiling._profile.stop()
+    assert text is not None
+    assert text.startswith("> the profile from iteration 2 on is lost: TimeoutError: the GPU was still busy")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_that_ends_before_its_profile_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.main(command_line({**FLAGS, "--exit-interval": "1", "--save": str(tmp_path)})) == 75
+    told = "> nothing was profiled: --exit-interval 1 at iteration 1, and --profile-step-start is 1"
+    assert told in capsys.readouterr().out
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_run_that_goes_on_behind_its_profile_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {"--save": str(tmp_path), "--load": str(tmp_path)}
+    assert pretrain.main(command_line({**FLAGS, **folders, "--profile": None, "--profile-step-start": None,
+                                       "--profile-step-end": None, "--exit-interval": "3"})) == 75  # fmt: skip
+    capsys.readouterr()
+    assert pretrain.main(command_line({**FLAGS, **folders})) == 0
+    said = capsys.readouterr().out
+    assert said.count("profiled") == 1
+    assert "> --profile-step-end 3: nothing is profiled, as the run goes on from iteration 3\n" in said
+    assert not (tmp_path / "profile").exists()
+
+
+def plan_of(changed: dict[str, str | None]) -> Any:
+    request = parse(command_line({**FLAGS, "--global-batch-size": "4", **changed}))
+    return resolve(request, Facts(world_size=4, vocab_size=101, eod_id=100))
+
+
+def begun(plan: Any, *, rank: int) -> Profiling:
+    """In the middle of iteration 2, the first that is profiled."""
+    profiling = Profiling(plan, rank=rank, start=0)
+    for iteration in (1, 2):
+        profiling.before_iteration(iteration)
+    return profiling
+
+
+def test_rank_0_names_the_traces_of_others(tmp_path: Path) -> None:
+    plan = plan_of({"--profile-dir": str(tmp_path), "--profile-ranks": "1 3"})
+    of_0, of_1 = begun(plan, rank=0), begun(plan, rank=1)
+    files = f"{tmp_path}/rank1.json.gz, {tmp_path}/rank3.json.gz"
+    others = f"> traces of ranks 1, 3: {files}; `megatrain trace FILE` prints a file's table"
+    assert of_0.at_end("signal SIGTERM") == (
+        f"> profiling was cut short (signal SIGTERM), iterations 2 to 2 instead of 3\n{others}"
+    )
+    text = of_1.at_end("signal SIGTERM")
+    assert text is not None
+    assert "rank1.json.gz\nno kernels" in text
+    of_0 = begun(plan, rank=0)
+    of_0.before_iteration(3)
+    assert of_0.after_iteration(3) == f"> profiled iterations 2 to 3\n{others}"
+    assert of_0.at_end(None) is None
+    assert begun(plan, rank=2).at_failure(RuntimeError()) is None
+
+
+def test_the_table_of_a_trace_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, packed = tmp_path / "rank1.json", tmp_path / "rank1.json.gz"
+    plain.write_text(json.dumps({"traceEvents": TRACE, "profiled_iterations": [11, 12]}))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for file in (plain, packed):
+        assert main(["trace", str(file)]) == 0
+        assert capsys.readouterr().out == summarize(TRACE, num_steps=2).text() + "\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"no gzip",
+        gzip.compress(b"{")[:-4],
+        gzip.compress(b"{"),
+        gzip.compress(b"[]"),
+        gzip.compress(b"{}"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "rank0.json.gz"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match=r"rank0.json.gz: no trace of --profile can be read there"):
+        read_trace(file)

@@ -1,4 +1,4 @@
-"""What `scripts/roofline.py` counts is what was counted by hand for these cases, part by part; the rates of S1 are guesses."""
+"""What `scripts/roofline.py` counts is what was counted by hand for these cases, part by part; its rates are measured ones."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("case", "tokens_per_second"),
-    [("A1", 23_500), ("B1", 12_700), ("B3", 12_500), ("B5", 8_440), ("B6", 65_050), ("S1", 616_000)],
+    [("A1", 23_500), ("B1", 12_700), ("B3", 12_500), ("B5", 8_440), ("B6", 65_050), ("S1", 613_000)],
 )
 def test_a_case_has_the_roofline_that_was_counted_by_hand(
     case: str, tokens_per_second: float, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,28 @@ def test_without_the_check_the_iteration_is_skipped_and_counted(
     assert "lm loss: NAN" not in shown
 
 
+@pytest.mark.parametrize(
+    ("changed", "steps", "words"),
+    [
+        ({"lr": "1e6", "initial_loss_scale": "1"}, "10 such steps in a row with a loss scale of 1; first on rank 0: ", None),
+        ({"loss_scale": "1e30"}, "10 such steps in a row with a loss scale of 1e+30; first on rank 0: the backward pass of ",
+         "use a smaller --loss-scale, or none, with which it adapts itself; nothing was updated"),
+    ],
+)  # fmt: skip
+def test_a_lost_run_of_fp16_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], steps: str, words: str | None
+) -> None:
+    code, lines = run(tmp_path, fp16="", train_iters="30", save_interval="1", **changed)
+    assert code == 1
+    assert len(lines) < 20
+    shown = capsys.readouterr().err
+    assert f"iteration {len(lines) + 1}: lm loss is " in shown
+    assert f"the last of {steps}" in shown
+    assert words is None or words in shown
+    assert sum(path.is_dir() for path in tmp_path.glob("iter_*")) > 0
+    assert not (tmp_path / f"iter_{len(lines) + 1:07}").exists()
+
+
 def test_garbage_is_collected_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))

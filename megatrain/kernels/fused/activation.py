@@ -42,6 +42,7 @@ def activate_backward(
     uses_up: bool = False,
 ) -> Tensor:
     """As `kernels.activations.activate_backward`."""
+    assert again is None or again.is_contiguous()
     x, dy = x.contiguous(), dy.contiguous()
     columns = dy.shape[-1]
     dx = x if uses_up else torch.empty_like(x)
@@ -106,8 +107,9 @@ def _value_and_slope(x, CURVE: tl.constexpr):
         share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
         value, slope = x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif CURVE == "gelu_tanh":
-        tanh = _tanh(0.7978845608028654 * x * (1 + 0.044715 * x * x))
-        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
+        near = _within(x, 10.0)  # where tanh is less than 1; further out x * x may be infinite
+        tanh = _tanh(0.7978845608028654 * near * (1 + 0.044715 * near * near))
+        inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
         value, slope = 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
     else:
         tl.static_assert(CURVE == "squared_relu", "a curve that this kernel does not know")

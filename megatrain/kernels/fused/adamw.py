@@ -26,6 +26,8 @@ def adamw_fused(
     eps: float,
 ) -> None:
     """As `kernels.adamw.adamw_reference`."""
+    flat = (update.main, update.grad, update.weight, exp_avg, exp_avg_sq)
+    assert all(x.is_contiguous() for x in flat)
     size = update.main.numel()
     runs = [
         (1 - run.lr * run.weight_decay, run.lr / corrections[0], eps * run.eps_share) for run in update.runs

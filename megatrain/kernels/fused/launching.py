@@ -1,12 +1,13 @@
 """When fused kernels run, and how they are started.
 
 Triton comes with torch's builds for GPUs. Where it is missing, the kernels are there to be read, and a plan made with
-tensors on the meta device allocates what they would write to.
+tensors on the meta device allocates what they would write to. Under --no-compile their references run on GPUs too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,27 @@ try:
 except ModuleNotFoundError:
     triton, tl = None, None
 
-__all__ = ["cdiv", "is_fake", "is_fused", "jit", "launch", "power_of_two", "tl"]
+__all__ = ["cdiv", "compile_kernels", "is_fake", "is_fused", "jit", "launch", "power_of_two", "tl"]
+
+
+@dataclass
+class _Mode:
+    """Of the whole process, as modes of torch are: backward passes run in threads of their own."""
+
+    is_compiling: bool = True
+
+
+_MODE = _Mode()
+
+
+def compile_kernels(*, are_wanted: bool) -> None:
+    """Say whether fused kernels run at all, from now on."""
+    _MODE.is_compiling = are_wanted
 
 
 def is_fused(x: Tensor) -> bool:
     """Whether work on this tensor is done by fused kernels: on GPUs, but for fp64, which is for proofs. Integers are exact."""
-    return x.is_cuda and x.dtype is not torch.float64
+    return _MODE.is_compiling and x.is_cuda and x.dtype is not torch.float64
 
 
 def jit(function: Callable[..., None], any_value: Sequence[str] = ()) -> Any:

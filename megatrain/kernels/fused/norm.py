@@ -21,6 +21,7 @@ def norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """As `kernels.norms.norm`."""
+    assert all(part is None or part.is_contiguous() for part in (weight, bias))
     x = x.contiguous()
     columns = x.shape[-1]
     total = x if delta is None else torch.empty_like(x)
@@ -48,6 +49,8 @@ def norm_backward(
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """As `kernels.norms.norm_backward`."""
+    assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd))
+    x = x.contiguous()
     columns = x.shape[-1]
     dx = torch.empty_like(x)
     rows, block, warps = _tile(columns)

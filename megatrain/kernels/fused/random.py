@@ -14,6 +14,7 @@ _BLOCK = 512
 
 def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float, std: float) -> None:
     """As `kernels.normal.fill_normal`."""
+    assert out.is_contiguous()
     size = out.numel()
     launch(
         _normal, (cdiv(size, _BLOCK),),
@@ -24,6 +25,7 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
 
 def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
     """As `kernels.dropout.keep_mask`: `kept` is bool [rows, columns], the rows' numbers are int64 [rows]."""
+    assert all(x.is_contiguous() for x in (kept, rows))
     columns = kept.shape[1]
     launch(
         _kept, (rows.numel(), cdiv(columns, _BLOCK)),

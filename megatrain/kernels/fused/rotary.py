@@ -51,18 +51,22 @@ def turn_heads_backward(
 
 
 def _turn_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, is_back: bool) -> None:
-    """Channels of a head lie side by side in both."""
+    """Channels of a head lie side by side in both; y may be x."""
+    assert y.stride(-1) == 1
+    assert all(table.is_contiguous() for table in (cos, sin))
     if x.stride(-1) != 1:
         x = x.contiguous()
     s, b, heads, d = x.shape
     half = cos.shape[-1]
     block = power_of_two(half)
     num_heads = min(power_of_two(heads), max(_TILE // block, 1))
+    is_in_place = x.data_ptr() == y.data_ptr()
     launch(
         _turn, (s * b, cdiv(heads, num_heads)),
         x, y, cos, sin, b, heads, half, d, *x.stride()[:3], *y.stride()[:3],
         IS_INTERLEAVED=is_interleaved, IS_BACK=is_back, HEADS=num_heads, HALF=block,
-        PASSED=power_of_two(d - 2 * half) if d > 2 * half and x.data_ptr() != y.data_ptr() else 0,
+        PASSED=0 if is_in_place or d == 2 * half else power_of_two(d - 2 * half),
+        IS_IN_PLACE=is_in_place,
     )  # fmt: skip
 
 
@@ -70,6 +74,7 @@ def _turn_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: b
 def _turn(
     X, Y, COS, SIN, samples, heads, half, channels, x_s, x_b, x_n, y_s, y_b, y_n,
     IS_INTERLEAVED: tl.constexpr, IS_BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PASSED: tl.constexpr,
+    IS_IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     place = token // samples
@@ -87,6 +92,8 @@ def _turn(
     target = Y + place * y_s + sample * y_b + head[:, None] * y_n
     a = tl.load(source + first, mask=inside, other=0).to(tl.float32)
     b = tl.load(source + first + apart, mask=inside, other=0).to(tl.float32)
+    if IS_IN_PLACE:
+        tl.debug_barrier()  # another thread may write where this one reads
     tl.store(target + first, (a * cos - b * sin).to(Y.dtype.element_ty), mask=inside)
     tl.store(target + first + apart, (b * cos + a * sin).to(Y.dtype.element_ty), mask=inside)
     if PASSED > 0:

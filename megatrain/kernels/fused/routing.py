@@ -47,6 +47,7 @@ def pick_backward(
     scaling_factor: float,
 ) -> Tensor:
     """Gradient of the logits by that of the weights: [t, k] -> [t, E]."""
+    assert experts.is_contiguous()
     logits, dweights = logits.contiguous(), dweights.contiguous()
     dlogits = torch.empty_like(logits)
     num_tokens, top_k = experts.shape

@@ -14,6 +14,8 @@ _BLOCK = 2048
 
 def sgd_fused(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
     """As `kernels.sgd.sgd_reference`."""
+    flat = (update.main, update.grad, update.weight, momentum_buffer)
+    assert all(x.is_contiguous() for x in flat)
     size = update.main.numel()
     runs = [(run.weight_decay, run.lr) for run in update.runs]
     launch(

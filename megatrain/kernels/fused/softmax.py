@@ -12,6 +12,8 @@ _BLOCK = 4096
 
 def row_statistics(logits: Tensor, columns: Tensor, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logit, sum of exponentials less it, target's logit: fp32 [t] each, as in `kernels.softmax.Rows`."""
+    assert logits.stride(1) == 1
+    assert columns.is_contiguous()
     rows, stride = logits.shape[0], logits.stride(0)
     largest, sums, targets = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, power_of_two(logits.shape[1]))
@@ -35,6 +37,8 @@ def write_gradient(
     logits: Tensor, log_sums: Tensor, columns: Tensor, share: Tensor, minus: Tensor, num_real: int
 ) -> None:
     """Put share * softmax - minus * onehot where the logits are."""
+    assert logits.stride(1) == 1
+    assert all(x.is_contiguous() for x in (log_sums, columns, share, minus))
     rows, num_columns = logits.shape
     block = min(_BLOCK, power_of_two(num_columns))
     launch(
@@ -69,5 +73,6 @@ def _gradient(X, LOG_SUM, COLUMN, SHARE, MINUS, stride, num_columns, num_real, B
     place = X + row * stride + column
     x = tl.load(place, mask=column < num_real, other=float("-inf")).to(tl.float32)
     gradient = tl.exp(x - tl.load(LOG_SUM + row)) * tl.load(SHARE + row)
+    # No barrier before the store: of the threads that hold an element one stores it, and nobody needs what others read then.
     gradient = tl.where(column == tl.load(COLUMN + row), gradient - tl.load(MINUS + row), gradient)
     tl.store(place, gradient.to(X.dtype.element_ty), mask=column < num_columns)

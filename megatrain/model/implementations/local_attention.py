@@ -37,7 +37,8 @@ class LocalCoreAttention(nn.Module):
         if self.backend == "flash4":
             return self._flash4(q, k, v, info.documents)
         has_mask = info.documents is not None or self.window is not None
-        if has_mask and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if has_mask and self.backend != "sdpa":
+            assert self.backend != "cudnn", "FlashAttention-2 is for windows and documents"
             return self._by_length(q, k, v, info.documents or whole_samples(q.shape[1], q.shape[0], q.device))
         mask = visible(q.shape[0], info.documents, self.window, q.device) if has_mask else None
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, n/tp, s, d]

@@ -47,15 +47,15 @@ class LocalContextAttention(LaidOutModule):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.scale = spec.scale if spec.scale is not None else 1 / math.sqrt(spec.head_channels)
+        self.kernel = _kernel(spec, backend)
         self.dropout_key = dropout_key
-        self.tp, self.over, self.backend = tp, over, backend
+        self.tp, self.over = tp, over
         if sink is not None:
             self.add_weight("sink", sink, dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         q, k, v = self.over.to_heads(q, k, v)
-        kernel = self._kernel(q)
+        kernel = self.kernel
         views = Views(
             device=q.device,
             takes_masks=kernel.takes_masks,
@@ -66,12 +66,6 @@ class LocalContextAttention(LaidOutModule):
         out = self.over.attend(q, k, v, self._sinks(q), kernel, views)
         return self.over.to_rows(out).flatten(2)
 
-    def _kernel(self, q: Tensor) -> AttentionKernel:
-        spec = self.spec
-        if spec.softcap is not None or spec.dropout:
-            return WrittenAttention(scale=self.scale, softcap=spec.softcap, dropout=spec.dropout)
-        return attention_kernel(self.backend, q, self.scale)
-
     def _sinks(self, q: Tensor) -> Tensor | None:
         """One more score for all queries of each of these heads, in the wide dtype."""
         own_heads = q.shape[2]
@@ -81,6 +75,13 @@ class LocalContextAttention(LaidOutModule):
             return q.new_zeros(own_heads)
         sink = functions.as_leaf(self.sink, self.weight_grads.get("sink"))
         return sink[self.over.heads.rank * own_heads :][:own_heads]
+
+
+def _kernel(spec: AttentionSpec, backend: str) -> AttentionKernel:
+    scale = spec.scale if spec.scale is not None else 1 / math.sqrt(spec.head_channels)
+    if spec.softcap is not None or spec.dropout:
+        return WrittenAttention(scale=scale, softcap=spec.softcap, dropout=spec.dropout)
+    return attention_kernel(backend, scale)
 
 
 class _Keeps:

@@ -30,6 +30,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel
 
@@ -44,6 +45,8 @@ class TransformerEngineLeaves:
     norms: NormSpec
     seed: int
     """Of dropout."""
+    over: ContextAttention
+    """How attention reaches across the ranks of `cp`."""
 
     def norm(self, weights: Weights, spec: NormSpec) -> TeNorm:
         return TeNorm(weights, spec, self.dtype)
@@ -80,9 +83,7 @@ class TransformerEngineLeaves:
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:  # noqa: ARG002
         if spec.softcap is not None or spec.sink != "none" or spec.dropout:
             raise _refused(f"the attention of {spec}")
-        if self.cp.size > 1:
-            raise _refused("attention over the ranks of --context-parallel-size")
-        return TeCoreAttention(spec, self.tp)
+        return TeCoreAttention(spec, self.tp, _over_context_ranks(self.cp, self.over))
 
     def dropout(self, p: float, name: str) -> Pointwise:
         return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
@@ -300,14 +301,40 @@ def _linear(leaves: TransformerEngineLeaves, mode: str, linear: Weights) -> dict
     }
 
 
+def _over_context_ranks(cp: ContextParallel, over: ContextAttention) -> dict[str, Any]:
+    """How attention is made that reaches across the ranks of `cp`."""
+    if cp.size == 1:
+        return {}
+    heads, ring = over.heads, over.ring.group
+    group: Any = cp.group.handle
+    if ring.size == 1:
+        way = "a2a"
+    elif heads.size == 1:
+        way = "all_gather" if over.gathers else "p2p"
+    else:
+        way, group = "a2a+p2p", [heads.handle, ring.handle]
+    return {
+        "cp_group": group,
+        "cp_global_ranks": list(cp.group.ranks),
+        "cp_stream": _second_stream(),
+        "cp_comm_type": way,
+    }
+
+
+@functools.cache
+def _second_stream() -> torch.cuda.Stream | None:
+    """On which each other step around a ring is computed; one for all layers."""
+    return torch.cuda.Stream() if torch.cuda.is_available() else None
+
+
 _BOUNDS = 512
 """Tokens; the longest document is rounded up to a multiple."""
 
 
 class TeCoreAttention(nn.Module):
-    """Causal attention of this rank's heads. The library chooses the kernel."""
+    """Causal attention of this rank's heads. The library chooses the kernel, and divides samples over context ranks as we do."""
 
-    def __init__(self, spec: AttentionSpec, tp: TensorParallel) -> None:
+    def __init__(self, spec: AttentionSpec, tp: TensorParallel, over_context_ranks: dict[str, Any]) -> None:
         super().__init__()
         module = library().DotProductAttention(
             num_attention_heads=spec.num_heads // tp.size,
@@ -318,6 +345,7 @@ class TeCoreAttention(nn.Module):
             attn_mask_type="causal",
             window_size=None if spec.window is None else (spec.window, 0),
             softmax_scale=spec.scale,
+            **over_context_ranks,
         )
         self.foreign = Foreign(module, {})
 

@@ -1,0 +1,14 @@
+"""`megatrain trace`: the table of a trace that --profile wrote, of any rank."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatrain.training.trace_summary import read_trace
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The subcommand."""
+    print(read_trace(Path(arguments.file)).text())
+    return 0

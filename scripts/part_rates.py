@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""The rates at which one GPU runs the products and the attention of a benchmark case, each alone: what `scripts/roofline.py` counts with.
+
+    python3 scripts/part_rates.py S1 A1
+
+Products are those of a layer and of the head, forward, of the input's gradient, and of the weight's, which is added to fp32 sums;
+a rate is all their FLOPs over all their time, each as often as a step runs it. Attention is causal, by the kernel of a run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from roofline import ROOT
+
+from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.kernels.attention import View
+from megatrain.kernels.attention_fused import attention_kernel
+from megatrain.kernels.wgrad import accumulate_weight_gradient
+from megatrain.training.facts import library_versions
+
+WARM_UP, REPEATS = 5, 20
+
+
+def main() -> None:
+    for name in sys.argv[1:] or ["S1"]:
+        request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml")])
+        facts = Facts(
+            device="cuda",
+            vocab_size=request.config.tokenizer.vocab_size,
+            eod_id=0,
+            libraries=library_versions(),
+        )
+        plan = resolve(request, facts)
+        print(f"{name}: products {products(plan):.0f} TFLOP/s")
+        forward, backward = attention(plan)
+        print(
+            f"{name}: attention {forward:.0f} forward, {backward:.0f} backward ({plan.derived.attention_backend})"
+        )
+
+
+def products(plan: Plan) -> float:
+    """TFLOP/s of all products of a step."""
+    model, layers = plan.config.model, plan.derived.layer_table.layers
+    tokens, h = plan.config.training.micro_batch_size * plan.config.data.seq_length, model.hidden_size
+    layer = layers[0]
+    inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
+    width = layer.active_width
+    often = len(layers)
+    shapes = [
+        (inner + 2 * keys, h, often),
+        (h, inner, often),
+        (width * (2 if layer.is_gated else 1), h, often),
+        (h, width, often),
+        (plan.derived.padded_vocab_size, h, 1),
+    ]
+    flops = seconds = 0.0
+    for outputs, inputs, times in shapes:
+        rows = tokens if times > 1 else min(tokens, 2**30 // outputs)  # the head works in chunks of 2 GB
+        x, dy = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (inputs, outputs))
+        weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
+        sums = torch.zeros(outputs, inputs, device="cuda")
+        runs: list[Callable[[], object]] = [
+            lambda x=x, weight=weight: x @ weight.t(),
+            lambda dy=dy, weight=weight: dy @ weight,
+            lambda sums=sums, dy=dy, x=x: accumulate_weight_gradient(sums, dy, x),
+        ]
+        rates = []
+        for run in runs:
+            took = seconds_of(run)
+            each = 2 * rows * outputs * inputs
+            rates.append(each / took / 1e12)
+            flops += each * times * tokens / rows
+            seconds += took * times * tokens / rows
+        print(f"   {rows} x {inputs} -> {outputs}: {', '.join(f'{rate:.0f}' for rate in rates)}")
+    return flops / seconds / 1e12
+
+
+def attention(plan: Plan) -> tuple[float, float]:
+    """TFLOP/s forward and backward."""
+    layer = plan.derived.layer_table.layers[0]
+    s, b, d = plan.config.data.seq_length, plan.config.training.micro_batch_size, layer.head_channels
+    q, dout = (torch.randn(s, b, layer.num_heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (
+        torch.randn(s, b, layer.num_query_groups, d, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    kernel, view = attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)), View(is_causal=True)
+    out, lse = kernel.forward(q, k, v, view)
+    flops = 2 * s * s * b * layer.num_heads * d
+    forward = seconds_of(lambda: kernel.forward(q, k, v, view))
+    backward = seconds_of(lambda: kernel.backward(dout, q, k, v, out, lse, view))
+    return flops / forward / 1e12, 2.5 * flops / backward / 1e12
+
+
+def seconds_of(run: Callable[[], object]) -> float:
+    """The median of a run's times on the device."""
+    for _ in range(WARM_UP):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()

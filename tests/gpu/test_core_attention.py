@@ -1,0 +1,68 @@
+"""Core attention of layers on a GPU against attention written out in fp64: sizes of heads, in bf16 and fp16.
+
+Sizes that other kernels do not take are for torch's own choice.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+from megatrain.kernels.attention import View
+from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.model.implementations.local_attention import LocalCoreAttention
+from megatrain.model.specs import AttentionSpec
+from megatrain.parallel.batch import Documents, PassInfo
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries
+]
+S, B, HEADS, GROUPS = 300, 2, 4, 2
+ENDS = [0, 1, 129, S, 333, 333, 2 * S]
+LIMITS = {torch.bfloat16: 0.02, torch.float16: 0.005}
+DTYPES = {
+    8: torch.bfloat16,
+    16: torch.float16,
+    32: torch.float16,
+    40: torch.bfloat16,
+    80: torch.bfloat16,
+    96: torch.float16,
+    120: torch.bfloat16,
+}
+"""By the channels of a head."""
+CASES = [
+    (backend, d)
+    for backend in ("flash4", "cudnn", "flash2", "sdpa")
+    for d in DTYPES
+    if backend != "flash4" or d % 32 == 0
+]
+WIDE = [("flash2", 256), ("sdpa", 256), ("sdpa", 36)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "d", "has_documents"),
+    [*((*case, False) for case in (*CASES, *WIDE)), *(("flash2", d, True) for d in (*DTYPES, 256))],
+)
+def test_heads_of_all_sizes(backend: str, d: int, has_documents: bool) -> None:
+    if backend == "flash4" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("needs flash-attn-4")
+    generator, dtype = torch.Generator().manual_seed(d), DTYPES.get(d, torch.bfloat16)
+    qkv = torch.randn(S, B, HEADS + 2 * GROUPS, d, generator=generator).to("cuda", dtype).requires_grad_()
+    dout = torch.randn(S, B, HEADS, d, generator=generator).to("cuda", dtype)
+    documents = Documents(torch.tensor(ENDS, dtype=torch.int32, device="cuda"), S, B, S)
+    core = LocalCoreAttention(
+        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=d), backend
+    )
+    sizes = (HEADS, GROUPS, GROUPS)
+    out = core(*qkv.split(sizes, dim=2), PassInfo(documents=documents if has_documents else None))
+    out.backward(dout.flatten(2))
+    q, k, v = qkv.detach().double().split(sizes, dim=2)
+    written, view = WrittenAttention(scale=d**-0.5), View(is_causal=True)
+    if has_documents:
+        view = View(mask=documents.mask)
+    expected, lse = written.forward(q, k, v, view)
+    gradients = written.backward(dout.double(), q, k, v, expected, lse, view)
+    for found, wanted in ((out.detach(), expected.flatten(2)), (qkv.grad, torch.cat(gradients, dim=2))):
+        error = ((found.double() - wanted).abs().max() / wanted.abs().max()).item()
+        assert error < LIMITS[dtype], error

@@ -1,0 +1,128 @@
+"""Kernels of GPUs against attention written out in fp64: the heads and dtypes that `config/attention.py` lets them have, and
+sums in one order, as --deterministic-mode asks for them.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels.attention import AttentionKernel, Borders, View
+from megatrain.kernels.attention_fused import CuDnn, Flash2, Flash4
+from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.kernels.flash4 import order_of_sums
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries
+]
+S, SOME, B, HEADS = 520, 300, 2, 4
+"""Tokens of a sample, the last ones of them where blocks are not square, samples, heads."""
+WINDOW = 150
+ENDS = [0, 1, 257, S, 585, 585, 2 * S]
+"""Of documents in samples that lie end to end: one has a token, one ends behind a tile, one is empty."""
+KERNELS = {"flash4": Flash4, "cudnn": CuDnn, "flash2": Flash2}
+LIMITS = {torch.bfloat16: 0.02, torch.float16: 0.005}
+"""Of errors, relative to the largest value."""
+DTYPES = {
+    8: torch.bfloat16,
+    16: torch.float16,
+    32: torch.float16,
+    40: torch.bfloat16,
+    80: torch.bfloat16,
+    96: torch.float16,
+    120: torch.bfloat16,
+    256: torch.bfloat16,
+}
+"""By the channels of a head."""
+CASES = [
+    (backend, d, name)
+    for backend in KERNELS
+    for d in DTYPES
+    for name in ("causal", "documents")
+    if (d <= 128 or backend == "flash2") and (backend, name) != ("cudnn", "documents")
+    if backend != "flash4" or d % 32 == 0
+]
+
+
+def made(backend: str, d: int) -> AttentionKernel:
+    if backend == "flash4":
+        pytest.importorskip("flash_attn.cute")
+    return KERNELS[backend](d**-0.5)
+
+
+def view_of(name: str) -> tuple[View, Tensor]:
+    """What queries see, by rules and by a mask, [1 or b, 1, sq, sk]."""
+    queries = SOME if name in ("whole", "run") else S
+    distance = torch.arange(S - queries, S)[:, None] - torch.arange(S)
+    mask = (distance >= 0)[None, None]
+    match name:
+        case "whole":
+            return View(), torch.ones_like(mask)
+        case "window":
+            return View(is_causal=True, window=WINDOW), mask & (distance <= WINDOW)
+        case "documents":
+            ends = torch.tensor(ENDS, dtype=torch.int32)
+            number = torch.bucketize(torch.arange(B * S), ends, right=True).view(B, 1, S)
+            is_same = number.unsqueeze(-1) == number.unsqueeze(-2)
+            borders = Borders(ends.cuda(), ends.cuda(), S, S)
+            return View(is_causal=True, borders=borders), mask & is_same
+        case _:
+            return View(is_causal=True), mask
+
+
+def inputs(queries: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k and v, as they come out of a linear layer, and what comes back from the output."""
+    generator = torch.Generator().manual_seed(d)
+    qkv = torch.randn(S, B, HEADS + 2 * groups, d, generator=generator).to("cuda", dtype)
+    dout = torch.randn(queries, B, HEADS, d, generator=generator).to("cuda", dtype)
+    q, k, v = qkv.split((HEADS, groups, groups), dim=2)
+    return [q[S - queries :], k, v, dout]
+
+
+def of(kernel: AttentionKernel, x: list[Tensor], view: View) -> list[Tensor]:
+    """Output, log-sum-exp and gradients."""
+    q, k, v, dout = x
+    out, lse = kernel.forward(q, k, v, view)
+    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, view)]
+
+
+def check(found: list[Tensor], x: list[Tensor], mask: Tensor) -> None:
+    written = WrittenAttention(scale=x[0].shape[-1] ** -0.5)
+    expected = of(written, [one.double().cpu() for one in x], View(mask=mask))
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, own, wanted in zip(names, found, expected, strict=True):
+        error = ((own.double().cpu() - wanted).abs().max() / wanted.abs().max()).item()
+        assert error < LIMITS[x[0].dtype], f"{name} is off by {error}"
+
+
+@pytest.mark.parametrize(("backend", "d", "name"), CASES)
+def test_heads_of_all_sizes(backend: str, d: int, name: str) -> None:
+    kernel, (view, mask) = made(backend, d), view_of(name)
+    groups = 2 if name == "causal" else HEADS  # whose gradients go another way than those of several heads
+    x = inputs(S, groups, d, DTYPES[d])
+    check(of(kernel, x, view), x, mask)
+
+
+@pytest.fixture
+def _one_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As `training/determinism.py` sees to it."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.usefixtures("_one_order")
+@pytest.mark.parametrize("backend", ["flash4", "flash2"])
+@pytest.mark.parametrize("name", ["whole", "causal", "run", "window", "documents"])
+@pytest.mark.parametrize(("groups", "d"), [(2, 128), (4, 64)])
+def test_sums_in_one_order_are_those_written_out(backend: str, name: str, groups: int, d: int) -> None:
+    assert order_of_sums() == {"deterministic": True}
+    kernel, (view, mask) = made(backend, d), view_of(name)
+    x = inputs(mask.shape[2], groups, d, torch.bfloat16)
+    found = of(kernel, x, view)
+    check(found, x, mask)
+    for one, other in zip(found, of(kernel, x, view), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,96 @@
+"""Fused kernels on tensors of more elements than a signed number of 32 bits counts, on a GPU with 48 GiB.
+
+              element 2^31
+|== ... ======|== ... ====|       parts at both ends and around the border are held to the references
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.kernels import activations, norms
+from megatrain.kernels.activations import Activation
+from megatrain.kernels.adamw import AdamwStep, adamw, adamw_reference
+from megatrain.kernels.flat import FlatUpdate, Run
+
+MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.skipif(MEMORY < 48 << 30, reason="needs a GPU with 48 GiB"),
+    pytest.mark.filterwarnings("default"),  # Triton's own
+]
+COLUMNS = 4096
+BORDER = 2**31 // COLUMNS
+"""First row beyond."""
+ROWS = BORDER + 3
+PARTS = [slice(0, 2), slice(BORDER - 2, BORDER + 1), slice(ROWS - 1, ROWS)]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def near(found: Tensor, expected: Tensor) -> None:
+    """Within two roundings to bf16."""
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2**-7, atol=1e-5)
+
+
+def test_activation() -> None:
+    activation = Activation(curve=activations.SILU, is_gated=True)
+    x, dy = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS // 2)
+    y = activations.activate(x, activation)
+    given = [(x[part].double(), dy[part].double()) for part in PARTS]
+    for part, (of_x, _) in zip(PARTS, given, strict=True):
+        near(y[part], activations.activate_reference(of_x, activation))
+    del y
+    dx = activations.activate_backward(dy, x, activation, again=dy, uses_up=True)
+    for part, (of_x, of_dy) in zip(PARTS, given, strict=True):
+        near(dx[part], activations.activate_backward_reference(of_dy, of_x, activation))
+        near(dy[part], activations.activate_reference(of_x, activation))
+
+
+def test_norm() -> None:
+    x, dy = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS)
+    weight = drawn(COLUMNS)
+    found = norms.norm(x, None, weight, None, 1e-5)
+    gradients = norms.norm_backward(dy, None, found, weight)
+    for part in PARTS:
+        expected = norms.norm_reference(x[part].double(), None, weight.double(), None, 1e-5)
+        near(found.y[part], expected.y)
+        near(
+            gradients.dx[part],
+            norms.norm_backward_reference(dy[part].double(), None, expected, weight.double()).dx,
+        )
+
+
+def test_adamw() -> None:
+    size, numbers = 2**31 + 5000, AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=3)
+    main = torch.randn(size, device="cuda")
+    weight, grad, mean, mean_sq = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for narrow in (grad, mean, mean_sq):
+        narrow.normal_()
+    mean_sq.abs_()
+    runs = (Run(0, 2**31 + 7, 0.01, 0.1), Run(2**31 + 7, size, 0.03, 0.0))
+    update = FlatUpdate(
+        main=main, grad=grad, weight=weight, runs=runs,
+        grad_scale=torch.tensor(0.5, device="cuda"), is_finite=torch.tensor(True, device="cuda"),
+    )  # fmt: skip
+    expected = []
+    for start, stop in ((0, 2000), (2**31 - 1000, 2**31 + 1000), (size - 2000, size)):
+        part = slice(start, stop)
+        own = tuple(
+            dataclasses.replace(run, start=max(run.start, start) - start, stop=min(run.stop, stop) - start)
+            for run in runs
+            if run.start < stop and run.stop > start
+        )
+        main_part, weight_part = main[part].clone(), weight[part].clone()
+        states = mean[part].clone(), mean_sq[part].clone()
+        step = dataclasses.replace(update, main=main_part, grad=grad[part], weight=weight_part, runs=own)
+        adamw_reference(step, *states, numbers)
+        expected.append((part, main_part, weight_part, *states))
+    adamw(update, mean, mean_sq, numbers)
+    for part, main_part, *narrow_parts in expected:
+        torch.testing.assert_close(main[part], main_part, rtol=1e-5, atol=1e-5)
+        for found, narrow_part in zip((weight, mean, mean_sq), narrow_parts, strict=True):
+            near(found[part], narrow_part)
