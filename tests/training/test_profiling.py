@@ -230,6 +230,7 @@ def test_the_table_of_a_trace_is_printed(tmp_path: Path, capsys: pytest.CaptureF
         gzip.compress(b"[]"),
         gzip.compress(b"{}"),
     ],
+    ids=["missing", "no-gzip", "cut", "no-json", "a-list", "no-events"],
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "rank0.json.gz"

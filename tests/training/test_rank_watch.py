@@ -1,4 +1,4 @@
-"""Ranks that come late to a start that has failed."""
+"""A rank that finds no rank 0, and the end of rank 0's server."""
 
 import json
 import socket
@@ -20,16 +20,6 @@ def left() -> dist.Store:
     store = dist.HashStore()
     store.set("watch", json.dumps({"port": port, "token": "x", "place": {}}))
     return store
-
-
-@pytest.mark.parametrize(("answer", "expected"), [({"exit_code": 3}, 3), ({"exit_code": 0}, 2)])
-def test_a_rank_that_comes_late_ends_as_the_others_without_a_word(left, answer, expected) -> None:
-    left.set("rank 0", json.dumps(answer))
-    left.set("may start", "no")
-    with pytest.raises(MegatrainError) as caught:
-        RankWatch(LaunchEnvironment(rank=1, world_size=2), left)
-    assert caught.value.is_told
-    assert caught.value.exit_code == expected
 
 
 def test_a_rank_that_finds_nobody_says_where_it_looked(left) -> None:
