@@ -102,7 +102,7 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
                 "--metrics-file",
                 str(metrics),
             ),
-            *("--train-iters", str(iterations + 2 * arguments.profile)),
+            *("--device", "cuda", "--train-iters", str(iterations + 2 * arguments.profile)),
             *flags,
         ]
         if arguments.profile:

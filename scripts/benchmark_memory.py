@@ -95,7 +95,8 @@ def measured(flags: list[str]) -> dict[str, int]:
     """The largest figures that the metrics of a run have, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
-        run([sys.executable, "pretrain.py", *flags, "--train-iters", "3", "--metrics-file", str(metrics)])
+        more = ["--device", "cuda", "--train-iters", "3", "--metrics-file", str(metrics)]
+        run([sys.executable, "pretrain.py", *flags, *more])
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     lines = [line for line in lines if "max_memory_bytes" in line]
     return {name: max(line[name] for line in lines) for name in ("max_memory_bytes", "reserved_memory_bytes")}

@@ -27,6 +27,8 @@ WARM_UP, REPEATS = 5, 20
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("error: rates are measured on a GPU, and none was found\n  fix: check `nvidia-smi`")
     for name in sys.argv[1:] or ["S1"]:
         request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml")])
         facts = Facts(

@@ -18,7 +18,7 @@ from megatrain.training.early_imports import begin_imports, require_triton_cache
 ROOT = Path(__file__).parents[2]
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 FLAGS = (
-    "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
+    "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"
     " --vocab-size 99 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope --bf16 --attention-dropout 0"
 )
 PLANS = {
