@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from megatrain.config.expert_features import EXPERT_OPTIONS
 from megatrain.config.features import NUMBER_FORMATS, REFUSED
 from megatrain.config.features import OPTIONS as FEATURE_OPTIONS
-from megatrain.tools.covering import Pair, Partial, covering_rows, possible_pairs
+from megatrain.tools.covering import Pair, Partial, covering_rows, pairs_of, possible_pairs
 from megatrain.tools.parity_models import MODELS
 from megatrain.tools.parity_models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 
@@ -300,7 +300,26 @@ def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[
     """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first; the first ones."""
     always = [layout for layout in map(Layout.of, ALWAYS) if is_row(layout.words, max_ranks=max_ranks)]
     rows = covering_rows(_values(), functools.partial(_is_allowed, max_ranks=max_ranks), most)
-    return tuple(dict.fromkeys([*always, *(Layout((*row, *_USUAL_FORMATS)) for row in rows)]))[:most]
+    layouts = list(dict.fromkeys([*always, *(Layout((*row, *_USUAL_FORMATS)) for row in rows)]))[:most]
+    return tuple(dict.fromkeys(_with_fewer_passes(layouts, max_ranks)))
+
+
+def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[Layout]:
+    """The same rows with as few micro-batches, which take the time, as leave every pair that meets; pipelines keep theirs."""
+    times = Counter(pair for layout in layouts for pair in pairs_of(layout.table_words))
+    batches = sorted(_BATCHES, key=_number)
+    for layout in layouts:
+        smaller = [layout.but(batch) for batch in batches if _number(batch) < layout.global_batch]
+        own = pairs_of(layout.table_words)
+        chosen = layout
+        for other in smaller if layout.pp == 1 else ():
+            pairs = pairs_of(other.table_words)
+            if is_row(other.words, max_ranks=max_ranks) and all(times[pair] > 1 for pair in own - pairs):
+                times.subtract(own - pairs)
+                times.update(pairs - own)
+                chosen = other
+                break
+        yield chosen
 
 
 @functools.cache

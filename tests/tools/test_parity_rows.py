@@ -32,6 +32,7 @@ from megatrain.tools.parity_narrow import (
 from megatrain.tools.parity_results import Results
 from megatrain.tools.parity_rows import (
     MAX_RANKS,
+    MICRO_BATCH,
     OPTIONS,
     PRODUCT,
     QUICK_ROWS,
@@ -69,6 +70,12 @@ def test_resolve_allows_a_row_and_finds_the_features_that_it_names(layout):
 
 def test_every_pair_of_words_that_can_meet_does():
     assert {pair for layout in pairwise_rows() for pair in pairs_of(layout.table_words)} == all_pairs()
+
+
+def test_most_rows_take_one_micro_batch_and_others_several():
+    passes = Counter(layout.global_batch // (layout.dp * MICRO_BATCH) for layout in pairwise_rows())
+    assert set(passes) == {1, 2, 3, 4}
+    assert 30 <= sum(count for number, count in passes.items() if number > 1) < passes[1]
 
 
 def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
