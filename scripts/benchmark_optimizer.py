@@ -87,11 +87,13 @@ def shard(main_weights: Tensor, grad: Tensor, weight: Tensor) -> FlatUpdate:
     )
 
 
-def milliseconds(run: Callable[[], object], device: torch.device) -> float:
+def milliseconds(
+    run: Callable[[], object], device: torch.device, *, warm_up: int = WARM_UP, repeats: int = REPEATS
+) -> float:
     """The median of some runs."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         run()
-    return statistics.median(one_run(run, device) for _ in range(REPEATS))
+    return statistics.median(one_run(run, device) for _ in range(repeats))
 
 
 def one_run(run: Callable[[], object], device: torch.device) -> float:

@@ -10,18 +10,17 @@ a rate is all their FLOPs over all their time, each as often as a step runs it. 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
 from collections.abc import Callable
 
 import torch
-from roofline import ROOT
+from benchmark_optimizer import milliseconds
+from roofline import plan_of
 
-from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config import Plan
 from megatrain.kernels.attention import View
 from megatrain.kernels.attention_fused import attention_kernel
 from megatrain.kernels.wgrad import accumulate_weight_gradient
-from megatrain.training.facts import library_versions
 
 WARM_UP, REPEATS = 5, 20
 
@@ -30,14 +29,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: rates are measured on a GPU, and none was found\n  fix: check `nvidia-smi`")
     for name in sys.argv[1:] or ["S1"]:
-        request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml")])
-        facts = Facts(
-            device="cuda",
-            vocab_size=request.config.tokenizer.vocab_size,
-            eod_id=0,
-            libraries=library_versions(),
-        )
-        plan = resolve(request, facts)
+        plan = plan_of(name)
         print(f"{name}: products {products(plan):.0f} TFLOP/s")
         forward, backward = attention(plan)
         print(
@@ -100,17 +92,7 @@ def attention(plan: Plan) -> tuple[float, float]:
 
 def seconds_of(run: Callable[[], object]) -> float:
     """The median of a run's times on the device."""
-    for _ in range(WARM_UP):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times)
+    return milliseconds(run, torch.device("cuda"), warm_up=WARM_UP, repeats=REPEATS) * 1e-3
 
 
 if __name__ == "__main__":

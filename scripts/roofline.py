@@ -63,13 +63,18 @@ class Roofline:
 
 def roofline_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = None) -> Roofline:
     """Of `configs/benchmarks/<name>.yaml` with flags, on a case's own number of GPUs where no other is given."""
+    return _roofline(plan_of(name, flags, world_size=world_size), RATES.get(name, Rates()))
+
+
+def plan_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = None) -> Plan:
+    """What a case runs, planned on any machine."""
     request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml"), *flags])
     world_size = world_size or {"A": 1, "S": 1, "B": 4}[name[0]]
     vocabulary = request.config.tokenizer.vocab_size
     facts = Facts(
         device="cuda", world_size=world_size, vocab_size=vocabulary, eod_id=0, libraries=library_versions()
     )
-    return _roofline(resolve(request, facts), RATES.get(name, Rates()))
+    return resolve(request, facts)
 
 
 def _roofline(plan: Plan, rates: Rates) -> Roofline:

@@ -434,6 +434,7 @@ NUMBER_FORMATS: Final[tuple[Option, ...]] = (
                 "momentsbf16",
                 "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
                 lambda p: "bf16" in _moments(p),
+                needs=("adam", "muon"),
             ),
         ),
     ),

@@ -7,6 +7,7 @@ from typing import Final
 from megatrain.config.context import rings_are_gathered
 from megatrain.config.log_rules import LOG_NOTES
 from megatrain.config.own_layers import layer_function
+from megatrain.config.parallel_rules import PARALLEL_NOTES
 from megatrain.config.plan import Draft
 from megatrain.config.resume import changed_settings
 from megatrain.config.tree import flag_of
@@ -251,4 +252,5 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     *LOG_NOTES,
     start_that_is_not_gone_on_with,
     changed_since_the_checkpoint,
+    *PARALLEL_NOTES,
 )

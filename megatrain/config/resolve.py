@@ -16,7 +16,6 @@ from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import Facts
 from megatrain.config.loading import BadValueError, require_in_range
 from megatrain.config.notes import NOTES
-from megatrain.config.parallel_rules import PARALLEL_NOTES
 from megatrain.config.plan import Answer, Derived, Draft, Plan
 from megatrain.config.request import Request
 from megatrain.config.rules import RULES
@@ -46,7 +45,7 @@ def resolve(request: Request, facts: Facts) -> Plan:
         raise ConfigError.of(list(dict.fromkeys(problems)))
     left_open = [path for path in draft.origins if not is_settled(_value_at(draft, path))]
     assert not left_open, f"nothing was found wrong, and yet these are open: {left_open}"
-    notes = [note for tell in (*NOTES, *PARALLEL_NOTES) for note in _told(tell, draft)]
+    notes = [note for tell in NOTES for note in _told(tell, draft)]
     return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
 
 

@@ -10,8 +10,7 @@ A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of opti
 first word. To add a word, see config/features.py. What is not a row: more than eight ranks, a batch that does not
 divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
 keys and values are to be copied, replicas that do not divide into instances, ranks that experts do not divide, what
-rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses, moments
-where SGD keeps none.
+rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -116,11 +115,7 @@ _FEATURE_OF = {
 _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED for name in one.pair}
-_BOUND = tuple(
-    dict.fromkeys(
-        [*_SIZED, *_OF_EXPERTS, "optimizer", "moments", *(_OPTION_OF[name] for name in sorted(_TIED))]
-    )
-)
+_BOUND = tuple(dict.fromkeys([*_SIZED, *_OF_EXPERTS, *(_OPTION_OF[name] for name in sorted(_TIED))]))
 """Options whose words do not go with all words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
 
@@ -228,8 +223,6 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
     if not {"tworings", "twogathers"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
-        return False
-    if "momentsbf16" in words and "sgd" in words:
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
