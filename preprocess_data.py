@@ -2,7 +2,7 @@
 
 import sys
 
-from megatrain.data.preprocess import main
+from megatrain.data.preprocess.run import main
 
 if __name__ == "__main__":
     sys.exit(main())

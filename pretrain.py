@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from megatrain.config import Request, parse
 from megatrain.config.environment import read_environment
-from megatrain.training.console import Console
-from megatrain.training.phases import Phases
+from megatrain.training.logging.console import Console
+from megatrain.training.logging.phases import Phases
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,21 +21,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_dry = request.known("training.dry_run") is not None
     phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))
     with phases.phase("importing PyTorch"):  # not before, so that --help answers at once
-        from megatrain.training.launch import report_errors
+        from megatrain.training.launch.ranks import report_errors
 
     return report_errors(lambda: show(request) if is_dry else train(request, phases))
 
 
 def show(request: Request) -> int:
     """What the run would be."""
-    from megatrain.training.dry_run import dry_run
+    from megatrain.training.planning.dry_run import dry_run
 
     return dry_run(request)
 
 
 def train(request: Request, phases: Phases) -> int:
     """One run, from joining the other ranks to leaving them."""
-    from megatrain.training.launch import joined_ranks
+    from megatrain.training.launch.ranks import joined_ranks
     from megatrain.training.trainer import Trainer
 
     with joined_ranks(request, phases) as ranks:

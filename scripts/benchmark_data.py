@@ -27,15 +27,15 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from megatrain.config.blends import Blend
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import GptSamples, SampleRules
-from megatrain.data.gpt_index import build_index
-from megatrain.data.index_cache import IndexCache
-from megatrain.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset
-from megatrain.data.loader import BatchLoader
-from megatrain.data.sampler import Share, SingleOrder
-from megatrain.data.sources import inspect
+from megatrain.config.derive.blends import Blend
+from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.gpt import GptSamples, SampleRules
+from megatrain.data.samples.gpt_index import build_index
+from megatrain.data.samples.index_cache import IndexCache
+from megatrain.data.samples.loader import BatchLoader
+from megatrain.data.samples.sampler import Share, SingleOrder
+from megatrain.data.samples.sources import inspect
 
 UINT16 = 8
 """The element code of .idx files."""

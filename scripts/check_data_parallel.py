@@ -30,9 +30,9 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.groups import make_group
+from megatrain.training.debugging.trace_summary import summarize
 from megatrain.training.engine import Engine
-from megatrain.training.launch import grid_shape
-from megatrain.training.trace_summary import summarize
+from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.updates import schedules_of
 
 NUM_STEPS, NUM_PROFILED = 20, 3

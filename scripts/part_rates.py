@@ -18,8 +18,8 @@ from benchmark_optimizer import milliseconds
 from roofline import plan_of
 
 from megatrain.config import Plan
-from megatrain.kernels.attention import View
-from megatrain.kernels.attention_fused import attention_kernel
+from megatrain.kernels.attention.blocks import View
+from megatrain.kernels.attention.libraries import attention_kernel
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 WARM_UP, REPEATS = 5, 20

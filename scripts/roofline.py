@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.training.facts import library_versions
+from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES_A_SECOND = 4.0e12

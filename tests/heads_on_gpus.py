@@ -1,4 +1,4 @@
-"""Heads with which kernels of attention are tried on a GPU, as `config/attention.py` lets them have them."""
+"""Heads with which kernels of attention are tried on a GPU, as `config/derive/attention_backend.py` lets them have them."""
 
 import torch
 

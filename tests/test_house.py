@@ -319,11 +319,11 @@ def test_pretrain_fits_on_one_screen() -> None:
 # ---- the finders on made-up sources: each line breaks, or just keeps, one rule
 
 BROKEN = [
-    (imports_that_point_right, "megatrain.data.gpt", "import megatrain.model.gpt"),
-    (imports_that_point_right, "megatrain.data.gpt", "from megatrain.training import trainer"),
-    (imports_that_point_right, "megatrain.data.gpt", "from megatrain import optim"),
-    (imports_that_point_right, "megatrain.data.gpt", "from ..model import gpt"),
-    (imports_that_point_right, "megatrain.data.gpt", "from .. import model"),
+    (imports_that_point_right, "megatrain.data.samples.gpt", "import megatrain.model.gpt"),
+    (imports_that_point_right, "megatrain.data.samples.gpt", "from megatrain.training import trainer"),
+    (imports_that_point_right, "megatrain.data.samples.gpt", "from megatrain import optim"),
+    (imports_that_point_right, "megatrain.data.samples.gpt", "from ..model import gpt"),
+    (imports_that_point_right, "megatrain.data.samples.gpt", "from .. import model"),
     (imports_that_point_right, "megatrain.model.blocks.mlp", "from ...optim.adam import Adam"),
     (
         imports_that_point_right,
@@ -333,25 +333,33 @@ BROKEN = [
     (imports_that_point_right, "megatrain.inference.generate", "import megatrain.interop.hf as hf"),
     (imports_that_point_right, "megatrain", "from megatrain.config import errors"),
     (unknown_folders, "megatrain.core.utils", ""),
-    (global_statements, "megatrain.data.gpt", "def f():\n    global state\n    state = 1"),
-    (environment_reads, "megatrain.training.facts", "import os\nrank = os.environ['RANK']"),
-    (environment_reads, "megatrain.training.facts", "import os as system\nrank = system.getenv('RANK')"),
-    (environment_reads, "megatrain.training.facts", "from os import environ as e\nrank = e.get('RANK')"),
+    (global_statements, "megatrain.data.samples.gpt", "def f():\n    global state\n    state = 1"),
+    (environment_reads, "megatrain.training.launch.facts", "import os\nrank = os.environ['RANK']"),
     (
         environment_reads,
-        "megatrain.training.facts",
+        "megatrain.training.launch.facts",
+        "import os as system\nrank = system.getenv('RANK')",
+    ),
+    (
+        environment_reads,
+        "megatrain.training.launch.facts",
+        "from os import environ as e\nrank = e.get('RANK')",
+    ),
+    (
+        environment_reads,
+        "megatrain.training.launch.facts",
         "def f():\n    from os import getenv\n    return getenv('RANK')",
     ),
-    (environment_reads, "megatrain.training.facts", "import os.path\nthere = 'RANK' in os.environ"),
+    (environment_reads, "megatrain.training.launch.facts", "import os.path\nthere = 'RANK' in os.environ"),
     (unsafe_calls, "megatrain.checkpoint.load", "import pickle"),
     (unsafe_calls, "megatrain.checkpoint.load", "def f():\n    from pickle import loads"),
     (unsafe_calls, "megatrain.checkpoint.load", "import torch\ntorch.load('x', weights_only=True)"),
     (unsafe_calls, "megatrain.checkpoint.load", "from torch import load as read\nread('x')"),
     (unsafe_calls, "megatrain.config.yaml", "eval('1')"),
     (unsafe_calls, "megatrain.config.yaml", "run = exec"),
-    (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=True)"),
-    (heavy_imports_of_config, "megatrain.config.model", "import torch.nn as nn"),
-    (heavy_imports_of_config, "megatrain.config.model", "def f():\n    from numpy import array"),
+    (unsafe_calls, "megatrain.data.indexed.reader", "np.load('x', allow_pickle=True)"),
+    (heavy_imports_of_config, "megatrain.config.schema.model", "import torch.nn as nn"),
+    (heavy_imports_of_config, "megatrain.config.schema.model", "def f():\n    from numpy import array"),
     (heavy_imports_of_config, "megatrain", "import torch"),
     (long_files, "megatrain.model.gpt", "x = 1\n" * (MAX_FILE_LINES + 1)),
     (long_functions, "megatrain.model.gpt", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
@@ -367,7 +375,7 @@ BROKEN = [
 KEPT = [
     (
         imports_that_point_right,
-        "megatrain.data.gpt",
+        "megatrain.data.samples.gpt",
         "from megatrain.parallel import batch\nfrom . import lines\nimport torch",
     ),
     (
@@ -379,24 +387,24 @@ KEPT = [
     (unknown_folders, "megatrain.config", ""),
     (
         global_statements,
-        "megatrain.data.gpt",
+        "megatrain.data.samples.gpt",
         "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2",
     ),
     (environment_reads, ENVIRONMENT_READER, "import os\nrank = os.environ['RANK']"),
     (
         environment_reads,
-        "megatrain.training.facts",
+        "megatrain.training.launch.facts",
         "import os\nos.environ['A'] = 'b'\nos.path.join('a', 'b')",
     ),
-    (environment_reads, "megatrain.training.facts", "rank = self.os.environ"),
+    (environment_reads, "megatrain.training.launch.facts", "rank = self.os.environ"),
     (
         unsafe_calls,
         "megatrain.checkpoint.load",
         "model.eval()\nre.compile('a')\nfrom safetensors.torch import load",
     ),
-    (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=False)"),
+    (unsafe_calls, "megatrain.data.indexed.reader", "np.load('x', allow_pickle=False)"),
     (heavy_imports_of_config, "megatrain.model.gpt", "import torch"),
-    (heavy_imports_of_config, "megatrain.config.model", "import yaml"),
+    (heavy_imports_of_config, "megatrain.config.schema.model", "import yaml"),
     (long_files, "megatrain.model.gpt", "x = 1\n" * MAX_FILE_LINES),
     (long_functions, "megatrain.model.gpt", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
     (branchy_functions, "megatrain.model.gpt", "def f():\n" + "    if x: pass\n" * MAX_BRANCHES),
@@ -423,7 +431,7 @@ def test_every_rule_is_tried_both_ways() -> None:
 
 def test_relative_imports_of_a_package_start_at_the_package() -> None:
     package = Module("megatrain.data", "from .gpt import samples\nfrom ..model import gpt", is_package=True)
-    assert set(package.imports) >= {"megatrain.data.gpt", "megatrain.model.gpt"}
+    assert set(package.imports) >= {"megatrain.data.samples.gpt", "megatrain.model.gpt"}
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,23 @@
 Nothing here imports torch: `--help` answers at once.
 """
 
-from megatrain.config.command_line import parse
-from megatrain.config.data import DataConfig
+from megatrain.config.cli.command_line import parse
+from megatrain.config.cli.help_text import docs_reference
+from megatrain.config.cli.render_plan import render_plan
+from megatrain.config.cli.yaml_file import to_yaml
 from megatrain.config.errors import ConfigError, InputError, MegatrainError, NoCheckpointError, Problem
 from megatrain.config.facts import Facts, StoredRun
-from megatrain.config.help_text import docs_reference
-from megatrain.config.logs import LoggingConfig
-from megatrain.config.model import ModelConfig
-from megatrain.config.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from megatrain.config.parallel import ParallelConfig
 from megatrain.config.plan import Derived, Plan
-from megatrain.config.report import render_plan
 from megatrain.config.request import Request
 from megatrain.config.resolve import resolve
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.config.training import CheckpointConfig, ResilienceConfig, TrainingConfig
-from megatrain.config.tree import Config, Origin
-from megatrain.config.yaml_file import to_yaml
+from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.logging import LoggingConfig
+from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatrain.config.schema.parallel import ParallelConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.training import CheckpointConfig, ResilienceConfig, TrainingConfig
+from megatrain.config.schema.tree import Config, Origin
 
 __all__ = [
     "CheckpointConfig",

@@ -1,6 +1,6 @@
 """What the world outside the command line says: ranks, devices, the tokenizer, the checkpoint, the libraries.
 
-Rank 0 gathers them (`training/facts.py`) and hands them to all ranks as JSON, so that every rank resolves the same plan.
+Rank 0 gathers them (`training/launch/facts.py`) and hands them to all ranks as JSON, so that every rank resolves the same plan.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatrain.config.derive.custom_layers import OwnLayers
+from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.errors import Problem
-from megatrain.config.layer_sizes import LayerSizes
-from megatrain.config.own_layers import OwnLayers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatrain.config.derive.layer_sizes import LayerTable
+from megatrain.config.derive.lr_groups import RateGroups
+from megatrain.config.derive.schedule_values import ScheduleValues
 from megatrain.config.facts import Facts
-from megatrain.config.layer_sizes import LayerTable
-from megatrain.config.rate_groups import RateGroups
-from megatrain.config.schedule_values import ScheduleValues
-from megatrain.config.tree import Config, Origin
-from megatrain.config.values import INVALID
+from megatrain.config.schema.tree import Config, Origin
+from megatrain.config.schema.values import INVALID
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.config.errors import Problem
-from megatrain.config.tree import Config, Origin
-from megatrain.config.values import is_settled
+from megatrain.config.schema.tree import Config, Origin
+from megatrain.config.schema.values import is_settled
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from megatrain.config.derivations import DERIVATIONS, OVERRIDES
+from megatrain.config.cli.parse_value import BadValueError, require_in_range
+from megatrain.config.derive.table import DERIVATIONS, OVERRIDES
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import Facts
-from megatrain.config.loading import BadValueError, require_in_range
-from megatrain.config.notes import NOTES
 from megatrain.config.plan import Answer, Derived, Draft, Plan
 from megatrain.config.request import Request
-from megatrain.config.rules import RULES
-from megatrain.config.tree import Config, Origin, settings
-from megatrain.config.values import AUTO, INVALID, REQUIRED, UnsettledError, is_settled
+from megatrain.config.rules.notes import NOTES
+from megatrain.config.rules.registry import RULES
+from megatrain.config.schema.tree import Config, Origin, settings
+from megatrain.config.schema.values import AUTO, INVALID, REQUIRED, UnsettledError, is_settled
 
 T = TypeVar("T")
 

@@ -20,13 +20,13 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.load import load_weights_only
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config.errors import ConfigError, NoCheckpointError
-from megatrain.config.experts import ExpertsConfig
-from megatrain.config.model import ModelConfig
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.tokenizer import Tokenizer, load_tokenizer
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.model.custom_layers import with_own_layers
 from megatrain.model.gpt import HeadSegment, Model, build_model
 from megatrain.model.head import Head
-from megatrain.model.own_layers import with_own_layers
 from megatrain.model.specs import gpt_spec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megatrain.kernels.routing import expert_capacity
+from megatrain.kernels.moe.routing import expert_capacity
 from megatrain.model import functions
 from megatrain.model.branches import branch_end, first_norm
 from megatrain.model.implementations.leaves import GroupedMlp, Leaves
@@ -36,11 +36,11 @@ from megatrain.model.recompute import Recompute, Recomputed
 from megatrain.model.router import Router
 from megatrain.model.specs import ExpertsSpec, GptSpec, MlpSpec, NormPosition, RouterSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.exchange import AllGatherExchange, AllToAllExchange, Exchange, LocalExchange
 from megatrain.parallel.experts import ExpertParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.token_dispatcher import AllGatherExchange, AllToAllExchange, Exchange, LocalExchange
 from megatrain.parallel.tokens import TokenSplit
 
 Dispatcher = Literal["allgather", "alltoall"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import norms, turning
-from megatrain.kernels.attention import AttentionKernel, View
+from megatrain.kernels import apply_rope, norms
+from megatrain.kernels.attention.blocks import AttentionKernel, View
 from megatrain.kernels.dtypes import wide
 from megatrain.kernels.heads import joined_heads
 from megatrain.parallel.collectives import all_reduce
@@ -146,12 +146,12 @@ class _Turn(Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return turning.turn(x, cos, sin, is_interleaved=is_interleaved)
+        return apply_rope.turn(x, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        dx = turning.turn(grads[0], cos, sin, is_interleaved=ctx.is_interleaved, is_back=True)
+        dx = apply_rope.turn(grads[0], cos, sin, is_interleaved=ctx.is_interleaved, is_back=True)
         return dx, None, None, None
 
 
@@ -162,12 +162,12 @@ class _TurnHeads(Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return turning.turn_heads(qkv.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
+        return apply_rope.turn_heads(qkv.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        dqkv = turning.turn_heads_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
+        dqkv = apply_rope.turn_heads_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
         return dqkv, None, None, None, None
 
 

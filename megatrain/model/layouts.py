@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.config.rate_groups import ParamKind
+from megatrain.config.derive.lr_groups import ParamKind
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
 from megatrain.parallel.tensor import TensorParallel

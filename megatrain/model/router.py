@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.normal import stream_key
-from megatrain.kernels.routing import (
+from megatrain.kernels.moe.routing import (
     Routes,
     TopKRule,
     expert_capacity,
@@ -32,7 +31,8 @@ from megatrain.kernels.routing import (
     sinkhorn_plan,
     within_capacity,
 )
-from megatrain.kernels.routing_losses import ScoreSums, balance_loss, score_sums
+from megatrain.kernels.moe.routing_losses import ScoreSums, balance_loss, score_sums
+from megatrain.kernels.normal import stream_key
 from megatrain.kernels.uniform import fill_uniform
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.layouts import router_layout

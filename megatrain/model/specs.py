@@ -14,13 +14,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatrain.config.derived_model import activation_of
-from megatrain.config.experts import ExpertsConfig
-from megatrain.config.layer_sizes import ExpertSizes, LayerSizes, layer_table
-from megatrain.config.model import ModelConfig
-from megatrain.config.mup import attention_scale, matrix_init_std
-from megatrain.config.patterns import layers_with, window_of
+from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes, layer_table
+from megatrain.config.derive.model import activation_of
+from megatrain.config.derive.mup import attention_scale, matrix_init_std
+from megatrain.config.derive.patterns import layers_with, window_of
 from megatrain.config.plan import Activation
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.model import ModelConfig
 from megatrain.kernels.activations import Curve
 from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling
 

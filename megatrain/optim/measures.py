@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatrain.kernels.squares import sum_of_squares
+from megatrain.kernels.optimizer.squares import sum_of_squares
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 

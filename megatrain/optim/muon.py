@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatrain.kernels.flat import FlatUpdate
-from megatrain.kernels.newton_schulz import CoefficientType, orthogonalized
+from megatrain.kernels.optimizer.flat import FlatUpdate
+from megatrain.kernels.optimizer.newton_schulz import CoefficientType, orthogonalized
 from megatrain.optim.matrices import OwnPart, Round, own_parts, plan_rounds
 from megatrain.parallel.buffers import Shard
 from megatrain.parallel.collectives import all_to_all

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.kernels.flat import FlatUpdate
+from megatrain.kernels.optimizer.flat import FlatUpdate
 
 _NUM_PLACES = 2
 

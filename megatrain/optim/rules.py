@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatrain.kernels.adamw import AdamwStep, adamw
-from megatrain.kernels.flat import FlatUpdate
-from megatrain.kernels.sgd import sgd
+from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
+from megatrain.kernels.optimizer.flat import FlatUpdate
+from megatrain.kernels.optimizer.sgd import sgd
 
 
 class UpdateRule(Protocol):

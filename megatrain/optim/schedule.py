@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.rate_groups import ParamKind
+from megatrain.config.derive.lr_groups import ParamKind
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]

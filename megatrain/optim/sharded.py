@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain.kernels.flat import FlatUpdate, Run
-from megatrain.kernels.squares import sum_of_squares
+from megatrain.kernels.optimizer.flat import FlatUpdate, Run
+from megatrain.kernels.optimizer.squares import sum_of_squares
 from megatrain.optim.muon import Muon
 from megatrain.optim.offload import HostUpdates, num_offloaded, zeros_on_host
 from megatrain.optim.rules import UpdateRule

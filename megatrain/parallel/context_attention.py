@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatrain.kernels.attention import AttentionKernel
+from megatrain.kernels.attention.blocks import AttentionKernel
 from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_gather import gathered_attention
 from megatrain.parallel.context_heads import to_heads, to_rows

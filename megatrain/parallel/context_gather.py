@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.attention import AttentionKernel, Joined, sink_gradient
+from megatrain.kernels.attention.blocks import AttentionKernel, Joined, sink_gradient
 from megatrain.kernels.dtypes import wide
 from megatrain.parallel.collectives import begin_all_gather_into, begin_reduce_scatter_into
 from megatrain.parallel.context import ContextParallel

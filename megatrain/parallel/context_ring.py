@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.attention import AttentionKernel, Joined, View, sink_gradient
+from megatrain.kernels.attention.blocks import AttentionKernel, Joined, View, sink_gradient
 from megatrain.kernels.dtypes import wide
 from megatrain.parallel.collectives import Transfer, begin_shift
 from megatrain.parallel.context import ContextParallel

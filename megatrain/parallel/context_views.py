@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention import Borders, View
+from megatrain.kernels.attention.blocks import Borders, View
 from megatrain.parallel.batch import Documents
 
 

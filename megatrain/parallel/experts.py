@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
-from megatrain.kernels.grouped import (
+from megatrain.kernels.moe.grouped import (
     accumulate_grouped_weight_gradient,
     grouped_product,
     grouped_product_backward,
 )
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.exchange import Visitors
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.token_dispatcher import Visitors
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatrain.config.rate_groups import ParamKind
+from megatrain.config.derive.lr_groups import ParamKind
 from megatrain.parallel.grid import Family
 
 Box = tuple[tuple[int, int], ...]

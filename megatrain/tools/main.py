@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import Any
 
 from megatrain import __version__
+from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem
-from megatrain.config.help_text import field_help
-from megatrain.config.tree import near_name, settings
+from megatrain.config.schema.tree import near_name, settings
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,6 +27,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 _UNKNOWN = "unrecognized arguments"
+_MODULES = {
+    "data": "megatrain.tools.data.cli",
+    "generate": "megatrain.tools.generate",
+    "parity": "megatrain.tools.parity.cli",
+    "report": "megatrain.tools.report",
+    "trace": "megatrain.tools.trace",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if others and not arguments.takes_run_flags:
         arguments.parser.error(f"{_UNKNOWN}: {' '.join(others)}")
     arguments.run_flags = others
-    module = import_module(f"megatrain.tools.{arguments.command}")
-    from megatrain.training.launch import report_errors  # noqa: PLC0415 (imports torch)
+    module = import_module(_MODULES[arguments.command])
+    from megatrain.training.launch.ranks import report_errors  # noqa: PLC0415 (imports torch)
 
     return report_errors(lambda: module.run(arguments))
 

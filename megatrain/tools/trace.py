@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatrain.training.trace_summary import read_trace
+from megatrain.training.debugging.trace_summary import read_trace
 
 
 def run(arguments: argparse.Namespace) -> int:

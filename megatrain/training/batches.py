@@ -16,14 +16,14 @@ import torch
 
 from megatrain.config import Facts, Plan
 from megatrain.config.errors import ConfigError, MegatrainError
-from megatrain.data.build import BuiltIndex, Plans, SplitBuilder, Splits
-from megatrain.data.gpt import SampleRules, effective_pad
-from megatrain.data.loader import BatchLoader
-from megatrain.data.sampler import CyclicOrder, Order, Share, SingleOrder, WholeOrder
-from megatrain.data.samples import Samples
-from megatrain.data.sources import blends_of
+from megatrain.data.samples.build import BuiltIndex, Plans, SplitBuilder, Splits
+from megatrain.data.samples.dataset import Samples
+from megatrain.data.samples.gpt import SampleRules, effective_pad
+from megatrain.data.samples.loader import BatchLoader
+from megatrain.data.samples.sampler import CyclicOrder, Order, Share, SingleOrder, WholeOrder
+from megatrain.data.samples.sources import blends_of
 from megatrain.parallel.batch import Batch
-from megatrain.training.launch import Ranks
+from megatrain.training.launch.ranks import Ranks
 
 
 class Batches(Protocol):

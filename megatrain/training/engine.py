@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatrain.config import Plan
 from megatrain.kernels.fused.launching import compile_kernels
+from megatrain.model.custom_layers import with_own_layers
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.own_layers import with_own_layers
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.measures import num_zero_gradients, parameter_norm

@@ -14,16 +14,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from megatrain.config import Plan
-from megatrain.config.batch_sizes import batch_sizes
+from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.groups import limit_collectives
 from megatrain.training.batches import Batches
+from megatrain.training.debugging.not_finite import explain
+from megatrain.training.debugging.spikes import SpikeWatch
 from megatrain.training.engine import Engine
-from megatrain.training.launch import Ranks
-from megatrain.training.not_finite import explain
-from megatrain.training.run_log import RunLog
-from megatrain.training.spikes import SpikeWatch
+from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.run_log import RunLog
 from megatrain.training.step_report import StepReport, StepUnderway
 from megatrain.training.stopping import StopRequest
 from megatrain.training.updates import schedules_of

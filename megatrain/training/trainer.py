@@ -23,21 +23,21 @@ from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import Plan, StoredRun, render_plan, resolve, to_yaml
-from megatrain.config.data_plans import evaluations
+from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import MegatrainError
 from megatrain.config.plan import continues_optimizer
-from megatrain.config.training_rules import signal_number
+from megatrain.config.rules.training import signal_number
 from megatrain.training.batches import EvaluationSet, RunBatches, build_batches
+from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.engine import Engine, mean_losses
-from megatrain.training.failure import exit_code_of
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations, NotFiniteError, Progress
-from megatrain.training.launch import Ranks
-from megatrain.training.profiling import Profiling
-from megatrain.training.run_log import RunLog
-from megatrain.training.run_status import RunStatus
+from megatrain.training.launch.failure import exit_code_of
+from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.run_log import RunLog
+from megatrain.training.logging.run_status import RunStatus
+from megatrain.training.logging.summary import describe
 from megatrain.training.stopping import StopRequest
-from megatrain.training.summary import describe
 
 REACHED, STOPPED_EARLY = 0, 75
 

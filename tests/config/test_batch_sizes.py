@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config.batch_sizes import BatchSizes, ConstantBatch, parse_ramp, parse_steps
+from megatrain.config.derive.batch_sizes import BatchSizes, ConstantBatch, parse_ramp, parse_steps
 from megatrain.config.errors import ConfigError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "microbatches.json").read_text())

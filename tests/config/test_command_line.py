@@ -8,9 +8,9 @@ import pytest
 
 from megatrain import __version__
 from megatrain.config import Origin, docs_reference, parse
-from megatrain.config.help_text import field_help
-from megatrain.config.tree import settings
-from megatrain.config.values import AUTO, REQUIRED, is_settled
+from megatrain.config.cli.help_text import field_help
+from megatrain.config.schema.tree import settings
+from megatrain.config.schema.values import AUTO, REQUIRED, is_settled
 
 
 def value(path, *argv):

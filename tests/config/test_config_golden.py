@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ModelConfig
-from megatrain.config.experts import ExpertsConfig
-from megatrain.config.flops import padded_vocabulary, training_flops
-from megatrain.config.layer_sizes import layer_table
+from megatrain.config.derive.flops import padded_vocabulary, training_flops
+from megatrain.config.derive.layer_sizes import layer_table
+from megatrain.config.schema.experts import ExpertsConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LATER = (

@@ -3,10 +3,10 @@
 import pytest
 
 from megatrain.config import Facts
+from megatrain.config.derive.custom_layers import OwnLayers
+from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.layer_sizes import ExpertSizes, LayerSizes
-from megatrain.config.own_layers import OwnLayers
-from megatrain.config.rules import RULES
+from megatrain.config.rules.registry import RULES
 
 GQA = "--group-query-attention"
 NULL = "--tokenizer-type NullTokenizer"

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatrain.config import Origin, parse, to_yaml
-from megatrain.config.values import AUTO
+from megatrain.config.schema.values import AUTO
 
 
 @pytest.fixture

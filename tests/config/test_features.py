@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatrain.config.features import NUMBER_FORMATS, OPTIONS, Refused, features_are_proven, features_of
-from megatrain.config.tree import settings
+from megatrain.config.features.table import NUMBER_FORMATS, OPTIONS, Refused, features_are_proven, features_of
+from megatrain.config.schema.tree import settings
 
 APART = {
     "parallel.distributed_backend": "carries the same sums",
@@ -50,7 +50,7 @@ def test_a_choice_is_an_option_of_parity_or_known_to_be_none(section):
     }
     varied = {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings}
     apart = {path for path in APART if path.startswith(f"{section}.")}
-    assert choices - varied == apart, "add a Feature to config/features.py, or a reason here"
+    assert choices - varied == apart, "add a Feature to config/features/table.py, or a reason here"
 
 
 def test_an_option_names_settings_that_are_there():

@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 
 from megatrain.config import parse, render_plan
-from megatrain.config.differences import DIFFERENT_DEFAULTS
-from megatrain.config.loading import load_value
-from megatrain.config.megatron_flags import aliases, megatron_flags
-from megatrain.config.megatron_former import FORMER_FLAGS
-from megatrain.config.megatron_table import ALIASES, ANSWERS, CHOICES_ELSEWHERE, CHOICES_TO_COME
-from megatrain.config.tree import flag_of, settings
-from megatrain.config.values import AUTO, REQUIRED
+from megatrain.config.cli.parse_value import load_value
+from megatrain.config.megatron.differences import DIFFERENT_DEFAULTS
+from megatrain.config.megatron.flag_table import ALIASES, ANSWERS, CHOICES_ELSEWHERE, CHOICES_TO_COME
+from megatrain.config.megatron.flags import aliases, megatron_flags
+from megatrain.config.megatron.removed_flags import FORMER_FLAGS
+from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.values import AUTO, REQUIRED
 
 TABLE = [word.partition("=")[0] for answer in ANSWERS for word in answer.flags.split()]
 SETTINGS = {setting.flag: setting for setting in settings()}

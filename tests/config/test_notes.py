@@ -1,9 +1,9 @@
 """Defaults that are traps are told."""
 
 from megatrain.config import Facts, Origin, parse
-from megatrain.config.notes import dropout_by_default
 from megatrain.config.plan import Derived, Draft
-from megatrain.config.tree import settings
+from megatrain.config.rules.notes import dropout_by_default
+from megatrain.config.schema.tree import settings
 
 
 def test_float32_on_a_gpu_is_told_unless_it_was_asked_for(plan_of):

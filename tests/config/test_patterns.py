@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config.patterns import PatternError, layers_with, window_of
+from megatrain.config.derive.patterns import PatternError, layers_with, window_of
 
 YES, NO = True, False
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megatrain.config import docs_reference
-from megatrain.config.differences import docs_differences
+from megatrain.config.megatron.differences import docs_differences
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from megatrain.config import ConfigError, Facts, Problem, StoredRun, parse, resolve
-from megatrain.config.derivations import DERIVATIONS
+from megatrain.config.derive.table import DERIVATIONS
 from megatrain.config.plan import Derived
-from megatrain.config.rules import RULES
-from megatrain.config.tree import settings
-from megatrain.config.values import INVALID, UnsettledError, is_settled
+from megatrain.config.rules.registry import RULES
+from megatrain.config.schema.tree import settings
+from megatrain.config.schema.values import INVALID, UnsettledError, is_settled
 
 
 def test_derived_values_know_their_reason(plan_of):

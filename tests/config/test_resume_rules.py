@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.config import ConfigError, Facts, StoredRun
-from megatrain.config.data_plans import Evaluations
+from megatrain.config.derive.data_plans import Evaluations
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.resume_classes import RESUME_CLASSES, SCHEDULE, classes_by_path, paths_of
-from megatrain.config.tree import flag_of, settings
+from megatrain.config.rules.resume_classes import RESUME_CLASSES, SCHEDULE, classes_by_path, paths_of
+from megatrain.config.schema.tree import flag_of, settings
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REQUESTED = json.loads((GOLDEN / "expected.json").read_text())["requested_sizes"]

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from megatrain.config.derive.splits import require_sequences, split_ranges, split_shares, working_split
 from megatrain.config.errors import ConfigError
-from megatrain.config.splits import require_sequences, split_ranges, split_shares, working_split
 
 
 def test_recorded_splits(expected):

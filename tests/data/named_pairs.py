@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from recorded import write_dataset
 
-from megatrain.config.blends import Blend
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.sources import inspect
+from megatrain.config.derive.blends import Blend
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.sources import inspect
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megatrain.data.samples import Samples
+    from megatrain.data.samples.dataset import Samples
 
 VOCAB = 100
 FINGERPRINT = "5eed" * 16

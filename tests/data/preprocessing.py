@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import megatrain.data.preprocess as module
-from megatrain.data.preprocess import main, preprocess
+import megatrain.data.preprocess.run as module
+from megatrain.data.preprocess.run import main, preprocess
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.indexed.writer import IndexedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.loader import BatchLoader
-from megatrain.data.sampler import CyclicOrder, Share, SingleOrder, WholeOrder
-from megatrain.data.samples import Sample
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.dataset import Sample
+from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.loader import BatchLoader
+from megatrain.data.samples.sampler import CyclicOrder, Share, SingleOrder, WholeOrder
 from megatrain.parallel.batch import Documents
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import EXPECTED, check_array, digest
 
-from megatrain.config.blends import Blend, parse_blend
+from megatrain.config.derive.blends import Blend, parse_blend
+from megatrain.config.derive.splits import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
-from megatrain.config.splits import SPLIT_NAMES
-from megatrain.data.blend import (
+from megatrain.data.samples.blend import (
     SHORTEST_CHUNK,
     BlendedSamples,
     Draw,
@@ -21,8 +21,8 @@ from megatrain.data.blend import (
     longer_counts,
     normalized,
 )
-from megatrain.data.build import Plans, SplitBuilder, dataset_names
-from megatrain.data.gpt import SampleRules
+from megatrain.data.samples.build import Plans, SplitBuilder, dataset_names
+from megatrain.data.samples.gpt import SampleRules
 
 
 @pytest.mark.parametrize("case", EXPECTED["blend_arguments"], ids=lambda case: " ".join(case["arguments"]))

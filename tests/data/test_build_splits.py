@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from recorded import write_dataset
 
-from megatrain.config.blends import Blend
+from megatrain.config.derive.blends import Blend
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.indexed.writer import IndexedWriter
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.gpt import SampleRules
 
 
 @pytest.fixture

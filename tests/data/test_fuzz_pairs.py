@@ -18,9 +18,9 @@ import pytest
 from named_pairs import VOCAB, bin_, idx, write_pair
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.gpt import GptSamples, SampleRules
-from megatrain.data.gpt_index import build_index
-from megatrain.data.sources import open_token_ids
+from megatrain.data.samples.gpt import GptSamples, SampleRules
+from megatrain.data.samples.gpt_index import build_index
+from megatrain.data.samples.sources import open_token_ids
 
 NUM_INPUTS = 1000
 NUM_PARTS = 4

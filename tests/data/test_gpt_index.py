@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import EXPECTED, check_array, recorded_lengths
 
+from megatrain.config.derive.splits import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import ConfigError
-from megatrain.config.splits import SPLIT_NAMES, split_ranges
-from megatrain.data.gpt_index import CUT_ROWS, build_index, cut_samples
+from megatrain.data.samples.gpt_index import CUT_ROWS, build_index, cut_samples
 
 WALKS = EXPECTED["sample_index_walk"]
 SPLITS = [

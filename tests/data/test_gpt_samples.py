@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from recorded import EXPECTED, digest, write_dataset
 
+from megatrain.config.derive.splits import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import InputError
-from megatrain.config.splits import SPLIT_NAMES, split_ranges
-from megatrain.data.gpt import GptSamples, SampleRules, attention_block_starts, effective_pad
-from megatrain.data.gpt_index import build_index
-from megatrain.data.indexed import IndexedDataset
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.samples.gpt import GptSamples, SampleRules, attention_block_starts, effective_pad
+from megatrain.data.samples.gpt_index import build_index
 
 WITHOUT_TEXT = [case for case in EXPECTED["gpt"] if case["dataset"].startswith("dtypes/")]
 

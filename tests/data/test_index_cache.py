@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatrain.data.index_cache import STALE_SECONDS, WORTH_ROWS, IndexCache
+from megatrain.data.samples.index_cache import STALE_SECONDS, WORTH_ROWS, IndexCache
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from recorded import GOLDEN, check_array, digest
 
 from megatrain.config.errors import InputError
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.indexed_writer import IndexedWriter, token_dtype
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.indexed.writer import IndexedWriter, token_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,10 +11,10 @@ from preprocessing import NULL, numbers, run
 from recorded import EXPECTED, GOLDEN, write_dataset
 
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.data import merge as module
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.indexed_writer import IndexedWriter
-from megatrain.data.merge import merge
+from megatrain.data.indexed import merge as module
+from megatrain.data.indexed.merge import merge
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.indexed.writer import IndexedWriter
 
 
 def require_recorded(prefix: Path, name: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from recorded import EXPECTED, check_array, digest
 
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.mock import MockSequences
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.mock import MockSequences
 
 MOCK = EXPECTED["mock"]
 

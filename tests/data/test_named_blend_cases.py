@@ -11,15 +11,15 @@ from named_pairs import VOCAB, all_tokens, write_pair
 from recorded import write_dataset
 
 from megatrain.config import parse, resolve
-from megatrain.config.blends import Blend, parse_blend
+from megatrain.config.derive.blends import Blend, parse_blend
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError
-from megatrain.data.blend import MOST_DATASETS, BlendedSamples, Draw, draw_weighted
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.samples import PlannedSamples
+from megatrain.data.samples.blend import MOST_DATASETS, BlendedSamples, Draw, draw_weighted
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.dataset import PlannedSamples
+from megatrain.data.samples.gpt import SampleRules
 from megatrain.training.batches import build_samples
-from megatrain.training.facts import gather_facts
+from megatrain.training.launch.facts import gather_facts
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 

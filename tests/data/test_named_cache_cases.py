@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from named_pairs import VOCAB, write_pair
 
-from megatrain.config.blends import Blend
+from megatrain.config.derive.blends import Blend
 from megatrain.config.errors import InputError
-from megatrain.data import index_cache
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.gpt_index import build_index
-from megatrain.data.index_cache import IndexCache
-from megatrain.data.sources import content_digest, open_token_ids
+from megatrain.data.samples import index_cache
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.gpt_index import build_index
+from megatrain.data.samples.index_cache import IndexCache
+from megatrain.data.samples.sources import content_digest, open_token_ids
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 
@@ -180,8 +180,8 @@ def test_a_folder_that_cannot_be_written(cached, tmp_path):
 RACER = """
 import sys
 import numpy as np
-from megatrain.data import index_cache
-from megatrain.data.gpt_index import build_index
+from megatrain.data.samples.dataset import index_cache
+from megatrain.data.samples.gpt_index import build_index
 
 index_cache.WORTH_ROWS = 0
 lengths = np.random.default_rng(3).integers(0, 30, 200, dtype=np.int32)

@@ -38,12 +38,12 @@ from named_pairs import (
 )
 from recorded import write_dataset
 
-from megatrain.config.blends import Blend
+from megatrain.config.derive.blends import Blend
 from megatrain.config.errors import InputError
 from megatrain.config.facts import Facts, StoredRun
-from megatrain.config.resume import data_is_the_stored_one
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.sources import inspect, open_token_ids
+from megatrain.config.rules.resume import data_is_the_stored_one
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.samples.sources import inspect, open_token_ids
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 from preprocessing import NULL, InlineWorkers, run
 
-from megatrain.data.indexed import IndexedDataset
+from megatrain.data.indexed.reader import IndexedDataset
 
 if TYPE_CHECKING:
     from collections.abc import Callable

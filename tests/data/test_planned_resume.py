@@ -14,11 +14,11 @@ import itertools
 import pytest
 from named_pairs import VOCAB, write_pair
 
-from megatrain.config.blends import Blend
-from megatrain.data.build import Plans, SplitBuilder
-from megatrain.data.gpt import SampleRules
-from megatrain.data.loader import BatchLoader
-from megatrain.data.sampler import CyclicOrder, Share, SingleOrder
+from megatrain.config.derive.blends import Blend
+from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.loader import BatchLoader
+from megatrain.data.samples.sampler import CyclicOrder, Share, SingleOrder
 
 SEQ_LENGTH = 8
 NUM_SAMPLES = 80

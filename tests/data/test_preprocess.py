@@ -18,15 +18,16 @@ from preprocessing import NULL, InlineWorkers, content_of, numbers, run
 from recorded import EXPECTED
 
 from megatrain.config.errors import ConfigError
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data import encoder, progress
-from megatrain.data import preprocess as preprocess_module
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.lines import parse_line, sentences_of
-from megatrain.data.preprocess import main, preprocess
-from megatrain.data.preprocess_flags import parse_settings
-from megatrain.data.tokenizer import load_tokenizer
-from megatrain.data.workers import Workers
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data import progress
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.preprocess import encoder
+from megatrain.data.preprocess import run as preprocess_module
+from megatrain.data.preprocess.flags import parse_settings
+from megatrain.data.preprocess.lines import parse_line, sentences_of
+from megatrain.data.preprocess.run import main, preprocess
+from megatrain.data.preprocess.workers import Workers
+from megatrain.data.tokenizers.build import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -458,7 +459,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     source = numbers(tmp_path / "in.jsonl", ["1 2 3 4 5 6 7 8 9"] * 100_000)
     words = [*map(str, ("--input", source, *NULL)), "--output-prefix", str(tmp_path / "out")]
     code = (
-        "import resource, sys; from megatrain.data.preprocess import main\n"
+        "import resource, sys; from megatrain.data.preprocess.run import main\n"
         "if __name__ == '__main__':\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
         "    sys.exit(main(sys.argv[1:]))\n"
@@ -500,5 +501,5 @@ def is_alive(pid):
 
 
 def test_preprocessing_starts_without_torch():
-    code = "import sys, megatrain.data.preprocess; sys.exit('torch' in sys.modules)"
+    code = "import sys, megatrain.data.preprocess.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

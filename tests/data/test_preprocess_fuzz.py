@@ -17,7 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from preprocessing import NULL, run
 
-from megatrain.data.indexed import IndexedDataset
+from megatrain.data.indexed.reader import IndexedDataset
 
 EOD = 99
 WORDS = ["1", "98", "7 7", "", " ", "0 5 9", "12\n3", "4\t4"]

@@ -20,11 +20,11 @@ import pytest
 from preprocessing import NULL, InlineWorkers, content_of, numbers, run
 
 from megatrain.config.errors import InputError
-from megatrain.data import encoder
-from megatrain.data import preprocess as preprocess_module
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.indexed_writer import IndexedWriter
-from megatrain.data.journal import Journal
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.indexed.writer import IndexedWriter
+from megatrain.data.preprocess import encoder
+from megatrain.data.preprocess import run as preprocess_module
+from megatrain.data.preprocess.journal import Journal
 
 ROOT = Path(__file__).parents[2]
 SETTLED = [f"out_{key}_document.{kind}" for key in ("id", "text") for kind in ("bin", "idx", "json")]
@@ -130,8 +130,8 @@ def test_a_run_killed_at_any_step_is_gone_on_with(tmp_path, capsys, with_old):
 
 DRIVER = """
 import sys
-from megatrain.data.preprocess import preprocess
-from megatrain.data.preprocess_flags import parse_settings
+from megatrain.data.preprocess.run import preprocess
+from megatrain.data.preprocess.flags import parse_settings
 if __name__ == "__main__":
     preprocess(parse_settings(sys.argv[1:]), chunk_bytes=20_000, journal_seconds=0.0)
 """

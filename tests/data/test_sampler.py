@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recorded import EXPECTED
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.sampler import CyclicOrder, Share, SingleOrder, WholeOrder
+from megatrain.data.samples.sampler import CyclicOrder, Share, SingleOrder, WholeOrder
 
 RECORDED = EXPECTED["samplers"]
 

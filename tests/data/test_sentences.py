@@ -6,9 +6,10 @@ import pytest
 from preprocessing import NULL, numbers, run
 
 from megatrain.config.errors import ConfigError
-from megatrain.data import files, sentences
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.sentences import SentenceSplitter, SplitSettings, load_splitter
+from megatrain.data import files
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.preprocess import sentences
+from megatrain.data.preprocess.sentences import SentenceSplitter, SplitSettings, load_splitter
 
 nltk_data = pytest.importorskip("nltk.data")
 punkt = pytest.importorskip("nltk.tokenize.punkt")

@@ -9,12 +9,12 @@ import pytest
 from named_pairs import FINGERPRINT, VOCAB, bin_, describe, write_pair
 from recorded import write_dataset
 
-from megatrain.config.blends import Blend, number_of
-from megatrain.config.data import DataConfig
+from megatrain.config.derive.blends import Blend, number_of
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.facts import DatasetFacts, Facts
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.sources import (
+from megatrain.config.schema.data import DataConfig
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.samples.sources import (
     SAMPLED_BYTES,
     blends_of,
     content_digest,

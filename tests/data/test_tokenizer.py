@@ -10,8 +10,8 @@ from recorded import EXPECTED
 from megatrain.config import parse, resolve
 from megatrain.config.errors import ConfigError
 from megatrain.config.facts import Facts
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import load_tokenizer
 
 RECORDED = EXPECTED["tokenizers"]["tokenizer.json"]
 

@@ -17,8 +17,8 @@ from tiny_tokenizers import (
 )
 
 from megatrain.config.errors import ConfigError, InputError
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import load_tokenizer
 
 
 def load(kind, model=None, **more):

@@ -9,8 +9,8 @@ from recorded import EXPECTED
 from tiny_tokenizers import gpt2_files
 
 from megatrain.config.errors import InputError
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import load_tokenizer
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 SIZE = EXPECTED["tokenizers"]["tokenizer.json"]["vocab_size"]

@@ -13,8 +13,8 @@ from recorded import EXPECTED, write_dataset
 from tiny_tokenizers import TEXTS, bert_file, gpt2_files, sentencepiece_file, tiktoken_entries, tiktoken_file
 
 from megatrain.config.errors import ConfigError
-from megatrain.config.tokenizer import TokenizerConfig
-from megatrain.data.tokenizer import load_tokenizer
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import load_tokenizer
 
 RECORDED = EXPECTED["tokenizers"]["tokenizer.model"]
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

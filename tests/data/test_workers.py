@@ -11,7 +11,7 @@ import time
 import pytest
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.workers import IN_FLIGHT, Workers
+from megatrain.data.preprocess.workers import IN_FLIGHT, Workers
 
 
 def make_work(kind):

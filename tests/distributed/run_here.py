@@ -11,10 +11,10 @@ from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
-from megatrain.training.console import Console
-from megatrain.training.facts import gather_facts
-from megatrain.training.launch import Ranks, grid_shape
-from megatrain.training.phases import Phases
+from megatrain.training.launch.facts import gather_facts
+from megatrain.training.launch.ranks import Ranks, grid_shape
+from megatrain.training.logging.console import Console
+from megatrain.training.logging.phases import Phases
 from megatrain.training.trainer import Trainer
 
 MODEL = (

@@ -7,7 +7,7 @@ import pytest
 from forked_job import ForkedJob
 from run_here import MODEL
 
-from megatrain.training import agreement
+from megatrain.training.launch import agreement
 
 TP = "--tensor-model-parallel-size"
 SAME_COMMAND = "  fix: start all ranks with the same command line and the same files\n"

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention import AttentionKernel, View
-from megatrain.kernels.attention_fused import CpuFlash, attention_kernel
-from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.kernels.attention.blocks import AttentionKernel, View
+from megatrain.kernels.attention.eager import WrittenAttention
+from megatrain.kernels.attention.libraries import CpuFlash, attention_kernel
 from megatrain.parallel.batch import Documents
 from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_gather import gathered_attention

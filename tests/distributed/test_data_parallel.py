@@ -14,8 +14,8 @@ from megatrain.checkpoint.reader import hash_tensors
 from megatrain.parallel.bucket_memory import BucketMemory
 from megatrain.parallel.data import DataParallel
 from megatrain.parallel.pipeline.executor import Use
-from megatrain.tools.parity_measure import NUM_STEPS, engine_of, own_batches, tiny_plan
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.updates import schedules_of
 

@@ -16,7 +16,7 @@ from run_here import MODEL, folder_flags
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.reader import verify
 from megatrain.config.errors import MegatrainError
-from megatrain.data.loader import BatchLoader
+from megatrain.data.samples.loader import BatchLoader
 from megatrain.training.engine import Engine
 
 FOREVER = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at-start"]

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.routing import Routes
-from megatrain.parallel.exchange import (
+from megatrain.kernels.moe.routing import Routes
+from megatrain.parallel.grid import GridShape, RankGroup
+from megatrain.parallel.groups import make_group
+from megatrain.parallel.token_dispatcher import (
     AllGatherExchange,
     AllToAllExchange,
     Exchange,
     LocalExchange,
     Visitors,
 )
-from megatrain.parallel.grid import GridShape, RankGroup
-from megatrain.parallel.groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
 
 H, F, E, T = 6, 4, 8, 24

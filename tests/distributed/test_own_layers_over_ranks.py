@@ -6,18 +6,18 @@ from unittest import mock
 
 import pytest
 
-from megatrain.tools import parity_rows
-from megatrain.tools.parity_judge import judge
-from megatrain.tools.parity_measure import Job, measure
+from megatrain.tools.parity import rows
+from megatrain.tools.parity.compare import judge
+from megatrain.tools.parity.measure import Job, measure
 from megatrain.tools.worker_pool import WorkerPool
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-def measured(rank: int, world_size: int, layout: parity_rows.Layout, path: str) -> object:
+def measured(rank: int, world_size: int, layout: rows.Layout, path: str) -> object:
     """As parity measures it, with the file in place of parity's own function."""
-    flags = parity_rows.MODELS["own"].split(" --spec ")[0]
-    with mock.patch.dict(parity_rows.MODELS, own=f"{flags} --spec {path}:my_spec"):
+    flags = rows.MODELS["own"].split(" --spec ")[0]
+    with mock.patch.dict(rows.MODELS, own=f"{flags} --spec {path}:my_spec"):
         return measure(rank, world_size, Job(layout))
 
 
@@ -30,7 +30,7 @@ def test_the_example_of_the_page_is_the_same_model_on_all_layouts(
         t for t in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def my_spec" in t
     )
     path.write_text(text)
-    layout = parity_rows.Layout.of(f"own {words}")
+    layout = rows.Layout.of(f"own {words}")
     (reference,) = pool.run(1, measured, layout.alone, str(path))
     verdict = judge(reference, pool.run(layout.world_size, measured, layout, str(path)))
     assert verdict.is_good, verdict

@@ -9,11 +9,18 @@ import numpy as np
 import pytest
 
 from megatrain.tools.main import _parser
-from megatrain.tools.parity import Comparer
-from megatrain.tools.parity_choice import chosen_rows
-from megatrain.tools.parity_faults import FAULTS
-from megatrain.tools.parity_judge import judge
-from megatrain.tools.parity_measure import (
+from megatrain.tools.parity.choice import chosen_rows
+from megatrain.tools.parity.cli import Comparer
+from megatrain.tools.parity.compare import judge
+from megatrain.tools.parity.faults import FAULTS
+from megatrain.tools.parity.low_precision import (
+    NUM_DRAWS,
+    NarrowComparer,
+    goes_with,
+    of_any_micro_batch,
+    within,
+)
+from megatrain.tools.parity.measure import (
     NARROW,
     Job,
     Measured,
@@ -25,14 +32,7 @@ from megatrain.tools.parity_measure import (
     tiny_plan,
     weights_of,
 )
-from megatrain.tools.parity_narrow import (
-    NUM_DRAWS,
-    NarrowComparer,
-    goes_with,
-    of_any_micro_batch,
-    within,
-)
-from megatrain.tools.parity_rows import QUICK_ROWS, Layout, pairwise_rows
+from megatrain.tools.parity.rows import QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.updates import schedules_of
 

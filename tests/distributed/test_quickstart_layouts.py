@@ -13,7 +13,7 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
-from megatrain.training.launch import grid_shape
+from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.updates import schedules_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

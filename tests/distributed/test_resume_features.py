@@ -13,8 +13,8 @@ from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.reader import hash_tensors
 from megatrain.optim.loss_scale import DynamicLossScale
-from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.updates import schedules_of
 

@@ -8,10 +8,10 @@ import pytest
 from transformer_engine_stand_in import stand_in
 
 from megatrain.config import Plan
-from megatrain.tools import parity_measure
-from megatrain.tools.parity_judge import judge
-from megatrain.tools.parity_measure import Job, Measured, measure
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity import measure as measure_module
+from megatrain.tools.parity.compare import judge
+from megatrain.tools.parity.measure import Job, Measured, measure
+from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
 WORDS = (
@@ -44,14 +44,14 @@ def with_local(rank: int, world_size: int, job: Job) -> Measured:
 
 
 def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measured:
-    plan_of = parity_measure.tiny_plan
+    plan_of = measure.tiny_plan
 
     def changed(layout: Layout, world_size: int, *flags: str, **how: Any) -> Plan:
         plan = plan_of(layout, world_size, *flags, *NO_DROPOUT_OF_SCORES, **how)
         values = {"model.transformer_impl": implementation}  # on a CPU and in fp64, a rule would refuse it
         return dataclasses.replace(plan, config=plan.config.with_values(values))
 
-    with stand_in(), mock.patch.object(parity_measure, "tiny_plan", changed):
+    with stand_in(), mock.patch.object(measure_module, "tiny_plan", changed):
         return measure(rank, world_size, job)
 
 

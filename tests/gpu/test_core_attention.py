@@ -9,9 +9,9 @@ import pytest
 import torch
 from heads_on_gpus import DTYPES, LIMITS, heads_of
 
-from megatrain.kernels.attention import View
-from megatrain.kernels.attention_written import WrittenAttention
-from megatrain.model.implementations.local_attention import LocalCoreAttention
+from megatrain.kernels.attention.blocks import View
+from megatrain.kernels.attention.eager import WrittenAttention
+from megatrain.model.implementations.attention_one_rank import LocalCoreAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 

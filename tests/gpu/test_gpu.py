@@ -14,9 +14,9 @@ from megatrain.kernels.normal import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
 from megatrain.optim.schedule import Rates
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity_measure import on_device, own_batches, tiny_plan
-from megatrain.tools.parity_models import MODELS
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity.measure import on_device, own_batches, tiny_plan
+from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.rows import Layout
 from megatrain.training.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]

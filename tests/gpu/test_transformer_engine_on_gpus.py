@@ -15,10 +15,10 @@ import pytest
 import torch
 from transformer_engine_stand_in import differences
 
-from megatrain.tools import parity_rows
 from megatrain.tools.main import main
-from megatrain.tools.parity_narrow import NarrowComparer, NarrowVerdict
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity import rows
+from megatrain.tools.parity.low_precision import NarrowComparer, NarrowVerdict
+from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
 pytestmark = [
@@ -69,7 +69,7 @@ def test_gpt2_without_dropout_of_scores_is_locals_within_rounding(comparer: Narr
 
 def _gpt2(_rank: int, _world_size: int) -> NarrowVerdict:
     """In one worker, as models of parity are known by name in each."""
-    with mock.patch.dict(parity_rows.MODELS, gpt2=GPT2):
+    with mock.patch.dict(rows.MODELS, gpt2=GPT2):
         comparer = NarrowComparer(_Here(), "bf16", "transformer_engine")  # type: ignore[arg-type]
         return comparer.compare(Layout.of("gpt2"))
 

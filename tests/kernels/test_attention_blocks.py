@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention import AttentionKernel, Borders, Joined, View, sink_gradient
-from megatrain.kernels.attention_fused import CpuFlash, CuDnn, attention_kernel
-from megatrain.kernels.attention_written import WrittenAttention
+from megatrain.kernels.attention.blocks import AttentionKernel, Borders, Joined, View, sink_gradient
+from megatrain.kernels.attention.eager import WrittenAttention
+from megatrain.kernels.attention.libraries import CpuFlash, CuDnn, attention_kernel
 
 SCALE = 0.3
 

@@ -1,4 +1,4 @@
-"""Kernels of GPUs against attention written out in fp64: the heads and dtypes that `config/attention.py` lets them have, and
+"""Kernels of GPUs against attention written out in fp64: the heads and dtypes that `config/derive/attention_backend.py` lets them have, and
 sums in one order, as --deterministic-mode asks for them.
 """
 
@@ -9,10 +9,10 @@ import torch
 from heads_on_gpus import DTYPES, LIMITS, heads_of
 from torch import Tensor
 
-from megatrain.kernels.attention import AttentionKernel, Borders, View
-from megatrain.kernels.attention_fused import CuDnn, Flash2, Flash4
-from megatrain.kernels.attention_written import WrittenAttention
-from megatrain.kernels.flash4 import order_of_sums
+from megatrain.kernels.attention.blocks import AttentionKernel, Borders, View
+from megatrain.kernels.attention.eager import WrittenAttention
+from megatrain.kernels.attention.flash4 import order_of_sums
+from megatrain.kernels.attention.libraries import CuDnn, Flash2, Flash4
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -93,7 +93,7 @@ def test_heads_of_all_sizes(backend: str, d: int, name: str) -> None:
 
 @pytest.fixture
 def _one_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As `training/determinism.py` sees to it."""
+    """As `training/launch/determinism.py` sees to it."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(mode=True)
     yield

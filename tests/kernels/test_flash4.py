@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels import attention_fused
-from megatrain.kernels.attention import Borders, View
-from megatrain.kernels.attention_fused import Flash4
-from megatrain.kernels.attention_written import WrittenAttention
-from megatrain.kernels.flash4 import Flash4Functions, order_of_sums
+from megatrain.kernels.attention import libraries
+from megatrain.kernels.attention.blocks import Borders, View
+from megatrain.kernels.attention.eager import WrittenAttention
+from megatrain.kernels.attention.flash4 import Flash4Functions, order_of_sums
+from megatrain.kernels.attention.libraries import Flash4
 from megatrain.kernels.heads import whole_of
 
 SCALE = 0.5
@@ -23,7 +23,7 @@ ENDS = (0, 2, 6, 7, 12)
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_fused, "flash4", lambda: Flash4Functions(forward, backward))
+    monkeypatch.setattr(libraries, "flash4", lambda: Flash4Functions(forward, backward))
 
 
 def forward(

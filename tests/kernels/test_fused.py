@@ -13,28 +13,17 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from megatrain.kernels import (  # noqa: E402
-    activations,
-    column_sums,
-    dropout,
-    normal,
-    norms,
-    permute,
-    rotary,
-    routing,
-    routing_losses,
-    softmax,
-    turning,
-)
+from megatrain.kernels import activations, apply_rope, column_sums, dropout, normal, norms, rotary, softmax  # noqa: E402
 from megatrain.kernels.activations import Activation  # noqa: E402
 from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
+from megatrain.kernels.fused import apply_rope as fused_rotary  # noqa: E402
 from megatrain.kernels.fused import column_sums as fused_column_sums  # noqa: E402
 from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
 from megatrain.kernels.fused import permute as fused_permute  # noqa: E402
 from megatrain.kernels.fused import random as fused_random  # noqa: E402
-from megatrain.kernels.fused import rotary as fused_rotary  # noqa: E402
 from megatrain.kernels.fused import routing as fused_routing  # noqa: E402
 from megatrain.kernels.fused import softmax as fused_softmax  # noqa: E402
+from megatrain.kernels.moe import permute, routing, routing_losses  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -174,14 +163,14 @@ def test_rotary(
     qkv = drawn(s, b, sum(heads), d, dtype=dtype)
     for is_back in (False, True):
         found = fused_rotary.turn(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back)
-        near(found, turning.turn_reference(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back), dtype)
+        near(found, apply_rope.turn_reference(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back), dtype)
     gradients = [drawn(s, b, n, d, dtype=dtype, seed=seed) for seed, n in enumerate(heads)]
     gradients[1] = gradients[1].transpose(0, 1).contiguous().transpose(0, 1)
     near(
         fused_rotary.turn_heads_backward(gradients, cos, sin, **kind),
-        turning.turn_heads_backward_reference(gradients, cos, sin, **kind), dtype,
+        apply_rope.turn_heads_backward_reference(gradients, cos, sin, **kind), dtype,
     )  # fmt: skip
-    expected = turning.turn_heads_reference(qkv, heads, cos, sin, **kind)
+    expected = apply_rope.turn_heads_reference(qkv, heads, cos, sin, **kind)
     for one, other in zip(fused_rotary.turn_heads(qkv, heads, cos, sin, **kind), expected, strict=True):
         near(one, other, dtype)
 
@@ -455,7 +444,7 @@ def test_gradients_of_heads_are_turned_where_they_are(is_interleaved: bool) -> N
     sizes, table = (4, 2, 2), drawn(9, 1, 1, 8)
     whole = drawn(9, 3, 8, 16, seed=1)
     apart = [part.clone() for part in whole.split(sizes, dim=2)]
-    expected = turning.turn_heads_backward_reference(
+    expected = apply_rope.turn_heads_backward_reference(
         apart, table.cos(), table.sin(), is_interleaved=is_interleaved
     )
     of_both = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.grouped import (
+from megatrain.kernels.moe.grouped import (
     accumulate_grouped_weight_gradient,
     grouped_product,
     grouped_product_backward,

@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatrain.kernels.adamw import AdamwStep, adamw, adamw_reference
-from megatrain.kernels.flat import FlatUpdate, Run
 from megatrain.kernels.fused.adamw import adamw_fused
 from megatrain.kernels.fused.sgd import sgd_fused
-from megatrain.kernels.sgd import sgd, sgd_reference
+from megatrain.kernels.optimizer.adamw import AdamwStep, adamw, adamw_reference
+from megatrain.kernels.optimizer.flat import FlatUpdate, Run
+from megatrain.kernels.optimizer.sgd import sgd, sgd_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(
@@ -51,7 +51,7 @@ def shard(
 
 
 def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatrain.kernels.adamw._CHUNK", 7)
+    monkeypatch.setattr("megatrain.kernels.optimizer.adamw._CHUNK", 7)
     start = random(0, dtype=torch.float64, size=50)
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)

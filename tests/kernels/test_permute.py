@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.permute import (
+from megatrain.kernels.moe.permute import (
     gather_numbers,
     gather_rows,
     numbers_back,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.routing import (
+from megatrain.kernels.moe.routing import (
     DropPolicy,
     ScoreFunction,
     TopKRule,
@@ -21,7 +21,7 @@ from megatrain.kernels.routing import (
     top_experts,
     within_capacity,
 )
-from megatrain.kernels.routing_losses import balance_loss, score_sums
+from megatrain.kernels.moe.routing_losses import balance_loss, score_sums
 
 FUNCTIONS: tuple[ScoreFunction, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 

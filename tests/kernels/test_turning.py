@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from megatrain.kernels.apply_rope import turn, turn_heads, turn_heads_backward
 from megatrain.kernels.rotary import RotarySpec, tables
-from megatrain.kernels.turning import turn, turn_heads, turn_heads_backward
 
 
 def _random(*shape: int) -> torch.Tensor:

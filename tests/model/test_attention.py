@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.model.implementations.local_attention import LocalCoreAttention
-from megatrain.model.implementations.local_context_attention import LocalContextAttention
+from megatrain.model.implementations.attention_context import LocalContextAttention
+from megatrain.model.implementations.attention_one_rank import LocalCoreAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 from megatrain.parallel.context import ContextParallel

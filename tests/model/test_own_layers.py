@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
-from megatrain.config.own_layers import LayerFunction, layer_function
+from megatrain.config.derive.custom_layers import LayerFunction, layer_function
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.training.engine import Engine, build_model_of
-from megatrain.training.own_layers import with_own_layers
+from megatrain.training.launch.custom_layers import with_own_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODEL = (

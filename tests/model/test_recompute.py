@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
-from megatrain.tools.parity_rows import OPTIONS, Layout
+from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.rows import OPTIONS, Layout
 
 
 def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.routing import Routes
+from megatrain.kernels.moe.routing import Routes
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.router import ROUTER_SUMS, Router
 from megatrain.model.specs import RouterSpec

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatrain.config.rate_groups import ParamKind
-from megatrain.kernels.newton_schulz import orthogonalized, steps_of
+from megatrain.config.derive.lr_groups import ParamKind
+from megatrain.kernels.optimizer.newton_schulz import orthogonalized, steps_of
 from megatrain.optim.matrices import Matrix, assign
 from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.rules import AdamwRule

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatrain.kernels.routing import Routes
-from megatrain.parallel.exchange import AllGatherExchange, AllToAllExchange, LocalExchange
+from megatrain.kernels.moe.routing import Routes
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.token_dispatcher import AllGatherExchange, AllToAllExchange, LocalExchange
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.tools.covering import Partial, completed, covering_rows, pairs_of, possible_pairs
+from megatrain.tools.parity.covering_array import Partial, completed, covering_rows, pairs_of, possible_pairs
 
 
 def brute_force(options, is_allowed):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.indexed_writer import IndexedWriter
-from megatrain.tools import data_counts, data_inspect
-from megatrain.tools.data_counts import summary
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.indexed.writer import IndexedWriter
+from megatrain.tools.data import counts, inspect
+from megatrain.tools.data.counts import summary
 from megatrain.tools.main import main
 
 DOCUMENTS = [[[5, 6, 9]], [], [[7], [], [8, 5, 5, 9]], [[9]]]
@@ -161,17 +161,17 @@ def test_a_dataset_without_documents_is_inspected(tmp_path: Path, capsys: pytest
 
 def test_blocks_change_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     whole = inspected(capsys, prefix, *NULL_TOKENIZER)
-    monkeypatch.setattr(data_counts, "ROWS", 2)
-    monkeypatch.setattr(data_counts, "BLOCK_BYTES", 4)
-    monkeypatch.setattr(data_counts, "BINS", 2)
+    monkeypatch.setattr(counts, "ROWS", 2)
+    monkeypatch.setattr(counts, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(counts, "BINS", 2)
     assert inspected(capsys, prefix, *NULL_TOKENIZER) == whole
 
 
 def test_a_long_count_says_how_far_it_is(
     prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data_counts, "PROGRESS_SECONDS", 0)
-    monkeypatch.setattr(data_counts, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(counts, "PROGRESS_SECONDS", 0)
+    monkeypatch.setattr(counts, "BLOCK_BYTES", 10)
     assert main(["data", "inspect", prefix]) == 0
     assert capsys.readouterr().err == "56% of 9 tokens read\n100% of 9 tokens read\n"
 
@@ -196,12 +196,12 @@ def test_quantiles_are_those_of_the_sorted_lengths(largest: int) -> None:
 
 
 def test_nothing_in_a_text_disturbs_the_terminal() -> None:
-    assert data_inspect.printable("a\tb\n\x1b[31mé") == "    a\tb\n    \\x1b[31mé"
+    assert inspect.printable("a\tb\n\x1b[31mé") == "    a\tb\n    \\x1b[31mé"
 
 
 def test_long_documents_are_shown_by_their_ends() -> None:
-    assert data_inspect.shown_ids(list(range(32))).count(" ") == 31
-    assert data_inspect.shown_ids(list(range(99))).split()[14:18] == ["14", "15", "..", "83"]
+    assert inspect.shown_ids(list(range(32))).count(" ") == 31
+    assert inspect.shown_ids(list(range(99))).split()[14:18] == ["14", "15", "..", "83"]
 
 
 def test_text_comes_back(golden_text: Path, capsys: pytest.CaptureFixture[str]) -> None:

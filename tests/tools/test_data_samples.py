@@ -13,14 +13,14 @@ import pytest
 
 import pretrain
 from megatrain.config import parse, resolve
-from megatrain.data.indexed import IndexedDataset
-from megatrain.data.indexed_writer import IndexedWriter
-from megatrain.data.loader import BatchLoader
-from megatrain.data.sampler import Share, SingleOrder
-from megatrain.data.samples import Samples
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.indexed.writer import IndexedWriter
+from megatrain.data.samples.dataset import Samples
+from megatrain.data.samples.loader import BatchLoader
+from megatrain.data.samples.sampler import Share, SingleOrder
 from megatrain.tools.main import main
 from megatrain.training.batches import build_samples
-from megatrain.training.facts import gather_data_facts
+from megatrain.training.launch.facts import gather_data_facts
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu"

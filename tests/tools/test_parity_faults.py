@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatrain.tools.parity_faults import FAULTS
-from megatrain.tools.parity_rows import Layout, is_row
+from megatrain.tools.parity.faults import FAULTS
+from megatrain.tools.parity.rows import Layout, is_row
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -8,19 +8,17 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from megatrain.config import ConfigError, features
-from megatrain.config.features import NUMBER_FORMATS, REFUSED, features_of
-from megatrain.config.tree import settings
-from megatrain.tools import parity, parity_measure, parity_results
-from megatrain.tools.covering import pairs_of
+from megatrain.config import ConfigError
+from megatrain.config.features import table
+from megatrain.config.features.table import NUMBER_FORMATS, REFUSED, features_of
+from megatrain.config.schema.tree import settings
 from megatrain.tools.main import _parser
-from megatrain.tools.parity import run
-from megatrain.tools.parity_choice import chosen_rows
-from megatrain.tools.parity_faults import FAULTS
-from megatrain.tools.parity_measure import NARROW, Job, Measured, Part, tiny_plan
-from megatrain.tools.parity_measure import plan_of as plan_of_job
-from megatrain.tools.parity_models import MODELS
-from megatrain.tools.parity_narrow import (
+from megatrain.tools.parity import cli, measure, results
+from megatrain.tools.parity.choice import chosen_rows
+from megatrain.tools.parity.cli import run
+from megatrain.tools.parity.covering_array import pairs_of
+from megatrain.tools.parity.faults import FAULTS
+from megatrain.tools.parity.low_precision import (
     NarrowComparer,
     fewest_ranks,
     goes_with,
@@ -29,8 +27,11 @@ from megatrain.tools.parity_narrow import (
     rows_in,
     within,
 )
-from megatrain.tools.parity_results import Results
-from megatrain.tools.parity_rows import (
+from megatrain.tools.parity.measure import NARROW, Job, Measured, Part, tiny_plan
+from megatrain.tools.parity.measure import plan_of as plan_of_job
+from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.results import Results
+from megatrain.tools.parity.rows import (
     MAX_RANKS,
     MICRO_BATCH,
     OPTIONS,
@@ -52,7 +53,7 @@ def plan_of(layout):
 def test_a_word_belongs_to_one_option():
     words = Counter(word for option in OPTIONS.values() for word in option)
     assert [word for word, count in words.items() if count > 1] == []
-    names = Counter(feature.name for option in features.OPTIONS for feature in option.features)
+    names = Counter(feature.name for option in table.OPTIONS for feature in option.features)
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -61,7 +62,7 @@ def test_resolve_allows_a_row_and_finds_the_features_that_it_names(layout):
     assert layout.world_size <= MAX_RANKS
     named = {
         feature.name
-        for option in features.OPTIONS
+        for option in table.OPTIONS
         for feature in option.features
         if any(layout.has(word) for word in feature.words())
     }
@@ -86,7 +87,7 @@ def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
         for pair in combinations(features_of(plan_of(layout)), 2)
     }
     refused = {frozenset(one.pair) for one in REFUSED}
-    for first, second in combinations(features.OPTIONS, 2):
+    for first, second in combinations(table.OPTIONS, 2):
         for one in first.features:
             for other in second.features:
                 is_idle = _is_idle(one, _others(second, other)) or _is_idle(other, _others(first, one))
@@ -100,7 +101,7 @@ def _is_idle(feature, excluded):
     )
 
 
-FEATURES = {feature.name: feature for option in features.OPTIONS for feature in option.features}
+FEATURES = {feature.name: feature for option in table.OPTIONS for feature in option.features}
 
 
 def _others(option, feature):
@@ -112,7 +113,7 @@ def test_every_choice_of_a_model_is_in_a_model_of_parity():
     for path, values in _model_choices().items():
         for value in values:
             assert (path, value) in used, (
-                f"{path} {value}: add it to a model of megatrain/tools/parity_models.py"
+                f"{path} {value}: add it to a model of megatrain/tools/parity/models.py"
             )
 
 
@@ -178,7 +179,7 @@ def test_narrow_rows_have_what_is_risky(precision):
 
 
 def test_every_number_format_is_in_a_narrow_row():
-    options = (*features.OPTIONS, *NUMBER_FORMATS)
+    options = (*table.OPTIONS, *NUMBER_FORMATS)
     used = {
         name
         for precision in NARROW
@@ -310,7 +311,7 @@ ENGINE = ("--transformer-impl", "transformer_engine", "--device", "cuda")
 
 @pytest.fixture
 def has_engine(monkeypatch):
-    monkeypatch.setattr(parity_measure, "library_versions", lambda: {"transformer_engine": "2.20.2"})
+    monkeypatch.setattr(measure, "library_versions", lambda: {"transformer_engine": "2.20.2"})
 
 
 @pytest.mark.usefixtures("has_engine")
@@ -399,8 +400,8 @@ def test_a_self_test_plants_all_faults_in_rows_that_pass(
     class Pool:
         size = num_ranks
 
-    monkeypatch.setattr(parity, "Comparer", comparing)
-    assert parity._self_test(Pool()) == is_good
+    monkeypatch.setattr(cli, "Comparer", comparing)
+    assert cli._self_test(Pool()) == is_good
     assert re.search(words, capsys.readouterr().out)
     planted = [fault for _, fault in comparing.jobs if fault]
     faultless = [layout for layout, fault in comparing.jobs if not fault]
@@ -442,7 +443,7 @@ def test_rows_that_passed_elsewhere_or_by_other_code_run_again(tmp_path, monkeyp
 
     def read(*, identity=None, **known):
         own = identity or {"megatrain's code": "0.1 (files)", "torch": "2.13.0"}
-        monkeypatch.setattr(parity_results, "identity", lambda: own)
+        monkeypatch.setattr(results, "identity", lambda: own)
         return Results.read(path, **known)
 
     read().add("bf16", layout, is_good=True, numbers=(1.0, 2.0, 3.0, 4.0), seconds=0.5)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megatrain.training.console import Console, bar_text, clock
-from megatrain.training.phases import Phases
+from megatrain.training.logging.console import Console, bar_text, clock
+from megatrain.training.logging.phases import Phases
 
 
 class Terminal(io.StringIO):

@@ -14,8 +14,8 @@ from test_run_log import VALUES
 
 import pretrain
 from megatrain.config import LoggingConfig
-from megatrain.training.scalars import evaluation_scalars, has_twin, iteration_scalars
-from megatrain.training.weights_and_biases import WandbCurves
+from megatrain.training.logging.scalars import evaluation_scalars, has_twin, iteration_scalars
+from megatrain.training.logging.wandb import WandbCurves
 
 MEMORY = {"memory_bytes": 1, "reserved_memory_bytes": 2, "max_memory_bytes": 3}
 
@@ -139,7 +139,7 @@ def fake_wandb(
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    monkeypatch.setattr("megatrain.training.facts.library_versions", lambda: {"wandb": "0.0"})
+    monkeypatch.setattr("megatrain.training.launch.facts.library_versions", lambda: {"wandb": "0.0"})
     return calls, run
 
 

@@ -10,7 +10,7 @@ import pytest
 from test_broken_command_lines import command_line
 
 import pretrain
-from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.indexed.writer import IndexedWriter
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from test_broken_command_lines import ROOT, command_line
 import pretrain
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.training.dry_run import examine
-from megatrain.training.dry_run_report import DryRun
-from megatrain.training.dry_run_text import as_text
 from megatrain.training.engine import Engine
-from megatrain.training.memory_plan import held_by
-from megatrain.training.shadow import Sizes
+from megatrain.training.planning.dry_run import examine
+from megatrain.training.planning.dry_run_report import DryRun
+from megatrain.training.planning.dry_run_text import as_text
+from megatrain.training.planning.memory_plan import held_by
+from megatrain.training.planning.meta_step import Sizes
 
 LARGE = {
     "--num-layers": "128", "--hidden-size": "16384", "--ffn-hidden-size": "53248", "--num-attention-heads": "128",

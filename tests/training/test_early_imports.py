@@ -12,8 +12,8 @@ import torch
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.environment import triton_cache
 from megatrain.config.errors import describe
-from megatrain.kernels.flash4 import flash4
-from megatrain.training.early_imports import begin_imports, require_triton_cache
+from megatrain.kernels.attention.flash4 import flash4
+from megatrain.training.launch.early_imports import begin_imports, require_triton_cache
 
 ROOT = Path(__file__).parents[2]
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"

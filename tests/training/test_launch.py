@@ -13,7 +13,7 @@ import torch
 from test_broken_command_lines import ROOT, command_line
 
 import pretrain
-from megatrain.training.metrics import MetricsFile
+from megatrain.training.logging.metrics import MetricsFile
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 WRAPPER = """

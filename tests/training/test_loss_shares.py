@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatrain.parallel.batch import Batch
-from megatrain.tools.parity_measure import engine_of, own_batches, tiny_plan
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
+from megatrain.tools.parity.rows import Layout
 
 
 def gradients_of(layout: Layout, batches: list[Batch]) -> tuple[float, torch.Tensor]:

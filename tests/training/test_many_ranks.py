@@ -21,7 +21,7 @@ from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.groups import make_group
 from megatrain.training.engine import Engine
-from megatrain.training.launch import grid_shape
+from megatrain.training.launch.ranks import grid_shape
 
 flags = '''
     --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu --position-embedding-type rope

@@ -17,13 +17,13 @@ from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
-from megatrain.tools.parity_measure import tiny_plan
-from megatrain.tools.parity_models import MODELS
-from megatrain.tools.parity_rows import OPTIONS, Layout
-from megatrain.training.dry_run import examine
+from megatrain.tools.parity.measure import tiny_plan
+from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.rows import OPTIONS, Layout
 from megatrain.training.engine import Engine
-from megatrain.training.launch import grid_shape
-from megatrain.training.memory_plan import (
+from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.planning.dry_run import examine
+from megatrain.training.planning.memory_plan import (
     CUBLAS_BYTES,
     FollowedStep,
     StageMemory,
@@ -32,8 +32,8 @@ from megatrain.training.memory_plan import (
     follow_step,
     planned_memory,
 )
-from megatrain.training.shadow import shadow
-from megatrain.training.storage_ledger import Ledger
+from megatrain.training.planning.meta_step import shadow
+from megatrain.training.planning.storage_ledger import Ledger
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

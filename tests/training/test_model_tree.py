@@ -5,7 +5,7 @@ import torch
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.training.engine import build_model_of
-from megatrain.training.model_tree import ModelTree, model_tree
+from megatrain.training.planning.model_tree import ModelTree, model_tree
 
 FLAGS = (
     "--num-layers 3 --hidden-size 8 --num-attention-heads 2 --ffn-hidden-size 24 --normalization RMSNorm --swiglu"

@@ -14,10 +14,10 @@ import pretrain
 from megatrain.config import Facts, parse, resolve
 from megatrain.config.errors import InputError
 from megatrain.tools.main import main
-from megatrain.training import profiling as profiling_module
+from megatrain.training.debugging import profiling as profiling_module
+from megatrain.training.debugging.profiling import Profiling
+from megatrain.training.debugging.trace_summary import read_trace, summarize
 from megatrain.training.engine import Engine
-from megatrain.training.profiling import Profiling
-from megatrain.training.trace_summary import read_trace, summarize
 
 
 def span(cat: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:

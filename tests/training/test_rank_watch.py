@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.rank_watch import RankWatch
-from megatrain.training.watch_server import WatchServer
+from megatrain.training.launch.rank_watch import RankWatch
+from megatrain.training.launch.watch_server import WatchServer
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
 from megatrain.parallel.tensor import TensorParallel
-from megatrain.training.router_log import health_line, router_values
+from megatrain.training.logging.router_log import health_line, router_values
 from megatrain.training.routers import STARVED_ITERATIONS, RouterReport, Routers
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import torch
 from test_broken_command_lines import ROOT, command_line
 
 import pretrain
-from megatrain.training.metrics import log_line
-from megatrain.training.run_log import averaged, mean_times
+from megatrain.training.logging.metrics import log_line
+from megatrain.training.logging.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {

@@ -14,7 +14,7 @@ from test_broken_command_lines import ROOT
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors
-from megatrain.data.indexed_writer import IndexedWriter
+from megatrain.data.indexed.writer import IndexedWriter
 
 # A setting of every kind: switches and their opposites, numbers that binary fractions miss, texts, lists, open values.
 FLAGS = (

@@ -6,7 +6,7 @@ import pytest
 from test_broken_command_lines import command_line
 
 import pretrain
-from megatrain.training.spikes import STEPS_THAT_COUNT, SpikeWatch
+from megatrain.training.debugging.spikes import STEPS_THAT_COUNT, SpikeWatch
 from megatrain.training.step_report import StepUnderway
 
 
@@ -36,7 +36,7 @@ def test_a_jump_is_told_where_it_is_asked_for(
         )
 
     monkeypatch.setattr(StepUnderway, "read", jumping)
-    monkeypatch.setattr("megatrain.training.spikes.STEPS_THAT_COUNT", 2)
+    monkeypatch.setattr("megatrain.training.debugging.spikes.STEPS_THAT_COUNT", 2)
     assert pretrain.main(command_line({"--train-iters": "4"} | ({flag: ""} if flag else {}))) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "more than 10 times" in line]
     names = {"--check-for-large-grads": "gradient norm", "--check-for-spiky-loss": "lm loss"}

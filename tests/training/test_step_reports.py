@@ -15,8 +15,8 @@ from test_broken_command_lines import command_line
 import pretrain
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.tools.parity_measure import own_batches, tiny_plan
-from megatrain.tools.parity_rows import Layout
+from megatrain.tools.parity.measure import own_batches, tiny_plan
+from megatrain.tools.parity.rows import Layout
 from megatrain.training.engine import Engine
 from megatrain.training.updates import schedules_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.config import ConfigError, Problem, parse, resolve
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.training.facts import gather_facts
+from megatrain.training.launch.facts import gather_facts
 
 RUN = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --lr 1e-3 --micro-batch-size 1"

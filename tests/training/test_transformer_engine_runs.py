@@ -10,7 +10,7 @@ import pytest
 from transformer_engine_stand_in import stand_in
 
 import pretrain
-from megatrain.config.transformer_engine import TRANSFORMER_ENGINE_RULES
+from megatrain.config.rules.transformer_engine import TRANSFORMER_ENGINE_RULES
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --qk-layernorm"

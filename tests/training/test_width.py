@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.rate_groups import ParamKind
+from megatrain.config.derive.lr_groups import ParamKind
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.grid import GridShape, RankGrid
 from megatrain.training.engine import Engine

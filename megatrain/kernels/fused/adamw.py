@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatrain.kernels.flat import FlatUpdate
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 from megatrain.kernels.fused.runs import borders_and_numbers, pick
+from megatrain.kernels.optimizer.flat import FlatUpdate
 
 _BLOCK = 2048
 

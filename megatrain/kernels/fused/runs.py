@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatrain.kernels.flat import Run
 from megatrain.kernels.fused.launching import jit, tl
+from megatrain.kernels.optimizer.flat import Run
 
 _MOST_RUNS = 4
 """A segment is an embedding, a layer or the head, with matrices, vectors that decay and vectors that do not."""

@@ -13,19 +13,19 @@ from megatrain.kernels.activations import Activation, Curve
 from megatrain.kernels.dropout import keep_mask
 from megatrain.kernels.normal import stream_key
 from megatrain.model import functions
+from megatrain.model.implementations.attention_context import LocalContextAttention
+from megatrain.model.implementations.attention_one_rank import LocalCoreAttention
 from megatrain.model.implementations.leaves import CoreAttention, Pointwise
-from megatrain.model.implementations.local_attention import LocalCoreAttention
-from megatrain.model.implementations.local_context_attention import LocalContextAttention
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_attention import ContextAttention
-from megatrain.parallel.exchange import Visitors
 from megatrain.parallel.experts import GroupedWeight, grouped_mlp
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
+from megatrain.parallel.token_dispatcher import Visitors
 from megatrain.parallel.tokens import TokenSplit
 
 

@@ -1,0 +1,1 @@
+"""The command line and YAML: parsing, help texts, and printing a plan."""

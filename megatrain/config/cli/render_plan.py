@@ -1,0 +1,164 @@
+"""A plan for people. In short: what was given, by whom, and what was derived, from what. In full: every setting.
+
+given by run.yaml
+  model         num_layers 12, hidden_size 768, num_attention_heads 12, swiglu on
+  training      micro_batch_size 4, train_iters 1000
+given on the command line
+  optimizer     lr 0.003
+derived
+  ffn_hidden_size     2048        4 * hidden size 768 * 2/3, down to a multiple of 64 (gated)
+"""
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatrain.config.megatron.differences import default_differences
+from megatrain.config.plan import Plan
+from megatrain.config.schema.tree import settings
+
+_WIDTH: Final = 100
+_NO_BREAK: Final = "\u00a0"
+_SAID_ELSEWHERE: Final = frozenset(
+    f"derived.{name}"
+    for name in (
+        "world_size",
+        "startup_timeout_seconds",
+        "collective_timeout_seconds",
+        "model_parallel_size",
+        "num_eval_microbatches",
+        "requested_train_samples",
+        "requested_valid_samples",
+        "requested_test_samples",
+        "vocab_size",
+        "eod_id",
+        "start_iteration",
+        "start_consumed_samples",
+    )
+) | {
+    "model.heterogeneous_layers_config_encoded_json",
+    "data.data_cache_path",
+    "training.eval_global_batch_size",
+}
+"""Of little use to most readers, who find it under --print-config full."""
+_OF_NO_ACCOUNT: Final = (("derived.kv_copies", 1),)
+"""Likewise, as long as it has this value. What is none says nothing either."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    value: str
+    source: str
+
+
+def render_plan(plan: Plan) -> str:
+    """What `--print-config` asks for, with the notes below it. No colours."""
+    is_full = plan.config.logging.print_config == "full"
+    lines = _every_setting(plan) if is_full else [*_given(plan), *_derived(plan), _what_else(plan)]
+    for note in (*default_differences(plan), *plan.notes):
+        lines += _wrapped(note, "note: ", "      ")
+    return "\n".join(lines) + "\n"
+
+
+def _given(plan: Plan) -> list[str]:
+    """Settings by the file or command line that they come from, a paragraph for each section.
+
+    A file may name all settings, as `config.yaml` of a run does: those that have their defaults there are counted.
+    """
+    defaults = {setting.path: setting.default for setting in settings()}
+    as_default: Counter[str] = Counter()
+    sources: dict[str, dict[str, list[str]]] = {}
+    for path, origin in plan.origins.items():
+        if origin.kind not in ("flag", "yaml"):
+            continue
+        source = "on the command line" if origin.kind == "flag" else f"by {origin.detail.rpartition(':')[0]}"
+        if origin.kind == "yaml" and plan.config.get(path) == defaults[path]:
+            as_default[source] += 1
+            continue
+        section, name = path.split(".")
+        shown = f"{name}{_NO_BREAK}{_shown(plan.config.get(path))}"
+        sources.setdefault(source, {}).setdefault(section, []).append(shown)
+    lines = []
+    for source in sorted(sources, key=lambda source: source == "on the command line"):
+        lines.append(f"given {source}")
+        for section, values in sources[source].items():
+            lines += _wrapped(", ".join(values), f"  {section:<12}  ", " " * 16)
+        if as_default[source]:
+            lines.append(f"  and {as_default[source]} with the value of their default")
+    return lines
+
+
+def _derived(plan: Plan) -> list[str]:
+    """Values that somebody could have given, or that tell what happens; not those that repeat another."""
+    rows = []
+    for path, origin in plan.origins.items():
+        section, name = path.split(".")
+        is_repeated = path in _SAID_ELSEWHERE or origin.detail.startswith(("equals --", "--"))
+        if origin.kind != "derived" or is_repeated:
+            continue
+        holder = plan.derived if section == "derived" else getattr(plan.config, section)
+        value = getattr(holder, name)
+        is_one_plan = section == "derived" and name.endswith("_plan") and len(value) == 1
+        if not is_one_plan and value is not None and (path, value) not in _OF_NO_ACCOUNT:
+            rows.append(_Row(name, _shown(value), origin.detail))
+    return ["derived", *_table(rows)]
+
+
+def _what_else(plan: Plan) -> str:
+    num_defaults = sum(origin.kind == "default" for origin in plan.origins.values())
+    text = f"{num_defaults} settings have their defaults: --print-config full shows them"
+    return text + (", as does config.yaml in --save" if plan.config.checkpoint.save is not None else "")
+
+
+def _every_setting(plan: Plan) -> list[str]:
+    sections: dict[str, list[_Row]] = {}
+    for path, origin in plan.origins.items():
+        section, name = path.split(".")
+        holder = plan.derived if section == "derived" else getattr(plan.config, section)
+        source = origin.detail if section == "derived" else str(origin)
+        sections.setdefault(section, []).append(_Row(name, _shown(getattr(holder, name)), source))
+    sections["derived"] = sections.pop("derived", [])
+    return [line for section, rows in sections.items() for line in (section, *_table(rows))]
+
+
+def _table(rows: Sequence[_Row]) -> list[str]:
+    if not rows:
+        return []
+    name_width = max(len(row.name) for row in rows)
+    value_width = min(24, max(len(row.value) for row in rows))
+    return [line for row in rows for line in _row_lines(row, name_width, value_width)]
+
+
+def _row_lines(row: _Row, name_width: int, value_width: int) -> list[str]:
+    """One line; more if the source is long. A value too long for its column pushes the source to the next line."""
+    head = f"  {row.name:<{name_width}}  {row.value:<{value_width}}  "
+    margin = " " * (name_width + value_width + 6)
+    if len(head) > len(margin):
+        return [head.rstrip(), *_wrapped(row.source, margin, margin)]
+    return _wrapped(row.source, head, margin)
+
+
+def _wrapped(text: str, head: str, margin: str) -> list[str]:
+    """Lines of `text`; flags, file names, and a setting's name and value are not torn apart."""
+    lines = textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=head,
+        subsequent_indent=margin,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(_shown, value)) or "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and value >= 10**15:
+        return f"{value:.6g}"
+    return "none" if value is None else str(value)

@@ -1,0 +1,219 @@
+"""Configurations as YAML: sections by name, the same names inside as flags have, `_` for `-`.
+
+    model:
+      num_layers: 12     # run.yaml:2
+      swiglu: true       # --swiglu
+
+What `to_yaml` writes, `--config` reads back to the same values, bit for bit.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
+from megatrain.config.errors import Problem
+from megatrain.config.megatron.flags import AskedFlag, aliases, asked_flag, megatron_flags, near_flag
+from megatrain.config.request import Given
+from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, near_name, settings
+from megatrain.config.schema.values import AUTO, INVALID, is_settled
+
+
+def read_yaml(file: str) -> list[Given | AskedFlag | Problem]:
+    """The values that a file gives, Megatron-LM's names in it that set nothing here, and what is wrong with it."""
+    try:
+        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        return [Problem(f"--config {file}: {error.strerror}", "name a YAML file that can be read")]
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        return [_syntax_problem(file, error)]
+    return list(_Reader(file).values(root)) if root is not None else []
+
+
+def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
+    """Every value, section by section, with its origin as a comment. Values that are missing become comments."""
+    lines: list[str] = []
+    section = ""
+    for setting in settings():
+        if setting.section != section:
+            section = setting.section
+            lines += ["", f"{section}:"] if lines else [f"{section}:"]
+        value = config.get(setting.path)
+        origin = (origins or {}).get(setting.path)
+        comment = f"  # {_one_line(str(origin))}" if origin else ""
+        if is_settled(value) or value is AUTO:
+            lines.append(f"  {setting.name}: {_yaml_text(value)}{comment}")
+        else:
+            lines.append(f"  # {setting.name}: {value!r}")
+    return "\n".join(lines) + "\n"
+
+
+class _Reader:
+    """Walks one file's nodes, which know their lines."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def values(self, root: yaml.Node) -> Iterator[Given | AskedFlag | Problem]:
+        sections = {setting.section for setting in settings()}
+        if not isinstance(root, yaml.MappingNode):
+            yield Problem(
+                f"{self.place(root)}: expected sections", f"start with one of {', '.join(sorted(sections))}"
+            )
+            return
+        for key, node, problem in self.entries(root):
+            if problem:
+                yield problem
+            elif key.value not in sections:
+                yield self.foreign_field(key, node) or self.unknown_section(key, sections)
+            elif isinstance(node, yaml.MappingNode):
+                yield from self.section_values(key.value, node)
+            elif not _is_null(node):
+                yield Problem(
+                    f"{self.place(key)}: {key.value} is a section, and holds {_shown(node)}",
+                    "indent its fields below it, such as `  name: value`",
+                )
+
+    def section_values(self, section: str, root: yaml.MappingNode) -> Iterator[Given | AskedFlag | Problem]:
+        fields = {setting.name: setting for setting in settings() if setting.section == section}
+        for key, node, problem in self.entries(root):
+            if problem:
+                yield problem
+            elif key.value not in fields:
+                yield self.foreign_field(key, node) or self.unknown_field(section, key, fields)
+            else:
+                yield from self.value(fields[key.value], key, node)
+
+    def foreign_field(self, key: yaml.Node, node: yaml.Node) -> AskedFlag | Problem | None:
+        """A name of Megatron-LM's that is no setting, in whatever section; None where it is not one either."""
+        spelling = flag_of(key.value)
+        if spelling in aliases():
+            alias = aliases()[spelling]
+            meaning = f"{flag_of(alias.path)[2:].replace('-', '_')}: {alias.value or _shown(node)}"
+            return Problem(
+                f"{self.place(key)}: {key.value} is an old name",
+                f"write `{meaning}` below `{alias.path.split('.')[0]}:`",
+            )
+        if spelling not in megatron_flags():
+            return None
+        if isinstance(node, yaml.SequenceNode):
+            words = [_shown(item) for item in node.value]
+        else:
+            words = ["null" if _is_null(node) else _shown(node)]
+        return asked_flag(megatron_flags()[spelling], words, f"{self.place(key)}: ")
+
+    def value(self, setting: Setting, key: yaml.Node, node: yaml.Node) -> Iterator[Given | Problem]:
+        value = INVALID
+        try:
+            value = load_value(setting, _raw(setting, node))
+        except BadValueError as error:
+            yield Problem(f"{self.place(key)}: {setting.name}: {_shown(node)} {error.text}", error.fix)
+        yield Given(setting.path, value, Origin("yaml", self.place(key)))
+
+    def entries(self, root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node, Problem | None]]:
+        """Key, value, and what is wrong with the key."""
+        first: dict[str, yaml.Node] = {}
+        for key, node in root.value:
+            if not isinstance(key, yaml.ScalarNode):
+                yield (
+                    key,
+                    node,
+                    Problem(f"{self.place(key)}: a list or mapping cannot be a name", "write `name: value`"),
+                )
+            elif key.value in first:
+                place = self.place(first[key.value])
+                problem = Problem(
+                    f"{self.place(key)}: {key.value} is there twice, first at {place}", "keep one of them"
+                )
+                yield key, node, problem
+            else:
+                first[key.value] = key
+                yield key, node, None
+
+    def unknown_section(self, key: yaml.Node, sections: set[str]) -> Problem:
+        owners = [setting.section for setting in settings() if setting.name == key.value]
+        near = near_name(key.value, sections)
+        if owners:
+            fix = f"{key.value} belongs below `{owners[0]}:`"
+        elif near:
+            fix = f"did you mean {near}?"
+        else:
+            fix = f"the sections are {', '.join(sorted(sections))}"
+        return Problem(f"{self.place(key)}: there is no section {key.value}", fix)
+
+    def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
+        owners = [setting.section for setting in settings() if setting.name == key.value]
+        elsewhere = near_flag(flag_of(key.value).lower())
+        meant = [near_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
+        near = near_name(key.value.lower(), filter(None, meant))
+        if owners:
+            fix = f"{key.value} belongs below `{owners[0]}:`"
+        elif near:
+            fix = f"did you mean {near}?"
+        else:
+            fix = "--help lists the fields, with `-` for `_`"
+        return Problem(f"{self.place(key)}: section {section} has no field {key.value}", fix)
+
+    def place(self, node: yaml.Node) -> str:
+        return f"{self.file}:{node.start_mark.line + 1}"
+
+
+def _raw(setting: Setting, node: yaml.Node) -> RawValue:
+    """The text as written; so `1e-4`, which YAML 1.1 takes for text, is a number where a number is wanted."""
+    fix = f"{setting.name} takes {accepted_values(setting)}"
+    if isinstance(node, yaml.MappingNode):
+        raise BadValueError("is not one value", fix=fix)
+    if _is_null(node):
+        return None
+    if isinstance(node, yaml.SequenceNode):
+        if not all(isinstance(item, yaml.ScalarNode) and not _is_null(item) for item in node.value):
+            raise BadValueError("holds more than plain values", fix=fix)
+        return [item.value for item in node.value]
+    if setting.kind is str and not setting.choices and node.tag.endswith(":bool"):
+        raise BadValueError(
+            "is true or false, and text is wanted", fix=f"{fix}; put it in quotes if it is meant as text"
+        )
+    text: str = node.value
+    return text
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return bool(node.tag == "tag:yaml.org,2002:null")
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value) or "''"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+
+def _syntax_problem(file: str, error: Exception) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{file}:{mark.line + 1}" if mark else file
+    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return Problem(
+        f"{place}: not valid YAML: {_one_line(str(what))}", "mend the syntax there or in the line before"
+    )
+
+
+def _yaml_text(value: Any) -> str:
+    if value is AUTO:
+        return "auto"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(_yaml_text, value)) + "]"
+    return _quoted(value) if isinstance(value, str) else repr(value)
+
+
+def _quoted(text: str) -> str:
+    """Plain where that is safe anywhere, quoted otherwise."""
+    is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", text) and yaml.safe_load(text) == text
+    return text if is_plain else yaml.safe_dump(text, default_style='"', width=10**9).rstrip("\n")
+
+
+def _one_line(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))

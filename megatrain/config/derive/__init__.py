@@ -1,0 +1,1 @@
+"""Derived values: each computed once, with its reason."""

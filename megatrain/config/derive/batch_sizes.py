@@ -1,0 +1,230 @@
+"""How many samples an iteration takes, as a function of the samples consumed before it.
+
+    constant   --global-batch-size
+    ramp       --rampup-batch-size START INCREMENT SAMPLES: from START to --global-batch-size in equal steps
+    steps      --step-batch-size-schedule "0:768 250B:1536": from given numbers of tokens on
+
+The sizes are Megatron-LM's. Because they follow from the consumed samples alone, a run goes on in the middle of a ramp.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from megatrain.config.errors import ConfigError
+from megatrain.config.schema.tree import Config
+
+_POWERS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_LARGEST_RAMP: Final = 10**6
+"""Sizes that a ramp may go through: more are a mistyped number."""
+
+
+class BatchRule(Protocol):
+    """The sizes that were asked for."""
+
+    def at(self, consumed: int) -> int:
+        """Samples of the iteration that starts behind `consumed` samples."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """All sizes, in their order."""
+
+    @property
+    def settled_at(self) -> int:
+        """Consumed samples from which on the size is the last one."""
+
+
+@dataclass(frozen=True)
+class ConstantBatch:
+    """One size."""
+
+    size: int
+    settled_at: int = 0
+
+    def at(self, consumed: int) -> int:  # noqa: ARG002
+        """See `BatchRule`."""
+        return self.size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See `BatchRule`."""
+        return (self.size,)
+
+
+@dataclass(frozen=True)
+class RampedBatch:
+    """From `start` to `target` in steps of `increment`, evenly over `samples`."""
+
+    start: int
+    increment: int
+    samples: int
+    target: int
+
+    def at(self, consumed: int) -> int:
+        """See `BatchRule`. Both divisions are in double precision, as in Megatron-LM: the last size may come late."""
+        if consumed > self.samples:
+            return self.target
+        samples_a_step = self.samples / ((self.target - self.start) // self.increment)
+        return self.start + int(consumed / samples_a_step) * self.increment
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See `BatchRule`."""
+        return tuple(range(self.start, self.target + 1, self.increment))
+
+    @property
+    def settled_at(self) -> int:
+        """See `BatchRule`."""
+        return self.samples + 1
+
+
+@dataclass(frozen=True)
+class SteppedBatch:
+    """The size of the last threshold that was reached."""
+
+    steps: tuple[tuple[int, int], ...]
+    """Consumed samples and size, the first at 0."""
+
+    def at(self, consumed: int) -> int:
+        """See `BatchRule`."""
+        return [size for threshold, size in self.steps if threshold <= consumed][-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See `BatchRule`."""
+        return tuple(size for _, size in self.steps)
+
+    @property
+    def settled_at(self) -> int:
+        """See `BatchRule`."""
+        return self.steps[-1][0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """Samples of each iteration."""
+
+    rule: BatchRule
+    pass_size: int
+    """Samples of one micro-batch on all replicas."""
+
+    def at(self, consumed: int) -> int:
+        """Samples of the iteration that starts behind `consumed` samples: what was asked for, in whole passes."""
+        return self.num_microbatches(consumed) * self.pass_size
+
+    def num_microbatches(self, consumed: int) -> int:
+        """Micro-batches of each rank in that iteration."""
+        return self.rule.at(consumed) // self.pass_size
+
+    def misfits(self, *, is_decreased: bool) -> list[int]:
+        """The sizes that cannot be had: none of a pass left, or more than whole passes where they are not decreased."""
+        return [
+            size
+            for size in self.rule.sizes
+            if size < self.pass_size or (size % self.pass_size and not is_decreased)
+        ]
+
+    def iterations_to(self, samples: int, *, consumed: int, fills_up: bool) -> int:
+        """Iterations from `consumed` samples to `samples`. `fills_up`: a last one may go beyond, otherwise it is left out."""
+
+        def has_more(consumed: int) -> bool:
+            return consumed < samples if fills_up else consumed + self.at(consumed) <= samples
+
+        count, consumed = self._walk(consumed, lambda _, consumed: has_more(consumed))
+        left, size = samples - consumed, self.at(consumed)
+        if not has_more(consumed):
+            return count
+        return count + (-(-left // size) if fills_up else left // size)
+
+    def samples_after(self, iterations: int, *, consumed: int) -> int:
+        """Consumed samples after so many iterations more."""
+        count, consumed = self._walk(consumed, lambda count, _: count < iterations)
+        return consumed + (iterations - count) * self.at(consumed)
+
+    def _walk(self, consumed: int, goes_on: Callable[[int, int], bool]) -> tuple[int, int]:
+        """Iterations and consumed samples at which the size is settled, or where `goes_on` says to stop."""
+        count = 0
+        while consumed < self.rule.settled_at and goes_on(count, consumed):
+            consumed += self.at(consumed)
+            count += 1
+        return count, consumed
+
+
+def batch_rule(config: Config) -> BatchRule:
+    """The sizes that a configuration asks for.
+
+    Raises:
+        ConfigError: ramp or steps are not what they should be.
+    """
+    training = config.training
+    if training.rampup_batch_size:
+        return parse_ramp(training.rampup_batch_size, target=training.global_batch_size)
+    if training.step_batch_size_schedule is not None:
+        return parse_steps(training.step_batch_size_schedule, seq_length=config.data.seq_length)
+    return ConstantBatch(training.global_batch_size)
+
+
+def batch_sizes(config: Config, *, data_parallel_size: int) -> BatchSizes:
+    """The sizes of a configuration on so many replicas."""
+    return BatchSizes(
+        rule=batch_rule(config), pass_size=config.training.micro_batch_size * data_parallel_size
+    )
+
+
+def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
+    """The ramp that --rampup-batch-size describes."""
+    texts = " ".join(words).split()
+    said = f"--rampup-batch-size {' '.join(texts)}"
+    if len(texts) != 3 or not all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
+        raise ConfigError(
+            f"{said}: these are not three whole numbers",
+            fix="give start, increment and samples, such as --rampup-batch-size 32 32 1000000",
+        )
+    start, increment, samples = map(int, texts)
+    if not (start and increment and samples):
+        raise ConfigError(f"{said}: a number is 0", fix="use numbers above 0")
+    if start >= target:
+        raise ConfigError(
+            f"{said} starts at --global-batch-size {target} or above",
+            fix="start lower, or leave --rampup-batch-size out",
+        )
+    if (target - start) % increment or (target - start) // increment > _LARGEST_RAMP:
+        raise ConfigError(
+            f"{said}: steps of {increment} do not lead from {start} to --global-batch-size {target}",
+            fix=f"use an increment that divides {target - start}",
+        )
+    return RampedBatch(start, increment, samples, target)
+
+
+def parse_steps(text: str, *, seq_length: int | None) -> SteppedBatch:
+    """The steps that --step-batch-size-schedule describes. Thresholds are tokens, or samples without `seq_length`."""
+    said = f"--step-batch-size-schedule '{text}'"
+    steps: dict[int, int] = {}
+    for entry in re.split(r"[\s,]+", text.strip()):
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise ConfigError(
+                f"{said}: '{entry}' has no colon", fix="write threshold:batch, such as '0:768 250B:1536'"
+            )
+        start = _number(threshold, said) // (seq_length or 1)
+        if start in steps:
+            raise ConfigError(f"{said}: two thresholds fall on sample {start}", fix="leave one of them out")
+        steps[start] = _number(size, said)
+    if 0 not in steps:
+        raise ConfigError(f"{said}: no threshold is 0", fix="say which batch comes first, such as '0:768'")
+    if not all(steps.values()):
+        raise ConfigError(f"{said}: a batch is 0", fix="use batches above 0")
+    return SteppedBatch(tuple(sorted(steps.items())))
+
+
+def _number(text: str, said: str) -> int:
+    """`2.5k` is 2500."""
+    match = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,18})?([kmbt]?)", text.lower())
+    if match is None:
+        raise ConfigError(f"{said}: '{text}' is no number", fix="use numbers such as 768, 2.5K or 250B")
+    whole, fraction, suffix = match.groups()
+    power = _POWERS[suffix]
+    digits = (fraction or ".")[1:]
+    parts: int = 10 ** len(digits)
+    return int(whole) * power + int(digits or 0) * power // parts

@@ -1,0 +1,249 @@
+"""The sizes of each layer: alike in all, or as a JSON file gives them, layer by layer.
+
+    {"block_configs": [{"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 512}},
+                       {"attention": {"no_op": true},         "mlp": {"ffn_mult": 2.625}}, ...]}
+
+The format is Megatron-LM's for --heterogeneous-layers-config-path, which takes it from the models of NVIDIA's Puzzle
+(arXiv:2411.19146): `ffn` is another name of `mlp`; `n_heads_in_group` gives heads / groups, and `ffn_mult` a width of
+2/3 * ffn_mult * hidden size, up to a multiple of 256. What a layer leaves out, or gives as null, is as for all layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatrain.config.derive.patterns import PatternError, layers_with_experts
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.model import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """The experts of a layer."""
+
+    num_experts: int
+    top_k: int
+    """Of them, that each token goes to."""
+    ffn_hidden_size: int
+    """Width inside each."""
+    shared_ffn_hidden_size: int
+    """Width of the MLP beside them; 0: there is none."""
+
+    @property
+    def active_width(self) -> int:
+        """Width that each token meets."""
+        return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """One layer. 0 heads: no attention; a width of 0 and no experts: no MLP."""
+
+    num_heads: int = 0
+    num_query_groups: int = 0
+    head_channels: int = 0
+    ffn_hidden_size: int = 0
+    """Of a dense MLP."""
+    is_gated: bool = False
+    experts: ExpertSizes | None = None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LayerSizes:
+        """Of what JSON holds of it."""
+        experts = values["experts"]
+        return cls(**{**values, "experts": None if experts is None else ExpertSizes(**experts)})
+
+    @property
+    def has_mlp(self) -> bool:
+        """Dense, or of experts."""
+        return bool(self.ffn_hidden_size) or self.experts is not None
+
+    @property
+    def active_width(self) -> int:
+        """Width that each token meets."""
+        return self.ffn_hidden_size if self.experts is None else self.experts.active_width
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """All layers."""
+
+    layers: tuple[LayerSizes, ...]
+
+    def __str__(self) -> str:
+        attention = [layer.num_query_groups for layer in self.layers if layer.num_query_groups]
+        mlp = [layer.ffn_hidden_size for layer in self.layers if layer.ffn_hidden_size]
+        experts = [layer.experts for layer in self.layers if layer.experts is not None]
+        parts = [
+            f"{len(self.layers)} layers",
+            f"query groups {_span(attention)}" if attention else "",
+            f"ffn {_span(mlp)}" if mlp else "",
+            _told_experts(experts, len(self.layers)),
+            _missing(len(self.layers) - len(attention), "attention"),
+            _missing(len(self.layers) - len(mlp) - len(experts), "MLP"),
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+class LayersError(Exception):
+    """What is wrong in the JSON: the place, and what it has."""
+
+
+_PARTS: Final = {"attention": ("attention",), "mlp": ("mlp", "ffn")}
+_KEYS: Final = {
+    "attention": ("no_op", "replace_with_linear", "num_query_groups", "n_heads_in_group"),
+    "mlp": ("no_op", "replace_with_linear", "ffn_hidden_size", "ffn_mult"),
+}
+
+
+def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
+    """The sizes that a resolved model's settings give. Raises LayersError."""
+    dense = _dense_layers(model)
+    if experts.num_experts is None:
+        return LayerTable(dense)
+    if experts.moe_ffn_hidden_size is None:
+        raise LayersError("--moe-ffn-hidden-size is none")
+    sizes = ExpertSizes(
+        num_experts=experts.num_experts,
+        top_k=experts.moe_router_topk,
+        ffn_hidden_size=experts.moe_ffn_hidden_size,
+        shared_ffn_hidden_size=experts.moe_shared_expert_intermediate_size or 0,
+    )
+    try:
+        has_experts = layers_with_experts(experts.moe_layer_freq, model.num_layers)
+    except PatternError as error:
+        raise LayersError(f"--moe-layer-freq {error}") from error
+    return LayerTable(
+        tuple(
+            dataclasses.replace(layer, ffn_hidden_size=0, experts=sizes) if has and layer.has_mlp else layer
+            for layer, has in zip(dense, has_experts, strict=True)
+        )
+    )
+
+
+def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
+    text = model.heterogeneous_layers_config_encoded_json
+    usual = LayerSizes(
+        num_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        head_channels=model.kv_channels,
+        ffn_hidden_size=model.ffn_hidden_size,
+        is_gated=model.swiglu or model.geglu or model.quick_geglu,
+    )
+    if text is None:
+        return (usual,) * model.num_layers
+    blocks = _blocks(text)
+    if len(blocks) != model.num_layers:
+        raise LayersError(f"block_configs has {len(blocks)} layers, and --num-layers is {model.num_layers}")
+    return tuple(_layer(block, f"block_configs[{n}]", usual, model) for n, block in enumerate(blocks))
+
+
+def condensed(text: str) -> str:
+    """The same layers in one line, without what else the file holds. Text that is not understood stays as it is."""
+    try:
+        return json.dumps({"block_configs": _blocks(text)}, separators=(",", ":"))
+    except LayersError:
+        return text
+
+
+def _blocks(text: str) -> list[Any]:
+    try:
+        found = json.loads(str(text))  # a value that is not settled trips over `str`
+    except json.JSONDecodeError as error:
+        raise LayersError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):
+        raise LayersError("there is no list `block_configs`")
+    return list(found["block_configs"])
+
+
+def _layer(block: Any, place: str, usual: LayerSizes, model: ModelConfig) -> LayerSizes:
+    if not isinstance(block, dict):
+        raise LayersError(f"{place} is not an object")
+    _refuse_others(block, [name for names in _PARTS.values() for name in names], place)
+    attention, where = _part(block, "attention", place)
+    groups = _whole(attention, "num_query_groups", where)
+    heads_in_group = _whole(attention, "n_heads_in_group", where)
+    if groups is None and heads_in_group is not None:
+        if usual.num_heads % heads_in_group:
+            raise LayersError(
+                f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {usual.num_heads}"
+            )
+        groups = usual.num_heads // heads_in_group
+    has_attention = _is_there(attention, where, groups)
+    mlp, where = _part(block, "mlp", place)
+    width, times = _whole(mlp, "ffn_hidden_size", where), mlp.get("ffn_mult")
+    if width is None and times is not None:
+        if isinstance(times, bool) or not isinstance(times, int | float) or times <= 0:
+            raise LayersError(f"{where}.ffn_mult {json.dumps(times)} is not a number above 0")
+        width = -(-int(2 * times * model.hidden_size / 3) // 256) * 256
+    has_mlp = _is_there(mlp, where, width)
+    return LayerSizes(
+        num_heads=usual.num_heads if has_attention else 0,
+        num_query_groups=(groups or usual.num_query_groups) if has_attention else 0,
+        head_channels=usual.head_channels if has_attention else 0,
+        ffn_hidden_size=(width or usual.ffn_hidden_size) if has_mlp else 0,
+        is_gated=usual.is_gated and has_mlp,
+    )
+
+
+def _part(block: Mapping[str, Any], name: str, place: str) -> tuple[Mapping[str, Any], str]:
+    """What a block says of its attention or MLP, and where."""
+    given = [key for key in _PARTS[name] if key in block]
+    if len(given) != 1 or not isinstance(block[given[0]], dict):
+        said = (
+            f"{' and '.join(given)} together"
+            if len(given) > 1
+            else f"no object `{'` or `'.join(_PARTS[name])}`"
+        )
+        raise LayersError(f"{place} has {said}")
+    where = f"{place}.{given[0]}"
+    part: Mapping[str, Any] = block[given[0]]
+    _refuse_others(part, _KEYS[name], where)
+    if part.get("replace_with_linear"):
+        raise LayersError(f"{where}.replace_with_linear is not there yet")
+    return part, where
+
+
+def _is_there(part: Mapping[str, Any], where: str, size: int | None) -> bool:
+    no_op = part.get("no_op", False)
+    if not isinstance(no_op, bool):
+        raise LayersError(f"{where}.no_op {json.dumps(no_op)} is not true or false")
+    if no_op and size is not None:
+        raise LayersError(f"{where} has no_op and a size")
+    return not no_op
+
+
+def _whole(part: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = part.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise LayersError(f"{where}.{key} {json.dumps(value)} is not a whole number above 0")
+    return value
+
+
+def _refuse_others(values: Mapping[str, Any], known: Any, where: str) -> None:
+    """Keys without meaning here may stand there with null, false or nothing in them."""
+    for key, value in values.items():
+        if key not in known and value:
+            raise LayersError(f"{where}.{key} {json.dumps(value)} has no meaning here")
+
+
+def _told_experts(experts: Sequence[ExpertSizes], num_layers: int) -> str:
+    if not experts:
+        return ""
+    one = experts[0]
+    shared = f" and {one.shared_ffn_hidden_size} shared" if one.shared_ffn_hidden_size else ""
+    where = "" if len(experts) == num_layers else f" in {len(experts)} layers"
+    return f"{one.num_experts} experts of {one.ffn_hidden_size}{shared}, {one.top_k} a token{where}"
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _missing(count: int, name: str) -> str:
+    return f"{count} without {name}" if count else ""

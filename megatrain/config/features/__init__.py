@@ -1,0 +1,1 @@
+"""The table of features that `megatrain parity` proves."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's flags: accepted, renamed or refused, and where defaults differ."""

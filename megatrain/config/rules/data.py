@@ -1,0 +1,165 @@
+"""What must hold between the settings of the data, and between them and the files."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.blends import parse_blend
+from megatrain.config.derive.splits import SPLIT_NAMES, require_sequences, split_shares
+from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.plan import Draft
+from megatrain.config.schema.tree import flag_of
+
+LARGEST_SEED: Final = 2**32 - 1
+"""Of the generator that shuffles."""
+_SHARED: Final = ("data.data_path", "data.data_args_path")
+_APART: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+_SOURCES: Final = (*_SHARED, *_APART, "data.per_split_data_args_path", "data.mock_data")
+
+
+def given_sources(draft: Draft) -> list[str]:
+    """The paths of the settings that name data."""
+    return [path for path in _SOURCES if draft.config.get(path)]
+
+
+def data_has_one_source(draft: Draft) -> Iterator[Problem]:
+    given = given_sources(draft)
+    if not given:
+        yield Problem(
+            "there is nothing to train on: neither --data-path nor --mock-data is given",
+            "give --data-path PREFIX of a .bin and .idx pair (preprocess_data.py makes one), or --mock-data to try things out",
+        )
+    elif len(given) > 1 and not set(given) <= set(_APART):
+        yield Problem(
+            f"{' and '.join(map(flag_of, given))} {'both' if len(given) == 2 else 'all'} name what to train on",
+            "keep one of them (only --train-data-path, --valid-data-path and --test-data-path go together)",
+        )
+    elif (
+        set(given) <= set(_APART)
+        and "data.train_data_path" not in given
+        and not draft.config.training.skip_train
+    ):
+        yield Problem(
+            "there is nothing to train on: --train-data-path is not given", "give --train-data-path"
+        )
+    elif (
+        "data.per_split_data_args_path" in given
+        and not draft.facts.data_problems
+        and draft.facts.datasets
+        and not any(dataset.split == "train" for dataset in draft.facts.datasets)
+        and not draft.config.training.skip_train
+    ):
+        yield Problem(
+            f"there is nothing to train on: --per-split-data-args-path {draft.config.data.per_split_data_args_path}"
+            " names no data for train",
+            'add {"train": [...]} to the file',
+        )
+
+
+def blends_have_positive_weights(draft: Draft) -> Iterator[Problem]:
+    for path in ("data.data_path", *_APART):
+        try:
+            parse_blend(draft.config.get(path), flag_of(path))
+        except ConfigError as error:
+            yield from error.problems
+
+
+def split_has_up_to_three_shares(draft: Draft) -> Iterator[Problem]:
+    split = draft.config.data.split
+    words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
+    fix = "give up to three shares for training, validation and test, such as --split 969,30,1"
+    if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
+        yield Problem(f"--split {split!r} holds something that is no number of 0 or more", fix)
+    elif not 1 <= len(words) <= len(SPLIT_NAMES):
+        yield Problem(f"--split {split!r} has {len(words)} shares", fix)
+    elif not any(float(word) for word in words):
+        yield Problem(f"--split {split!r} gives no data to any split", fix)
+    elif sum(map(float, words)) == math.inf:
+        yield Problem(f"--split {split!r} holds too large a number", fix)
+
+
+def splits_hold_sequences(draft: Draft) -> Iterator[Problem]:
+    shared = {
+        dataset.prefix: dataset.num_sequences for dataset in draft.facts.datasets if dataset.split == "all"
+    }
+    if not shared or list(split_has_up_to_three_shares(draft)):
+        return
+    split = draft.config.data.split
+    plans = (draft.derived.train_plan, draft.derived.valid_plan, draft.derived.test_plan)
+    # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
+    is_asked = [
+        plan != (0,) and (share > 0 or name == "train")
+        for name, share, plan in zip(SPLIT_NAMES, split_shares(split), plans, strict=True)
+    ]
+    try:
+        require_sequences(split, shared, is_asked)
+    except ConfigError as error:
+        yield from error.problems
+
+
+def weights_have_a_number_to_share_out(draft: Draft) -> Iterator[Problem]:
+    weighted = any(
+        dataset.weight is not None and dataset.split in ("all", "valid") for dataset in draft.facts.datasets
+    )
+    if draft.config.data.full_validation and weighted and not draft.config.data.multiple_validation_sets:
+        yield Problem(
+            "--full-validation reads validation data whole, and weights ask for shares of a number of samples",
+            "leave out the weights or --full-validation, or add --multiple-validation-sets",
+        )
+
+
+def validation_sets_are_apart(draft: Draft) -> Iterator[Problem]:
+    data = draft.config.data
+    if not data.multiple_validation_sets:
+        return
+    if not data.full_validation:
+        yield Problem(
+            "--multiple-validation-sets is given without --full-validation",
+            "add --full-validation: each set is read whole",
+        )
+    if draft.facts.datasets and not any(dataset.split == "valid" for dataset in draft.facts.datasets):
+        yield Problem(
+            "--multiple-validation-sets is given, but no validation data of its own",
+            "name the sets with --valid-data-path or --per-split-data-args-path",
+        )
+
+
+def one_rule_says_where_documents_end(draft: Draft) -> Iterator[Problem]:
+    data = draft.config.data
+    if data.dataloader_inter_document_masking and (data.reset_attention_mask or data.reset_position_ids):
+        yield Problem(
+            "--dataloader-inter-document-masking takes documents as they are stored,"
+            " --reset-attention-mask and --reset-position-ids take them from end-of-document tokens",
+            "keep one of the two",
+        )
+
+
+def shuffles_have_a_seed(draft: Draft) -> Iterator[Problem]:
+    derived, seed = draft.derived, draft.config.training.seed
+    plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
+    most = LARGEST_SEED - max(map(len, plans)) + 1  # each further plan takes the next one
+    if seed > most:
+        yield Problem(f"--seed {seed} is too large to shuffle data by", f"use a number from 0 to {most}")
+
+
+def sharding_is_about_cycles(draft: Draft) -> Iterator[Problem]:
+    data = draft.config.data
+    if data.no_data_sharding and data.dataloader_type != "cyclic":
+        yield Problem(
+            f"--no-data-sharding has no effect with --dataloader-type {data.dataloader_type}",
+            "add --dataloader-type cyclic, or leave --no-data-sharding out",
+        )
+
+
+DATA_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+    data_has_one_source,
+    blends_have_positive_weights,
+    split_has_up_to_three_shares,
+    splits_hold_sequences,
+    weights_have_a_number_to_share_out,
+    validation_sets_are_apart,
+    one_rule_says_where_documents_end,
+    shuffles_have_a_seed,
+    sharding_is_about_cycles,
+)

@@ -1,0 +1,365 @@
+"""What must hold for layers of experts: one small function a rule, as in `rules.py`."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.patterns import PatternError, layers_with_experts
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.tree import flag_of
+
+Problems = Iterator[Problem]
+
+BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+_LOSSES: Final = BALANCING[:3]
+
+
+def expert_settings_have_an_effect(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.num_experts is not None:
+        return
+    given = [
+        f"{flag_of(entry.name)}"
+        for entry in dataclasses.fields(ExpertsConfig)
+        if draft.is_given(f"experts.{entry.name}")
+        and getattr(experts, entry.name) not in (entry.default, None)
+    ]
+    if given:
+        yield Problem(
+            f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect without --num-experts",
+            "add --num-experts, or leave this out",
+        )
+
+
+def layers_with_experts_are_understood(draft: Draft) -> Problems:
+    experts, model = draft.config.experts, draft.config.model
+    if experts.num_experts is None:
+        return
+    try:
+        found = layers_with_experts(experts.moe_layer_freq, model.num_layers)
+    except PatternError as error:
+        yield Problem(
+            f"--moe-layer-freq: {error}",
+            f"give a number N for every Nth layer, or a list such as [0]*1+[1]*{model.num_layers - 1}",
+        )
+        return
+    if not any(found):
+        yield Problem(
+            f"--moe-layer-freq {experts.moe_layer_freq} leaves no layer with experts, and --num-experts is"
+            f" {experts.num_experts}",
+            "give at least one layer an entry of 1, or leave --num-experts out",
+        )
+
+
+def experts_have_a_width(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.num_experts is not None and experts.moe_ffn_hidden_size is None:
+        yield Problem(
+            "--moe-ffn-hidden-size none leaves experts without a width", "leave it out, or give a width"
+        )
+
+
+def tokens_have_enough_experts(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.num_experts is not None and experts.moe_router_topk > experts.num_experts:
+        yield Problem(
+            f"--moe-router-topk {experts.moe_router_topk} is more than --num-experts {experts.num_experts}",
+            f"use --moe-router-topk {min(2, experts.num_experts)}",
+        )
+
+
+def one_expert_needs_a_weight(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if (
+        experts.num_experts is not None
+        and experts.moe_router_topk == 1
+        and experts.moe_router_score_function == "softmax"
+        and not experts.moe_router_pre_softmax
+        and "sinkhorn" not in experts.moe_router_load_balancing_type
+    ):
+        yield Problem(
+            "--moe-router-topk 1 takes the softmax over one expert alone: its weight is always 1, and the router never"
+            " learns",
+            "add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid",
+        )
+
+
+def expert_groups_fit(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    num, groups, best = experts.num_experts, experts.moe_router_num_groups, experts.moe_router_group_topk
+    if num is None or (groups is None and best is None):
+        return
+    if groups is None or best is None:
+        given, other = "--moe-router-num-groups", "--moe-router-group-topk"
+        if groups is None:
+            given, other = other, given
+        yield Problem(
+            f"{given} is given without {other}",
+            "give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1",
+        )
+        return
+    if num % groups:
+        yield Problem(
+            f"--num-experts {num} do not divide into --moe-router-num-groups {groups}",
+            f"use --moe-router-num-groups {_divisor_near(num, groups)}",
+        )
+    elif best > groups:
+        yield Problem(
+            f"--moe-router-group-topk {best} is more than --moe-router-num-groups {groups}",
+            f"use --moe-router-group-topk {groups}",
+        )
+    elif experts.moe_router_topk % best or experts.moe_router_topk > best * num // groups:
+        yield Problem(
+            f"--moe-router-topk {experts.moe_router_topk} does not divide over --moe-router-group-topk {best} groups of"
+            f" {num // groups} experts",
+            f"use --moe-router-topk {best}",
+        )
+
+
+def pre_softmax_is_for_softmax(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.moe_router_pre_softmax and experts.moe_router_score_function != "softmax":
+        yield Problem(
+            f"--moe-router-pre-softmax has no effect with --moe-router-score-function {experts.moe_router_score_function}",
+            "leave one of them out",
+        )
+
+
+def balancing_is_known(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    kinds, factors = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
+    unknown = [kind for kind in kinds if kind not in BALANCING]
+    if unknown or not kinds:
+        yield Problem(
+            f"--moe-router-load-balancing-type {' '.join(unknown)}: not there",
+            f"use some of {' '.join(_LOSSES)}, or sinkhorn, or none",
+        )
+        return
+    if len(kinds) > 1 and (len(set(kinds)) < len(kinds) or set(kinds) - set(_LOSSES)):
+        yield Problem(
+            f"--moe-router-load-balancing-type {' '.join(kinds)} do not go together",
+            f"use one of them, or different ones of {' '.join(_LOSSES)}",
+        )
+    if len(kinds) != len(factors):
+        yield Problem(
+            f"--moe-router-load-balancing-type names {len(kinds)} and --moe-aux-loss-coeff {len(factors)} of them",
+            f"give one factor for each, such as --moe-aux-loss-coeff {' '.join(['1e-2'] * len(kinds))}",
+        )
+    elif not set(kinds) & set(_LOSSES) and any(factors):
+        yield Problem(
+            f"--moe-aux-loss-coeff {' '.join(map(str, factors))} has no effect with --moe-router-load-balancing-type"
+            f" {' '.join(kinds)}",
+            "leave it out, or use --moe-router-load-balancing-type aux_loss",
+        )
+    if any(factor < 0 for factor in factors):
+        yield Problem(
+            f"--moe-aux-loss-coeff {' '.join(map(str, factors))} rewards uneven loads",
+            "use 1e-2, for example",
+        )
+
+
+def bias_is_for_sigmoid(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.moe_router_enable_expert_bias and experts.moe_router_score_function == "softmax":
+        yield Problem(
+            "--moe-router-enable-expert-bias does not go with --moe-router-score-function softmax, as in Megatron-LM",
+            "use --moe-router-score-function sigmoid, or leave the bias out",
+        )
+    if experts.moe_router_bias_update_rate != 1e-3 and not experts.moe_router_enable_expert_bias:
+        yield Problem(
+            f"--moe-router-bias-update-rate {experts.moe_router_bias_update_rate:g} has no effect without"
+            " --moe-router-enable-expert-bias",
+            "add that, or leave this out",
+        )
+
+
+def sinkhorn_stands_alone(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if "sinkhorn" not in experts.moe_router_load_balancing_type:
+        return
+    if experts.moe_router_enable_expert_bias:
+        yield Problem(
+            "--moe-router-load-balancing-type sinkhorn and --moe-router-enable-expert-bias both decide which experts a"
+            " token goes to",
+            "use one of them",
+        )
+        return
+    without_effect = {
+        "--moe-router-topk-scaling-factor": experts.moe_router_topk_scaling_factor is not None,
+        "--moe-router-num-groups": experts.moe_router_num_groups is not None,
+        f"--moe-router-score-function {experts.moe_router_score_function}": experts.moe_router_score_function
+        != "softmax",
+    }
+    given = [flag for flag, is_given in without_effect.items() if is_given]
+    if given:
+        yield Problem(
+            f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect with --moe-router-load-balancing-type sinkhorn",
+            "leave this out, or use --moe-router-load-balancing-type aux_loss",
+        )
+
+
+def capacity_settings_have_an_effect(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.moe_expert_capacity_factor is not None:
+        return
+    given = [
+        flag
+        for flag, is_given in (
+            ("--moe-pad-expert-input-to-capacity", experts.moe_pad_expert_input_to_capacity),
+            ("--moe-token-drop-policy position", experts.moe_token_drop_policy != "probs"),  # noqa: S105 (no password)
+        )
+        if is_given
+    ]
+    if given:
+        yield Problem(
+            f"{' and '.join(given)} have no effect without --moe-expert-capacity-factor: nothing is dropped",
+            "add --moe-expert-capacity-factor 1.25, for example, or leave this out",
+        )
+
+
+def shared_expert_has_a_size(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.moe_shared_expert_gate and experts.moe_shared_expert_intermediate_size is None:
+        yield Problem(
+            "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size",
+            "give the width of the shared MLP, or leave the gate out",
+        )
+
+
+def dispatcher_is_there(draft: Draft) -> Problems:
+    if draft.config.experts.moe_token_dispatcher_type == "flex":  # noqa: S105 (no password)
+        yield Problem(
+            "--moe-token-dispatcher-type flex stands for libraries (DeepEP, HybridEP) that are not used here",
+            "use --moe-token-dispatcher-type alltoall",
+        )
+
+
+def experts_have_no_biases(draft: Draft) -> Problems:
+    if draft.config.experts.num_experts is not None and not draft.config.model.disable_bias_linear:
+        yield Problem(
+            "--num-experts with biases of linear layers is not there yet", "add --disable-bias-linear"
+        )
+
+
+def experts_go_with_layers_alike(draft: Draft) -> Problems:
+    model, experts = draft.config.model, draft.config.experts
+    if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:
+        yield Problem(
+            "--num-experts and --heterogeneous-layers-config-path do not go together yet: the file names no experts",
+            "use --moe-layer-freq to say which layers have experts, or --spec for layers of your own",
+        )
+
+
+def experts_and_tensor_ranks_split_the_sequence(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    tp = parallel.tensor_model_parallel_size
+    has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
+    if has_experts and tp > 1 and not parallel.sequence_parallel:
+        yield Problem(
+            f"a layer with experts under --tensor-model-parallel-size {tp} needs --sequence-parallel, as in Megatron-LM",
+            "add --sequence-parallel",
+        )
+
+
+def own_experts_fit_the_ranks(draft: Draft) -> Problems:
+    """Ranks and logs go by --num-experts; widths of layers of one's own are judged here, those of flags by their own rules."""
+    if draft.facts.own_layers is None:
+        return
+    number, tp = draft.config.experts.num_experts, draft.config.parallel.tensor_model_parallel_size
+    etp = draft.derived.expert_tensor_parallel_size
+    for place, layer in enumerate(draft.derived.layer_table.layers):
+        experts = layer.experts
+        if experts is None:
+            continue
+        if experts.num_experts != number:
+            yield Problem(
+                f"--spec gives layer {place} (from 0) {experts.num_experts} experts, and --num-experts is"
+                f" {'left out' if number is None else number}",
+                f"use --num-experts {experts.num_experts}, and as many experts in each layer that has any",
+            )
+            return
+        for what, width, ranks, flag in (
+            ("experts", experts.ffn_hidden_size, etp, "--expert-tensor-parallel-size"),
+            ("a shared MLP", experts.shared_ffn_hidden_size, tp, "--tensor-model-parallel-size"),
+        ):
+            if width % ranks:
+                yield Problem(
+                    f"--spec gives layer {place} (from 0) {what} of width {width}, which does not divide over the {ranks}"
+                    f" ranks of {flag}",
+                    f"use a width of {-(-width // ranks) * ranks}",
+                )
+                return
+
+
+def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
+    tp, width = (
+        draft.config.parallel.tensor_model_parallel_size,
+        draft.config.experts.moe_shared_expert_intermediate_size,
+    )
+    if width is not None and width % tp:
+        yield Problem(
+            f"--moe-shared-expert-intermediate-size {width} does not divide over --tensor-model-parallel-size {tp}",
+            f"use --moe-shared-expert-intermediate-size {-(-width // tp) * tp}",
+        )
+
+
+def expert_ranks_have_experts(draft: Draft) -> Problems:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+        size = draft.config.get(f"parallel.{name}")
+        if draft.config.experts.num_experts is None and size is not None and size > 1:
+            yield Problem(
+                f"{flag_of(name)} {size} has no effect without --num-experts",
+                "add --num-experts, or leave this out",
+            )
+
+
+def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
+    number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
+    if number is not None and number % ep:
+        yield Problem(
+            f"--num-experts {number} do not divide over --expert-model-parallel-size {ep}",
+            f"use --expert-model-parallel-size {_divisor_near(number, ep)}, or --num-experts {-(-number // ep) * ep}",
+        )
+
+
+def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
+    experts, etp = draft.config.experts, draft.derived.expert_tensor_parallel_size
+    width = experts.moe_ffn_hidden_size
+    if experts.num_experts is not None and width is not None and width % etp:
+        yield Problem(
+            f"--moe-ffn-hidden-size {width} does not divide over the {etp} ranks of --expert-tensor-parallel-size"
+            " (left out: --tensor-model-parallel-size)",
+            f"use --expert-tensor-parallel-size {_divisor_near(width, etp)}, or --moe-ffn-hidden-size"
+            f" {-(-width // etp) * etp}",
+        )
+
+
+def _divisor_near(number: int, wanted: int) -> int:
+    return next(n for n in range(min(wanted, number), 0, -1) if number % n == 0)
+
+
+EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    expert_settings_have_an_effect,
+    layers_with_experts_are_understood,
+    experts_have_a_width,
+    tokens_have_enough_experts,
+    one_expert_needs_a_weight,
+    expert_groups_fit,
+    pre_softmax_is_for_softmax,
+    balancing_is_known,
+    bias_is_for_sigmoid,
+    sinkhorn_stands_alone,
+    capacity_settings_have_an_effect,
+    shared_expert_has_a_size,
+    expert_ranks_have_experts,
+    experts_divide_over_ep_ranks,
+    expert_width_divides_over_etp_ranks,
+    dispatcher_is_there,
+    experts_have_no_biases,
+    experts_go_with_layers_alike,
+    experts_and_tensor_ranks_split_the_sequence,
+    own_experts_fit_the_ranks,
+    shared_expert_divides_over_tp_ranks,
+)

@@ -1,0 +1,254 @@
+"""What must hold between the parts of a model: one small function a rule, as in `rules.py`."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.attention_backend import attention_backend_is_there, attention_has_a_kernel
+from megatrain.config.derive.patterns import PatternError, layers_with, window_of
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.schema.tree import flag_of
+
+Problems = Iterator[Problem]
+
+_PARTS: Final = ("core_attn", "mlp", "layernorm")
+_PARTS_OF_EXPERTS: Final = ("moe", "shared_experts", "moe_act")
+
+
+def mlp_has_one_activation(draft: Draft) -> Problems:
+    model = draft.config.model
+    names = ("swiglu", "geglu", "quick_geglu", "squared_relu")
+    given = [flag_of(name) for name in names if getattr(model, name)]
+    if len(given) > 1:
+        yield Problem(f"{' and '.join(given)} all say how the MLP is activated", "give one of them")
+
+
+def gates_have_something_to_gate(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.activation_func_clamp_value is not None and not model.quick_geglu:
+        yield Problem(
+            f"--activation-func-clamp-value {model.activation_func_clamp_value} has no effect without --quick-geglu,"
+            " as in Megatron-LM",
+            "leave it out, or add --quick-geglu",
+        )
+    if model.glu_linear_offset and not (model.swiglu or model.geglu or model.quick_geglu):
+        yield Problem(
+            f"--glu-linear-offset {model.glu_linear_offset} has no effect on an MLP without a gate",
+            "leave it out, or add --quick-geglu, --swiglu or --geglu",
+        )
+
+
+def learned_positions_have_a_table(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is None:
+        reminder = (
+            " (the default, as in Megatron-LM)" if draft.is_default("model.position_embedding_type") else ""
+        )
+        yield Problem(
+            f"--position-embedding-type learned_absolute{reminder} has no number of positions",
+            f"give --max-position-embeddings {draft.config.data.seq_length}, or use --position-embedding-type rope",
+        )
+
+
+def rotary_settings_have_an_effect(draft: Draft) -> Problems:
+    model, kind = draft.config.model, draft.config.model.position_embedding_type
+    if model.use_rope_scaling and kind != "rope":
+        yield Problem(
+            f"--use-rope-scaling has no effect with --position-embedding-type {kind}",
+            "leave it out, or use --position-embedding-type rope",
+        )
+    if model.no_rope_freq is not None and kind not in ("rope", "yarn"):
+        yield Problem(
+            f"--no-rope-freq {model.no_rope_freq} has no effect with --position-embedding-type {kind}",
+            "leave it out, or use --position-embedding-type rope",
+        )
+
+
+def yarn_knows_the_original_length(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.position_embedding_type == "yarn" and model.yarn_original_max_position_embeddings is None:
+        yield Problem(
+            "--position-embedding-type yarn is given without --yarn-original-max-position-embeddings",
+            "give the longest sequence that the model was trained on before, such as"
+            " --yarn-original-max-position-embeddings 4096",
+        )
+
+
+def rotary_channels_pair_up(draft: Draft) -> Problems:
+    model = draft.config.model
+    turned = int(model.kv_channels * model.rotary_percent)
+    if model.position_embedding_type not in ("rope", "yarn") or (turned and turned % 2 == 0):
+        return
+    if model.rotary_percent == 1:
+        yield Problem(
+            f"--kv-channels {model.kv_channels} is odd, and rotary embeddings turn pairs of channels",
+            f"use --kv-channels {model.kv_channels + 1}",
+        )
+    else:
+        share = (turned + 1) // 2 * 2 / model.kv_channels if turned else 2 / model.kv_channels
+        yield Problem(
+            f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} is {turned} channels, and"
+            " rotary embeddings turn pairs of them",
+            f"use --rotary-percent {min(share, 1.0):g}",
+        )
+
+
+def layers_fit_their_patterns(draft: Draft) -> Problems:
+    model = draft.config.model
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        text = getattr(model, name)
+        try:
+            layers_with(text, model.num_layers, one_means=True)
+        except PatternError as error:
+            yield Problem(
+                f"{flag_of(name)}: {error}",
+                "give a number N for every Nth layer, or a list such as [1]*3+[0]",
+            )
+
+
+def window_looks_back(draft: Draft) -> Problems:
+    model = draft.config.model
+    try:
+        window_of(model.window_size)
+    except PatternError as error:
+        yield Problem(
+            f"--window-size: {error}", "give the tokens to the left and 0, such as --window-size 128,0"
+        )
+    if model.window_attn_skip_freq is not None and model.window_size is None:
+        yield Problem(
+            f"--window-attn-skip-freq {model.window_attn_skip_freq} has no effect without --window-size",
+            "add --window-size, or leave it out",
+        )
+
+
+def norm_over_all_heads_is_rms(draft: Draft) -> Problems:
+    model = draft.config.model
+    if model.qk_layernorm_width != "all_heads":
+        return
+    if not model.qk_layernorm:
+        yield Problem(
+            "--qk-layernorm-width all_heads has no effect without --qk-layernorm", "add --qk-layernorm"
+        )
+    elif model.normalization != "RMSNorm":
+        yield Problem(
+            f"--qk-layernorm-width all_heads is not there for --normalization {model.normalization}",
+            "use --normalization RMSNorm, or --qk-layernorm-width head",
+        )
+
+
+def width_settings_have_an_effect(draft: Draft) -> Problems:
+    model = draft.config.model
+    neutral = {
+        "mup_base_hidden_size": None,
+        "mup_width_mult": 1.0,
+        "mup_base_head_dim": None,
+        "mup_attn_scale_power": 1.0,
+        "mup_embedding_mult": 1.0,
+        "mup_output_mult": 1.0,
+    }
+    if not model.use_mup:
+        for name, value in neutral.items():
+            if getattr(model, name) != value:
+                yield Problem(
+                    f"{flag_of(name)} {getattr(model, name)} has no effect without --use-mup",
+                    "add --use-mup, or leave it out",
+                )
+    elif model.softmax_scale is not None and model.mup_base_head_dim is not None:
+        yield Problem(
+            f"--mup-base-head-dim {model.mup_base_head_dim:g} has no effect with --softmax-scale {model.softmax_scale:g}",
+            "give one of them",
+        )
+
+
+def width_multiplier_is_that_of_the_sizes(draft: Draft) -> Problems:
+    model = draft.config.model
+    if not model.use_mup:
+        return
+    base = model.mup_base_hidden_size
+    if base is None:
+        yield Problem(
+            "--mup-base-hidden-size none leaves --use-mup without a base", "leave it out, or give a size"
+        )
+    elif model.mup_width_mult != model.hidden_size / base:
+        yield Problem(
+            f"--mup-width-mult {model.mup_width_mult:g} is not --hidden-size {model.hidden_size} /"
+            f" --mup-base-hidden-size {base} (Megatron-LM ignores it silently)",
+            f"leave it out, or use --mup-width-mult {model.hidden_size / base:g}",
+        )
+
+
+def recomputation_says_what(draft: Draft) -> Problems:
+    training = draft.config.training
+    kind, method, layers = (
+        training.recompute_granularity,
+        training.recompute_method,
+        training.recompute_num_layers,
+    )
+    if kind == "full" and training.recompute_activations:
+        yield Problem(
+            "--recompute-granularity full and --recompute-activations (which is selective) contradict each other",
+            "leave one of them out",
+        )
+    if kind == "full" and (method is None or layers is None):
+        missing = " and ".join(
+            flag
+            for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers))
+            if value is None
+        )
+        yield Problem(
+            f"--recompute-granularity full is given without {missing}",
+            "add --recompute-method uniform --recompute-num-layers 1, which computes every layer twice",
+        )
+    for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers)):
+        if kind != "full" and value is not None:
+            yield Problem(
+                f"{flag} {value} has no effect without --recompute-granularity full",
+                "add --recompute-granularity full, or leave it out",
+            )
+    if kind == "full" and training.recompute_norms:
+        yield Problem(
+            "--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway",
+            "leave one of them out",
+        )
+
+
+def recomputed_parts_are_there(draft: Draft) -> Problems:
+    training = draft.config.training
+    is_selective = training.recompute_granularity == "selective" or training.recompute_activations
+    if training.recompute_modules and not is_selective:
+        yield Problem(
+            f"--recompute-modules {' '.join(training.recompute_modules)} has no effect without --recompute-granularity"
+            " selective",
+            "add --recompute-granularity selective, or leave it out",
+        )
+    unknown = [name for name in training.recompute_modules if name not in (*_PARTS, *_PARTS_OF_EXPERTS)]
+    if unknown:
+        yield Problem(
+            f"--recompute-modules {' '.join(unknown)}: not there yet",
+            f"use some of --recompute-modules {' '.join((*_PARTS, *_PARTS_OF_EXPERTS))}",
+        )
+    of_experts = [name for name in training.recompute_modules if name in _PARTS_OF_EXPERTS]
+    if of_experts and is_selective and draft.config.experts.num_experts is None:
+        yield Problem(
+            f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts",
+            "leave it out, or use mlp",
+        )
+
+
+MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    mlp_has_one_activation,
+    gates_have_something_to_gate,
+    learned_positions_have_a_table,
+    rotary_settings_have_an_effect,
+    yarn_knows_the_original_length,
+    rotary_channels_pair_up,
+    layers_fit_their_patterns,
+    window_looks_back,
+    norm_over_all_heads_is_rms,
+    width_settings_have_an_effect,
+    width_multiplier_is_that_of_the_sizes,
+    recomputation_says_what,
+    recomputed_parts_are_there,
+    attention_backend_is_there,
+    attention_has_a_kernel,
+)

@@ -1,0 +1,256 @@
+"""What a user should hear although nothing is wrong: settings without effect, and departures from Megatron-LM."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.context_parallel import rings_are_gathered
+from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.eager_attention import layers_written_out
+from megatrain.config.plan import Draft
+from megatrain.config.rules.logging import LOG_NOTES
+from megatrain.config.rules.parallel import PARALLEL_NOTES
+from megatrain.config.rules.resume import changed_settings
+from megatrain.config.schema.tree import flag_of
+
+
+def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
+    parallel = draft.config.parallel
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
+
+
+def context_settings_alone(draft: Draft) -> Iterator[str]:
+    levels = "parallel.hierarchical_context_parallel_sizes"
+    paths = ("parallel.cp_comm_type", "parallel.context_parallel_chunk_means", levels)
+    if draft.config.parallel.context_parallel_size == 1:
+        for path in paths:
+            if draft.is_given(path):
+                yield f"{flag_of(path)} has no effect with --context-parallel-size 1"
+    elif draft.is_given(levels) and not any("+" in way for way in draft.derived.context_communication):
+        yield f"{flag_of(levels)} has no effect without --cp-comm-type a2a+p2p"
+
+
+def no_norm_runs_again(draft: Draft) -> Iterator[str]:
+    training = draft.config.training
+    given = {
+        "--recompute-modules layernorm": "layernorm" in training.recompute_modules,
+        "--recompute-norms": training.recompute_norms,
+    }
+    for flag, is_given in given.items():
+        if is_given and draft.config.model.norm_position == "post":
+            yield f"{flag} has no effect with --norm-position post: no norm stands before a linear layer"
+
+
+def norms_are_computed_twice(draft: Draft) -> Iterator[str]:
+    if draft.config.training.recompute_norms and not draft.is_given("training.recompute_norms"):
+        reason = draft.origins["training.recompute_norms"].detail
+        yield f"norms are computed twice: {reason} (--no-recompute-norms keeps it)"
+
+
+def dropout_by_default(draft: Draft) -> Iterator[str]:
+    paths = ("model.hidden_dropout", "model.attention_dropout")
+    on = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
+    if on:
+        said = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in on)
+        yield f"{said} by default, as in Megatron-LM; most models are trained with 0 today"
+
+
+def float32_by_default(draft: Draft) -> Iterator[str]:
+    is_float32 = draft.derived.params_dtype == "float32"
+    if is_float32 and draft.derived.device == "cuda" and not draft.is_given("precision.params_dtype"):
+        yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
+
+
+def experts_one_by_one(draft: Draft) -> Iterator[str]:
+    """The single kernel is `kernels/moe/grouped.py`'s."""
+    if draft.derived.device != "cuda":
+        return
+    widths = {
+        layer.experts.ffn_hidden_size // draft.derived.expert_tensor_parallel_size
+        for layer in draft.derived.layer_table.layers
+        if layer.experts is not None
+    }
+    dtype, widths = (
+        draft.derived.params_dtype,
+        {*widths, draft.config.model.hidden_size} if widths else widths,
+    )
+    if widths and (dtype != "bfloat16" or any(width % 8 for width in widths)):
+        why = f"in {dtype}" if dtype != "bfloat16" else "with widths that are no multiples of 8"
+        yield (
+            f"experts are computed one by one {why}, and the host waits for their loads in every layer: slow"
+            " (a single product does all in bf16, with widths that are multiples of 8)"
+        )
+
+
+def strategy_without_fsdp(draft: Draft) -> Iterator[str]:
+    path = "parallel.data_parallel_sharding_strategy"
+    if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
+        yield f"{flag_of(path)} {draft.config.get(path)} has an effect without --use-megatron-fsdp too, unlike in Megatron-LM"
+
+
+def samples_left_over(draft: Draft) -> Iterator[str]:
+    samples, read = draft.config.training.train_samples, draft.derived.train_samples
+    if samples is not None and samples > read:
+        yield f"the last {samples - read} of --train-samples {samples} do not fill a global batch and are left out"
+    if samples is not None and samples < read:
+        yield f"training ends at {read} samples, not {samples}: the last global batch is filled up"
+
+
+def batch_is_decreased(draft: Draft) -> Iterator[str]:
+    training, passes = draft.config.training, draft.derived.num_microbatches
+    size = passes * training.micro_batch_size * draft.derived.data_parallel_size
+    if training.decrease_batch_size_if_needed and size != training.global_batch_size:
+        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}: {passes} micro-batches on all replicas"
+
+
+def schedules_start_anew(draft: Draft) -> Iterator[str]:
+    stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
+    if stored is not None and checkpoint.no_load_optim and not stored.is_start:
+        yield "--no-load-optim: learning rate and weight decay start anew, as in Megatron-LM"
+
+
+def schedules_are_the_checkpoints(draft: Draft) -> Iterator[str]:
+    stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
+    if stored and draft.continues_optimizer and draft.config.schedule.use_checkpoint_opt_param_scheduler:
+        own = {"--lr": draft.config.optimizer.lr, "--min-lr": draft.config.schedule.min_lr}
+        kept = {"--lr": draft.derived.schedule.lr, "--min-lr": draft.derived.schedule.min_lr}
+        said = [f"{flag} {kept[flag]}, not {own[flag]}" for flag in own if kept[flag] != own[flag]]
+        yield "schedules are the checkpoint's" + (f" ({'; '.join(said)})" if said else "")
+
+
+def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
+    stored = draft.facts.checkpoint
+    before = stored.config.get("training", {}).get("global_batch_size") if stored else None
+    now = draft.config.training.global_batch_size
+    if stored is not None and stored.iteration and before not in (None, now):
+        yield (
+            f"--global-batch-size {before} -> {now}: the order of samples stays, and training goes on behind sample"
+            f" {stored.consumed_train_samples}; what counts in iterations now means other numbers of samples"
+        )
+
+
+def split_has_no_effect(draft: Draft) -> Iterator[str]:
+    is_apart = any(dataset.split != "all" for dataset in draft.facts.datasets)
+    if is_apart and draft.is_given("data.split"):
+        yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
+
+
+def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
+    data = draft.config.data
+    if draft.facts.tokenizer_note and (
+        data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask
+    ):
+        yield draft.facts.tokenizer_note
+
+
+def datasets_come_twice(draft: Draft) -> Iterator[str]:
+    counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
+    twice = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
+    if twice:
+        yield f"{', '.join(sorted(twice))}: named twice, or of equal content: their samples come twice"
+
+
+def positions_are_relative(draft: Draft) -> Iterator[str]:
+    kind = draft.config.model.position_embedding_type
+    if draft.config.data.reset_position_ids and kind in ("rope", "yarn"):
+        yield (
+            f"--reset-position-ids has no effect with --position-embedding-type {kind}, as in Megatron-LM: rotary"
+            " embeddings see distances alone"
+        )
+
+
+def attention_kernel(draft: Draft) -> Iterator[str]:
+    is_asked_for = not draft.is_default("model.attention_backend")
+    if draft.derived.device == "cuda" or is_asked_for or layers_written_out(draft) != "none":
+        yield draft.origins["derived.attention_backend"].detail
+
+
+def memory_is_planned_with_local(draft: Draft) -> Iterator[str]:
+    if draft.config.training.dry_run and draft.config.model.transformer_impl != "local":
+        yield (
+            f"memory is planned with the parts of --transformer-impl local: what those of {draft.config.model.transformer_impl}"
+            " keep is not known without a GPU"
+        )
+
+
+def layers_are_of_ones_own(draft: Draft) -> Iterator[str]:
+    function, own = layer_function(draft.config.model.spec), draft.facts.own_layers
+    if function is not None and own is not None:
+        said = "; ".join(own.differences) or "those that the flags describe"
+        yield f"--spec {function} (digest {own.digest}) gives the layers: {said}"
+
+
+def width_is_its_own_base(draft: Draft) -> Iterator[str]:
+    model = draft.config.model
+    if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
+        yield (
+            f"--use-mup without --mup-base-hidden-size: the base is this model's own hidden size {model.hidden_size}, as in"
+            " Megatron-LM, and only attention's scores are scaled"
+        )
+
+
+def output_layer_is_slow(draft: Draft) -> Iterator[str]:
+    model, optimizer = draft.config.model, draft.config.optimizer
+    if not (model.use_mup and model.mup_width_mult != 1 and model.untie_embeddings_and_output_weights):
+        return
+    if optimizer.decoupled_lr is None:
+        m, is_sgd = model.mup_width_mult, optimizer.optimizer == "sgd"
+        slow, right = ("lr", f"lr * {m:g}") if is_sgd else (f"lr / {m:g}", "lr")
+        yield (
+            f"--use-mup: an output layer of its own moves at {slow}, as in Megatron-LM; muP itself (arXiv:2203.03466, table 8)"
+            f" has {right}, which --decoupled-lr {optimizer.lr * (m if is_sgd else 1):g} gives it"
+        )
+
+
+def stop_without_saving(draft: Draft) -> Iterator[str]:
+    resilience = draft.config.resilience
+    if draft.config.checkpoint.save is None and (
+        resilience.exit_interval or resilience.exit_duration_in_mins
+    ):
+        yield "the run will stop early without saving anything: --save is not given"
+
+
+def start_that_is_not_gone_on_with(draft: Draft) -> Iterator[str]:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.finetune and checkpoint.save is not None:
+        yield (
+            "a run with --finetune that stops early does not go on with the same command: for that, give"
+            f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
+        )
+
+
+def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
+    yield from changed_settings(draft)
+
+
+NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
+    dropout_by_default,
+    float32_by_default,
+    sequence_parallel_alone,
+    context_settings_alone,
+    rings_are_gathered,
+    experts_one_by_one,
+    strategy_without_fsdp,
+    no_norm_runs_again,
+    norms_are_computed_twice,
+    samples_left_over,
+    batch_is_decreased,
+    schedules_start_anew,
+    schedules_are_the_checkpoints,
+    batch_changed_on_resume,
+    split_has_no_effect,
+    datasets_come_twice,
+    end_of_document_was_guessed,
+    positions_are_relative,
+    attention_kernel,
+    memory_is_planned_with_local,
+    layers_are_of_ones_own,
+    width_is_its_own_base,
+    output_layer_is_slow,
+    stop_without_saving,
+    *LOG_NOTES,
+    start_that_is_not_gone_on_with,
+    changed_since_the_checkpoint,
+    *PARALLEL_NOTES,
+)

@@ -1,0 +1,90 @@
+"""What must hold between settings of data parallelism, and which of them have no effect."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.context_parallel import CONTEXT_RULES
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+
+Problems = Iterator[Problem]
+
+
+def sharding_is_said_once(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    strategy, is_on = parallel.data_parallel_sharding_strategy, parallel.use_distributed_optimizer
+    flag = (
+        f"--data-parallel-sharding-strategy {strategy}"
+        if draft.is_given("parallel.data_parallel_sharding_strategy")
+        else "--use-megatron-fsdp"
+    )
+    if strategy != "no_shard" and not is_on:
+        yield Problem(
+            f"{flag} spreads optimizer state, and --no-use-distributed-optimizer does not",
+            "leave one of them out",
+        )
+    if strategy == "no_shard" and is_on:
+        yield Problem(
+            f"{flag} spreads nothing, and --use-distributed-optimizer does", "leave one of them out"
+        )
+
+
+def instances_divide_replicas(draft: Draft) -> Problems:
+    parallel, dp = draft.config.parallel, draft.derived.data_parallel_size
+    instances, cp = parallel.num_distributed_optimizer_instances, parallel.context_parallel_size
+    replicas = dp * cp
+    if replicas % instances:
+        known = [number for number in range(1, replicas + 1) if replicas % number == 0]
+        ranks = "data-parallel ranks" if cp == 1 else f"replicas (data-parallel {dp} * context-parallel {cp})"
+        yield Problem(
+            f"--num-distributed-optimizer-instances {instances} do not divide {replicas} {ranks}",
+            f"use --num-distributed-optimizer-instances {max(number for number in known if number <= instances)}",
+        )
+
+
+def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
+    parallel = draft.config.parallel
+    if draft.config.experts.num_experts is None:
+        return
+    ep, etp = parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size
+    per_replica = ep * etp * parallel.pipeline_model_parallel_size
+    replicas, rest = divmod(draft.derived.world_size, per_replica)
+    instances = parallel.num_distributed_optimizer_instances
+    if not rest and replicas % instances:
+        yield Problem(
+            f"--num-distributed-optimizer-instances {instances} do not divide {replicas} replicas of experts"
+            f" ({draft.derived.world_size} ranks / (expert-model-parallel {ep} * expert-tensor-parallel {etp} *"
+            f" pipeline-model-parallel {parallel.pipeline_model_parallel_size}))",
+            f"use --num-distributed-optimizer-instances {math.gcd(replicas, instances)}",
+        )
+
+
+def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.grad_reduce_in_bf16 and draft.derived.params_dtype != "bfloat16":
+        yield Problem(
+            f"--grad-reduce-in-bf16 with {draft.derived.params_dtype} weights: sums over ranks would have fewer digits than"
+            " the weights that they move",
+            "use --bf16, or leave it out",
+        )
+
+
+def nothing_is_gathered(draft: Draft) -> Iterator[str]:
+    path = "parallel.overlap_param_gather"
+    is_whole = draft.config.parallel.data_parallel_sharding_strategy == "no_shard"
+    if draft.is_given(path) and draft.config.get(path) and is_whole:
+        yield (
+            "--overlap-param-gather has no effect without --use-distributed-optimizer: every rank updates all of its"
+            " weights, and none are gathered"
+        )
+
+
+PARALLEL_NOTES: Final = (nothing_is_gathered,)
+PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    sharding_is_said_once,
+    instances_divide_replicas,
+    instances_divide_replicas_of_experts,
+    *CONTEXT_RULES,
+    narrow_reduction_needs_narrow_weights,
+)

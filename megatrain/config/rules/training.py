@@ -1,0 +1,213 @@
+"""What must hold between the settings of batches, schedules, number formats and the optimizer."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.batch_sizes import batch_sizes
+from megatrain.config.errors import ConfigError, Problem
+from megatrain.config.plan import Draft
+
+Problems = Iterator[Problem]
+
+
+def signal_number(text: str) -> int | None:
+    """Of a signal's name or number; None: there is no such signal, or it cannot be caught."""
+    by_name = {one.name: one.value for one in signal.Signals}
+    number = int(text) if text.isdecimal() else by_name.get(text.upper())
+    if number not in by_name.values() or number in (signal.SIGKILL, signal.SIGSTOP):
+        return None
+    return number
+
+
+def batch_sizes_make_sense(draft: Draft) -> Problems:
+    training = draft.config.training
+    if training.step_batch_size_schedule is not None:
+        others = {
+            "--rampup-batch-size": bool(training.rampup_batch_size),
+            "--global-batch-size": draft.is_given("training.global_batch_size"),
+            "--decrease-batch-size-if-needed": training.decrease_batch_size_if_needed,
+        }
+        for flag, is_given in others.items():
+            if is_given:
+                yield Problem(
+                    f"--step-batch-size-schedule and {flag} both say how large a batch is",
+                    "give one of them",
+                )
+    try:
+        sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    misfits = sizes.misfits(is_decreased=training.decrease_batch_size_if_needed)
+    is_changing = len(sizes.rule.sizes) > 1 or training.step_batch_size_schedule is not None
+    if misfits and is_changing:
+        flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
+        yield Problem(
+            f"{flag} comes to a batch of {misfits[0]}, which is no multiple of --micro-batch-size"
+            f" {training.micro_batch_size} * data-parallel size {draft.derived.data_parallel_size} = {sizes.pass_size}",
+            f"use batches that are multiples of {sizes.pass_size}"
+            + (", or add --decrease-batch-size-if-needed" if training.rampup_batch_size else ""),
+        )
+
+
+def growing_batches_count_samples(draft: Draft) -> Problems:
+    training, schedule = draft.config.training, draft.config.schedule
+    if not training.rampup_batch_size and not training.step_batch_size_schedule:
+        return
+    flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
+    counted = {
+        "--train-iters": (training.train_iters, "--train-samples"),
+        "--lr-decay-iters": (schedule.lr_decay_iters, "--lr-decay-samples"),
+        "--lr-warmup-iters": (schedule.lr_warmup_iters or None, "--lr-warmup-samples"),
+        "--lr-wsd-decay-iters": (schedule.lr_wsd_decay_iters, "--lr-wsd-decay-samples"),
+    }
+    for other, (value, instead) in counted.items():
+        if value is not None:
+            yield Problem(
+                f"{other} {value} counts iterations, which differ in size with {flag}",
+                f"use {instead}, as Megatron-LM asks for too",
+            )
+
+
+def wsd_decay_has_one_length(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    iterations, samples = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
+    if iterations is not None and samples is not None:
+        yield Problem(
+            f"--lr-wsd-decay-iters {iterations} and --lr-wsd-decay-samples {samples} both say how long the decay takes",
+            "give one of them",
+        )
+    if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
+        yield Problem(
+            "--lr-decay-style WSD does not say how long the decay at its end takes",
+            "give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+        )
+
+
+def wsd_decay_fits_the_schedule(draft: Draft) -> Problems:
+    wsd, decay = draft.derived.lr_wsd_decay_samples, draft.derived.lr_decay_samples
+    if wsd is not None and wsd > decay:
+        yield Problem(
+            f"the decay of WSD takes {wsd} samples, and ends at sample {decay}",
+            "shorten it (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
+        )
+
+
+def weight_decay_says_how_it_moves(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_incr_style == "constant":
+        for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
+            if value is not None:
+                yield Problem(
+                    f"{flag} {value} is given, and --weight-decay-incr-style is constant",
+                    "use --weight-decay-incr-style linear or cosine, or --weight-decay alone",
+                )
+    elif start is None or end is None:
+        yield Problem(
+            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} does not say from where to where",
+            "give --start-weight-decay and --end-weight-decay",
+        )
+    elif end < start:
+        yield Problem(
+            f"--end-weight-decay {end} is below --start-weight-decay {start}", "let weight decay increase"
+        )
+
+
+def embedding_rates_are_in_order(draft: Draft) -> Problems:
+    optimizer, floor = draft.config.optimizer, draft.config.schedule.min_lr
+    top, bottom = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if top is None:
+        if bottom is not None:
+            yield Problem(
+                f"--decoupled-min-lr {bottom} has no effect without --decoupled-lr", "add --decoupled-lr"
+            )
+        return
+    lowest, flag = (floor, "--min-lr") if bottom is None else (bottom, "--decoupled-min-lr")
+    if lowest > top:
+        yield Problem(
+            f"{flag} {lowest} is above --decoupled-lr {top}", f"use --decoupled-min-lr {top} or less"
+        )
+
+
+def moments_belong_to_adam(draft: Draft) -> Problems:
+    optimizer = draft.config.optimizer
+    given = {"--exp-avg-dtype": optimizer.exp_avg_dtype, "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype}
+    for flag, dtype in given.items():
+        if optimizer.optimizer == "sgd" and dtype != "fp32":
+            yield Problem(
+                f"{flag} {dtype} has no effect with --optimizer sgd, which keeps no such mean",
+                f"leave {flag} out, or use --optimizer adam",
+            )
+
+
+def an_offload_fraction_has_an_offload(draft: Draft) -> Problems:
+    optimizer = draft.config.optimizer
+    if not optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction != 1:
+        yield Problem(
+            f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction} has no effect without"
+            " --optimizer-cpu-offload",
+            "add --optimizer-cpu-offload, or leave the fraction out",
+        )
+
+
+def schedules_have_one_source(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+        yield Problem(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other",
+            "give one of them",
+        )
+
+
+def number_formats_agree(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.bf16 and precision.fp16:
+        yield Problem("--bf16 and --fp16 contradict each other", "leave one of them out")
+        return
+    for flag, is_on, dtype in (
+        ("--bf16", precision.bf16, "bfloat16"),
+        ("--fp16", precision.fp16, "float16"),
+    ):
+        if is_on and precision.params_dtype != dtype:
+            yield Problem(
+                f"{flag} and --params-dtype {precision.params_dtype} contradict each other",
+                "leave one of them out",
+            )
+        if not is_on and precision.params_dtype == dtype:
+            yield Problem(f"--params-dtype {dtype} is given without {flag}", f"add {flag}")
+
+
+def loss_scale_is_in_range(draft: Draft) -> Problems:
+    precision = draft.config.precision
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        yield Problem(
+            f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale"
+            f" {precision.initial_loss_scale:g}",
+            f"use --min-loss-scale {precision.initial_loss_scale:g} or less",
+        )
+
+
+def exit_signal_is_one(draft: Draft) -> Problems:
+    text = draft.config.resilience.exit_signal
+    if signal_number(text) is None:
+        yield Problem(
+            f"--exit-signal {text} is no signal that can be caught", "use a name such as SIGTERM, or a number"
+        )
+
+
+TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    batch_sizes_make_sense,
+    growing_batches_count_samples,
+    wsd_decay_has_one_length,
+    wsd_decay_fits_the_schedule,
+    weight_decay_says_how_it_moves,
+    embedding_rates_are_in_order,
+    moments_belong_to_adam,
+    an_offload_fraction_has_an_offload,
+    schedules_have_one_source,
+    number_formats_agree,
+    loss_scale_is_in_range,
+    exit_signal_is_one,
+)

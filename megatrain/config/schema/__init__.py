@@ -1,0 +1,1 @@
+"""The settings: one frozen dataclass per section of the configuration."""

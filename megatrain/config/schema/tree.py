@@ -1,0 +1,193 @@
+"""The whole configuration, and what can be read off its dataclasses about each setting.
+
+    Config.model.num_layers   <->   Setting(section="model", name="num_layers", flag "--num-layers", kind int, ...)
+
+The command line, YAML, `--help` and the reference page are all made from the settings.
+"""
+
+import dataclasses
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.logging import LoggingConfig
+from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.optimizer import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from megatrain.config.schema.parallel import ParallelConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.training import (
+    CheckpointConfig,
+    ResilienceConfig,
+    TrainingConfig,
+)
+from megatrain.config.schema.values import AUTO, REQUIRED, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that a user decides about a run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+
+    def get(self, path: str) -> Any:
+        """The value at a path such as `model.num_layers`."""
+        section, name = path.split(".")
+        return getattr(getattr(self, section), name)
+
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
+        """A copy in which the values at these paths are replaced."""
+        by_section: dict[str, dict[str, Any]] = {}
+        for path, value in values.items():
+            section, name = path.split(".")
+            by_section.setdefault(section, {})[name] = value
+        sections = {
+            section: dataclasses.replace(getattr(self, section), **changed)
+            for section, changed in by_section.items()
+        }
+        return dataclasses.replace(self, **sections)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Sections of plain values, as JSON holds them: what a checkpoint stores."""
+        return {
+            section.name: {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in vars(getattr(self, section.name)).items()
+            }
+            for section in dataclasses.fields(self)
+        }
+
+
+OriginKind = Literal["flag", "yaml", "default", "derived"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value comes from. `detail`: the flag as typed, `file:line`, or the reason of a derivation."""
+
+    kind: OriginKind
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return {"flag": self.detail, "yaml": self.detail, "default": "default"}.get(
+            self.kind, f"derived: {self.detail}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of one section, as the command line and YAML see it."""
+
+    section: str
+    name: str
+    kind: type[int] | type[float] | type[str] | type[bool]
+    """Of each value, where there are several."""
+    choices: tuple[str, ...]
+    is_list: bool
+    is_optional: bool
+    default: Any
+    range: Range | None
+    alone: str | None = None
+    """What the flag means without a value; None: it needs one."""
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def opposite_flag(self) -> str:
+        """The flag that sets a boolean to false."""
+        return flag_of(self.name.removeprefix("no_") if self.name.startswith("no_") else f"no_{self.name}")
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is REQUIRED
+
+    @property
+    def is_derived_if_open(self) -> bool:
+        return self.default is AUTO
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets the field of this name, or of this path."""
+    return "--" + name.rpartition(".")[2].replace("_", "-")
+
+
+_UNITS: Final = {
+    "iters": "iterations",
+    "iter": "iterations",
+    "interval": "iterations",
+    "samples": "samples",
+    "minutes": "minutes",
+    "mins": "minutes",
+    "batch_size": "samples",
+    "seq_length": "tokens",
+    "max_position_embeddings": "tokens",
+}
+
+
+def unit_of(name: str) -> str:
+    """What a number in the field of this name, or of this path, counts; empty where it counts nothing."""
+    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+
+
+def section_types() -> dict[str, type]:
+    """Name and dataclass of each section, in the order of `Config`."""
+    hints = typing.get_type_hints(Config)
+    return {section.name: hints[section.name] for section in dataclasses.fields(Config)}
+
+
+@functools.cache
+def settings() -> tuple[Setting, ...]:
+    """All settings, section by section."""
+    return tuple(
+        _setting(name, entry, hints[entry.name])
+        for name, section in section_types().items()
+        for hints in (typing.get_type_hints(section),)
+        for entry in dataclasses.fields(section)
+    )
+
+
+def near_name(word: str, names: Iterable[str], *, likeness: float = 0.7) -> str | None:
+    """The name that a mistyped `word` was most likely meant to be. `likeness`: 1 for equal words, 0 for strange ones."""
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=likeness)), None)
+
+
+def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Setting:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    members = typing.get_args(hint) if is_union else (hint,)
+    (inner,) = (member for member in members if member is not type(None))
+    choices = typing.get_args(inner) if typing.get_origin(inner) is Literal else ()
+    is_list = typing.get_origin(inner) is tuple
+    kind = typing.get_args(inner)[0] if is_list else inner
+    return Setting(
+        section=section,
+        name=entry.name,
+        kind=str if choices else kind,
+        choices=choices,
+        is_list=is_list,
+        is_optional=len(members) > 1,
+        default=entry.default,
+        range=entry.metadata.get("range"),
+        alone=entry.metadata.get("alone"),
+    )

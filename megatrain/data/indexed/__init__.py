@@ -1,0 +1,1 @@
+"""Indexed datasets: `<prefix>.bin` and `<prefix>.idx`, read, written and merged."""

@@ -1,0 +1,1 @@
+"""Preprocessing: JSON Lines and Parquet to indexed datasets."""

@@ -1,0 +1,1 @@
+"""Tokenizers, by Megatron-LM's tokenizer types."""

@@ -1,0 +1,182 @@
+"""Tokens that the files beside a tokenizer.json name, taken as transformers' AutoTokenizer takes them.
+
+    tokenizer_config.json    roles, lists of special tokens, added_tokens_decoder ─┐
+    special_tokens_map.json  the same roles and lists                              ├─> NamedTokens ──> use_named
+    added_tokens.json        tokens with their ids                                 ─┘
+
+The last two files count only where tokenizer_config.json has no added_tokens_decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from megatrain.config.errors import InputError
+from megatrain.data.tokenizers.files import GET_AGAIN, read_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
+"""How a token is looked for in text. Whether it is `special` changes no id."""
+_LISTS: Final = ("extra_special_tokens", "additional_special_tokens")
+"""The new name and the old one of a list of tokens without a role."""
+
+
+@dataclass(frozen=True)
+class NamedToken:
+    """A token, how it is looked for in text, and the file that names it."""
+
+    text: str
+    flags: Mapping[str, bool]
+    file: Path
+
+
+@dataclass(frozen=True)
+class NamedTokens:
+    """What the files beside a tokenizer say about its tokens."""
+
+    roles: Mapping[str, str]
+    """Text of tokens by role, such as `eos_token`."""
+    registered: tuple[NamedToken, ...]
+    """Those with an entry of their own, whose flags hold even where tokenizer.json has other ones."""
+    mentioned: tuple[NamedToken, ...]
+    """Those with a role or in a list, whose flags hold only where tokenizer.json has none."""
+
+
+def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
+    """Read the files beside a tokenizer; those that are not there name nothing.
+
+    Args:
+        taken: ids of the added tokens of tokenizer.json, which win over those of added_tokens.json.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    config = _object(folder / _CONFIG)
+    values = {name: (value, folder / _CONFIG) for name, value in config.items()}
+    lists = [(value, folder / _CONFIG) for value in _first_list(config)]
+    added: dict[int, NamedToken] = {}
+    if "added_tokens_decoder" in config:
+        entries = _entries(config["added_tokens_decoder"], folder / _CONFIG)
+        added = {number: _entry(value, folder / _CONFIG) for number, value in entries.items()}
+    else:
+        special_map = _object(folder / _MAP)
+        values |= {name: (value, folder / _MAP) for name, value in special_map.items()}
+        newer = special_map.get(_LISTS[0])
+        if newer or not lists:
+            lists += [(value, folder / _MAP) for value in _first_list(special_map)]
+        tokens = {name: value for name, (value, _) in values.items() if name.endswith("_token")}
+        special = {_text(value) for value in [*tokens.values(), *(value for value, _ in lists)]}
+        for text, number in _object(folder / _ADDED).items():
+            flags = dict.fromkeys(_FLAGS, False) | {"normalized": text not in special}
+            added[_id(number, folder / _ADDED)] = NamedToken(text, flags, folder / _ADDED)
+        added = {number: token for number, token in added.items() if number not in taken}
+    # Beside the known roles a model may have its own, such as image_token; add_bos_token is a statement, and no text.
+    with_role = {name: value for name, value in values.items() if name.endswith("_token") and _text(value[0])}
+    return NamedTokens(
+        roles={name: _text(value) for name, (value, _) in with_role.items()},
+        registered=tuple(added[number] for number in sorted(added) if added[number].text),
+        mentioned=tuple(
+            NamedToken(_text(value), _flags(value, is_special=True), file)
+            for value, file in [*with_role.values(), *lists]
+            if _text(value)
+        ),
+    )
+
+
+def require_named(named: NamedTokens, has: Callable[[str], bool], *, file: Path, fix: str) -> None:
+    """See that the vocabulary has all tokens that are named.
+
+    Transformers would add those that it lacks behind its end, in an order and with roles that depend on its version.
+
+    Raises:
+        InputError: it lacks one.
+    """
+    lacking: dict[Path, list[str]] = {}
+    for token in (*named.registered, *named.mentioned):
+        if not has(token.text) and token.text not in lacking.setdefault(token.file, []):
+            lacking[token.file].append(token.text)
+    found = {path: tokens for path, tokens in lacking.items() if tokens}
+    if found:
+        said = ", and ".join(f"{path} names {_quoted(tokens)}" for path, tokens in found.items())
+        raise InputError(f"{said}, which {file} lacks", fix=fix)
+
+
+def use_named(library: tokenizers.Tokenizer, named: NamedTokens) -> list[dict[str, Any]]:
+    """Look for named tokens in text before it is cut into words; all of them are in the vocabulary.
+
+    Returns:
+        Tokens whose ids this changed, for the fingerprint.
+    """
+    from tokenizers import AddedToken  # noqa: PLC0415 - loading the library takes a while
+
+    before = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    changed: dict[str, Mapping[str, bool]] = {}
+    for token in named.registered:
+        known = before.get(token.text)
+        if known is None or any(getattr(known, name) != token.flags[name] for name in _FLAGS):
+            changed[token.text] = token.flags
+    for token in named.mentioned:
+        if token.text not in before and token.text not in changed:
+            changed[token.text] = token.flags
+    library.add_tokens([AddedToken(text, special=True, **flags) for text, flags in changed.items()])
+    return [{"text": text, **changed[text]} for text in sorted(changed)]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    content = read_json(path) if path.is_file() else {}
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: holds no JSON object", fix=GET_AGAIN)
+    return content
+
+
+def _first_list(content: Mapping[str, Any]) -> Iterator[Any]:
+    """Tokens without a role; a newer file may give them as an object, by roles of its own."""
+    found: Any = next((content[name] for name in _LISTS if content.get(name)), ())
+    if isinstance(found, dict):
+        yield from found.values()
+    elif isinstance(found, list):
+        yield from found
+
+
+def _entries(content: Any, file: Path) -> dict[int, Any]:
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: added_tokens_decoder holds no JSON object", fix=GET_AGAIN)
+    return {_id(number, file): value for number, value in content.items()}
+
+
+def _entry(value: Any, file: Path) -> NamedToken:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise InputError(
+            f"{file}: added_tokens_decoder holds {str(value)[:80]!r}, and no token", fix=GET_AGAIN
+        )
+    return NamedToken(value["content"], _flags(value, is_special=bool(value.get("special"))), file)
+
+
+def _id(number: Any, file: Path) -> int:
+    try:
+        return int(number)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{file}: {str(number)[:80]!r} is no id of a token", fix=GET_AGAIN) from error
+
+
+def _text(value: Any) -> str:
+    """The text of a token, given as such or as an object with its content; empty where it is neither."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _flags(value: Any, *, is_special: bool) -> dict[str, bool]:
+    said = value if isinstance(value, dict) else {}
+    defaults = dict.fromkeys(_FLAGS, False) | {"normalized": not is_special}
+    return {name: bool(said.get(name, default)) for name, default in defaults.items()}
+
+
+def _quoted(tokens: list[str]) -> str:
+    shown = " and ".join(map(repr, tokens[:3]))
+    return shown if len(tokens) <= 3 else f"{shown} and {len(tokens) - 3} more"

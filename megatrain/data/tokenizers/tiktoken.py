@@ -1,0 +1,160 @@
+"""TikTokenizer: byte-pair encoding by the tiktoken library, with special tokens in front.
+
+    ids   0 .. 999           special tokens: the named ones, then <SPECIAL_7>, <SPECIAL_8>, ...
+          1000 .. 131071     tokens of the file, by rank; --vocab-size ends them
+
+The file is a JSON list, entry i being {"rank": i, "token_bytes": base64, "token_str": for people}; the first 256 are the
+bytes themselves. Mistral's tekken.json holds such a list under its key `vocab`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.files import optional_package
+from megatrain.data.tokenizers.files import (
+    GET_AGAIN,
+    NO_PAD,
+    Kind,
+    TokenizerFile,
+    fingerprint_of,
+    read_file,
+)
+
+LARGEST_DEFAULT: Final = 2**17
+"""Tokens that are used where no --vocab-size is given."""
+NAMED: Final = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+END, PAD = "</s>", "<pad>"
+
+_LEAD: Final = r"[^\r\n\p{L}\p{N}]?"
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BLANKS: Final = (r"\s+(?!\S)", r"\s+")
+PATTERNS: Final = {
+    "v1": "|".join((_LEAD + r"+\p{L}+", r"\p{N}", r" ?[^\s\p{L}\p{N}]++[\r\n]*", r"\s*[\r\n]", *_BLANKS)),
+    "v2": "|".join(
+        (
+            f"{_LEAD}{_UPPER}*{_LOWER}+",
+            f"{_LEAD}{_UPPER}+{_LOWER}*",
+            r"\p{N}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            *_BLANKS,
+        )
+    ),
+}
+"""Where a text is cut before pairs are merged. Ids depend on every character of these, so they are Megatron-LM's."""
+
+
+class TikTokenizer:
+    """A vocabulary for tiktoken. </s> ends documents; the text of a special token becomes that token."""
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        file = read_file(Path(config.tokenizer_model or ""), Kind.TIKTOKEN_JSON, flag="--tokenizer-model")
+        special = _special_tokens(config)
+        self.vocab_size = _vocab_size(config, file)
+        tokens = _tokens(file, self.vocab_size - len(special))
+        self._library = optional_package("tiktoken", needed_for="--tokenizer-type TikTokenizer").Encoding(
+            name=file.path.stem,
+            pat_str=PATTERNS[config.tiktoken_pattern],
+            mergeable_ranks={token: rank + len(special) for rank, token in enumerate(tokens)},
+            special_tokens={token: number for number, token in enumerate(special)},
+        )
+        named = tuple(config.tokenizer_special_tokens) or NAMED
+        self.eod: int | None = named.index(END)
+        self.pad = named.index(PAD) if PAD in named else NO_PAD
+        self.special_ids = frozenset(range(len(named))) - {self.pad}
+        self.note: str | None = None
+        self.fingerprint = fingerprint_of(
+            {
+                "pattern": config.tiktoken_pattern,
+                "special": special,
+                "tokens": [token.hex() for token in tokens],
+            }
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        return list(self._library.encode(text, allowed_special="all", disallowed_special=()))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many texts. One thread: preprocessing has its own processes."""
+        return list(
+            self._library.encode_batch(
+                list(texts), num_threads=1, allowed_special="all", disallowed_special=()
+            )
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        return str(self._library.decode(list(ids)))
+
+
+def _special_tokens(config: TokenizerConfig) -> list[str]:
+    """Named special tokens, filled up to the number of ids that are kept for them."""
+    named = list(config.tokenizer_special_tokens) or list(NAMED)
+    count = config.tiktoken_num_special_tokens
+    if len(named) > count:
+        raise ConfigError(
+            f"--tiktoken-num-special-tokens {count} is too small for {len(named)} special tokens",
+            fix=f"use --tiktoken-num-special-tokens {len(named)} or more",
+        )
+    tokens = named + [f"<SPECIAL_{number}>" for number in range(len(named), count)]
+    twice = next((token for token in tokens if tokens.count(token) > 1), None)
+    if twice is not None or END not in named:
+        wrong = f"{END}, which ends documents, is missing" if twice is None else f"{twice} is there twice"
+        raise ConfigError(
+            f"--tokenizer-special-tokens {' '.join(named)}: {wrong}",
+            fix=f"name every token once, {END} among them; Megatron-LM wants {' '.join(NAMED)} to be there",
+        )
+    return tokens
+
+
+def _vocab_size(config: TokenizerConfig, file: TokenizerFile) -> int:
+    special, total = config.tiktoken_num_special_tokens, config.tiktoken_num_special_tokens + len(file.data)
+    size = min(total, LARGEST_DEFAULT) if config.vocab_size is None else config.vocab_size
+    if size > total:
+        raise ConfigError(
+            f"--vocab-size {size} is more than the {len(file.data)} tokens of {file.path} and"
+            f" --tiktoken-num-special-tokens {special} = {total}",
+            fix=f"use --vocab-size {total} or less, or leave it out",
+        )
+    if size < special + 256:
+        raise ConfigError(
+            f"a vocabulary of {size} has no room for --tiktoken-num-special-tokens {special} and the 256 bytes",
+            fix=f"use --vocab-size {special + 256} or more, and a file with 256 tokens or more",
+        )
+    return size
+
+
+def _tokens(file: TokenizerFile, count: int) -> list[bytes]:
+    """The bytes of the first `count` tokens, by rank."""
+    tokens = [_token(file, rank, entry) for rank, entry in enumerate(file.data[:count])]
+    first = {token: rank for rank, token in reversed(list(enumerate(tokens)))}
+    for rank, token in enumerate(tokens):
+        if first[token] != rank:
+            raise InputError(
+                f"{file.path}: entries {first[token]} and {rank} are the same token", fix=GET_AGAIN
+            )
+    return tokens
+
+
+def _token(file: TokenizerFile, rank: int, entry: Any) -> bytes:
+    try:
+        token = base64.b64decode(entry["token_bytes"], validate=True)
+        is_right = entry["rank"] == rank and (rank >= 256 or token == bytes([rank])) and token
+    except (TypeError, KeyError, ValueError, binascii.Error):
+        is_right = False
+    if not is_right:
+        raise InputError(
+            f"{file.path}: entry {rank} is {str(entry)[:100]}, and not a token of rank {rank} with its bytes in base64"
+            + (": the first 256 are the bytes, in order" if rank < 256 else ""),
+            fix=GET_AGAIN,
+        )
+    return token

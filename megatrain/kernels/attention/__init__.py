@@ -1,0 +1,1 @@
+"""Attention kernels that return the log-sum-exp, and their eager reference."""

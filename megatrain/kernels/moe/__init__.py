@@ -1,0 +1,1 @@
+"""Kernels of mixtures of experts: routing, permutation, grouped matrix products."""

@@ -1,0 +1,82 @@
+"""One pass of AdamW over a flat shard.
+
+    main, exp_avg, exp_avg_sq, gradient  ->  main, exp_avg, exp_avg_sq, weight
+
+The moments may be bf16: they are widened, updated in the dtype of `main`, and rounded to the nearest.
+Source: Loshchilov and Hutter, arXiv:1711.05101 (decoupled weight decay).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.kernels.fused.adamw import adamw_fused
+from megatrain.kernels.fused.launching import is_fused
+from megatrain.kernels.optimizer.flat import FlatUpdate, Run
+
+_CHUNK = 1 << 16
+"""Elements that are worked on at once on a CPU: four of them in fp32 stay in its cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamwStep:
+    """The numbers of one step that all runs share. `step` counts from 1 and corrects the moments' bias."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    step: int
+
+    @property
+    def correction1(self) -> float:
+        return 1 - self.beta1**self.step
+
+    @property
+    def correction2(self) -> float:
+        return 1 - self.beta2**self.step
+
+
+def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
+    """Update a shard in place; on a GPU in one launch, without a word to the host. A shard may have no runs left."""
+    if not update.runs:
+        return
+    if is_fused(update.main):
+        adamw_fused(
+            update,
+            exp_avg,
+            exp_avg_sq,
+            betas=(numbers.beta1, numbers.beta2),
+            corrections=(numbers.correction1, numbers.correction2),
+            eps=numbers.eps,
+        )
+    else:
+        adamw_reference(update, exp_avg, exp_avg_sq, numbers)
+
+
+def adamw_reference(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
+    """The same in plain operations, a piece at a time."""
+    if update.main.is_meta or not update.is_finite:
+        return
+    for run in update.runs:
+        for start in range(run.start, run.stop, _CHUNK):
+            part = slice(start, min(start + _CHUNK, run.stop))
+            _update_part(update, exp_avg[part], exp_avg_sq[part], part, run, numbers)
+
+
+def _update_part(
+    update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, part: slice, run: Run, numbers: AdamwStep
+) -> None:
+    main = update.main[part]
+    scaled = update.grad[part].to(main.dtype) * update.grad_scale
+    mean, mean_sq = exp_avg.to(main.dtype), exp_avg_sq.to(main.dtype)  # the states themselves, where as wide
+    mean.lerp_(scaled, 1 - numbers.beta1)
+    mean_sq.mul_(numbers.beta2).addcmul_(scaled, scaled, value=1 - numbers.beta2)
+    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps * run.eps_share)
+    main.mul_(1 - run.lr * run.weight_decay).addcdiv_(mean, denominator, value=-run.lr / numbers.correction1)
+    for state, wide in ((exp_avg, mean), (exp_avg_sq, mean_sq)):
+        if wide is not state:
+            state.copy_(wide)
+    if update.is_main_apart:
+        update.weight[part].copy_(main)

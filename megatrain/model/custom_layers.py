@@ -1,0 +1,201 @@
+"""Layers from a function of the user's own: `--spec`.
+
+    def my_spec(model: ModelConfig, layers: tuple[LayerSpec, ...]) -> Sequence[LayerSpec]: ...
+
+It gets the settings of the model, filled in, and the layers that they describe, and returns as many. Every rank calls
+it; rank 0's digest of the file is in the plan, and another one on any rank is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import itertools
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megatrain.config.derive.custom_layers import LayerFunction, OwnLayers, layer_function
+from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
+from megatrain.config.errors import ConfigError
+from megatrain.config.schema.model import ModelConfig
+from megatrain.kernels.activations import Curve
+from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the function gave, and the digest of its file."""
+
+    layers: tuple[LayerSpec, ...]
+    digest: str
+
+
+def with_own_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
+    """The same model with the layers that --spec gives it, if it is given.
+
+    Raises:
+        ConfigError: the function cannot be had, or is not the one that the settings were resolved with.
+    """
+    function = layer_function(model.spec)
+    if function is None:
+        return spec
+    loaded = load_layers(function, model, spec.layers)
+    if loaded.digest != model.spec_digest:
+        raise ConfigError(
+            f"--spec {function}: this rank's file has digest {loaded.digest}, the plan was made with {model.spec_digest}",
+            fix="let all ranks read the same file, and leave it alone while they start",
+        )
+    return dataclasses.replace(spec, layers=loaded.layers)
+
+
+def own_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> OwnLayers:
+    """What a plan needs to know of the layers. Raises ConfigError."""
+    loaded = load_layers(function, model, usual)
+    mixers = [layer.mixer for layer in loaded.layers if layer.mixer is not None]
+    are_written_out = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
+    return OwnLayers(
+        digest=loaded.digest,
+        layers=tuple(map(_sizes, loaded.layers)),
+        differences=tuple(_differences(loaded.layers, usual)),
+        have_windows=any(mixer.window is not None for mixer in mixers),
+        have_sinks=any(mixer.sink != "none" for mixer in mixers),
+        written_out="none" if not any(are_written_out) else "all" if all(are_written_out) else "some",
+    )
+
+
+def load_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> Loaded:
+    """Call the function. Raises ConfigError."""
+    module = _module(function)
+    found = getattr(module, function.function, None)
+    if not callable(found):
+        raise ConfigError(
+            f"--spec {function}: {function.module} has no function {function.function}",
+            fix="name one that it has",
+        )
+    try:
+        layers = found(model, usual)
+    except Exception as error:
+        raise ConfigError(f"--spec {function}: {_where(error)}", fix="see that line") from error
+    _check(function, layers, len(usual))
+    file = module.__file__
+    assert file is not None, "a module with a function of the user's has a file"
+    return Loaded(tuple(layers), hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16])
+
+
+def _module(function: LayerFunction) -> ModuleType:
+    try:
+        if not function.module.endswith(".py"):
+            return importlib.import_module(function.module)
+        path = Path(function.module)
+        name = f"layers_of_{path.stem}"
+        found = importlib.util.spec_from_file_location(name, path)
+        assert found is not None, "a name that ends in .py has a loader"
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[name] = module
+        found.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"--spec {function}: {function.module} cannot be imported: {_where(error)}",
+            fix="give a file, such as my_layers.py:my_spec, or a module on the Python path (PYTHONPATH)",
+        ) from error
+    return module
+
+
+def _where(error: Exception) -> str:
+    """The error, and the place that raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+
+
+def _check(function: LayerFunction, layers: Any, count: int) -> None:
+    is_sequence = isinstance(layers, Sequence) and all(isinstance(layer, LayerSpec) for layer in layers)
+    if not is_sequence or len(layers) != count:
+        said = (
+            f"{len(layers)} layers"
+            if is_sequence
+            else f"{type(layers).__name__}, not a sequence of LayerSpec"
+        )
+        raise ConfigError(
+            f"--spec {function} returned {said}, and --num-layers is {count}",
+            fix="return one LayerSpec for each layer, such as dataclasses.replace(layer, ...) of those that it gets",
+        )
+    if any(mlp.has_bias for layer in layers if isinstance(layer.mlp, ExpertsSpec) for mlp in _mlps(layer)):
+        raise ConfigError(
+            f"--spec {function} gives experts biases, which are not there yet", fix="leave has_bias out"
+        )
+    for curve in {mlp.curve for layer in layers for mlp in _mlps(layer) if mlp.curve is not None}:
+        x = torch.linspace(-3.05, 3.05, 20, dtype=torch.float64)
+        slope = (curve.value(x + 1e-6) - curve.value(x - 1e-6)) / 2e-6
+        if not torch.allclose(slope, curve.slope(x), rtol=1e-4, atol=1e-6):
+            raise ConfigError(
+                f"--spec {function}: the slope of the curve {curve.name} is not the derivative of its value",
+                fix="correct one of the two",
+            )
+
+
+def _mlps(layer: LayerSpec) -> list[MlpSpec]:
+    """All that a layer has."""
+    if not isinstance(layer.mlp, ExpertsSpec):
+        return [] if layer.mlp is None else [layer.mlp]
+    return [layer.mlp.expert, *([] if layer.mlp.shared is None else [layer.mlp.shared])]
+
+
+def _sizes(layer: LayerSpec) -> LayerSizes:
+    mixer, mlp = layer.mixer, layer.mlp
+    return LayerSizes(
+        num_heads=mixer.num_heads if mixer else 0,
+        num_query_groups=mixer.num_query_groups if mixer else 0,
+        head_channels=mixer.head_channels if mixer else 0,
+        ffn_hidden_size=mlp.ffn_hidden_size if isinstance(mlp, MlpSpec) else 0,
+        is_gated=any(one.is_gated for one in _mlps(layer)),
+        experts=_expert_sizes(mlp) if isinstance(mlp, ExpertsSpec) else None,
+    )
+
+
+def _expert_sizes(experts: ExpertsSpec) -> ExpertSizes:
+    return ExpertSizes(
+        num_experts=experts.router.num_experts,
+        top_k=experts.router.top_k,
+        ffn_hidden_size=experts.expert.ffn_hidden_size,
+        shared_ffn_hidden_size=0 if experts.shared is None else experts.shared.ffn_hidden_size,
+    )
+
+
+def _differences(layers: Sequence[LayerSpec], usual: Sequence[LayerSpec]) -> Iterator[str]:
+    """A line for each run of layers that differ alike."""
+    told = [", ".join(_unlike(layer, other, "")) for layer, other in zip(layers, usual, strict=True)]
+    first = 0
+    for text, run in itertools.groupby(told):
+        last = first + len(list(run)) - 1
+        if text:
+            yield f"{f'layer {first}' if first == last else f'layers {first} to {last}'}: {text}"
+        first = last + 1
+
+
+def _unlike(one: Any, other: Any, path: str) -> Iterator[str]:
+    is_part = dataclasses.is_dataclass(one) and not isinstance(one, Curve)
+    if is_part and type(one) is type(other):
+        for field in dataclasses.fields(one):
+            yield from _unlike(
+                getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".lstrip(".")
+            )
+    elif one != other:
+        yield f"{path} {_shown(one)}, by the flags {_shown(other)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Curve):
+        return f"{value.name} (without a fused kernel)"
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__
+    return "none" if value is None else str(value)

@@ -1,0 +1,1 @@
+"""`megatrain data`: inspect, sample, index and merge datasets."""

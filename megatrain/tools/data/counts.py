@@ -1,0 +1,164 @@
+"""Counts what a dataset holds: sequences, documents, how long they are, which ids.
+
+Memory is bounded whatever the size of the dataset: files are read in blocks, quantiles are found by histograms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.indexed.reader import IndexedDataset
+
+ROWS: Final = 1 << 20
+"""Sequences or documents looked at at once."""
+BLOCK_BYTES: Final = 1 << 24
+BINS: Final = 1 << 16
+PROGRESS_SECONDS: Final = 5.0
+
+Integers = npt.NDArray[np.integer[Any]]
+Blocks = Callable[[], Iterator[Integers]]
+"""Numbers block by block, from the beginning each time that they are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How long sequences or documents are, in tokens. A quantile is the least length that reaches it."""
+
+    min: int
+    median: int
+    mean: float
+    p95: int
+    max: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ids:
+    """What all tokens of a dataset are."""
+
+    smallest: int
+    largest: int
+    eod_count: int | None
+
+
+def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
+    """All counts by name, as JSON holds them. `eod`: the id that ends documents, if it is known."""
+    ids = count_ids(dataset, eod)
+    lengths = {"sequence_lengths": _sequence_lengths(dataset), "document_lengths": _document_lengths(dataset)}
+    return {
+        "prefix": dataset.prefix,
+        "element_type": dataset.dtype.name,
+        "bytes": {suffix: Path(f"{dataset.prefix}.{suffix}").stat().st_size for suffix in ("bin", "idx")},
+        "documents": dataset.num_documents,
+        "documents_without_sequences": _count_zeros(_sequences_per_document(dataset)),
+        "sequences": len(dataset),
+        "empty_sequences": _count_zeros(_sequence_lengths(dataset)),
+        "tokens": dataset.num_tokens,
+        "modes": _modes(dataset),
+        **{name: _asdict(summary(blocks)) for name, blocks in lengths.items()},
+        "smallest_id": ids.smallest if ids else None,
+        "largest_id": ids.largest if ids else None,
+        "eod": eod,
+        "eod_count": ids.eod_count if ids else None,
+    }
+
+
+def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
+    """Read all tokens. None: there are none, or elements are no integers."""
+    if dataset.dtype.kind not in "iu" or not dataset.num_tokens:
+        return None
+    count = BLOCK_BYTES // dataset.dtype.itemsize
+    smallest, largest, eods, done = [], [], 0, 0
+    said_at = time.monotonic()
+    with Path(dataset.name).open("rb") as file:
+        while len(block := np.fromfile(file, dataset.dtype, count)):
+            smallest.append(int(block.min()))
+            largest.append(int(block.max()))
+            eods += int(np.count_nonzero(block == eod)) if eod is not None else 0
+            done += len(block)
+            if time.monotonic() - said_at >= PROGRESS_SECONDS:
+                said_at = time.monotonic()
+                print(
+                    f"{done / dataset.num_tokens:.0%} of {dataset.num_tokens:,} tokens read", file=sys.stderr
+                )
+    return Ids(smallest=min(smallest), largest=max(largest), eod_count=eods if eod is not None else None)
+
+
+def summary(blocks: Blocks) -> Lengths | None:
+    """Lengths that come block by block, as often as they are asked for; None if there are none."""
+    extremes = [
+        (len(block), int(block.min()), int(block.max()), int(block.sum(dtype=np.int64))) for block in blocks()
+    ]
+    if not extremes:
+        return None
+    counts, lows, highs, sums = zip(*extremes, strict=True)
+    count, low, high = sum(counts), min(lows), max(highs)
+
+    def quantile(share: float) -> int:
+        return _ranked(blocks, max(0, math.ceil(share * count) - 1), low, high)
+
+    return Lengths(min=low, median=quantile(0.5), mean=sum(sums) / count, p95=quantile(0.95), max=high)
+
+
+def _ranked(blocks: Blocks, rank: int, low: int, high: int) -> int:
+    """The value that `rank` values precede in order, by histograms of ever narrower ranges."""
+    while low < high:
+        width = (high - low) // BINS + 1
+        counts = np.zeros(BINS, np.int64)
+        for block in blocks():
+            inside = block[(block >= low) & (block <= high)].astype(np.int64)
+            counts += np.bincount((inside - low) // width, minlength=BINS)
+        ends = np.cumsum(counts)
+        place = int(np.searchsorted(ends, rank, side="right"))
+        rank -= int(ends[place] - counts[place])
+        low, high = low + place * width, min(high, low + (place + 1) * width - 1)
+    return low
+
+
+def _sequence_lengths(dataset: IndexedDataset) -> Blocks:
+    return lambda: (dataset.lengths[start : start + ROWS] for start in range(0, len(dataset), ROWS))
+
+
+def _borders(dataset: IndexedDataset) -> Iterator[Integers]:
+    """Document borders, in blocks that share one."""
+    for start in range(0, dataset.num_documents, ROWS):
+        yield dataset.document_borders[start : start + ROWS + 1]
+
+
+def _sequences_per_document(dataset: IndexedDataset) -> Blocks:
+    return lambda: (np.diff(borders) for borders in _borders(dataset))
+
+
+def _document_lengths(dataset: IndexedDataset) -> Blocks:
+    def first_tokens(borders: Integers) -> Integers:
+        starts = np.full(len(borders), dataset.num_tokens, np.int64)
+        inside = borders < len(dataset)
+        starts[inside] = dataset.offsets[borders[inside]] // dataset.dtype.itemsize
+        return starts
+
+    return lambda: (np.diff(first_tokens(borders)) for borders in _borders(dataset))
+
+
+def _count_zeros(blocks: Blocks) -> int:
+    return sum(int(np.count_nonzero(block == 0)) for block in blocks())
+
+
+def _modes(dataset: IndexedDataset) -> dict[str, int] | None:
+    """Sequences of each mode; None if they have none."""
+    if dataset.modes is None:
+        return None
+    counts = np.bincount(dataset.modes.view(np.uint8), minlength=256)
+    return {str(np.uint8(mode).view(np.int8)): int(counts[mode]) for mode in np.flatnonzero(counts)}
+
+
+def _asdict(lengths: Lengths | None) -> dict[str, Any] | None:
+    return None if lengths is None else dataclasses.asdict(lengths)

@@ -1,0 +1,258 @@
+"""`megatrain data inspect`: what a dataset holds, and whether the description beside it says the same.
+
+.bin, .idx ─> what is counted ────┐
+.json, what is said of it ────────┴─> text or JSON; a disagreement is an error
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from megatrain.config.cli.parse_value import BadValueError, load_value
+from megatrain.config.errors import ConfigError, InputError, Problem
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.tree import settings
+from megatrain.data.indexed.reader import IndexedDataset
+from megatrain.data.samples.sources import read_description
+from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.tools.data.counts import Lengths, contents
+
+_SHOWN_IDS: Final = 16
+
+
+class DisagreementError(InputError):
+    """A dataset and what is said about it contradict each other."""
+
+    exit_code = 1
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """The subcommand: everything is printed, then a disagreement is an error."""
+    dataset = IndexedDataset(arguments.prefix)
+    tokenizer = _tokenizer(arguments)
+    number = arguments.document
+    if number is not None and not 0 <= number < dataset.num_documents:
+        raise ConfigError(
+            f"--document {number}: {dataset.prefix} has {dataset.num_documents} documents",
+            fix=f"give a number from 0 to {dataset.num_documents - 1}"
+            if dataset.num_documents
+            else "leave it out",
+        )
+    description = read_description(dataset.prefix)
+    found = contents(dataset, _end_of_document(description, tokenizer))
+    problems = list(_problems(dataset, found, description, tokenizer))
+    document = None if number is None else _document(dataset, number, tokenizer)
+    if arguments.json:
+        print(
+            json.dumps(
+                found
+                | {"description": description, "problems": [problem.text for problem in problems]}
+                | ({} if document is None else {"document": document})
+            )
+        )
+    else:
+        print(_text(dataset, found, description, agrees=not problems))
+        if document is not None:
+            print(_document_text(document, tokenizer))
+    if problems:
+        raise DisagreementError.of(problems)
+    return 0
+
+
+def printable(text: str) -> str:
+    """A text, indented, in which nothing can disturb the terminal."""
+    clean = "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+    return "\n".join(f"    {line}" for line in clean.split("\n"))
+
+
+def shown_ids(ids: list[Any]) -> str:
+    """Numbers, of many the first and the last."""
+    if len(ids) <= 2 * _SHOWN_IDS:
+        return " ".join(map(str, ids))
+    return " ".join([*map(str, ids[:_SHOWN_IDS]), "..", *map(str, ids[-_SHOWN_IDS:])])
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer that flags describe; None if there are none."""
+    values: dict[str, Any] = {}
+    problems = []
+    for setting in settings():
+        raw = vars(arguments).get(setting.path)
+        if raw is None:
+            continue
+        try:
+            values[setting.name] = load_value(setting, raw)
+        except BadValueError as error:
+            problems.append(Problem(f"{setting.flag} {raw} {error.text}", error.fix))
+    if problems:
+        raise ConfigError.of(problems)
+    return load_tokenizer(TokenizerConfig(**values)) if values else None
+
+
+# ---- the description, held against what was counted
+
+
+_SAID: Final = ("documents", "sequences", "tokens", "largest_id")
+
+
+def _end_of_document(description: dict[str, Any] | None, tokenizer: Tokenizer | None) -> int | None:
+    """The id that ends documents, by the tokenizer that was given, or else the one that made the data."""
+    if tokenizer is not None:
+        return tokenizer.eod
+    eod = (description or {}).get("eod")
+    return eod if isinstance(eod, int) else None
+
+
+def _problems(
+    dataset: IndexedDataset,
+    found: dict[str, Any],
+    description: dict[str, Any] | None,
+    tokenizer: Tokenizer | None,
+) -> Iterator[Problem]:
+    said = description or {}
+    for name in (*_SAID, *(["eod_count"] if said.get("eod") == found["eod"] else [])):
+        if said.get(name) is not None and said[name] != found[name]:
+            yield Problem(
+                f"{dataset.prefix}.json: {name} is {said[name]}, and the files hold {found[name]}",
+                "the files do not belong together: copy all three again, or make the dataset anew",
+            )
+    vocab_size = tokenizer.vocab_size if tokenizer is not None else said.get("vocab_size")
+    largest, smallest = found["largest_id"], found["smallest_id"]
+    if vocab_size is not None and largest is not None and largest >= vocab_size:
+        yield Problem(
+            f"{dataset.name}: largest_id is {largest}, and vocab_size {vocab_size}",
+            "use the tokenizer that the data was made with, or make the dataset anew",
+        )
+    if smallest is not None and smallest < 0:
+        yield Problem(f"{dataset.name}: smallest_id is {smallest}, below 0", "make the dataset anew")
+    made_with = said.get("tokenizer_fingerprint")
+    if tokenizer is not None and made_with and made_with != tokenizer.fingerprint:
+        yield Problem(
+            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, and that of the tokenizer given"
+            f" {tokenizer.fingerprint}",
+            "give the tokenizer that the data was made with",
+        )
+
+
+# ---- one document
+
+
+def _document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    first, end = map(int, dataset.document_borders[number : number + 2])
+    parts = [dataset.read(sequence).tolist() for sequence in range(first, end)]
+    ids = [token for part in parts for token in part]
+    is_text = tokenizer is not None and dataset.dtype.kind in "iu"
+    text = None
+    if tokenizer is not None and is_text and all(0 <= token < tokenizer.vocab_size for token in ids):
+        text = tokenizer.decode(ids)
+    return {
+        "document": number,
+        "tokens": len(ids),
+        "sequences": [
+            {
+                "sequence": sequence,
+                "mode": None if dataset.modes is None else int(dataset.modes[sequence]),
+                "ids": part,
+            }
+            for sequence, part in zip(range(first, end), parts, strict=True)
+        ],
+        "text": text,
+    }
+
+
+# ---- text
+
+
+def _text(
+    dataset: IndexedDataset, found: dict[str, Any], description: dict[str, Any] | None, *, agrees: bool
+) -> str:
+    modes = found["modes"]
+    rows = [
+        ("elements", found["element_type"]),
+        ("documents", f"{found['documents']:,}{_besides(found['documents_without_sequences'], 'empty')}"),
+        ("sequences", f"{found['sequences']:,}{_besides(found['empty_sequences'], 'empty')}"),
+        ("tokens", f"{found['tokens']:,}"),
+        ("bytes", f"{found['bytes']['bin']:,} in .bin, {found['bytes']['idx']:,} in .idx"),
+    ]
+    if modes is not None:
+        rows.append(("modes", ", ".join(f"mode {mode}: {count:,}" for mode, count in modes.items())))
+    rows += _id_rows(found)
+    rows += _description_rows(dataset, description, agrees=agrees)
+    lines = [dataset.prefix, *(f"  {name:<12} {text}" for name, text in rows)]
+    lines += ["", _LENGTHS_ROW.format("length", *(field.name for field in dataclasses.fields(Lengths)))]
+    for name in ("sequence", "document"):
+        lengths = found[f"{name}_lengths"]
+        numbers = (
+            ["-"] * 5
+            if lengths is None
+            else [f"{n:,.1f}" if isinstance(n, float) else f"{n:,}" for n in lengths.values()]
+        )
+        lines.append(_LENGTHS_ROW.format(f"{name}s", *numbers))
+    return "\n".join(lines)
+
+
+_LENGTHS_ROW: Final = "  {:<10}{:>12}{:>12}{:>14}{:>12}{:>14}"
+
+
+def _besides(count: int, word: str) -> str:
+    return f", {count:,} of them {word}" if count else ""
+
+
+def _id_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    if found["largest_id"] is None:
+        why = ": there are no tokens" if not found["tokens"] else ": elements are no integers"
+        return [("ids", f"none{why}")]
+    if found["eod"] is None:
+        ends = "unknown: give --tokenizer-type and the flags that go with it"
+    else:
+        ends = f"id {found['eod']}, found {found['eod_count']:,} times"
+    return [("ids", f"{found['smallest_id']} to {found['largest_id']}"), ("end token", ends)]
+
+
+def _description_rows(
+    dataset: IndexedDataset, description: dict[str, Any] | None, *, agrees: bool
+) -> list[tuple[str, str]]:
+    if description is None:
+        return [("description", f"none: there is no {dataset.prefix}.json")]
+    if not {"tokenizer_fingerprint", *_SAID} & set(description):
+        return [("description", f"none: {dataset.prefix}.json is about something else")]
+    verdict = "agrees with the files" if agrees else "see the error below"
+    rows = [("description", f"{dataset.prefix}.json, {verdict}")]
+    if description.get("tokenizer_type"):
+        fingerprint = str(description.get("tokenizer_fingerprint"))[:12]
+        size = description.get("vocab_size")
+        rows.append(
+            ("made with", f"{description['tokenizer_type']}, {size} tokens, fingerprint {fingerprint}")
+        )
+    sources = description.get("sources")
+    sources = sources if isinstance(sources, list) else []
+    names = [str(source.get("path")) if isinstance(source, dict) else str(source) for source in sources]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        rows.append(("made from", f"{', '.join(names[:3])}{more}"))
+    return rows
+
+
+def _document_text(document: dict[str, Any], tokenizer: Tokenizer | None) -> str:
+    sequences = document["sequences"]
+    lines = [f"\ndocument {document['document']}: {document['tokens']:,} tokens{_in(len(sequences))}"]
+    for part in sequences:
+        mode = "" if part["mode"] is None else f", mode {part['mode']}"
+        lines.append(
+            f"  sequence {part['sequence']}{mode}, {len(part['ids']):,} tokens: {shown_ids(part['ids'])}"
+        )
+    if document["text"] is not None:
+        lines += ["  text", printable(document["text"])]
+    elif tokenizer is not None:
+        lines.append("  no text: some of these are no ids of the tokenizer")
+    else:
+        lines.append("  no text: it takes --tokenizer-type and the flags that go with it")
+    return "\n".join(lines)
+
+
+def _in(num_sequences: int) -> str:
+    return " in one sequence" if num_sequences == 1 else f" in {num_sequences:,} sequences"

@@ -1,0 +1,1 @@
+"""`megatrain parity`: the same model under every layout, against one process."""

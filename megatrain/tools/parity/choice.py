@@ -1,0 +1,160 @@
+"""Which rows `megatrain parity` runs, as its flags ask.
+
+--quick, --full, neither, --precision  ->  a table  ->  --layouts: rows with these words  ->  --slice: a part of them
+                                                               └─ none: the layout of these words itself
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from megatrain.config import ConfigError
+from megatrain.tools.parity.covering_array import pairs_of
+from megatrain.tools.parity.low_precision import goes_with, of_any_micro_batch, rows_in
+from megatrain.tools.parity.measure import NARROW, Job, Precision, plan_of
+from megatrain.tools.parity.rows import (
+    MAX_RANKS,
+    QUICK_ROWS,
+    WITHOUT_EXPERTS,
+    WORDS,
+    Layout,
+    all_pairs,
+    is_row,
+    pairwise_rows,
+    product_rows,
+)
+
+Row = tuple[Precision, Layout]
+
+
+def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> list[Row]:
+    """The rows that are asked for.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    table = _table(arguments, max_ranks)
+    rows = [row for row in table if all(row[1].has(word) for word in arguments.layouts)]
+    precisions = _precisions_of(arguments)
+    if not rows:
+        rows = _own_rows(arguments, precisions, max_ranks)
+    elif "fp64" in precisions and all(precision != "fp64" for precision, _ in rows):
+        with suppress(ConfigError):  # the words of rows in other precisions may be no layout of their own
+            rows = [*_own_rows(arguments, ("fp64",), max_ranks), *rows]
+    number, slices = _slice_of(arguments)
+    rows = rows[number - 1 :: slices]
+    pairs = all_pairs(max_ranks)
+    met = {pair for _, layout in rows for pair in pairs_of(layout.table_words)} & pairs
+    print(f"{len(rows)} rows, in which {len(met)} of {len(pairs)} pairs of options' values meet")
+    return rows
+
+
+def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], max_ranks: int) -> list[Row]:
+    """The layout that --layouts names, in those of the precisions that it goes with.
+
+    Raises:
+        ConfigError: it is no layout, there are too few ranks for it, or a rule of `resolve` refuses it.
+    """
+    text = " ".join(arguments.layouts)
+    layout = Layout.of(text) if set(arguments.layouts) <= set(WORDS) else None
+    if layout is None or not all(map(layout.has, arguments.layouts)) or not is_row(layout.words):
+        raise ConfigError(
+            f"--layouts {text}: no layout has all of these words",
+            fix=f"the words are {', '.join(sorted(WORDS))}",
+        )
+    if layout.world_size > max_ranks:
+        raise ConfigError(
+            f"--layouts {text} needs {layout.world_size} ranks, of which there are {max_ranks}",
+            fix="use --device cpu, or more GPUs",
+        )
+    job = Job(layout, device=arguments.device, implementation=arguments.transformer_impl)
+    rows = [(one, _as_in(one, layout)) for one in precisions]
+    rows = [(one, own) for one, own in rows if all(map(own.has, arguments.layouts)) and goes_with(one, own)]
+    if not rows:
+        raise ConfigError(
+            f"--layouts {text} does not go with --precision {' or '.join(precisions)}",
+            fix="leave out --precision, --quick and --full: then it is run in what it goes with",
+        )
+    for precision, own in rows:
+        plan_of(replace(job, layout=own, precision=precision), own.world_size)
+    return rows
+
+
+def _precisions_of(arguments: argparse.Namespace) -> tuple[Precision, ...]:
+    """What a layout that is in no table is run in."""
+    if arguments.precision is not None:
+        return (arguments.precision,)
+    if arguments.transformer_impl != "local":
+        return ("bf16",)
+    return ("fp64",) if arguments.quick or arguments.full else ("fp64", "fp32", "bf16")
+
+
+def _as_in(precision: Precision, layout: Layout) -> Layout:
+    return layout if precision == "fp64" else of_any_micro_batch(layout)
+
+
+def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
+    is_usual = not (arguments.quick or arguments.full)
+    layouts = (
+        product_rows(max_ranks)
+        if arguments.full
+        else pairwise_rows(max_ranks, None if is_usual else QUICK_ROWS)
+    )
+    precision = arguments.precision
+    if arguments.transformer_impl != "local":
+        is_table = precision is not None or not is_usual
+        return _rows_of(arguments, layouts if is_table else _some_of_another(max_ranks))
+    if precision not in (None, "fp64"):
+        more = rows_in(precision, max_ranks) if is_usual else ()
+        return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
+    rows: list[Row] = [("fp64", layout) for layout in layouts]
+    if precision is None and is_usual:
+        rows += [(narrow, layout) for narrow in NARROW for layout in rows_in(narrow, max_ranks)]
+    return rows
+
+
+def _some_of_another(max_ranks: int) -> list[Layout]:
+    """What is run of another implementation where no table is asked for: mup has norms and biases that llama has not."""
+    narrow = rows_in("bf16", max_ranks)
+    return [Layout.of(""), Layout.of("documents"), *narrow, *(layout.but("mup") for layout in narrow)]
+
+
+def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[Row]:
+    """Of these layouts, the rows in bf16 that another implementation than `local` computes.
+
+    Raises:
+        ConfigError: it computes none.
+    """
+    precision: Precision = arguments.precision or "bf16"
+
+    def job(layout: Layout) -> Job:
+        return Job(layout, precision, arguments.device, arguments.transformer_impl)
+
+    def is_computed(layout: Layout) -> bool:
+        try:
+            plan_of(job(layout), layout.world_size)
+        except ConfigError:
+            return False  # a rule says what this implementation lacks
+        return True
+
+    plan_of(job(Layout.of("tokens")), 1)
+    plain = f"tokens {WITHOUT_EXPERTS}"  # none of them computes experts
+    asked = list(dict.fromkeys(one.but(plain) for one in layouts))
+    found = [layout for layout in asked if is_computed(layout)]
+    print(
+        f"{arguments.transformer_impl} computes {len(found)} of {len(asked)} rows; the others have what it lacks"
+    )
+    return [(precision, layout) for layout in found]
+
+
+def _slice_of(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Which of how many parts of the table, from 1 on."""
+    number, _, slices = (arguments.slice or "1/1").partition("/")
+    if not (number.isdecimal() and slices.isdecimal() and 1 <= int(number) <= int(slices)):
+        raise ConfigError(
+            f"--slice {arguments.slice} is no part of a whole", fix="use --slice 1/4, for example"
+        )
+    return int(number), int(slices)

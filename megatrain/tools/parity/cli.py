@@ -1,0 +1,199 @@
+"""`megatrain parity`: the same model under every layout, against one process.
+
+Tiny models train three steps on batches with an uneven loss mask. In fp64, compared are the loss and the gradient norm
+of each step, every gradient of the first, and every weight of the last: the largest difference over the tensor's largest
+value must stay within 1e-10. A layout that passes computes the same mathematics. In fp32, bf16 and fp16 differences are
+measured against the noise of rounding (parity_narrow.py). Which rows are run says parity_choice.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatrain.config import ConfigError
+from megatrain.tools.parity.choice import Row, chosen_rows
+from megatrain.tools.parity.compare import TOLERANCE, Distance, judge
+from megatrain.tools.parity.faults import FAULTS
+from megatrain.tools.parity.low_precision import TIMES, NarrowComparer, NarrowVerdict
+from megatrain.tools.parity.measure import NARROW, NUM_STEPS, Implementation, Job, Measured, measure
+from megatrain.tools.parity.results import Results
+from megatrain.tools.parity.rows import MAX_RANKS, Layout
+from megatrain.tools.worker_pool import WorkerPool
+
+
+@dataclass
+class Comparer:
+    """Compares layouts with one process in fp64; what that finds is kept, since many layouts share it."""
+
+    pool: WorkerPool
+    references: dict[Layout, Measured] = field(default_factory=dict)
+
+    def compare(self, layout: Layout, *, fault: str | None = None) -> Distance:
+        """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
+        alone, device = layout.alone, self.pool.device
+        if alone not in self.references:
+            self.references[alone], *_ = self.pool.run(alone.world_size, measure, Job(alone, device=device))
+        answers = self.pool.run(layout.world_size, measure, Job(layout, device=device, fault=fault))
+        return judge(self.references[alone], answers)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The subcommand: prints the table; 0 if every row passes."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    if arguments.self_test:
+        _self_test_stands_alone(arguments)
+    max_ranks = _num_ranks(arguments.device)
+    rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
+    results = Results.read(
+        arguments.results, implementation=arguments.transformer_impl, device=arguments.device
+    )
+    seconds = 120 if arguments.device == "cpu" else 600  # on GPUs the first job compiles kernels
+    with WorkerPool(max_ranks, device=arguments.device, timeout_seconds=seconds) as pool:
+        implementation = arguments.transformer_impl
+        is_good = (
+            _self_test(pool) if arguments.self_test else _print_table(pool, rows, results, implementation)
+        )
+    print(f"{'passed' if is_good else 'FAILED'} in {time.perf_counter() - began:.0f} s")
+    return 0 if is_good else 1
+
+
+def _self_test_stands_alone(arguments: argparse.Namespace) -> None:
+    """Faults have layouts of their own, in fp64. Raises ConfigError where something else is asked for."""
+    given = {
+        f"--layouts {' '.join(arguments.layouts)}": bool(arguments.layouts),
+        f"--slice {arguments.slice}": arguments.slice is not None,
+        f"--results {arguments.results}": arguments.results is not None,
+        f"--precision {arguments.precision}": arguments.precision not in (None, "fp64"),
+        f"--transformer-impl {arguments.transformer_impl}": arguments.transformer_impl != "local",
+    }
+    without_effect = [flag for flag, is_given in given.items() if is_given]
+    if without_effect:
+        raise ConfigError(
+            f"--self-test plants all its faults, in fp64 and in --transformer-impl local:"
+            f" {' '.join(without_effect)} has no effect",
+            fix=f"leave {' '.join(without_effect)} out, or --self-test",
+        )
+
+
+def _num_ranks(device: str) -> int:
+    """Of the largest layout: eight on a CPU, else as many as there are GPUs."""
+    if device == "cpu":
+        return MAX_RANKS
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda is asked for, and no GPU was found", fix="use --device cpu, or check `nvidia-smi`"
+        )
+    return min(MAX_RANKS, torch.cuda.device_count())
+
+
+def _print_table(
+    pool: WorkerPool, rows: Sequence[Row], results: Results, implementation: Implementation
+) -> bool:
+    todo = [row for row in rows if not results.has_passed(*row)]
+    if len(todo) < len(rows):
+        print(f"{len(rows) - len(todo)} of them have passed already, as {results.path} says")
+    if results.num_of_others:
+        print(
+            f"{results.num_of_others} rows in {results.path} do not count: of other code, libraries or devices"
+        )
+    wide = [layout for precision, layout in todo if precision == "fp64"]
+    is_good = all(_wide_rows(Comparer(pool), wide, results))
+    answers: dict[Job, list[Measured]] = {}
+    for precision in NARROW:
+        layouts = [layout for known, layout in todo if known == precision]
+        comparer = NarrowComparer(pool, precision, implementation, answers)
+        is_good &= all(_narrow_rows(comparer, layouts, results))
+    return is_good
+
+
+def _wide_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
+    if not layouts:
+        return []
+    width = max(len(layout.name) for layout in layouts)
+    print(
+        f"against one process in fp64, {NUM_STEPS} steps; largest relative difference, at most {TOLERANCE:g} passes"
+    )
+    print(f"{'layout':<{width}}  ranks  loss     norm     gradient weight           seconds")
+    verdicts = []
+    for layout in layouts:
+        began = time.perf_counter()
+        found = comparer.compare(layout)
+        seconds = time.perf_counter() - began
+        words = "pass" if found.is_good else f"FAIL  {found.names}"
+        numbers = "  ".join(f"{number:.1e}" for number in found.numbers)
+        print(
+            f"{layout.name:<{width}}  {layout.world_size:5d}  {numbers}  {seconds:7.1f}  {words}", flush=True
+        )
+        results.add("fp64", layout, is_good=found.is_good, numbers=found.numbers, seconds=seconds)
+        verdicts.append(found.is_good)
+    return verdicts
+
+
+def _narrow_rows(comparer: NarrowComparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
+    if not layouts:
+        return []
+    print(
+        f"{comparer.implementation} in {comparer.precision}: loss, norm, gradient, weight, each with the noise of rounding behind it;"
+        f" at most {TIMES:g} times the noise passes"
+    )
+    verdicts = []
+    for layout in layouts:
+        began = time.perf_counter()
+        verdict = comparer.compare(layout)
+        seconds = time.perf_counter() - began
+        print(f"{layout.name}  ({layout.world_size} ranks, {seconds:.1f} s)")
+        for line in _lines_of(verdict):
+            print(line, flush=True)
+        results.add(
+            comparer.precision,
+            layout,
+            is_good=verdict.is_good,
+            numbers=verdict.exact.numbers,
+            seconds=seconds,
+        )
+        verdicts.append(verdict.is_good)
+    return verdicts
+
+
+def _lines_of(verdict: NarrowVerdict) -> Iterator[str]:
+    kinds = [("exact", verdict.exact, verdict.exact_noise)]
+    if verdict.order is not None:
+        kinds.append(("order", verdict.order, verdict.order_noise))
+    for number, (name, distance, noise) in enumerate(kinds, 1):
+        pairs = "   ".join(
+            f"{far:.1e} ({near:.1e})" for far, near in zip(distance.numbers, noise, strict=True)
+        )
+        words = "" if number < len(kinds) else "pass" if verdict.is_good else f"FAIL  {distance.names}"
+        yield f"  {name}  {pairs}  {words}".rstrip()
+
+
+def _self_test(pool: WorkerPool) -> bool:
+    """Plant each known fault, which the comparison must find, in a layout that passes without it."""
+    print("planted faults: each must be found, in a layout that passes without it")
+    comparer, width = Comparer(pool), max(map(len, FAULTS))
+    passes: dict[Layout, bool] = {}
+    num_found = num_planted = 0
+    for name, fault in FAULTS.items():
+        layout = Layout.of(fault.layout)
+        if layout.world_size > pool.size:
+            said = f"needs {layout.world_size} ranks"
+        else:
+            if layout not in passes:
+                passes[layout] = comparer.compare(layout).is_good
+            is_found = not comparer.compare(layout, fault=name).is_good
+            num_planted, num_found = num_planted + 1, num_found + (is_found and passes[layout])
+            said = "FAILS WITHOUT IT" if not passes[layout] else "found" if is_found else "MISSED"
+        print(f"{name:<{width}} {fault.layout:<29} {said}", flush=True)
+    print(f"{num_found} of {len(FAULTS)} found, in {len(passes)} layouts")
+    if num_planted < len(FAULTS):
+        print(
+            f"{num_planted} of {len(FAULTS)} planted: the others need more than {pool.size} ranks\n"
+            "  fix: use --device cpu, or more GPUs"
+        )
+    return num_found == len(FAULTS)

@@ -1,0 +1,148 @@
+"""How far what the ranks of a layout found is from what one process found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.parallel.layout import Box
+from megatrain.tools.parity.measure import Measured, Part
+
+TOLERANCE = 1e-10
+_Whole = dict[str, npt.NDArray[np.float64]]
+"""Whole tensors by their names."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two answers are from each other: relative to the largest value of each tensor."""
+
+    loss: float
+    norm: float
+    gradient: float
+    gradient_name: str
+    weight: float
+    weight_name: str
+    parts_norm: float
+    """How far the norm of all gradients of the first step would be, if the differences of its parts did not cancel."""
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        return self.loss, self.norm, self.gradient, self.weight
+
+    @property
+    def is_good(self) -> bool:
+        return max(self.numbers) <= TOLERANCE
+
+    @property
+    def names(self) -> str:
+        """The tensors that are furthest."""
+        return f"gradient {self.gradient_name}, weight {self.weight_name}"
+
+
+def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
+    """Compare what the ranks found with what one process found. Every element must be held by some rank."""
+    return _distance(
+        without_gradient(reference),
+        gradients=(reference.gradients, _parts(one.gradients for one in answers)),
+        weights=(reference.weights, _parts(one.weights for one in answers)),
+        loss=_relative([one.losses for one in answers], reference.losses),
+        norm=_relative([one.norms for one in answers], reference.norms),
+    )
+
+
+def judge_first_step(
+    reference: Sequence[Measured], answers: Sequence[Measured], idle: frozenset[str]
+) -> Distance:
+    """The same of the first step alone, with the weights as optimizers hold them, between answers of several ranks."""
+    both = (reference, answers)
+    gradients, gradients_found = (_parts(one.gradients for one in ranks) for ranks in both)
+    weights, weights_found = (_parts(one.first_weights for one in ranks) for ranks in both)
+    return _distance(
+        idle,
+        gradients=(gradients, gradients_found),
+        weights=(weights, weights_found),
+        loss=_relative([one.losses[0] for one in answers], reference[0].losses[0]),
+        norm=_relative([one.norms[0] for one in answers], reference[0].norms[0]),
+    )
+
+
+def _parts(of_ranks: Iterable[Sequence[Part]]) -> list[Part]:
+    return [part for parts in of_ranks for part in parts]
+
+
+def _distance(
+    idle: AbstractSet[str],
+    *,
+    gradients: tuple[Sequence[Part], Sequence[Part]],
+    weights: tuple[Sequence[Part], Sequence[Part]],
+    loss: float,
+    norm: float,
+) -> Distance:
+    """Of gradients and weights: the reference's and the answers'."""
+    whole = _whole(gradients[0])
+    gradient, gradient_name = _furthest(whole, gradients[1], idle)
+    weight, weight_name = _furthest(_whole(weights[0]), weights[1], idle)
+    parts_norm = _parts_norm(whole, gradients[1])
+    return Distance(loss, norm, gradient, gradient_name, weight, weight_name, parts_norm)
+
+
+def without_gradient(reference: Measured) -> frozenset[str]:
+    """Tensors whose gradient is 0 but for rounding, such as biases of keys, which a softmax does not see.
+
+    They are measured against the largest value of all tensors: their own values are nothing but noise.
+    """
+    largest: dict[str, float] = {}
+    for part in reference.gradients:
+        largest[part.name] = max(largest.get(part.name, 0.0), float(np.max(np.abs(part.values), initial=0.0)))
+    return frozenset(name for name, value in largest.items() if value <= 1e-12 * max(largest.values()))
+
+
+def _furthest(whole: _Whole, parts: Sequence[Part], idle: AbstractSet[str]) -> tuple[float, str]:
+    is_seen = {name: np.zeros(values.shape, dtype=bool) for name, values in whole.items()}
+    largest = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in whole.items()}
+    largest.update(dict.fromkeys(idle, max(largest.values())))
+    worst, worst_name = 0.0, "-"
+    for part in parts:
+        expected = whole[part.name][_slices(part.box)]
+        is_seen[part.name][_slices(part.box)] = True
+        error = float(np.max(np.abs(part.values - expected)) / max(largest[part.name], 1e-300))
+        if not error <= worst:
+            worst, worst_name = _finite(error), part.name
+    missing = [name for name, seen in is_seen.items() if not seen.all()]
+    return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
+
+
+def _parts_norm(whole: _Whole, parts: Sequence[Part]) -> float:
+    expected = [float(np.sum(whole[part.name][_slices(part.box)] ** 2)) for part in parts]
+    found = [float(np.sum(part.values**2)) for part in parts]
+    together = math.hypot(*(a - b for a, b in zip(found, expected, strict=True)))
+    return _finite(together / max(2 * sum(expected), 1e-300))
+
+
+def _whole(parts: Sequence[Part]) -> _Whole:
+    whole: _Whole = {}
+    for part in parts:
+        shape = tuple(max(p.box[d][1] for p in parts if p.name == part.name) for d in range(len(part.box)))
+        whole.setdefault(part.name, np.full(shape, np.nan))[_slices(part.box)] = part.values
+    return whole
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def _relative(found: Any, expected: Any) -> float:
+    error = np.max(np.abs(np.asarray(found) - np.asarray(expected)) / np.abs(np.asarray(expected)))
+    return _finite(float(error))
+
+
+def _finite(error: float) -> float:
+    """NaN is as far as can be."""
+    return float("inf") if math.isnan(error) else error

@@ -1,0 +1,313 @@
+"""What a rank of a layout finds: losses, norms, gradients and weights of three steps of the tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+from unittest import mock
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.parallel.batch import Batch, Documents
+from megatrain.parallel.data_gradients import GradientSums
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.layout import Box
+from megatrain.tools.parity.faults import planted
+from megatrain.tools.parity.rows import MICRO_BATCH, Layout
+from megatrain.tools.worker_pool import kept_group
+from megatrain.training.engine import Engine
+from megatrain.training.launch.custom_layers import with_own_layers
+from megatrain.training.launch.facts import library_versions
+from megatrain.training.launch.ranks import grid_shape
+from megatrain.training.step_report import StepReport
+from megatrain.training.updates import schedules_of
+
+NUM_STEPS = 3
+_VOCAB, _SEQ, _END = 101, 24, 7
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a canonical tensor, as one rank holds it."""
+
+    name: str
+    box: Box
+    values: npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank found."""
+
+    losses: list[float]
+    """Of each step, with all else that it tells of: the z-loss, and what routers do, of which none is 0."""
+    norms: list[float]
+    gradients: list[Part]
+    """Of the first step."""
+    weights: list[Part]
+    """Of the last step, as the model computes with them."""
+    first_weights: list[Part] = field(default_factory=list)
+    """Of the first step, as this rank's optimizer holds them; only where rounding is measured."""
+
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+NARROW: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16")
+"""Precisions that are held to noise."""
+Implementation = Literal["local", "transformer_engine"]
+_PRECISION_FLAGS: dict[Precision, str] = {
+    "fp64": "--params-dtype float64",
+    "fp32": "--params-dtype float32",
+    "bf16": "--bf16 --params-dtype bfloat16",
+    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",  # a usual first one skips all three steps
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the tiny model."""
+
+    layout: Layout
+    precision: Precision = "fp64"
+    device: Device = "cpu"
+    implementation: Implementation = "local"
+    micro_batch: int = MICRO_BATCH
+    is_rounding_measured: bool = False
+    """Whether the weights of the first step are wanted, and Adam moves elements by their gradients' sizes, so that
+    elements whose gradient is small do not move by a multiple of what rounding made of it."""
+    has_routes_of_numbers: bool = False
+    """Whether experts are chosen by each token's number alone: rounding would send some tokens to others, and their gradients
+    elsewhere."""
+    are_sums_rounded: bool = False
+    """Whether gradients are rounded as they are to travel, in one process too: the noise of sums over replicas."""
+    draw: int = 0
+    """Which initial weights: the default seed's, or those of this seed."""
+    fault: str | None = None
+    """One of `parity_faults.FAULTS`."""
+
+
+def measure(rank: int, world_size: int, job: Job) -> Measured:
+    """Three steps of the tiny model, as one rank of a layout sees them."""
+    plan = plan_of(job, world_size)
+    layout = job.layout
+    with planted(job.fault), _rounded_sums() if job.are_sums_rounded else nullcontext():
+        engine = engine_of(plan, rank)
+        batches = [_batches_of(job, step, engine) for step in range(NUM_STEPS)]
+        gradients = _noted_gradients(engine)
+        rates = schedules_of(plan).at(0)
+        reports, first_weights = [], []
+        for step in range(NUM_STEPS):
+            reports.append(engine.step(batches[step], rates, first_sample=step * layout.global_batch))
+            if step == 0 and job.is_rounding_measured:
+                first_weights = main_weights_of(engine)
+        weights = weights_of(engine)
+    losses = [loss for report in reports for loss in _losses_of(report)]
+    return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
+
+
+def _rounded_sums() -> AbstractContextManager[Any]:
+    """Each micro-batch's gradients, and the sums behind them, are rounded as where each has a replica of its own."""
+    formed = GradientSums.formed
+    before: dict[tuple[int, int], torch.Tensor] = {}
+
+    def rounded(self: GradientSums, number: int, *, is_last: bool) -> None:
+        whole = self.memory.wholes[number]
+        key = (id(self), number)
+        sums = before.pop(key, torch.zeros_like(whole))
+        whole.copy_((sums + (whole - sums).to(self.dtype)).to(self.dtype))
+        if not is_last:
+            before[key] = whole.clone()
+        formed(self, number, is_last=is_last)
+
+    return mock.patch.object(GradientSums, "formed", rounded)
+
+
+def _losses_of(report: StepReport) -> Iterator[float]:
+    """All that a step tells, with what its routers do."""
+    yield from (loss for loss in (report.lm_loss, report.z_loss) if loss is not None)
+    if report.routers is not None:
+        yield from report.routers.losses.values()
+        for layer in report.routers.layers:
+            yield from (layer.max_load, 1 + layer.dropped, layer.entropy)
+
+
+def _noted_gradients(engine: Engine) -> list[Part]:
+    """A list that will hold the gradients of the first step, once they are summed, without their scale."""
+    found: list[Part] = []
+    accumulate = engine.accumulate_gradients
+
+    def noting(batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, torch.Tensor]:
+        sums = accumulate(batches, first_sample=first_sample)
+        if not found:
+            scale = engine.loss_scaler.scale
+            found.extend(replace(part, values=part.values / scale) for part in gradients_of(engine))
+        return sums
+
+    engine.accumulate_gradients = noting  # type: ignore[method-assign]
+    return found
+
+
+def engine_of(plan: Plan, rank: int) -> Engine:
+    """A rank's engine with initial weights. The process has joined its world; on GPUs, rank k has GPU k."""
+    device = torch.device("cuda", rank) if plan.derived.device == "cuda" else torch.device("cpu")
+    grid = RankGrid.build(grid_shape(plan), rank, kept_group)
+    engine = Engine(plan, grid, device)
+    engine.initialize()
+    return engine
+
+
+def plan_of(job: Job, world_size: int) -> Plan:
+    """What a job runs."""
+    flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
+    flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
+    if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
+        flags += ["--moe-router-force-load-balancing"]
+        # Numbers of bf16 are often alike.
+        flags += ["--moe-router-dtype", "fp32"] if job.layout.has("routersnarrow") else []
+    flags += ["--seed", str(job.draw)] if job.draw else []
+    flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
+    return tiny_plan(job.layout, world_size, *flags, device=job.device)
+
+
+def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device = "cpu") -> Plan:
+    """Four layers, a vocabulary that no tensor-parallel size divides, and clipping at work.
+
+    Adam's eps is large, so that elements whose gradient is nothing but rounding do not move by a multiple of it.
+    """
+    flags = (
+        f"--num-layers 4 --num-attention-heads 48 {_WIDTHS[device]} --init-method-std 0.1 --mock-data "
+        f"--seq-length {_SEQ} --tokenizer-type NullTokenizer --vocab-size {_VOCAB} "
+        f"--micro-batch-size {MICRO_BATCH} --train-iters {NUM_STEPS} "
+        f"--lr 1e-2 --adam-eps 1e-6 --weight-decay 0.1 --params-dtype float64 --device {device}"
+    )
+    request = parse([*flags.split(), *layout.flags(), *more_flags])
+    libraries = {name: found for name, found in library_versions().items() if name == "transformer_engine"}
+    facts = Facts(
+        world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device, libraries=libraries
+    )
+    return resolve(request, with_own_layers(request, facts))
+
+
+_WIDTHS: dict[Device, str] = {
+    "cpu": "--hidden-size 48 --kv-channels 4 --ffn-hidden-size 96",
+    "cuda": "--hidden-size 192 --kv-channels 16 --ffn-hidden-size 384",
+}
+"""As small as can be; on GPUs, as wide as their kernels want."""
+
+
+def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
+    own = own_batches(step, job.layout, engine.grid.dp.rank, micro_batch=job.micro_batch)
+    return [on_device(batch, engine.device) for batch in own]
+
+
+def own_batches(
+    step: int, layout: Layout, dp_rank: int, *, micro_batch: int = MICRO_BATCH
+) -> Iterator[Batch]:
+    """This replica's micro-batches of a global batch that is the same under every layout; a third of the mask is 0."""
+    rng = np.random.default_rng(step)
+    tokens = torch.from_numpy(_tokens(rng, layout.global_batch))
+    mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
+    labels = tokens[:, 1:].clone()
+    if layout.has("hollow"):
+        mask[:, _SEQ // 4 : _SEQ - _SEQ // 4] = 0
+    if layout.has("ignored"):
+        labels[mask == 0] = 10 * _VOCAB
+        labels[torch.from_numpy(rng.random(labels.shape) < 0.2)] = -100
+    for first in range(dp_rank * micro_batch, layout.global_batch, layout.dp * micro_batch):
+        rows = slice(first, first + micro_batch)
+        documents = _documents(tokens[rows, :-1]) if layout.has("documents") else None
+        yield Batch(
+            tokens=tokens[rows, :-1].contiguous(),
+            labels=labels[rows],
+            loss_mask=mask[rows],
+            position_ids=_positions(documents, micro_batch),
+            documents=documents,
+        )
+
+
+def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]:
+    """Ids [samples, s + 1], in which no two documents of a micro-batch begin alike.
+
+    Alike beginnings have the same scores under every layout but for rounding, which then decides whom an expert drops.
+    """
+    tokens = rng.integers(0, _VOCAB, (num_samples, _SEQ + 1))
+    beginnings = itertools.cycle(rng.permutation(_VOCAB))
+    for sample in tokens:
+        before = _END
+        for place, number in enumerate(sample):
+            sample[place] = number if before % _END else next(beginnings)
+            before = sample[place]
+    return tokens
+
+
+def on_device(batch: Batch, device: torch.device) -> Batch:
+    """The same batch with its tensors elsewhere."""
+    documents = batch.documents
+    return Batch(
+        tokens=batch.tokens.to(device),
+        labels=batch.labels.to(device),
+        loss_mask=batch.loss_mask.to(device),
+        position_ids=batch.position_ids.to(device),
+        documents=None
+        if documents is None
+        else dataclasses.replace(documents, cu_seqlens=documents.cu_seqlens.to(device)),
+    )
+
+
+def _documents(tokens: torch.Tensor) -> Documents:
+    """Documents that end behind every id that _END divides, so that samples hold none to several."""
+    flat = torch.cat([torch.nn.functional.pad(row % _END == 0, (1, 0))[:-1] for row in tokens])
+    flat[::_SEQ] = True
+    borders = torch.cat([flat.nonzero().flatten(), torch.tensor([len(flat)])]).to(torch.int32)
+    return Documents(borders, int(borders.diff().max()), *tokens.shape)
+
+
+def _positions(documents: Documents | None, micro_batch: int) -> torch.Tensor:
+    """Place of each token in its sample, or its document."""
+    places = torch.arange(micro_batch * _SEQ)
+    starts = torch.arange(0, len(places), _SEQ) if documents is None else documents.cu_seqlens[:-1].long()
+    own = starts[torch.bucketize(places, starts, right=True) - 1]
+    return (places - own).view(micro_batch, _SEQ)
+
+
+def gradients_of(engine: Engine) -> list[Part]:
+    """The summed gradients, of the shards whose sums this rank has."""
+    return _parts_of(engine, engine.buffers.gradient_shards)
+
+
+def main_weights_of(engine: Engine) -> list[Part]:
+    """The weights as this rank's optimizer holds them."""
+    return _parts_of(engine, engine.optimizer.state("weight"))
+
+
+def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
+    """What flat tensors hold that are laid out as this rank's shards are."""
+    return [
+        Part(box.piece.name, box.box, _numbers(flat[place].view(box.shape)))
+        for shard, flat in zip(engine.buffers.shards, flats, strict=True)
+        for _, box, place in shard.owned()
+    ]
+
+
+def weights_of(engine: Engine) -> list[Part]:
+    """What the model computes with: every copy, not only what this rank's optimizer owns, and biases of routers."""
+    biases = engine.model.expert_biases.state()
+    parts = [Part(name, ((0, len(values)),), np.asarray(values)) for name, values in biases.items()]
+    for bucket, weights in engine.data_parallel.whole_buckets():
+        for placed in bucket.placed:
+            flat = weights[placed.start : placed.stop]
+            for box in placed.entry.layout.ranges(0, flat.numel()):
+                values = flat[box.offset : box.offset + box.numel].view(box.shape)
+                parts.append(Part(box.piece.name, box.box, _numbers(values)))
+    return parts
+
+
+def _numbers(values: torch.Tensor) -> npt.NDArray[np.float64]:
+    return values.detach().to("cpu", torch.float64, copy=True).numpy()

@@ -1,0 +1,60 @@
+"""The models that parity runs: together they use every part that a layer can be made of."""
+
+from __future__ import annotations
+
+_GQA = "--group-query-attention --num-query-groups 24"
+_NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+_ROPE = "--position-embedding-type rope"
+
+MODELS = {
+    "llama": f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT}",
+    # Megatron-LM's own defaults: LayerNorm, biases, GELU by tanh, a table of positions, both dropouts.
+    "gpt2": "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0.1",
+    "gemma2": (
+        f"{_GQA} --normalization RMSNorm --geglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
+        "--norm-position both --embedding-multiplier 7 --window-size 5,0 --window-attn-skip-freq 2 --softmax-scale 0.4 "
+        "--attn-logit-softcapping 2 --final-logit-softcapping 3"
+    ),
+    "olmo2": (
+        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --norm-position post "
+        "--qk-layernorm --qk-layernorm-width all_heads --no-rope-freq 3 --window-size 9,0"
+    ),
+    "qwen": (
+        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear --add-qkv-bias --qk-layernorm "
+        "--use-rope-scaling --hidden-dropout 0.2 --attention-dropout 0 --fp32-residual-connection"
+    ),
+    "gpt-oss": (
+        f"{_GQA} --normalization RMSNorm --quick-geglu --activation-func-clamp-value 1 --glu-linear-offset 1 {_NO_DROPOUT} "
+        "--softmax-type learnable --window-size 6,0 --window-attn-skip-freq [1,0]*2 --position-embedding-type yarn "
+        "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 --no-yarn-correction-range-round-to-int"
+    ),
+    "nemotron": (
+        f"--squared-relu --apply-layernorm-1p --disable-bias-linear {_ROPE} --rotary-percent 0.5 --rotary-interleaved "
+        f"--rotary-seq-len-interpolation-factor 2 --softmax-type off-by-one --qk-layernorm {_NO_DROPOUT}"
+    ),
+    # muP at four times the base width, with every kind of parameter that has a rate of its own.
+    "mup": (
+        "--max-position-embeddings 30 --hidden-dropout 0 --attention-dropout 0 --use-mup --mup-base-hidden-size 12 "
+        "--mup-base-head-dim 2 --mup-embedding-mult 3 --qk-layernorm --apply-wd-to-qk-layernorm --adam-eps 1e-4"
+    ),
+    # Layers with other sizes, without attention, without an MLP, and without either.
+    "puzzle": (
+        f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 --attention-dropout 0 "
+        "--heterogeneous-layers-config-encoded-json "
+        '{"block_configs":['
+        '{"attention":{"num_query_groups":1},"mlp":{"ffn_hidden_size":48}},'
+        '{"attention":{"no_op":true},"ffn":{"ffn_hidden_size":192}},'
+        '{"attention":{"n_heads_in_group":1},"ffn":{"no_op":true}},'
+        '{"attention":{"no_op":true},"mlp":{"no_op":true}}]}'
+    ),
+    # Layers from a function, as of a user's own file.
+    "own": (
+        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.1 --attention-dropout 0 "
+        "--spec megatrain.tools.parity.layers:mixed_layers"
+    ),
+    "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
+}
+"""Flags by name; sizes are the same for all."""
+
+WITHOUT_EXPERTS = ("puzzle", "own")
+"""Models that say themselves what each layer is."""

@@ -1,0 +1,362 @@
+"""The rows of `megatrain parity`: layouts of the tiny model, made from the table of features.
+
+    config/features/table.py  ─┐
+    parity_models.py    ─┼─> OPTIONS: words and their flags ──> covering.py ──> rows in which every pair of words meets
+    batch sizes         ─┘
+
+Number formats are words too, and in no row of that table: parity_narrow.py has rows with them.
+
+A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
+first word. To add a word, see config/features/table.py. What is not a row: more than eight ranks, a batch that does not
+divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
+keys and values are to be copied, replicas that do not divide into instances, ranks that experts do not divide, what
+rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from megatrain.config.features.experts import EXPERT_OPTIONS
+from megatrain.config.features.table import NUMBER_FORMATS, REFUSED
+from megatrain.config.features.table import OPTIONS as FEATURE_OPTIONS
+from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
+from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
+
+MAX_RANKS = 8
+MICRO_BATCH = 2
+MAX_PASSES = 4
+QUICK_ROWS = 32
+ALWAYS = (
+    "tp2 sp cp2 pp2 mixtral ep2 auxloss",
+    "tp2 sp cp2 pp2 tied deepseek ep2 alltoall seqauxloss dropping",
+    "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss",
+    "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
+)
+"""Rows in which all axes meet."""
+
+_BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
+
+OPTIONS: dict[str, dict[str, str]] = {
+    **{option.name: option.words() for option in FEATURE_OPTIONS},
+    "labels": {"labelled": "", "ignored": "", "hollow": ""},
+    "padding": {f"padded{size}": f"--make-vocab-size-divisible-by {size}" for size in (1, 40)},
+    "model": MODELS,
+    "batch": _BATCHES,
+    **{option.name: option.words() for option in NUMBER_FORMATS},
+}
+"""Words by option, and the flags of each. `ignored`: some labels say that their tokens do not count, and others are no
+ids where the mask is 0. `hollow`: in the middle half of each sample no token counts, which is all that some context ranks
+have. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
+
+PRODUCT: dict[str, tuple[str, ...]] = {
+    "tensor parallelism": ("tp1", "tp2", "tp4", "tp8"),
+    "copies of keys and values": tuple(OPTIONS["copies of keys and values"]),
+    "sequence parallelism": ("nosp", "sp"),
+    "data parallelism": ("dp1", "dp2", "dp4", "dp8"),
+    "sharding over replicas": ("zero0", "zero1", "zero3"),
+    "overlap": ("nooverlap", "overlap"),
+    "embeddings": ("untied", "tied"),
+    "loss": ("means", "tokens"),
+    "optimizer": ("adam", "sgd", "muon"),
+}
+"""Options and their words of which `--full` runs every combination."""
+
+_RING = {"context communication": "ring"}
+_MAKE_ROOM: tuple[dict[str, str], ...] = (
+    {},
+    _RING,
+    *(
+        {**_RING, "pipeline parallelism": "pp1", "context parallelism": cp, "batch": batch}
+        for cp, batch in product(OPTIONS["context parallelism"], _BATCHES)
+    ),
+)
+"""What is changed of the other options, one after the other, where they do not go with a combination's sizes."""
+
+WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
+"""The words of a dense model."""
+_USUAL_FORMATS = tuple(next(iter(option.words())) for option in NUMBER_FORMATS)
+WITHOUT_FORMATS = " ".join(_USUAL_FORMATS)
+"""The words of the usual number formats."""
+
+WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
+_NAMES = tuple(OPTIONS)
+_SIZED: tuple[str, ...] = (
+    "tensor parallelism",
+    "data parallelism",
+    "pipeline parallelism",
+    "context parallelism",
+    "copies of keys and values",
+    "optimizer instances",
+    "batch",
+)
+_OF_EXPERTS = (
+    "expert parallelism",
+    "expert tensor parallelism",
+    "experts",
+    "balancing",
+    "dispatcher",
+    "model",
+    "sequence parallelism",
+    "numbering of ranks",
+)
+"""Options besides those that decide whether experts fit."""
+_IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
+_ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
+_FEATURE_OF = {
+    word: feature for option in _ALL_FEATURES for feature in option.features for word in feature.words()
+}
+
+_OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
+_TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
+_TIED |= {name for one in REFUSED for name in one.pair}
+_BOUND = tuple(dict.fromkeys([*_SIZED, *_OF_EXPERTS, *(_OPTION_OF[name] for name in sorted(_TIED))]))
+"""Options whose words do not go with all words of another option."""
+_BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the table: a word of each option, in their order."""
+
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Layout:
+        """The layout that a text such as `tp2 sp gpt2` names."""
+        return cls(tuple(next(iter(words)) for words in OPTIONS.values())).but(text)
+
+    def but(self, text: str) -> Layout:
+        """The same with other words."""
+        words = list(self.words)
+        for word in text.split():
+            words[WORDS[word]] = word
+        return Layout(tuple(words))
+
+    def has(self, word: str) -> bool:
+        return word in self.words
+
+    @property
+    def table_words(self) -> tuple[str, ...]:
+        """Those of the options that tables combine."""
+        return self.words[: -len(NUMBER_FORMATS)]
+
+    def words_of(self, *options: str) -> list[str]:
+        """The words of some options."""
+        return [self.words[_NAMES.index(option)] for option in options]
+
+    def size(self, option: str) -> int:
+        """The number at the end of an option's word, such as 2 of `tp2`."""
+        return _number(*self.words_of(option))
+
+    @property
+    def tp(self) -> int:
+        return self.size("tensor parallelism")
+
+    @property
+    def cp(self) -> int:
+        return self.size("context parallelism")
+
+    @property
+    def dp(self) -> int:
+        return self.size("data parallelism")
+
+    @property
+    def pp(self) -> int:
+        return self.size("pipeline parallelism")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def global_batch(self) -> int:
+        return self.size("batch")
+
+    @property
+    def name(self) -> str:
+        """The words that differ from the first ones of their options."""
+        plain = Layout.of("").words
+        return (
+            " ".join(word for word, usual in zip(self.words, plain, strict=True) if word != usual)
+            or "one process"
+        )
+
+    @property
+    def alone(self) -> Layout:
+        """The same mathematics in one process: what it is compared with.
+
+        A loss over the global batch up to each micro-batch knows how many replicas go on at once: those stay.
+        """
+        plain = Layout.of("").words
+        is_of_replicas = self.has("globalauxloss") or self.has("severallosses")
+        stays = {"data parallelism"} if is_of_replicas else set()
+        return Layout(
+            tuple(
+                usual if option in _IS_LAYOUT - stays else word
+                for option, word, usual in zip(OPTIONS, self.words, plain, strict=True)
+            )
+        )
+
+    def flags(self) -> list[str]:
+        """Of `pretrain.py`; the model's come first, so that an option may change a part of it."""
+        texts = [OPTIONS[option][word] for option, word in zip(OPTIONS, self.words, strict=True)]
+        model = texts.pop(_NAMES.index("model"))
+        return " ".join([model, *texts]).split()
+
+
+def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
+    """Whether this is a row, or can become one by words for the options that are open (None)."""
+    return _is_possible(tuple(words[place] for place in _BOUND_PLACES), max_ranks)
+
+
+@functools.cache
+def _is_possible(words: Partial, max_ranks: int) -> bool:
+    """The same of the words of the options in _BOUND."""
+    known = dict(zip(_BOUND, words, strict=True))
+    sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
+    if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
+        return False
+    if not {"tworings", "twogathers"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
+        return False
+    used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
+    for feature in used.values():
+        if feature.needs and all(need not in used and known[_OPTION_OF[need]] for need in feature.needs):
+            return False
+    return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED)
+
+
+def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
+    """Whether the sizes that are known go together."""
+    tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
+    if tp * dp * pp * cp > max_ranks:
+        return False
+    if "batch" in sizes and "data parallelism" in sizes:
+        passes, left_over = divmod(sizes["batch"], dp * MICRO_BATCH)
+        if left_over or passes > MAX_PASSES:
+            return False
+    has_replicas = "data parallelism" in sizes and "context parallelism" in sizes
+    if has_replicas and dp * cp % max(sizes.get("optimizer instances", 1), 1):
+        return False
+    groups = sizes.get("copies of keys and values", 0)
+    return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
+
+
+def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:
+    """Whether what is known goes with experts and how they are spread (config/rules/experts.py, size_rules.py)."""
+    needs = {need for word in known.values() if word in _FEATURE_OF for need in _FEATURE_OF[word].needs}
+    has_experts = not needs.isdisjoint({"experts", "ep"})
+    if known["experts"] in (None, "dense") and not has_experts:
+        return True
+    if known["experts"] == "dense" or known["model"] in MODELS_WITHOUT_EXPERTS:
+        return False
+    if (known["experts"], known["balancing"]) == ("deepseek", "sinkhorn"):
+        return False
+    if sizes.get("tensor parallelism", 1) > 1 and known["sequence parallelism"] == "nosp":
+        return False
+    spreads = product(
+        _numbers_of(known, "expert parallelism"), _numbers_of(known, "expert tensor parallelism")
+    )
+    is_apart = known["numbering of ranks"] == "ppfirst"
+    return any(
+        _ranks_divide(sizes, ep, etp, max_ranks, is_apart=is_apart)
+        for ep, etp in spreads
+        if ep > 1 or "ep" not in needs
+    )
+
+
+def _numbers_of(known: Mapping[str, str | None], option: str) -> list[int]:
+    word = known[option]
+    return [_number(each) for each in ([word] if word else OPTIONS[option])]
+
+
+def _ranks_divide(sizes: Mapping[str, int], ep: int, etp: int, max_ranks: int, *, is_apart: bool) -> bool:
+    """Whether experts divide the ranks, as far as their numbers are known; `is_apart`: replicas are further than stages."""
+    tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
+    if ep * etp * pp > max_ranks:
+        return False
+    if any(name not in sizes for name in _SIZED[:4]):
+        return True
+    replicas, rest = divmod(tp * cp * dp, ep * etp)
+    if rest or replicas % max(sizes.get("optimizer instances", 1), 1):
+        return False
+    return not is_apart or pp == 1 or tp * cp == ep * etp
+
+
+@functools.cache
+def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[Layout, ...]:
+    """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first; the first ones."""
+    always = [layout for layout in map(Layout.of, ALWAYS) if is_row(layout.words, max_ranks=max_ranks)]
+    rows = covering_rows(_values(), functools.partial(_is_allowed, max_ranks=max_ranks), most)
+    layouts = list(dict.fromkeys([*always, *(Layout((*row, *_USUAL_FORMATS)) for row in rows)]))[:most]
+    return tuple(dict.fromkeys(_with_fewer_passes(layouts, max_ranks)))
+
+
+def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[Layout]:
+    """The same rows with as few micro-batches, which take the time, as leave every pair that meets; pipelines keep theirs."""
+    times = Counter(pair for layout in layouts for pair in pairs_of(layout.table_words))
+    batches = sorted(_BATCHES, key=_number)
+    for layout in layouts:
+        smaller = [layout.but(batch) for batch in batches if _number(batch) < layout.global_batch]
+        own = pairs_of(layout.table_words)
+        chosen = layout
+        for other in smaller if layout.pp == 1 else ():
+            pairs = pairs_of(other.table_words)
+            if is_row(other.words, max_ranks=max_ranks) and all(times[pair] > 1 for pair in own - pairs):
+                times.subtract(own - pairs)
+                times.update(pairs - own)
+                chosen = other
+                break
+        yield chosen
+
+
+@functools.cache
+def all_pairs(max_ranks: int = MAX_RANKS) -> frozenset[Pair]:
+    """The pairs that can meet in a row."""
+    return frozenset(possible_pairs(_values(), functools.partial(_is_allowed, max_ranks=max_ranks)))
+
+
+@functools.cache
+def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
+    """Every combination of the options in PRODUCT; the others take turns, with fewer ranks where they were too many."""
+    fixed = [name for name in _NAMES if name in PRODUCT]
+    others = covering_rows(
+        [("*",) if name in PRODUCT else words for name, words in zip(_NAMES, _values(), strict=False)],
+        lambda row: _is_allowed(tuple(None if word == "*" else word for word in row), max_ranks),
+    )
+    others = [(*row, *_USUAL_FORMATS) for row in others]
+    rows: list[Layout] = []
+    uses = Counter(dict.fromkeys(others, 0))
+    for words in product(*(PRODUCT[name] for name in fixed)):
+        known = dict(zip(fixed, words, strict=True))
+        changes = [known | own for own in _MAKE_ROOM]
+        changes = [one for one in changes if is_row(tuple(map(one.get, _NAMES)), max_ranks=max_ranks)]
+        candidates = (
+            (turn, tuple(map(one.get, _NAMES, turn)))
+            for turn in sorted(others, key=uses.__getitem__)
+            for one in changes
+        )
+        found = next(((turn, row) for turn, row in candidates if is_row(row, max_ranks=max_ranks)), None)
+        if found is not None:
+            uses[found[0]] += 1
+            rows.append(Layout(found[1]))
+    return tuple(rows)
+
+
+def _values() -> list[tuple[str, ...]]:
+    """Words of each option that tables combine: all but the number formats, which come last."""
+    return [tuple(words) for words in OPTIONS.values()][: -len(NUMBER_FORMATS)]
+
+
+def _is_allowed(words: Partial, max_ranks: int) -> bool:
+    return is_row((*words, *_USUAL_FORMATS), max_ranks=max_ranks)
+
+
+def _number(word: str) -> int:
+    """The number at the end of a word; 0 if there is none."""
+    return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)

@@ -1,0 +1,1 @@
+"""Debugging: non-finite values, profiles, loss spikes."""

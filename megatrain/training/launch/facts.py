@@ -1,0 +1,256 @@
+"""Gathers the facts that a plan rests on: devices, the tokenizer, the checkpoint, installed libraries.
+
+What is wrong with a file becomes a problem among the others; nothing here stops the run by itself, except that
+`--load` finds no valid checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatrain.checkpoint.find import find_checkpoints, newest_valid
+from megatrain.checkpoint.manifest import read_manifest
+from megatrain.config import Facts, Request, StoredRun
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
+from megatrain.config.facts import DatasetFacts
+from megatrain.config.schema.data import DataConfig
+from megatrain.config.schema.tokenizer import tokenizer_problems
+from megatrain.config.schema.tree import flag_of
+from megatrain.config.schema.values import is_settled
+from megatrain.data.samples.sources import inspect, named_blends, used_eod
+from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.training.launch.custom_layers import with_own_layers
+from megatrain.training.logging.metrics import is_metrics_file, metrics_path
+
+_LIBRARIES = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "transformer_engine",
+    "flash-attn",
+    "flash-attn-4",
+    "liger-kernel",
+    "tensorboard",
+    "wandb",
+)
+
+
+def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
+    """Everything that `resolve` needs to know about the world. Open and invalid settings are passed over.
+
+    Raises:
+        NoCheckpointError: `--load` was given and holds no valid checkpoint, and starting fresh was not allowed.
+    """
+    found, problems = _input_facts(request)
+    problems += _folder_problems(request)
+    stored = stored_run(request) if not problems else None
+    problems += _used_save_problems(request, stored)
+    has_cuda = torch.cuda.is_available()
+    facts = Facts(
+        world_size=environment.world_size,
+        device="cuda" if has_cuda else "cpu",
+        device_name=torch.cuda.get_device_name() if has_cuda else None,
+        device_capability=torch.cuda.get_device_capability() if has_cuda else None,
+        cublas_workspace=environment.cublas_workspace,
+        devices_per_node=_devices_of_node(environment) if has_cuda else None,
+        ranks_per_node=environment.local_world_size,
+        checkpoint=stored,
+        data_problems=tuple(problems),
+        has_triton=importlib.util.find_spec("triton") is not None,
+        libraries=library_versions(),
+        **found,
+    )
+    return with_own_layers(request, facts)
+
+
+def _devices_of_node(environment: LaunchEnvironment) -> int:
+    seen = torch.cuda.device_count()
+    return environment.local_world_size if environment.binds_gpus and seen == 1 else seen
+
+
+def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str], None]) -> Facts:
+    """What samples depend on, as `gather_facts` finds it in a run of so many ranks.
+
+    Whoever asks for samples alone writes and trains nothing: folders are not looked at, nor are the checkpoint's schedules.
+    Without a valid checkpoint, the samples are those of a fresh run, which `say` is told.
+    """
+    found, problems = _input_facts(request)
+    stored = None
+    try:
+        stored = stored_run(request) if not problems else None
+    except NoCheckpointError as error:
+        say(f"{error.problems[0].text}: what follows is of a fresh run")
+    facts = Facts(
+        world_size=world_size,
+        checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
+        data_problems=tuple(problems),
+        libraries=library_versions(),
+        **found,
+    )
+    return with_own_layers(request, facts)
+
+
+def stored_run(request: Request) -> StoredRun | None:
+    """The newest valid checkpoint that a run goes on from or begins with, or None where it starts fresh."""
+    load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
+    if load is not None:
+        found = _newest_run(Path(load))
+        if found is not None:
+            return found.weights_alone if request.known("checkpoint.finetune") else found
+    if start is not None and not (load is not None and find_checkpoints(Path(load))):
+        found = _newest_run(Path(start))
+        if found is None:
+            raise _no_checkpoint("--pretrained-checkpoint", start)
+        return found.weights_alone
+    if load is None:
+        return None
+    candidates, save = find_checkpoints(Path(load)), request.known("checkpoint.save")
+    is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
+    may_start = request.known("checkpoint.load_or_start") or is_first_run
+    if may_start and not candidates and not request.known("checkpoint.exit_on_missing_checkpoint"):
+        return None
+    raise _no_checkpoint("--load", load)
+
+
+def _newest_run(folder: Path) -> StoredRun | None:
+    newest = newest_valid(folder)
+    if newest is None:
+        return None
+    manifest = read_manifest(newest.path)
+    return StoredRun.from_state(
+        manifest.state,
+        path=str(newest.path),
+        iteration=manifest.iteration,
+        consumed_train_samples=manifest.consumed_train_samples,
+        config=manifest.config,
+    )
+
+
+def _no_checkpoint(flag: str, folder: str) -> NoCheckpointError:
+    reasons = "".join(f"\n  {c.path}: {c.problem}" for c in find_checkpoints(Path(folder)))
+    start = ", or with --load-or-start" if flag == "--load" else ""
+    return NoCheckpointError(
+        f"{flag} {folder} holds no valid checkpoint{reasons}",
+        fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without"
+        f" {flag}{start}",
+    )
+
+
+def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
+    """What the tokenizer and the data say, as fields of `Facts`."""
+    problems: list[Problem] = []
+    found: dict[str, Any] = {}
+    try:
+        found |= _tokenizer_facts(request)
+    except ConfigError as error:
+        problems += error.problems
+    path = request.known("model.heterogeneous_layers_config_path")
+    if path is not None and request.known("model.heterogeneous_layers_config_encoded_json") is None:
+        try:
+            found["layers_config"] = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(
+                Problem(
+                    f"--heterogeneous-layers-config-path {path} cannot be read: {error}", "name a JSON file"
+                )
+            )
+    datasets, data_problems = _data_facts(request, found)
+    return found | {"datasets": tuple(datasets)}, [*problems, *data_problems]
+
+
+def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[DatasetFacts], list[Problem]]:
+    names = [field.name for field in dataclasses.fields(DataConfig)]
+    values = {name: request.known(f"data.{name}") for name in names}
+    data = DataConfig(**{name: value for name, value in values.items() if value is not None})
+    # A NullTokenizer reads numbers as they are: it stands for whichever tokenizer made them.
+    is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
+    try:
+        return inspect(
+            named_blends(data),
+            vocab_size=tokenizer.get("vocab_size"),
+            tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
+            eod=used_eod(data, tokenizer.get("eod_id")),
+        )
+    except ConfigError as error:
+        return [], list(error.problems)
+
+
+def _first_that_is_there(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that is there."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def _folder_problems(request: Request) -> Iterator[Problem]:
+    """Files where folders should be, and a metrics file that is somebody else's."""
+    for name in ("checkpoint.save", "checkpoint.load", "logging.tensorboard_dir", "logging.wandb_save_dir"):
+        path, flag = request.known(name), flag_of(name)
+        if path is not None and Path(path).exists() and not Path(path).is_dir():
+            yield Problem(f"{flag} {path} is not a folder", f"give {flag} a folder")
+    for name in ("checkpoint.save", "logging.metrics_file", "logging.tensorboard_dir"):
+        given = request.known(name)
+        barrier = _first_that_is_there(Path(given).parent) if given is not None else None
+        if barrier is not None and not barrier.is_dir():
+            flag = flag_of(name)
+            yield Problem(
+                f"{flag} {given} cannot be made: {barrier} is not a folder", f"give {flag} another path"
+            )
+    path = metrics_path(request.known("checkpoint.save"), request.known("logging.metrics_file"))
+    if path is not None and path.is_dir():
+        yield Problem(f"--metrics-file {path} is a folder", "name a file, which is made or continued")
+    elif path is not None and not is_metrics_file(path):
+        yield Problem(f"--metrics-file {path} holds something else, which would be lost", "name another file")
+
+
+def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[Problem]:
+    """A run may only save beside the checkpoints that it continues: newer ones would win when it is resumed."""
+    save = request.known("checkpoint.save")
+    if save is None or not Path(save).is_dir():
+        return
+    newest = newest_valid(Path(save))
+    is_continued = (
+        stored is not None
+        and not stored.is_start
+        and Path(stored.path).parent.resolve() == Path(save).resolve()
+    )
+    if newest is not None and not is_continued:
+        yield Problem(
+            f"--save {save} holds checkpoints up to iteration {newest.iteration}, which this run does not continue",
+            f"add --load {save} to continue them{', without --finetune' if request.known('checkpoint.finetune') else ''},"
+            " or name another --save for a run of its own",
+        )
+
+
+def _tokenizer_facts(request: Request) -> dict[str, Any]:
+    config = request.config.tokenizer
+    is_understood = all(map(is_settled, vars(config).values()))
+    if not is_understood or any(tokenizer_problems(config)):
+        return {}  # The parser or the rule `vocabulary_is_known` says what is missing.
+    tokenizer = load_tokenizer(config)
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod,
+        "tokenizer_note": tokenizer.note,
+        "pad_id": tokenizer.pad,
+        "special_ids": tuple(sorted(tokenizer.special_ids)),
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Of those that make a difference here and are installed."""
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

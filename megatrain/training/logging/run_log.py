@@ -1,0 +1,289 @@
+"""What a run shows of its iterations and evaluations, and where it goes.
+
+    StepReport ─> values of the iteration ─┬─> metrics.jsonl                  every iteration
+                                           ├─> TensorBoard, W&B               every --tensorboard-log-interval
+                                           ├─> the log line, with means       every --log-interval
+                                           └─> the progress bar               on a terminal
+
+All ranks have one and call it alike; the main rank alone writes and prints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatrain.config import Plan
+from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.console import clock
+from megatrain.training.logging.metrics import (
+    MetricsFile,
+    log_line,
+    max_memory_bytes,
+    metrics_path,
+    peak_tflops,
+)
+from megatrain.training.logging.router_log import health_line, router_values
+from megatrain.training.logging.scalars import evaluation_scalars, iteration_scalars
+from megatrain.training.logging.tensorboard import TensorBoardCurves
+from megatrain.training.logging.wandb import WandbCurves
+from megatrain.training.step_report import DeviceTime, StepReport
+from megatrain.training.timers import Timers, across_ranks
+
+
+class Curves(Protocol):
+    """Where points of curves go beside `metrics.jsonl`."""
+
+    def write(self, scalars: dict[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """A point of each curve."""
+
+    def flush(self) -> None:
+        """Have on the disk what was written."""
+
+    def close(self) -> None:
+        """Write or send what waits."""
+
+
+class RunLog:
+    """Everything that is shown of one run while it trains.
+
+    Args:
+        ranks: this process among its peers.
+        plan: what is run.
+        timers: of the engine.
+        iteration, consumed_samples: where the run starts or resumes: later lines and points of a former attempt go.
+    """
+
+    def __init__(
+        self, ranks: Ranks, plan: Plan, timers: Timers, *, iteration: int, consumed_samples: int
+    ) -> None:
+        self._ranks = ranks
+        self._config, self._derived = plan.config, plan.derived
+        self._timers = timers
+        self._metrics: MetricsFile | None = None
+        self._curves: list[Curves] = []
+        self._interval: list[dict[str, Any]] = []
+        self._last_end = DeviceTime(ranks.device)
+        self.seconds_of_last_iteration = 0.0
+        self._first_iteration = iteration
+        self._seconds_of_iterations = 0.0
+        self.is_on_gpu = ranks.device.type == "cuda"
+        self.peak = peak_tflops(ranks.facts.device_name) if self.is_on_gpu else None
+        if ranks.is_main:
+            self._open(plan, iteration, consumed_samples)
+
+    def _open(self, plan: Plan, iteration: int, consumed_samples: int) -> None:
+        logging, save = self._config.logging, self._config.checkpoint.save
+        path = metrics_path(save, logging.metrics_file)
+        self._metrics = MetricsFile(path, resumed_iteration=iteration) if path is not None else None
+        if logging.tensorboard_dir is not None:
+            self._curves.append(
+                TensorBoardCurves(
+                    Path(logging.tensorboard_dir),
+                    run=str(Path(save).resolve()) if save is not None else None,
+                    queue_size=logging.tensorboard_queue_size,
+                    iteration=iteration,
+                    consumed_samples=consumed_samples,
+                )
+            )
+        if logging.wandb_project is not None:
+            self._curves.append(
+                WandbCurves(
+                    logging,
+                    save_folder=Path(save) if save is not None else None,
+                    settings=plan.config.to_dict(),
+                    say=self._ranks.console.say,
+                )
+            )
+
+    def speed_note(self) -> str:
+        """What the speeds in the log are measured by: told once, at start."""
+        if not self.is_on_gpu:
+            return "> speed: in tokens/s; TFLOP/s and MFU are for GPUs"
+        flops = f"{self._derived.flops_per_iteration:.4g} FLOPs an iteration (Megatron-LM's formula: matrix products"
+        flops += " of forward and backward; recomputation is not counted)"
+        if self.peak is None:
+            return f"> speed: TFLOP/s from {flops}; no MFU, as the peak of {self._ranks.facts.device_name} is not known"
+        return f"> speed: MFU = TFLOP/s / {self.peak:g} (dense bf16 peak of {self._ranks.facts.device_name}), from {flops}"
+
+    def start_clock(self) -> None:
+        """The next iteration begins now: what was done since the last one is no part of its time."""
+        self._last_end = DeviceTime(self._ranks.device)
+
+    def show_iteration(
+        self,
+        report: StepReport,
+        *,
+        end: DeviceTime,
+        iteration: int,
+        consumed_samples: int,
+        batch: int,
+        lr: float,
+        is_line_due: bool,
+    ) -> None:
+        """One iteration, over a `batch` of so many samples, has come to its end. `is_line_due`: also between the intervals, as for the first and the last."""
+        # On a GPU the host may read this well behind the end, as it waits for room in the GPU's queue.
+        seconds, self._last_end = end.seconds_since(self._last_end), end
+        self.seconds_of_last_iteration = seconds
+        self._seconds_of_iterations += seconds
+        values = self._values_of(
+            report,
+            seconds=seconds,
+            iteration=iteration,
+            consumed_samples=consumed_samples,
+            batch=batch,
+            lr=lr,
+        )
+        self._interval.append(values)
+        logging = self._config.logging
+        if self._metrics is not None:
+            self._metrics.write(values)
+        if iteration % logging.tensorboard_log_interval == 0 and self._curves:
+            scalars = iteration_scalars(values, logging, world_size=self._derived.world_size)
+            self._write_curves(scalars, iteration, consumed_samples)
+        if is_line_due or iteration % logging.log_interval == 0:
+            self._say_interval()
+        self._show_bar(values)
+
+    def show_evaluation(
+        self,
+        *,
+        name: str,
+        split: str,
+        dataset: str | None,
+        loss: float,
+        iteration: int,
+        consumed_samples: int,
+    ) -> None:
+        """A loss over samples that are not trained on. `name`: how the log calls them."""
+        perplexity = math.exp(min(loss, 20.0))
+        if self._metrics is not None:
+            of = split if dataset is None else dataset
+            self._metrics.write({"iteration": iteration, "validation": of, "loss": loss, "ppl": perplexity})
+        values = {"split": split, "dataset": dataset, "loss": loss, "ppl": perplexity}
+        self._write_curves(evaluation_scalars(values, self._config.logging), iteration, consumed_samples)
+        line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
+        self._ranks.console.say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
+
+    def flush(self) -> None:
+        """Before a checkpoint: a run that resumes from it does not write the points up to it again."""
+        for curves in self._curves:
+            curves.flush()
+
+    def close(self) -> None:
+        """Finish all files."""
+        self._ranks.console.remove_bar()
+        if self._metrics is not None:
+            self._metrics.close()
+        for curves in self._curves:
+            curves.close()
+
+    def _values_of(
+        self,
+        report: StepReport,
+        *,
+        seconds: float,
+        iteration: int,
+        consumed_samples: int,
+        batch: int,
+        lr: float,
+    ) -> dict[str, Any]:
+        """What `metrics.jsonl` gets: docs/metrics.md describes each field."""
+        derived, device = self._derived, self._ranks.device
+        share = batch / self._config.training.global_batch_size  # of a full batch, while it grows
+        flops = share * derived.flops_per_iteration
+        tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
+        return {
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
+            "consumed_tokens": consumed_samples * self._config.data.seq_length,
+            "global_batch_size": batch,
+            "lm_loss": report.lm_loss,
+            "z_loss": report.z_loss,
+            "routers": router_values(report.routers),
+            "grad_norm": report.grad_norm,
+            "params_norm": report.params_norm,
+            "num_zeros": report.num_zeros,
+            "learning_rate": lr,
+            "loss_scale": report.loss_scale,
+            "iteration_ms": 1000 * seconds,
+            "timers": self._timers.take(),
+            "tokens_per_second_per_gpu": share * derived.tokens_per_iteration / seconds / derived.world_size,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak if tflops is not None and self.peak else None,
+            "memory_bytes": torch.cuda.memory_allocated(device) if self.is_on_gpu else None,
+            "reserved_memory_bytes": torch.cuda.memory_reserved(device) if self.is_on_gpu else None,
+            "max_memory_bytes": max_memory_bytes(device),
+            "skipped": int(not report.is_finite),
+            "nan": int(math.isnan(report.lm_loss)),
+        }
+
+    def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
+        for curves in self._curves:
+            curves.write(scalars, iteration=iteration, consumed_samples=consumed_samples)
+
+    def _say_interval(self) -> None:
+        logging, console = self._config.logging, self._ranks.console
+        means = averaged(self._interval)
+        line = log_line(
+            means,
+            train_iters=self._derived.train_iters,
+            has_throughput=logging.log_throughput and self.is_on_gpu,
+            speed_unit="tokens/s/GPU" if self.is_on_gpu else "tokens/s",
+            world_size=1 if self.is_on_gpu else self._derived.world_size,
+        )
+        console.say(line)
+        if means["routers"] is not None:
+            console.say(health_line(means["routers"]))
+        if logging.timing_log_level:
+            times = self._ranks.grid.messages.gather(mean_times(self._interval))
+            if times:
+                console.say(across_ranks(times, logging.timing_log_option))
+        self._interval = []
+
+    def _show_bar(self, values: dict[str, Any]) -> None:
+        done, total = values["iteration"], self._derived.train_iters
+        seconds_left = self._seconds_of_iterations / (done - self._first_iteration) * (total - done)
+        speed = values["tokens_per_second_per_gpu"] * self._derived.world_size
+        self._ranks.console.show_bar(
+            done=done,
+            total=total,
+            facts=f"loss {values['lm_loss']:.3f} | {speed:,.0f} tokens/s | {clock(seconds_left)} left",
+        )
+
+
+def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last iteration's values, with means over all of them: losses where nothing was skipped, times, speeds.
+
+    `skipped` and `nan` are how many were.
+    """
+    last = dict(interval[-1])
+    trained = [values for values in interval if not values["skipped"]] or interval
+    for name in ("lm_loss", "z_loss"):
+        if last[name] is not None:
+            last[name] = sum(values[name] for values in trained) / len(trained)
+    if last["routers"] is not None:
+        losses = [values["routers"]["losses"] for values in trained]
+        means = {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
+        last["routers"] = last["routers"] | {"losses": means}
+    for name in ("skipped", "nan"):
+        last[name] = sum(values[name] for values in interval)
+    milliseconds = sum(values["iteration_ms"] for values in interval)
+    last["iteration_ms"] = milliseconds / len(interval)
+    for name in ("tokens_per_second_per_gpu", "tflops_per_gpu", "mfu"):
+        if last[name] is not None:
+            last[name] = sum(values[name] * values["iteration_ms"] for values in interval) / milliseconds
+    return last
+
+
+def mean_times(interval: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds of each timed part, as means over the iterations."""
+    total: Counter[str] = Counter()
+    for values in interval:
+        total.update(values["timers"])
+    return {name: milliseconds / len(interval) for name, milliseconds in total.items()}

@@ -1,0 +1,85 @@
+"""What was built, in a few lines: parameters, memory by class, and who works with whom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.layout import Piece
+from megatrain.training.engine import Engine
+from megatrain.training.planning.memory_plan import held_by
+from megatrain.training.planning.model_tree import active_numbers
+
+
+def describe(engine: Engine) -> str:
+    """The model and this rank's part of it; called by all ranks, as the whole is summed over them."""
+    held = held_by(engine)
+    parts = [
+        f"weights {_size(held.weights)}",
+        f"gradients {_size(held.gradients)}",
+        f"main weights {_size(held.main_weights)}" if held.main_weights else "main weights are the weights",
+        f"moments {_size(held.optimizer_state)}",
+    ]
+    if held.on_host:
+        parts[2] = f"main weights {_size(held.main_weights)}"
+    on_host = f"; on the host {_size(held.on_host)}" if held.on_host else ""
+    return "\n".join(
+        [
+            f"> model: {_whole_model(engine)}; rank {engine.grid.rank} holds {_own(engine):,}",
+            f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)}){on_host}",
+            f"> grid: {describe_grid(engine.grid)}",
+        ]
+    )
+
+
+def describe_grid(grid: RankGrid) -> str:
+    """Sizes of the axes, and the groups of this rank."""
+    shape = grid.shape
+    ranks = f"{shape.world_size} rank{'s' if shape.world_size > 1 else ''}"
+    cp = f" x cp {shape.cp}" if shape.cp > 1 else ""
+    words = f"{ranks} = tp {shape.tp}{cp} x dp {shape.dp} x pp {shape.pp}"
+    if shape.etp is not None:
+        words += f", for experts etp {shape.etp} x ep {shape.ep} x dp {shape.expert_replicas} x pp {shape.pp}"
+    if shape.world_size == 1:
+        return words
+    of_experts = (grid.etp, grid.ep) if shape.has_experts else ()
+    groups = [
+        f"{g.name} {list(g.ranks)}" for g in (grid.tp, grid.cp, grid.dp, grid.pp, *of_experts) if g.size > 1
+    ]
+    return f"{words}; rank {grid.rank} is in {', '.join(groups)}"
+
+
+def _own(engine: Engine) -> int:
+    return _numel(_pieces(engine))
+
+
+def _whole_model(engine: Engine) -> str:
+    grid, routers = engine.grid, engine.model.spec.routers
+    pieces = [
+        piece
+        for entry in engine.model.registry.entries.values()
+        if grid.family(entry.layout.family).replicas.is_first
+        for piece in entry.layout.pieces
+        if grid.is_first_of(piece.copies)
+    ]
+    met = sum(active_numbers(piece.name, math.prod(piece.local_shape), routers) for piece in pieces)
+    counts = torch.tensor([_numel(pieces), met], device=engine.device)
+    total, active = all_reduce(counts, grid.world).tolist()
+    return f"{total:,} parameters" + (f", of which each token meets {active:,}" if routers else "")
+
+
+def _pieces(engine: Engine) -> Iterator[Piece]:
+    for entry in engine.model.registry.entries.values():
+        yield from entry.layout.pieces
+
+
+def _numel(pieces: Iterable[Piece]) -> int:
+    return sum(math.prod(piece.local_shape) for piece in pieces)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

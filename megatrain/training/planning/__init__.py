@@ -1,0 +1,1 @@
+"""Dry runs and memory plans: a run computed without a GPU."""

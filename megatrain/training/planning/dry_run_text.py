@@ -1,0 +1,246 @@
+"""A dry run as text: the plan as at start, then a paragraph for each part of `DryRun`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from megatrain.config import render_plan
+from megatrain.training.planning.dry_run_report import Axis, DryRun
+from megatrain.training.planning.dry_run_timeline import Landmark, Repeated
+from megatrain.training.planning.memory_plan import StageMemory
+from megatrain.training.planning.model_tree import Block, StageTree
+
+_MOST_LANDMARKS: Final = 16
+_MOST_DATASETS: Final = 20
+_MEMORY_TITLES: Final = (
+    "",
+    "weights",
+    "gradients",
+    "main",
+    "optimizer",
+    "activations",
+    "temporaries",
+    "communication",
+    "other",
+    "total",
+    "peak",
+)
+
+
+def as_text(found: DryRun) -> str:
+    """What `--dry-run` prints. No colours."""
+    sections = (
+        _model(found),
+        _flops(found),
+        _memory(found),
+        _ranks(found),
+        _pipeline(found),
+        _data(found),
+        _timeline(found),
+    )
+    text = "\n\n".join("\n".join(lines) for lines in sections)
+    return f"{render_plan(found.plan)}\n{text}\n\n> dry run: nothing was started\n"
+
+
+def _model(found: DryRun) -> Iterator[str]:
+    model = found.model
+    met = f", of which each token meets {model.active_parameters:,}"
+    has_more = model.active_parameters < model.parameters
+    yield f"model: {model.parameters:,} parameters{met if has_more else ''}"
+    yield f"  {_parts(model.by_part)}"
+    for tree in model.stages:
+        yield f"  a rank of {_stages(tree.stages)} holds {tree.parameters:,}: {_parts(tree.by_part)}"
+        yield from _tree(tree)
+
+
+def _tree(tree: StageTree) -> Iterator[str]:
+    names = [len(tensors.name) for block in tree.blocks for tensors in block.tensors]
+    width = max(names, default=0) + 2
+    for block in tree.blocks:
+        if block.first_layer is not None:
+            yield f"    {_layers(block)}"
+        margin = "      " if block.first_layer is not None else "    "
+        for tensors in block.tensors:
+            part = "" if tensors.rank_shape == tensors.shape else f", here {_shape(tensors.rank_shape)}"
+            yield f"{margin}{tensors.name:<{width + 6 - len(margin)}}{_shape(tensors.shape)}{part}"
+
+
+def _layers(block: Block) -> str:
+    assert block.first_layer is not None
+    last = block.first_layer + block.num_layers - 1
+    return f"layer {last}" if block.num_layers == 1 else f"layers {block.first_layer} to {last}, each of them"
+
+
+def _flops(found: DryRun) -> Iterator[str]:
+    flops, derived = found.flops, found.plan.derived
+    yield "FLOPs: by Megatron-LM's formula, recomputation not counted"
+    yield f"  {flops.per_token:.4g} a token, {flops.per_iteration:.4g} an iteration of {derived.tokens_per_iteration:,} tokens"
+    yield f"  {flops.per_rank_and_iteration:.4g} a rank and iteration, {flops.whole_run:.4g} in the whole run"
+
+
+def _memory(found: DryRun) -> Iterator[str]:
+    yield "memory of a rank, in GB, at the peak of a step"
+    rows = [_MEMORY_TITLES, *_memory_rows(found.memory)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_MEMORY_TITLES))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if 0 < number < len(row) - 1 else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()
+    yield "  other: position tables, batches, cuBLAS; beside all of it: the CUDA context, NCCL, the allocator's losses"
+    if found.plan.config.experts.num_experts is not None:
+        yield "  experts are taken to be visited by equally many tokens"
+    if any(stage.held.on_host for stage in found.memory):
+        most = max(stage.held.on_host for stage in found.memory)
+        yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of the host's memory a rank, in no column"
+    limit, largest = found.device_memory_bytes, max(stage.total for stage in found.memory)
+    if limit is not None:
+        words = "fits into" if largest <= limit else "is more than"
+        yield f"  the largest {words} the {_gigabytes(limit)} GB of this host's GPU"
+
+
+def _alike(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMemory]]:
+    """Stages with the same numbers stand together."""
+    rows: dict[StageMemory, list[int]] = {}
+    for number, stage in enumerate(memory):
+        rows.setdefault(stage, []).append(number)
+    return [(tuple(stages), stage) for stage, stages in rows.items()]
+
+
+def _memory_rows(memory: Sequence[StageMemory]) -> Iterator[tuple[str, ...]]:
+    for stages, stage in _alike(memory):
+        held = stage.held
+        numbers = (
+            held.weights,
+            held.gradients,
+            held.main_weights,
+            held.optimizer_state,
+            stage.activations,
+            stage.temporaries,
+            stage.communication,
+            stage.other,
+            stage.total,
+        )
+        yield (_stages(stages), *(_gigabytes(number) for number in numbers), stage.peak_at)
+
+
+def _ranks(found: DryRun) -> Iterator[str]:
+    ranks = found.ranks
+    sizes = " x ".join(f"{name} {axis.size}" for name, axis in ranks.axes.items())
+    yield f"ranks: {ranks.world_size:,} ({ranks.reason}) = {sizes}"
+    for name, axis in ranks.axes.items():
+        if axis.size > 1:
+            yield f"  {name}  {_groups(axis)}"
+    if len(ranks.stages) > 1:
+        size = ranks.world_size // len(ranks.stages)
+        places = [
+            f"{number}: {_ranks_of_stage(members, size)}" for number, members in enumerate(ranks.stages)
+        ]
+        shown = places if len(places) <= 8 else [*places[:3], "...", places[-1]]
+        yield f"  ranks of the stages  {', '.join(shown)}"
+
+
+def _ranks_of_stage(ranks: Sequence[int], size: int) -> str:
+    is_unbroken = ranks[-1] - ranks[0] + 1 == size
+    return f"{ranks[0]} to {ranks[-1]}" if is_unbroken and size > 1 else _ranks_of(ranks, size)
+
+
+def _groups(axis: Axis) -> str:
+    first = _ranks_of(axis.first, axis.size)
+    if axis.count == 1:
+        return f"one group: {first}"
+    return f"{axis.count:,} groups of {axis.size}: {first} | ... | {_ranks_of(axis.last, axis.size)}"
+
+
+def _ranks_of(shown: Sequence[int], size: int) -> str:
+    if len(shown) == size:
+        return " ".join(map(str, shown))
+    return f"{' '.join(map(str, shown[:-1]))} ... {shown[-1]}"
+
+
+def _pipeline(found: DryRun) -> Iterator[str]:
+    pipeline = found.pipeline
+    if pipeline.num_stages == 1:
+        yield f"pipeline: one stage, micro-batches {pipeline.num_microbatches}"
+        return
+    yield (
+        f"pipeline: {pipeline.schedule}, stages {pipeline.num_stages}, micro-batches {pipeline.num_microbatches},"
+        f" bubble {pipeline.bubble_share:.1%} of the time"
+    )
+
+
+def _data(found: DryRun) -> Iterator[str]:
+    yield "data: samples wanted, and how often each dataset is read for them (by its share of the sequences)"
+    for use in found.data[:_MOST_DATASETS]:
+        samples = "all" if use.samples is None else f"{use.samples:,}"
+        tokens = "" if use.tokens is None else f"  {use.tokens:,} tokens"
+        epochs = "" if use.epochs is None else f"  {use.epochs:.4g} epochs"
+        yield f"  {use.split:<5}  {samples:>15}{tokens}{epochs}  {use.dataset}"
+    if len(found.data) > _MOST_DATASETS:
+        yield f"  and {len(found.data) - _MOST_DATASETS} more: --dry-run json has them"
+    if not found.data:
+        yield "  none"
+
+
+def _timeline(found: DryRun) -> Iterator[str]:
+    timeline = found.timeline
+    yield (
+        f"timeline: iterations {timeline.start_iteration + 1:,} to {timeline.train_iters:,},"
+        f" {timeline.train_samples:,} samples, {timeline.train_tokens:,} tokens"
+    )
+    yield f"  {'iteration':>12}  {'samples before':>16}  {'lr':>12}  {'batch':>8}"
+    for mark in _few(timeline.landmarks):
+        if mark is None:
+            yield f"  {'...':>12}"
+        else:
+            yield (
+                f"  {mark.iteration:>12,}  {mark.consumed_samples:>16,}  {mark.lr:>12.6g}"
+                f"  {mark.global_batch_size:>8,}  {mark.what}"
+            )
+    samples = timeline.evaluations.samples_each
+    each = "" if samples is None else f", {samples:,} samples each"
+    yield f"  evaluations: {_repeated(timeline.evaluations)}{each if timeline.evaluations.count else ''}"
+    yield f"  checkpoints: {_repeated(timeline.checkpoints)}"
+
+
+def _few(marks: Sequence[Landmark]) -> list[Landmark | None]:
+    """All of them, or a gap in the middle of a long growth of batches."""
+    if len(marks) <= _MOST_LANDMARKS:
+        return list(marks)
+    half = _MOST_LANDMARKS // 2
+    kept = [
+        mark
+        for number, mark in enumerate(marks)
+        if number < half or number >= len(marks) - half or not mark.what.startswith("batch")
+    ]
+    return [*kept[:half], None, *kept[half:]]
+
+
+def _repeated(found: Repeated) -> str:
+    if not found.count:
+        return "none"
+    if found.count == 1 or found.interval is None:
+        return f"{found.count}, behind iteration {found.first:,}"
+    return f"{found.count:,}, each {found.interval:,} iterations, the first behind iteration {found.first:,}"
+
+
+def _parts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+
+
+def _stages(stages: Sequence[int]) -> str:
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    if list(stages) == list(range(stages[0], stages[-1] + 1)):
+        return f"stages {stages[0]} to {stages[-1]}"
+    return f"stages {', '.join(map(str, stages))}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f}" if num_bytes >= 1e8 or not num_bytes else f"{num_bytes / 1e9:.4f}"
