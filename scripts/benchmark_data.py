@@ -29,13 +29,13 @@ import torch
 
 from megatrain.config.derive.blends import Blend
 from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.gpt import GptSamples, SampleRules
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.data.samples.sampler import Share, SingleOrder
-from megatrain.data.samples.sources import inspect
+from megatrain.data.samples.sampler import DataShard, SingleSampler
+from megatrain.data.samples.sources import inspect_datasets
 
 UINT16 = 8
 """The element code of .idx files."""
@@ -143,13 +143,13 @@ def blend(setup: Setup) -> None:
         write_pair(folder / f"d{k}", random.integers(1, 2000, 10_000, dtype=np.int32))
     prefixes = tuple(str(folder / f"d{k}") for k in range(1000))
     blends = {"all": Blend(prefixes, tuple(random.uniform(0.5, 1.5, 1000)))}
-    plans = Plans(train=(4_000_000,), valid=(4000,), test=(400,), seed=1)
+    plans = SamplePlans(train=(4_000_000,), valid=(4000,), test=(400,), seed=1)
     print("1,000 datasets of 10,000 documents, weighted, 4,000,000 training samples")
     for name, target in (("cold", "10 s"), ("cached", "2 s")):
 
         def start() -> object:
-            inspect(blends, vocab_size=50_000, tokenizer_fingerprint=None)
-            builder = SplitBuilder(SampleRules(seq_length=2048, eod=0), cache_folder=folder / "cache")
+            inspect_datasets(blends, vocab_size=50_000, tokenizer_fingerprint=None)
+            builder = SplitBuilder(SampleOptions(seq_length=2048, eod=0), cache_folder=folder / "cache")
             return builder.build(blends, "969,30,1", plans)
 
         timed(f"  check, open and draw, {name}", start, target)
@@ -162,11 +162,11 @@ def batch(setup: Setup) -> None:
     np.memmap(folder / "data.bin", "<u2", "r+")[:] = 17
     dataset = IndexedDataset(folder / "data")
     made = build_index(lengths, range(len(lengths)), seq_length=8192, seed=1, num_samples=None)
-    samples = GptSamples(
-        dataset, made, SampleRules(seq_length=8192, eod=0, vocab_size=50_000, reset_attention_mask=True)
+    samples = GPTDataset(
+        dataset, made, SampleOptions(seq_length=8192, eod=0, vocab_size=50_000, reset_attention_mask=True)
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    order = SingleOrder(Share(micro_batch_size=1, dp_rank=0, dp_size=1), len(samples))
+    order = SingleSampler(DataShard(micro_batch_size=1, dp_rank=0, dp_size=1), len(samples))
     for workers in (0, 2):
         with BatchLoader(
             samples, order, seq_length=8192, device=device, num_workers=workers, has_documents=True

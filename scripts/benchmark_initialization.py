@@ -7,12 +7,14 @@ import time
 
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.training.engine import build_model_of
+from megatrain.training.build import build_model_from_plan
 
 FLAGS = (
     "--num-layers 18 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 8 "
@@ -25,8 +27,8 @@ FLAGS = (
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = resolve(parse(FLAGS.split()), Facts(vocab_size=32768, eod_id=0, device=device.type))
-    grid = RankGrid.build(GridShape(), 0)
-    model = build_model_of(plan, grid, device)
+    grid = build_grid(GridShape(), 0)
+    model = build_model_from_plan(plan, grid, device)
     buffers = FlatBuffers(
         model.registry,
         grid=grid,

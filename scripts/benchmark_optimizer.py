@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
-from megatrain.kernels.optimizer.flat import FlatUpdate, Run
-from megatrain.kernels.optimizer.squares import sum_of_squares
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, Run
+from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 
 BOUND = 4.2e12
 """Bytes a second that a pass of reads and writes reaches on an H200."""

@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel import tensor
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import Transfer
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
 
 SHAPES = ((4096, 4096, 6144), (8192, 4096, 14336), (8192, 8192, 8192))
 """Tokens, inputs and outputs of the whole layer."""
@@ -32,7 +34,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    grid = RankGrid.build(GridShape(tp=world_size), rank, make_group)
+    grid = build_grid(GridShape(tp=world_size), rank, make_group)
     if rank == 0:
         print(f"{world_size} ranks; ms a layer, forward and backward; medians of three")
     for sequence_parallel in (True, False):

@@ -26,14 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
 from megatrain.training.debugging.trace_summary import summarize
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 NUM_STEPS, NUM_PROFILED = 20, 3
 GLOBAL_BATCH = 32
@@ -158,13 +160,13 @@ def run(
     plan = resolve(request, Facts(world_size=world_size, device=device.type))  # type: ignore[arg-type]
     shape = grid_shape(plan)
     if shape not in grids:
-        grids[shape] = RankGrid.build(shape, rank, make_group)
+        grids[shape] = build_grid(shape, rank, make_group)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     engine = Engine(plan, grids[shape], device)
     engine.initialize()
-    rates = schedules_of(plan).at(0)
+    rates = build_schedules(plan).at(0)
     vocab, length = plan.derived.vocab_size, plan.config.data.seq_length
     losses, norms, milliseconds = [], [], []
     for step in range(NUM_STEPS):
@@ -220,7 +222,7 @@ def mark(engine: Engine) -> str:
 
 def exposed_share(engine: Engine, steps: list[list[Batch]], *, is_watched: bool) -> float | None:
     """Of a few more steps, all ranks'; profiled on one."""
-    rates = schedules_of(engine.plan).at(0)
+    rates = build_schedules(engine.plan).at(0)
     torch.cuda.synchronize()
     profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) if is_watched else None
     if profiler is not None:

@@ -47,9 +47,9 @@ def made_data(folder: Path, *, limit_mb: float, library: Path | None = None) -> 
     kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
     if not corpus.exists():
         sources = [] if library is None else ["--folder", str(library)]
-        call("scripts/quickstart_corpus.py", "--output", str(corpus), "--limit-mb", str(limit_mb), *sources)
+        call("scripts/quickstart/corpus.py", "--output", str(corpus), "--limit-mb", str(limit_mb), *sources)
     if not tokenizer.exists():
-        call("scripts/quickstart_tokenizer.py", "--input", str(corpus), "--output", str(tokenizer))
+        call("scripts/quickstart/tokenizer.py", "--input", str(corpus), "--output", str(tokenizer))
     if not Path(f"{prefix}_text_document.idx").exists():
         output = ["--json-keys", "text", "--append-eod", "--workers", "2", "--output-prefix", str(prefix)]
         call("preprocess_data.py", "--input", str(corpus), *kind, *output)

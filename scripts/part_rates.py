@@ -18,8 +18,8 @@ from benchmark_optimizer import milliseconds
 from roofline import plan_of
 
 from megatrain.config import Plan
-from megatrain.kernels.attention.blocks import View
-from megatrain.kernels.attention.libraries import attention_kernel
+from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.backends import attention_kernel
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 WARM_UP, REPEATS = 5, 20
@@ -82,7 +82,7 @@ def attention(plan: Plan) -> tuple[float, float]:
     k, v = (
         torch.randn(s, b, layer.num_query_groups, d, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
-    kernel, view = attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)), View(is_causal=True)
+    kernel, view = attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)), MaskSpec(is_causal=True)
     out, lse = kernel.forward(q, k, v, view)
     flops = 2 * s * s * b * layer.num_heads * d
     forward = seconds_of(lambda: kernel.forward(q, k, v, view))

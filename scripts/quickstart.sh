@@ -34,7 +34,7 @@ stage() {
   echo "took $((SECONDS - started)) s"
 }
 
-last_iteration() { "$PYTHON" scripts/quickstart_progress.py iteration "$metrics"; }
+last_iteration() { "$PYTHON" scripts/quickstart/progress.py iteration "$metrics"; }
 pretrain=(pretrain.py --config "$config")
 
 # Trains in the background until the given iteration is written, then kills it as a power cut would.
@@ -62,10 +62,10 @@ say "set-up: megatrain and its libraries in .venv"
 source scripts/setup.sh ""
 
 stage "$run/corpus.jsonl" "corpus: the source and the docstrings of Python's standard library, as JSON lines" \
-  "$PYTHON" scripts/quickstart_corpus.py --output "$run/corpus.jsonl"
+  "$PYTHON" scripts/quickstart/corpus.py --output "$run/corpus.jsonl"
 
 stage "$run/tokenizer.json" "tokenizer: a byte-level BPE of 4096 tokens, learnt from the corpus" \
-  "$PYTHON" scripts/quickstart_tokenizer.py --input "$run/corpus.jsonl" --output "$run/tokenizer.json" --vocab-size 4096
+  "$PYTHON" scripts/quickstart/tokenizer.py --input "$run/corpus.jsonl" --output "$run/tokenizer.json" --vocab-size 4096
 
 mkdir -p "${data%/*}"
 stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx files of Megatron-LM" \
@@ -76,7 +76,7 @@ if [[ -e "$run/complete" ]]; then
   say "training: complete already ($run/checkpoints); --fresh starts over"
 else
   # A little past the middle, so that there is a checkpoint to go on from and work to repeat.
-  half=$(($("$PYTHON" scripts/quickstart_progress.py train-iters "$config") * 13 / 25))
+  half=$(($("$PYTHON" scripts/quickstart/progress.py train-iters "$config") * 13 / 25))
   if (($(last_iteration) < half)); then
     say "training: ${pretrain[*]}, to be killed half-way, at iteration $half"
     train_and_kill_at "$half"
@@ -92,7 +92,7 @@ say "generation: the model continues \"$prompt\""
   generate --load "$run/checkpoints" --prompt "$prompt"
 
 say "done in $SECONDS s"
-"$PYTHON" scripts/quickstart_progress.py report "$metrics"
+"$PYTHON" scripts/quickstart/progress.py report "$metrics"
 python="${PYTHON#"$PWD"/}"
 cat <<EOF
 

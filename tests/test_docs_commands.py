@@ -143,7 +143,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str]
     """After `scripts/quickstart.sh` on 2 MB of text and for 42 iterations: with it, all that the pages build on."""
     made_once("checkout")
     made = Checkout(tmp_path_factory.mktemp("checkout"))
-    made.run("python scripts/quickstart_corpus.py --output runs/quickstart/corpus.jsonl --limit-mb 2")
+    made.run("python scripts/quickstart/corpus.py --output runs/quickstart/corpus.jsonl --limit-mb 2")
     (made.folder / "configs").mkdir()
     config = (ROOT / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     for words, fewer in {

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import Loaded, check_all_used, check_names, fill_from, load_checkpoint
 from megatrain.checkpoint.reader import CheckpointReader
@@ -33,11 +34,12 @@ from megatrain.checkpoint.save import (
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
-from megatrain.optim.rules import AdamwRule
+from megatrain.optim.update_rules import AdamwRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.messages import Messages
 
@@ -88,19 +90,19 @@ def build_rank(
     spec: GptSpec,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    main_dtype: torch.dtype = torch.float32,
+    master_dtype: torch.dtype = torch.float32,
     is_sharded: bool = True,
 ) -> Rank:
     if not is_sharded:
         shape = dataclasses.replace(shape, dp_copies=shape.replicas)
-    grid = RankGrid.build(shape, rank)
+    grid = build_grid(shape, rank)
     model = build_model(
         spec, grid, seq_length=8, sequence_parallel=shape.has_experts, dtype=dtype, device=CPU
     )
-    buffers = FlatBuffers(model.registry, grid=grid, weight_dtype=dtype, grad_dtype=main_dtype, device=CPU)
+    buffers = FlatBuffers(model.registry, grid=grid, weight_dtype=dtype, grad_dtype=master_dtype, device=CPU)
     rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
     parallel = DataParallel(buffers, grid)
-    return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, main_dtype=main_dtype))
+    return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, master_dtype=master_dtype))
 
 
 def build_ranks(shape: GridShape, spec: GptSpec, **options: Any) -> list[Rank]:

@@ -8,7 +8,7 @@ from checkpoint_helpers import STATE_KINDS, assert_same, build_ranks, fill_all, 
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.checkpoint.reader import hash_tensors
 from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec, RouterSpec
-from megatrain.parallel.grid import STAGES_BEFORE_REPLICAS, GridShape
+from megatrain.parallel.rank_lists import STAGES_BEFORE_REPLICAS, GridShape
 
 torch.set_num_threads(1)
 

@@ -29,7 +29,7 @@ from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import verify
-from megatrain.parallel.grid import GridShape
+from megatrain.parallel.rank_lists import GridShape
 
 torch.set_num_threads(1)
 

@@ -21,7 +21,7 @@ from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.tensor_file import TensorFile, write_tensor_file
 from megatrain.config.errors import NoCheckpointError
-from megatrain.parallel.grid import GridShape
+from megatrain.parallel.rank_lists import GridShape
 
 torch.set_num_threads(1)
 

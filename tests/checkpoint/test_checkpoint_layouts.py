@@ -23,6 +23,7 @@ from checkpoint_helpers import (
 )
 from safetensors import safe_open
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.load import load_weights_only
@@ -31,7 +32,8 @@ from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.checkpoint.save import cut_box
 from megatrain.model.gpt import build_model
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.layout import box_shape
 
 torch.set_num_threads(1)
@@ -42,15 +44,15 @@ SHAPES = [ONE, EIGHT, GridShape(tp=4, kv_copies=2), GridShape(dp=3), GridShape(t
 
 
 @pytest.mark.parametrize(
-    ("dtype", "main_dtype"),
+    ("dtype", "master_dtype"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
 )
-def test_a_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype, main_dtype: torch.dtype) -> None:
-    saved = one_rank(seed=7, dtype=dtype, main_dtype=main_dtype)
+def test_a_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype, master_dtype: torch.dtype) -> None:
+    saved = one_rank(seed=7, dtype=dtype, master_dtype=master_dtype)
     path = save(
         tmp_path, saved, 100, state={"rng": [1, 2.5, None], "\xfc": True}, config={"model": {"a": [1]}}
     )
-    fresh = one_rank(seed=8, dtype=dtype, main_dtype=main_dtype)
+    fresh = one_rank(seed=8, dtype=dtype, master_dtype=master_dtype)
     loaded = load(tmp_path, fresh)
     assert_same(saved.values(), fresh.values())
     assert (loaded.iteration, loaded.consumed_train_samples, loaded.path) == (100, 800, path)
@@ -150,13 +152,13 @@ def test_weights_load_for_inference(tmp_path: Path) -> None:
     path = save(tmp_path, saved, 1)
     model = build_model(
         small_spec(tied=False, vocab=29, padded=32, num_layers=1),
-        RankGrid.build(ONE, 0),
+        build_grid(ONE, 0),
         seq_length=8,
         sequence_parallel=False,
         dtype=torch.bfloat16,
         device=CPU,
     )
-    grid = RankGrid.build(ONE, 0)
+    grid = build_grid(ONE, 0)
     buffers = FlatBuffers(
         model.registry,
         grid=grid,

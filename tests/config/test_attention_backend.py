@@ -3,7 +3,7 @@
 import pytest
 
 from megatrain.config import ConfigError, Facts, parse, resolve
-from megatrain.config.derive.custom_layers import OwnLayers
+from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.derive.layer_sizes import LayerSizes
 
 SHAPE = (
@@ -16,10 +16,10 @@ GATHERED = f"{RING} --cp-comm-type all_gather"
 HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=32, ffn_hidden_size=64)
 
 
-def plan(flags, *, device, libraries=HERE, capability=None, own_layers=None):
+def plan(flags, *, device, libraries=HERE, capability=None, custom_layers=None):
     facts = Facts(
         device=device, device_capability=capability, libraries=libraries, vocab_size=99, eod_id=98,
-        world_size=2 if "--context-parallel-size" in flags else 1, own_layers=own_layers,
+        world_size=2 if "--context-parallel-size" in flags else 1, custom_layers=custom_layers,
     )  # fmt: skip
     return resolve(parse([*SHAPE.split(), *flags.split()]), facts)
 
@@ -202,7 +202,7 @@ def test_fp32_on_gpus_has_no_kernel_that_joins_parts(asks, what):
 
 
 def own(**attention):
-    return OwnLayers(digest="1", layers=(HEADS,) * 2, differences=(), **attention)
+    return CustomLayers(digest="1", layers=(HEADS,) * 2, differences=(), **attention)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def own(**attention):
         (own(), "flash4 cudnn sdpa cudnn"),
         (own(have_windows=True), "flash4 flash2 flash2 refused"),
         (own(have_sinks=True), "flash4 cudnn flash2 cudnn"),
-        (own(written_out="some"), "flash4 cudnn refused refused"),
-        (own(written_out="all"), "math math refused refused"),
+        (own(eager_attention="some"), "flash4 cudnn refused refused"),
+        (own(eager_attention="all"), "math math refused refused"),
     ],
 )
 def test_layers_of_ones_own_ask_for_themselves(layers, kernels):
@@ -221,13 +221,13 @@ def test_layers_of_ones_own_ask_for_themselves(layers, kernels):
     )
     names = ("auto", "fused", "sdpa", "cudnn")
     found = [
-        outcome(f"{flags} --attention-backend {name}", device="cuda", own_layers=layers) for name in names
+        outcome(f"{flags} --attention-backend {name}", device="cuda", custom_layers=layers) for name in names
     ]
     assert found == kernels.split()
 
 
 def test_layers_that_are_written_out_beside_others_are_told():
-    told = line("--bf16 --spec my.py:layers", device="cuda", own_layers=own(written_out="some"))
+    told = line("--bf16 --spec my.py:layers", device="cuda", custom_layers=own(eager_attention="some"))
     assert told == (
         "--attention-backend auto: flash-attn-4; layers with softcaps or dropout of scores (--spec) hold all scores in memory"
     )
@@ -269,6 +269,6 @@ def test_a_deterministic_run_takes_kernels_that_can_order_their_sums():
 
 def test_facts_come_back_from_json_with_the_capability():
     facts = Facts(
-        device="cuda", device_capability=(9, 0), own_layers=own(written_out="some", have_sinks=True)
+        device="cuda", device_capability=(9, 0), custom_layers=own(eager_attention="some", have_sinks=True)
     )
     assert Facts.from_json(facts.to_json()) == facts

@@ -10,7 +10,7 @@ from megatrain import __version__
 from megatrain.config import Origin, docs_reference, parse
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.schema.tree import settings
-from megatrain.config.schema.values import AUTO, REQUIRED, is_settled
+from megatrain.config.schema.values import AUTO, REQUIRED, is_resolved
 
 
 def value(path, *argv):
@@ -131,7 +131,7 @@ def test_no_two_flags_are_spelled_alike():
 
 def test_a_default_is_what_a_file_that_names_it_gives():
     """1000 and 1000.0 would be told as different settings."""
-    defaults = [(setting, setting.default) for setting in settings() if is_settled(setting.default)]
+    defaults = [(setting, setting.default) for setting in settings() if is_resolved(setting.default)]
     assert [
         setting.path
         for setting, default in defaults

@@ -3,10 +3,10 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.derive.custom_layers import OwnLayers
+from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.facts import DatasetFacts
-from megatrain.config.rules.registry import RULES
+from megatrain.config.rules.rule_list import RULES
 
 GQA = "--group-query-attention"
 NULL = "--tokenizer-type NullTokenizer"
@@ -94,7 +94,7 @@ CASES = {
          ("--attention-backend cudnn: cuDNN's attention does not run on Tesla V100 (compute capability 7.0)\n"
          "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --bf16 --spec my.py:layers", "",
-         Facts(device="cuda", own_layers=OwnLayers(digest="1", layers=(WIDE_HEADS,) * 4, differences=())),
+         Facts(device="cuda", custom_layers=CustomLayers(digest="1", layers=(WIDE_HEADS,) * 4, differences=())),
          ("--attention-backend cudnn: cuDNN's attention takes heads of at most 128 channels in multiples of 8, and layer 0 (from 0) has 136\n"
          "  fix: use --attention-backend auto")),
         ("--attention-backend cudnn --bf16 --window-size 8,0 --reset-attention-mask", "", CUDA,
@@ -197,7 +197,7 @@ CASES = {
           "  fix: leave this out, or use --moe-router-load-balancing-type aux_loss")),
     ],
     "own_experts_fit_the_ranks": [
-        ("--spec my.py:layers", "", Facts(own_layers=OwnLayers(digest="1", layers=(OF_EXPERTS,) * 4, differences=())),
+        ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers(digest="1", layers=(OF_EXPERTS,) * 4, differences=())),
          ("--spec gives layer 0 (from 0) 6 experts, and --num-experts is left out\n"
           "  fix: use --num-experts 6, and as many experts in each layer that has any")),
     ],
@@ -746,7 +746,7 @@ CASES = {
         ("--spec a b c", "", None, "--spec a b c names no function of yours"),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "", None,
          "mamba_stack_spec names no function of yours"),
-        ("--spec my.py:layers --spec-digest 12", "", Facts(own_layers=OwnLayers(digest="34", layers=(), differences=())),
+        ("--spec my.py:layers --spec-digest 12", "", Facts(custom_layers=CustomLayers(digest="34", layers=(), differences=())),
          ("--spec my.py:layers: the file has digest 34, and --spec-digest (of the saved configuration) is 12: it has"
          " changed since\n  fix: use the file of that run, or leave --spec-digest out")),
     ],
@@ -815,7 +815,7 @@ ELSEWHERE = {
     "tokenizer_is_the_stored_one",
     "schedules_are_the_stored_ones",
     "checkpoint_holds_the_optimizer",
-    "features_are_proven",
+    "features_are_verified",
 }
 
 

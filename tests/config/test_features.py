@@ -4,7 +4,9 @@ import dataclasses
 
 import pytest
 
-from megatrain.config.features.table import NUMBER_FORMATS, OPTIONS, Refused, features_are_proven, features_of
+from megatrain.config.parity_features.feature import RefusedPair
+from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
+from megatrain.config.parity_features.table import OPTIONS, features_are_verified, features_of
 from megatrain.config.schema.tree import settings
 
 APART = {
@@ -50,7 +52,7 @@ def test_a_choice_is_an_option_of_parity_or_known_to_be_none(section):
     }
     varied = {path for option in (*OPTIONS, *NUMBER_FORMATS) for path in option.settings}
     apart = {path for path in APART if path.startswith(f"{section}.")}
-    assert choices - varied == apart, "add a Feature to config/features/table.py, or a reason here"
+    assert choices - varied == apart, "add a Feature to config/parity_features/table.py, or a reason here"
 
 
 def test_an_option_names_settings_that_are_there():
@@ -59,19 +61,19 @@ def test_an_option_names_settings_that_are_there():
 
 
 def test_a_refused_pair_is_named_with_its_flags(plan_of):
-    refused = (Refused(("zero0", "sgd"), "the reason.", "use --optimizer adam"),)
+    refused = (RefusedPair(("zero0", "sgd"), "the reason.", "use --optimizer adam"),)
     plan = plan_of("--optimizer sgd --no-use-distributed-optimizer")
-    (problem,) = features_are_proven(plan, refused=refused)
+    (problem,) = features_are_verified(plan, refused=refused)
     assert str(problem) == (
         "--no-use-distributed-optimizer and --optimizer sgd do not go together: the reason.\n  fix: use --optimizer adam"
     )
-    assert list(features_are_proven(plan_of("--optimizer sgd"), refused=refused)) == []
+    assert list(features_are_verified(plan_of("--optimizer sgd"), refused=refused)) == []
 
 
 def test_a_feature_without_effect_is_refused_with_nothing(plan_of):
-    refused = (Refused(("sp", "adam"), "the reason", ""),)
+    refused = (RefusedPair(("sp", "adam"), "the reason", ""),)
     assert "sp" not in features_of(plan_of("--sequence-parallel"))
-    assert list(features_are_proven(plan_of("--sequence-parallel"), refused=refused)) == []
+    assert list(features_are_verified(plan_of("--sequence-parallel"), refused=refused)) == []
 
 
 def test_a_value_that_is_not_in_the_table_is_not_proven(plan_of):
@@ -79,7 +81,7 @@ def test_a_value_that_is_not_in_the_table_is_not_proven(plan_of):
         dataclasses.replace(option, features=option.features[:1]) if option.name == "optimizer" else option
         for option in OPTIONS
     ]
-    (problem,) = features_are_proven(plan_of("--optimizer sgd"), options)
+    (problem,) = features_are_verified(plan_of("--optimizer sgd"), options)
     assert str(problem) == (
         "--optimizer sgd is not proven by `megatrain parity`\n  fix: use --optimizer adam"
     )

@@ -11,14 +11,14 @@ import numpy as np
 from recorded import write_dataset
 
 from megatrain.config.derive.blends import Blend
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.gpt import SampleRules
-from megatrain.data.samples.sources import inspect
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
+from megatrain.data.samples.sources import inspect_datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megatrain.data.samples.dataset import Samples
+    from megatrain.data.samples.dataset import SampleDataset
 
 VOCAB = 100
 FINGERPRINT = "5eed" * 16
@@ -70,20 +70,20 @@ def patch(position: int, kind: str, *values: int) -> Callable[[Path], None]:
 def told(prefix: str | Path, *, vocab_size: int = VOCAB, fingerprint: str | None = FINGERPRINT) -> str:
     """All that a run says of a dataset before it starts."""
     blends = {"all": Blend((str(prefix),))}
-    _, problems = inspect(blends, vocab_size=vocab_size, tokenizer_fingerprint=fingerprint)
+    _, problems = inspect_datasets(blends, vocab_size=vocab_size, tokenizer_fingerprint=fingerprint)
     return "\n".join(map(str, problems))
 
 
-def train_samples(prefix: str | Path, *, mmap: bool = True, vocab_size: int | None = VOCAB) -> Samples:
+def train_samples(prefix: str | Path, *, mmap: bool = True, vocab_size: int | None = VOCAB) -> SampleDataset:
     """The training samples of 8 tokens, two epochs of them."""
-    builder = SplitBuilder(SampleRules(seq_length=8, eod=0, vocab_size=vocab_size), mmap=mmap)
-    plans = Plans(train=(20,), valid=(0,), test=(0,), seed=1)
+    builder = SplitBuilder(SampleOptions(seq_length=8, eod=0, vocab_size=vocab_size), mmap=mmap)
+    plans = SamplePlans(train=(20,), valid=(0,), test=(0,), seed=1)
     train = builder.build({"all": Blend((str(prefix),))}, "1,0,0", plans).train
     assert train is not None
     return train
 
 
-def all_tokens(samples: Samples) -> list[list[int]]:
+def all_tokens(samples: SampleDataset) -> list[list[int]]:
     """The tokens of all samples, with the label of the last."""
     return [
         [*sample.tokens.tolist(), int(sample.labels[-1])]

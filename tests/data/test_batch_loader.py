@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.samples.build import Plans, SplitBuilder
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.dataset import Sample
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.data.samples.sampler import CyclicOrder, Share, SingleOrder, WholeOrder
+from megatrain.data.samples.sampler import CyclicSampler, DataShard, SingleSampler, FullSampler
 from megatrain.parallel.batch import Documents
 
 
@@ -44,8 +44,8 @@ class Numbered:
 
 
 def make(samples, *, micro_batch_size=2, dp_rank=0, dp_size=1, seq_length=2, **options):
-    share = Share(micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
-    return BatchLoader(samples, SingleOrder(share, len(samples)), seq_length=seq_length, **options)
+    shard = DataShard(micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size)
+    return BatchLoader(samples, SingleSampler(shard, len(samples)), seq_length=seq_length, **options)
 
 
 def numbers(batches):
@@ -130,8 +130,8 @@ def test_closing_ends_the_thread():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_are_on_the_device_and_right():
-    rules = SampleRules(seq_length=512, eod=999, vocab_size=1000)
-    train = SplitBuilder(rules).build({}, "", Plans(train=(64,), valid=(0,), test=(0,), seed=1)).train
+    rules = SampleOptions(seq_length=512, eod=999, vocab_size=1000)
+    train = SplitBuilder(rules).build({}, "", SamplePlans(train=(64,), valid=(0,), test=(0,), seed=1)).train
     with (
         make(train, micro_batch_size=4, seq_length=512, device="cuda") as fast,
         make(train, micro_batch_size=4, seq_length=512) as plain,
@@ -169,16 +169,16 @@ def test_a_mask_is_that_of_its_definition():
 
 
 def test_what_is_read_whole_is_filled_up_without_loss():
-    share = Share(micro_batch_size=2, dp_rank=1, dp_size=2)
-    order = WholeOrder(share, 6)
-    with BatchLoader(Numbered(6), order, seq_length=2) as loader:
-        batches = loader.microbatches(0, order.num_microbatches)
+    shard = DataShard(micro_batch_size=2, dp_rank=1, dp_size=2)
+    sampler = FullSampler(shard, 6)
+    with BatchLoader(Numbered(6), sampler, seq_length=2) as loader:
+        batches = loader.microbatches(0, sampler.num_microbatches)
     assert numbers(batches) == [[1, 3], [5, 0]]
     assert batches[1].loss_mask.tolist() == [[1, 1], [0, 0]]
 
 
 def test_a_cyclic_order_never_ends():
-    order = CyclicOrder(Share(micro_batch_size=2, dp_rank=0, dp_size=1), 5)
-    with BatchLoader(Numbered(5), order, seq_length=2) as loader:
+    sampler = CyclicSampler(DataShard(micro_batch_size=2, dp_rank=0, dp_size=1), 5)
+    with BatchLoader(Numbered(5), sampler, seq_length=2) as loader:
         read = [k for step in range(6) for batch in numbers(loader.microbatches(2 * step, 1)) for k in batch]
     assert [sorted(read[4 * epoch : 4 * epoch + 4]) for epoch in range(3)] == [[0, 1, 2, 3]] * 3

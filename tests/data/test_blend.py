@@ -13,16 +13,16 @@ from megatrain.config.derive.splits import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
 from megatrain.data.samples.blend import (
     SHORTEST_CHUNK,
-    BlendedSamples,
-    Draw,
+    BlendedDataset,
+    BlendIndex,
     blend_counts,
-    draw_exhaustive,
-    draw_weighted,
-    longer_counts,
+    build_exhaustive_blend_index,
+    build_blend_index,
+    counts_with_surplus,
     normalized,
 )
-from megatrain.data.samples.build import Plans, SplitBuilder, dataset_names
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.build import SamplePlans, SplitBuilder, dataset_names
+from megatrain.data.samples.gpt_dataset import SampleOptions
 
 
 @pytest.mark.parametrize("case", EXPECTED["blend_arguments"], ids=lambda case: " ".join(case["arguments"]))
@@ -40,14 +40,14 @@ def test_a_weight_is_a_positive_number(weight):
 
 @pytest.mark.parametrize("case", EXPECTED["blending_indices"]["weighted"])
 def test_recorded_weighted_draws(case):
-    draw = draw_weighted(case["weights"], case["size"])
+    draw = build_blend_index(case["weights"], case["size"])
     check_array(draw.dataset, case["dataset_index"])
     check_array(draw.sample, case["dataset_sample_index"])
 
 
 @pytest.mark.parametrize("case", EXPECTED["blending_indices"]["exhaustive"])
 def test_recorded_exhaustive_draws(case):
-    draw = draw_exhaustive(case["sizes"])
+    draw = build_exhaustive_blend_index(case["sizes"])
     check_array(draw.dataset, case["dataset_index"])
     check_array(draw.sample, case["dataset_sample_index"])
 
@@ -55,7 +55,7 @@ def test_recorded_exhaustive_draws(case):
 @pytest.mark.parametrize("case", EXPECTED["blending_indices"]["sizes_per_dataset"])
 def test_recorded_sizes_of_datasets(case):
     shares = normalized(case["weights"])
-    found = [longer_counts(blend_counts(shares, size), case["surplus"]) for size in case["sizes"]]
+    found = [counts_with_surplus(blend_counts(shares, size), case["surplus"]) for size in case["sizes"]]
     assert np.transpose(found).tolist() == case["result"]
 
 
@@ -76,7 +76,7 @@ def one_by_one(weights, size):
 
 
 def check_draw(weights, size):
-    draw = draw_weighted(weights, size)
+    draw = build_blend_index(weights, size)
     assert list(zip(draw.dataset.tolist(), draw.sample.tolist(), strict=True)) == one_by_one(weights, size)
 
 
@@ -111,14 +111,14 @@ def test_any_weights_in_chunks(weights, size):
 
 def test_an_exhaustive_draw_takes_each_sample_once():
     sizes = [3000, 1, 40, 5000, 999]
-    draw = draw_exhaustive(sizes)
+    draw = build_exhaustive_blend_index(sizes)
     for number, size in enumerate(sizes):
         assert draw.sample[draw.dataset == number].tolist() == list(range(size))
 
 
 def builder_of(case, *, surplus=None):
     options = case["options"]
-    rules = SampleRules(
+    rules = SampleOptions(
         seq_length=case["sequence_length"],
         eod=case["eod"],
         pad=case["pad"],
@@ -148,7 +148,7 @@ def check_split(samples, recorded, folder):
     if recorded["type"] == "gpt":
         check_gpt(samples, recorded, folder)
     else:
-        assert isinstance(samples, BlendedSamples)
+        assert isinstance(samples, BlendedDataset)
         assert len(samples) == recorded["length"]
         check_array(samples.order.dataset, recorded["dataset_index"])
         check_array(samples.order.sample, recorded["dataset_sample_index"])
@@ -166,7 +166,7 @@ def check_split(samples, recorded, folder):
 
 @pytest.mark.parametrize("case", EXPECTED["blends"], ids=lambda case: case["name"])
 def test_recorded_blends(golden_text, case):
-    plans = Plans(
+    plans = SamplePlans(
         **{name: (size,) for name, size in zip(SPLIT_NAMES, case["sizes"], strict=True)}, seed=case["seed"]
     )
     if "blend" in case:
@@ -193,9 +193,9 @@ def test_recorded_blends(golden_text, case):
 
 def test_a_blend_that_needs_more_than_there_is_is_refused():
     datasets = [range(5), range(3)]
-    draw = Draw(np.array([0, 1, 1, 1, 1], np.int16), np.array([0, 0, 1, 2, 3]))
+    draw = BlendIndex(np.array([0, 1, 1, 1, 1], np.int16), np.array([0, 0, 1, 2, 3]))
     with pytest.raises(ConfigError, match="dataset 1 of the blend has 3 samples, and its weight asks for 4"):
-        BlendedSamples(datasets, draw)
+        BlendedDataset(datasets, draw)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from recorded import write_dataset
 from megatrain.config.derive.blends import Blend
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.data.indexed.writer import IndexedWriter
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def prefix(tmp_path):
 
 
 def build(*prefixes, split="90,5,5", plans=((50,), (5,), (5,)), weights=None, per_split=None, **rules):
-    builder = SplitBuilder(SampleRules(**({"seq_length": 8, "eod": 0, "vocab_size": 90} | rules)))
+    builder = SplitBuilder(SampleOptions(**({"seq_length": 8, "eod": 0, "vocab_size": 90} | rules)))
     blends = per_split or {"all": Blend(tuple(map(str, prefixes)), weights)}
     train, valid, test = plans
-    return builder.build(blends, split, Plans(train=train, valid=valid, test=test, seed=1))
+    return builder.build(blends, split, SamplePlans(train=train, valid=valid, test=test, seed=1))
 
 
 def test_splits_take_their_own_sequences(prefix):
@@ -109,7 +109,7 @@ def test_weights_cannot_share_out_everything(prefix):
 
 
 def test_mock_data_needs_no_files():
-    splits = SplitBuilder(SampleRules(seq_length=64, eod=99, vocab_size=100)).build(
-        {}, "", Plans(train=(4,), valid=(4,), test=(4,), seed=1)
+    splits = SplitBuilder(SampleOptions(seq_length=64, eod=99, vocab_size=100)).build(
+        {}, "", SamplePlans(train=(4,), valid=(4,), test=(4,), seed=1)
     )
     assert all(len(samples) >= 4 for samples in (splits.train, splits.valid, splits.test))

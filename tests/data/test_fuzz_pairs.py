@@ -18,7 +18,7 @@ import pytest
 from named_pairs import VOCAB, bin_, idx, write_pair
 
 from megatrain.config.errors import ConfigError
-from megatrain.data.samples.gpt import GptSamples, SampleRules
+from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.samples.sources import open_token_ids
 
@@ -86,7 +86,7 @@ def our_samples(prefix, *, mmap):
     index = build_index(
         dataset.lengths, range(len(dataset)), seq_length=SEQ_LENGTH, seed=SEED, num_samples=None
     )
-    samples = GptSamples(dataset, index, SampleRules(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB))
+    samples = GPTDataset(dataset, index, SampleOptions(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB))
     found = []
     for k in range(len(samples)):
         sample = samples[k]
@@ -109,7 +109,7 @@ class Pair:
         """One of the files; the index twice as often."""
         return self.elements if random.integers(3) == 0 else self.index
 
-    def numbers(self):
+    def counts(self):
         return struct.unpack_from("<QQ", self.index, 18)
 
 
@@ -157,13 +157,13 @@ def edit_header(pair, random):
 
 def edit_counts(pair, random):
     """Fewer sequences and more borders, or the reverse, in as many bytes: two borders are 16, four sequences 48."""
-    sequences, borders = pair.numbers()
+    sequences, borders = pair.counts()
     change = int(random.integers(-2, 3))
     struct.pack_into("<QQ", pair.index, 18, max(0, sequences + 2 * change), max(0, borders - 3 * change))
 
 
 def edit_an_array(pair, random):
-    sequences, borders = pair.numbers()
+    sequences, borders = pair.counts()
     start, count, kind = [
         (34, sequences, "i"),
         (34 + 4 * sequences, sequences, "q"),
@@ -176,7 +176,7 @@ def edit_an_array(pair, random):
 
 def move_a_border(pair, random):
     """Cut the same text otherwise: the result is a good pair, or has a negative length."""
-    sequences, _ = pair.numbers()
+    sequences, _ = pair.counts()
     lengths = list(struct.unpack_from(f"<{sequences}i", pair.index, 34))
     place = int(random.integers(sequences - 1))
     change = int(random.integers(-9, 10))
@@ -199,7 +199,7 @@ def change_the_type(pair, random):
 
 def add_modes(pair, random):
     """A mode for each sequence, as multimodal datasets have: tokens stay what they are."""
-    pair.index.extend(random.bytes(min(pair.numbers()[0], len(pair.index))))
+    pair.index.extend(random.bytes(min(pair.counts()[0], len(pair.index))))
 
 
 def nothing(pair, random):

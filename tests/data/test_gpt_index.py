@@ -12,7 +12,7 @@ from recorded import EXPECTED, check_array, recorded_lengths
 
 from megatrain.config.derive.splits import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import ConfigError
-from megatrain.data.samples.gpt_index import CUT_ROWS, build_index, cut_samples
+from megatrain.data.samples.gpt_index import CUT_ROWS, build_index, build_sample_index
 
 WALKS = EXPECTED["sample_index_walk"]
 SPLITS = [
@@ -49,7 +49,7 @@ def test_recorded_order(case, name):
 
 @pytest.mark.parametrize("walk", WALKS["small"] + WALKS["float32_rounding"])
 def test_recorded_walks(walk):
-    found = cut_samples(
+    found = build_sample_index(
         np.array(walk["sequence_lengths"]),
         np.array(walk["document_index"]),
         walk["sequence_length"],
@@ -102,7 +102,7 @@ def test_any_order_is_whole(lengths, seq_length, num_samples, seed, extra):
 
 def test_borders_are_the_same_across_the_scratch_memory_limit():
     lengths = np.array([7, 0, 3 * CUT_ROWS, 5], np.int32)
-    found = cut_samples(lengths, np.array([2, 0, 1, 3]), 2)
+    found = build_sample_index(lengths, np.array([2, 0, 1, 3]), 2)
     assert found[-1].tolist() == [3, 3]
     flat = np.array([0, 3 * CUT_ROWS, 3 * CUT_ROWS + 7, 3 * CUT_ROWS + 7])[found[:, 0]] + found[:, 1]
     assert flat.tolist() == list(range(0, 2 * len(found), 2))

@@ -9,7 +9,7 @@ from recorded import EXPECTED, digest, write_dataset
 from megatrain.config.derive.splits import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import InputError
 from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.samples.gpt import GptSamples, SampleRules, attention_block_starts, effective_pad
+from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions, attention_block_starts, effective_pad
 from megatrain.data.samples.gpt_index import build_index
 
 WITHOUT_TEXT = [case for case in EXPECTED["gpt"] if case["dataset"].startswith("dtypes/")]
@@ -26,13 +26,13 @@ def recorded_samples(folder, case, name):
         add_extra_token=case["add_extra_token_to_sequence"],
         drop_last_partial=case["drop_last_partial_validation_sequence"] or name != "valid",
     )
-    rules = SampleRules(
+    rules = SampleOptions(
         seq_length=case["sequence_length"],
         eod=case["eod"],
         pad=case["pad"],
         add_extra_token=case["add_extra_token_to_sequence"],
     )
-    return GptSamples(dataset, index, rules)
+    return GPTDataset(dataset, index, rules)
 
 
 def check_samples(folder, case):
@@ -125,14 +125,14 @@ def mask_samples(folder, described, pad, options, num_samples):
         add_extra_token=extra,
     )
     masks = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "inter_document_masking")
-    rules = SampleRules(
+    rules = SampleOptions(
         seq_length=seq_length,
         eod=described["eod"],
         pad=pad,
         add_extra_token=extra,
         **{name: options[name] for name in masks if name in options},
     )
-    return GptSamples(dataset, index, rules)
+    return GPTDataset(dataset, index, rules)
 
 
 EOD = 0
@@ -154,7 +154,7 @@ def samples_of(dataset, *, seq_length=4, keep_partial=False, **options):
         add_extra_token=extra,
         drop_last_partial=not keep_partial,
     )
-    return GptSamples(dataset, index, SampleRules(seq_length=seq_length, eod=EOD, **options))
+    return GPTDataset(dataset, index, SampleOptions(seq_length=seq_length, eod=EOD, **options))
 
 
 def text_of(samples):

@@ -36,7 +36,7 @@ class Cache(IndexCache):
             self.made += 1
             return arrays
 
-        return self.find_or_make("kind", key, make)
+        return self.get_or_build("kind", key, make)
 
 
 def check_equal(found, expected=ARRAYS):
@@ -76,16 +76,16 @@ def test_each_key_and_kind_has_a_file(tmp_path):
     cache = Cache(tmp_path)
     for key in ({}, {"a": 1}, {"a": "1"}, {"a": [1]}, {"b": 1}, {"a": 1, "b": 1}):
         cache.get(key)
-    cache.find_or_make("other", {}, lambda: ARRAYS)
+    cache.get_or_build("other", {}, lambda: ARRAYS)
     assert len(list(tmp_path.iterdir())) == 7
     cache.get({"b": 1, "a": 1})
     assert len(list(tmp_path.iterdir())) == 7, "the order of a key's parts does not matter"
 
 
 def test_only_what_is_large_is_worth_a_file(tmp_path):
-    assert IndexCache(tmp_path).is_worth(WORTH_ROWS)
-    assert not IndexCache(tmp_path).is_worth(WORTH_ROWS - 1)
-    assert not IndexCache(None).is_worth(10**12)
+    assert IndexCache(tmp_path).should_cache(WORTH_ROWS)
+    assert not IndexCache(tmp_path).should_cache(WORTH_ROWS - 1)
+    assert not IndexCache(None).should_cache(10**12)
 
 
 def check_never_wrong(file, content, *, may_be_unseen):

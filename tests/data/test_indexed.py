@@ -48,7 +48,7 @@ def check_dataset(dataset, recorded):
     assert dataset.num_tokens == recorded["num_tokens"]
     check_array(dataset.lengths, recorded["sequence_lengths"])
     check_array(dataset.offsets, recorded["sequence_pointers"])
-    check_array(dataset.document_borders, recorded["document_indices"])
+    check_array(dataset.document_boundaries, recorded["document_indices"])
     assert (None if dataset.modes is None else dataset.modes.tolist()) == recorded.get("sequence_modes")
     check_reads(dataset, recorded)
 
@@ -69,7 +69,7 @@ def test_writes_what_it_reads(golden_text, tmp_path):
     for name in [*WITHOUT_TEXT, *WITH_TEXT]:
         source = IndexedDataset(golden_text / name)
         with IndexedWriter(tmp_path / "copy", source.dtype) as writer:
-            for start, end in zip(source.document_borders[:-1], source.document_borders[1:], strict=True):
+            for start, end in zip(source.document_boundaries[:-1], source.document_boundaries[1:], strict=True):
                 modes = None if source.modes is None else source.modes[start:end].tolist()
                 writer.add_document([source.read(number) for number in range(start, end)], modes)
         for suffix in (".bin", ".idx"):
@@ -90,7 +90,7 @@ def test_any_documents_come_back(tmp_path_factory, documents):
     owners = [number for number, document in enumerate(documents) for _ in document]
     assert [dataset.read(number).tolist() for number in range(len(dataset))] == sequences
     assert [dataset.document_of(number) for number in range(len(dataset))] == owners
-    assert np.diff(dataset.document_borders).tolist() == [len(document) for document in documents]
+    assert np.diff(dataset.document_boundaries).tolist() == [len(document) for document in documents]
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from recorded import EXPECTED, check_array, digest
 
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.mock import MockSequences
 
 MOCK = EXPECTED["mock"]
@@ -15,8 +15,8 @@ MOCK = EXPECTED["mock"]
 @pytest.fixture(scope="module")
 def splits():
     sizes = MOCK["sizes"][0] if isinstance(MOCK["sizes"][0], list) else MOCK["sizes"]
-    rules = SampleRules(seq_length=MOCK["sequence_length"], eod=MOCK["eod"], vocab_size=MOCK["vocab_size"])
-    plans = Plans(train=(sizes[0],), valid=(sizes[1],), test=(sizes[2],), seed=MOCK["seed"])
+    rules = SampleOptions(seq_length=MOCK["sequence_length"], eod=MOCK["eod"], vocab_size=MOCK["vocab_size"])
+    plans = SamplePlans(train=(sizes[0],), valid=(sizes[1],), test=(sizes[2],), seed=MOCK["seed"])
     return SplitBuilder(rules).build({}, "969,30,1", plans)
 
 

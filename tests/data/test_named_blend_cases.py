@@ -14,10 +14,10 @@ from megatrain.config import parse, resolve
 from megatrain.config.derive.blends import Blend, parse_blend
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError
-from megatrain.data.samples.blend import MOST_DATASETS, BlendedSamples, Draw, draw_weighted
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.dataset import PlannedSamples
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.blend import MOST_DATASETS, BlendedDataset, BlendIndex, build_blend_index
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.dataset import PlannedDataset
+from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_facts
 
@@ -160,8 +160,8 @@ def test_validation_alone_needs_no_training_data(here):
 
 
 def blended(blend, *, say=print, num_samples=30):
-    builder = SplitBuilder(SampleRules(seq_length=8, eod=0, vocab_size=VOCAB), say=say)
-    plans = Plans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
+    builder = SplitBuilder(SampleOptions(seq_length=8, eod=0, vocab_size=VOCAB), say=say)
+    plans = SamplePlans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
     return builder.build({"all": blend}, "1,0,0", plans).train
 
 
@@ -188,25 +188,25 @@ def test_one_document_is_read_as_often_as_it_takes():
 
 def test_weights_are_of_any_scale():
     assert parse_blend(["1e-300", "a", "3e-300", "b"]).weights == (1e-300, 3e-300)
-    small, plain = (draw_weighted(weights, 400) for weights in ([1e-300, 3e-300], [0.25, 0.75]))
+    small, plain = (build_blend_index(weights, 400) for weights in ([1e-300, 3e-300], [0.25, 0.75]))
     assert small.counts(2).tolist() == plain.counts(2).tolist() == [100, 300]
 
 
 def test_a_blend_that_takes_too_much_names_the_dataset():
-    draw = Draw(np.array([0, 1, 1], np.int16), np.array([0, 0, 1]))
+    draw = BlendIndex(np.array([0, 1, 1], np.int16), np.array([0, 0, 1]))
     words = r"dataset 1 of the blend \(b\.bin\) has 1 samples, .* asks for 2\n  fix: use a larger --mid-level-dataset-surplus"
     with pytest.raises(ConfigError, match=words):
-        BlendedSamples([range(5), range(1)], draw, ["a.bin", "b.bin"])
+        BlendedDataset([range(5), range(1)], draw, ["a.bin", "b.bin"])
 
 
 def test_more_datasets_than_a_draw_can_number_are_refused():
     with pytest.raises(ConfigError, match="the blend has 32769 datasets, and can have 32768\n  fix: merge"):
-        draw_weighted(np.ones(MOST_DATASETS + 1), 10)
+        build_blend_index(np.ones(MOST_DATASETS + 1), 10)
 
 
 def test_a_former_plan_that_the_data_does_not_fill_is_refused():
     with pytest.raises(
         ConfigError, match="plan 1 of the checkpoint is for 20 samples, and the data gives 19\n  fix: "
     ):
-        PlannedSamples([range(30), range(19), range(5)], [30, 20, 5])
-    assert len(PlannedSamples([range(30), range(20), range(5)], [25, 20, 99])) == 50
+        PlannedDataset([range(30), range(19), range(5)], [30, 20, 5])
+    assert len(PlannedDataset([range(30), range(20), range(5)], [25, 20, 99])) == 50

@@ -13,8 +13,8 @@ from named_pairs import VOCAB, write_pair
 from megatrain.config.derive.blends import Blend
 from megatrain.config.errors import InputError
 from megatrain.data.samples import index_cache
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.samples.index_cache import IndexCache
 from megatrain.data.samples.sources import content_digest, open_token_ids
@@ -216,10 +216,10 @@ def test_two_jobs_at_once(tmp_path):
 
 
 def blended(prefixes, folder, weights=(0.3, 0.7), num_samples=60, **options):
-    rules = SampleRules(seq_length=8, eod=0, vocab_size=VOCAB)
+    rules = SampleOptions(seq_length=8, eod=0, vocab_size=VOCAB)
     builder = SplitBuilder(rules, cache_folder=folder, **options)
     blend = Blend(tuple(map(str, prefixes)), weights)
-    plans = Plans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
+    plans = SamplePlans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
     return builder.build({"all": blend}, "1,0,0", plans).train
 
 

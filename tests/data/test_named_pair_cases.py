@@ -43,7 +43,7 @@ from megatrain.config.errors import InputError
 from megatrain.config.facts import Facts, StoredRun
 from megatrain.config.rules.resume import data_is_the_stored_one
 from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.samples.sources import inspect, open_token_ids
+from megatrain.data.samples.sources import inspect_datasets, open_token_ids
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 

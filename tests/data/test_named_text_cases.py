@@ -240,7 +240,7 @@ def test_case(tmp_path, capsys, name):
     else:
         assert code == 0, message
         dataset = IndexedDataset(tmp_path / "out_text_document")
-        borders = dataset.document_borders
+        borders = dataset.document_boundaries
         lengths = tuple(int(dataset.lengths[a:b].sum()) for a, b in itertools.pairwise(borders))
         assert lengths == case.tokens
 

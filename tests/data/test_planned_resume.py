@@ -15,10 +15,10 @@ import pytest
 from named_pairs import VOCAB, write_pair
 
 from megatrain.config.derive.blends import Blend
-from megatrain.data.samples.build import Plans, SplitBuilder
-from megatrain.data.samples.gpt import SampleRules
+from megatrain.data.samples.build import SamplePlans, SplitBuilder
+from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.data.samples.sampler import CyclicOrder, Share, SingleOrder
+from megatrain.data.samples.sampler import CyclicSampler, DataShard, SingleSampler
 
 SEQ_LENGTH = 8
 NUM_SAMPLES = 80
@@ -35,10 +35,10 @@ def build(tmp_path_factory):
 
     @functools.cache
     def made(*plans):
-        rules = SampleRules(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
+        rules = SampleOptions(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
         blend = Blend(prefixes, (0.375, 0.625))
         builder = SplitBuilder(rules)
-        return builder.build({"all": blend}, "1,0,0", Plans(train=plans, valid=(0,), test=(0,), seed=1)).train
+        return builder.build({"all": blend}, "1,0,0", SamplePlans(train=plans, valid=(0,), test=(0,), seed=1)).train
 
     return made
 
@@ -53,11 +53,11 @@ def of_sample(sample):
     return (*sample.tokens.tolist(), *sample.labels.tolist(), *sample.loss_mask.tolist())
 
 
-def read(samples, order, consumed, end, *, num_microbatches, num_workers=0):
+def read(samples, sampler, consumed, end, *, num_microbatches, num_workers=0):
     """The micro-batches of one rank from a loader that begins behind `consumed`, step by step to `end`."""
-    size = order.share.pass_size
+    size = sampler.shard.global_micro_batch_size
     found = []
-    with BatchLoader(samples, order, seq_length=SEQ_LENGTH, num_workers=num_workers) as loader:
+    with BatchLoader(samples, sampler, seq_length=SEQ_LENGTH, num_workers=num_workers) as loader:
         while consumed < end:
             count = min(num_microbatches, (end - consumed) // size)
             found += [contents(batch) for batch in loader.microbatches(consumed, count)]
@@ -65,39 +65,39 @@ def read(samples, order, consumed, end, *, num_microbatches, num_workers=0):
     return found
 
 
-def shares(micro_batch_size, dp_size):
+def shards(micro_batch_size, dp_size):
     return [
-        Share(micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+        DataShard(micro_batch_size=micro_batch_size, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
     ]
 
 
 def global_batches(samples, order_of, layout, end, *, num_workers=0):
-    """What each step reads, in the order micro-batch by micro-batch and rank by rank."""
+    """What each step reads, in the order of the samplers: micro-batch by micro-batch, rank by rank."""
     micro_batch_size, dp_size = layout
     per_step = GLOBAL_BATCH // (micro_batch_size * dp_size)
     ranks = [
-        read(samples, order_of(share), 0, end, num_microbatches=per_step, num_workers=num_workers)
-        for share in shares(micro_batch_size, dp_size)
+        read(samples, order_of(shard), 0, end, num_microbatches=per_step, num_workers=num_workers)
+        for shard in shards(micro_batch_size, dp_size)
     ]
     flat = [row for microbatch in zip(*ranks, strict=True) for rows in microbatch for row in rows]
     return [flat[start : start + GLOBAL_BATCH] for start in range(0, end, GLOBAL_BATCH)]
 
 
 def single(samples):
-    return lambda share: SingleOrder(share, len(samples))
+    return lambda shard: SingleSampler(shard, len(samples))
 
 
 def cyclic(samples, *, data_sharding):
-    return lambda share: CyclicOrder(share, len(samples), data_sharding=data_sharding)
+    return lambda shard: CyclicSampler(shard, len(samples), data_sharding=data_sharding)
 
 
-def check_every_cut(samples, order, end, *, num_workers):
+def check_every_cut(samples, sampler, end, *, num_workers):
     """A loader that begins anywhere reads the rest of what one that began at 0 reads."""
-    size = order.share.pass_size
-    unbroken = read(samples, order, 0, end, num_microbatches=GLOBAL_BATCH // size)
+    size = sampler.shard.global_micro_batch_size
+    unbroken = read(samples, sampler, 0, end, num_microbatches=GLOBAL_BATCH // size)
     assert len(unbroken) == end // size
     for consumed in range(0, end + 1, size):
-        rest = read(samples, order, consumed, end, num_microbatches=2, num_workers=num_workers)
+        rest = read(samples, sampler, consumed, end, num_microbatches=2, num_workers=num_workers)
         assert rest == unbroken[consumed // size :], f"cut at {consumed}"
 
 
@@ -106,7 +106,7 @@ def test_the_blend_goes_round_more_than_twice_and_has_no_sample_twice(build):
     assert len(samples) == NUM_SAMPLES
     for number, dataset in enumerate(samples.datasets):
         per_epoch = dataset.source.num_tokens / SEQ_LENGTH
-        assert samples.order.counts(2)[number] > 2 * per_epoch
+        assert samples.sampler.counts(2)[number] > 2 * per_epoch
     every = [of_sample(samples[k]) for k in range(NUM_SAMPLES)]
     assert len(set(every)) > 0.9 * NUM_SAMPLES, "samples tell where they are from"
 
@@ -114,18 +114,18 @@ def test_the_blend_goes_round_more_than_twice_and_has_no_sample_twice(build):
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_a_single_pass_resumes_anywhere(build, num_workers):
     samples = build(NUM_SAMPLES)
-    for share in shares(2, 2):
-        check_every_cut(samples, SingleOrder(share, NUM_SAMPLES), NUM_SAMPLES, num_workers=num_workers)
+    for shard in shards(2, 2):
+        check_every_cut(samples, SingleSampler(shard, NUM_SAMPLES), NUM_SAMPLES, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("data_sharding", [True, False], ids=["sharded", "shared"])
 def test_a_cyclic_order_resumes_anywhere_over_its_epochs(build, num_workers, data_sharding):
     samples = build(30)
-    for share in shares(2, 2):
-        order = CyclicOrder(share, len(samples) // 4 * 4, data_sharding=data_sharding)
-        assert order.epoch_samples % GLOBAL_BATCH, "a global batch lies across the border of two epochs"
-        check_every_cut(samples, order, 2 * order.epoch_samples + 12, num_workers=num_workers)
+    for shard in shards(2, 2):
+        sampler = CyclicSampler(shard, len(samples) // 4 * 4, data_sharding=data_sharding)
+        assert sampler.epoch_samples % GLOBAL_BATCH, "a global batch lies across the border of two epochs"
+        check_every_cut(samples, sampler, 2 * sampler.epoch_samples + 12, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -181,19 +181,19 @@ def test_a_longer_run_reads_what_the_shorter_one_read_and_goes_on(build):
     """What was consumed under the first plan is not read again in another order."""
     first, second = build(FIRST), build(FIRST, FURTHER)
     consumed = FIRST - FIRST % GLOBAL_BATCH  # where a run of 20 samples in global batches of 8 ends
-    for share in shares(2, 2):
-        size = share.pass_size
-        before = read(first, SingleOrder(share, len(first)), 0, consumed, num_microbatches=2)
+    for shard in shards(2, 2):
+        size = shard.global_micro_batch_size
+        before = read(first, SingleSampler(shard, len(first)), 0, consumed, num_microbatches=2)
         after = read(
             second,
-            SingleOrder(share, len(second)),
+            SingleSampler(shard, len(second)),
             consumed,
             FIRST + FURTHER,
             num_microbatches=2,
             num_workers=1,
         )
         expected = [
-            [of_sample(second[k]) for k in SingleOrder(share, len(second)).numbers(start, 0)]
+            [of_sample(second[k]) for k in SingleSampler(shard, len(second)).indices(start, 0)]
             for start in range(0, FIRST + FURTHER, size)
         ]
         assert before + after == expected
@@ -203,8 +203,8 @@ def test_a_longer_run_reads_what_the_shorter_one_read_and_goes_on(build):
 def test_plans_resume_anywhere(build, num_workers):
     samples = build(FIRST, FURTHER, 16)
     end = FIRST + FURTHER + 16
-    for share in shares(2, 2):
-        check_every_cut(samples, SingleOrder(share, len(samples)), end, num_workers=num_workers)
+    for shard in shards(2, 2):
+        check_every_cut(samples, SingleSampler(shard, len(samples)), end, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (4, 2), (2, 4)], ids=str)

@@ -19,12 +19,12 @@ from recorded import EXPECTED
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data import progress
+from megatrain.data.preprocess import progress
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.preprocess import encoder
 from megatrain.data.preprocess import run as preprocess_module
 from megatrain.data.preprocess.flags import parse_settings
-from megatrain.data.preprocess.lines import parse_line, sentences_of
+from megatrain.data.preprocess.documents import parse_line, sentences_of
 from megatrain.data.preprocess.run import main, preprocess
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import load_tokenizer
@@ -105,7 +105,7 @@ def test_documents_become_what_the_rules_say(tmp_path):
     assert run("--input", source, *NULL, "--append-eod", prefix=tmp_path / "out") == 0
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert [dataset.read(k).tolist() for k in range(len(dataset))] == [[1, 2, 99], [3], [4, 5, 99], [6, 99]]
-    assert dataset.document_borders.tolist() == [0, 1, 1, 3, 3, 3, 4]
+    assert dataset.document_boundaries.tolist() == [0, 1, 1, 3, 3, 3, 4]
 
 
 def test_the_description_names_the_tokenizer_and_the_counts(tmp_path):

@@ -137,7 +137,7 @@ def check(folder: Path, seed: int) -> None:
     assert code == 0
     for key, expected in zip(keys, documents, strict=True):
         dataset = IndexedDataset(f"{prefix}_{key}_document")
-        borders = dataset.document_borders.tolist()
+        borders = dataset.document_boundaries.tolist()
         found = [
             [dataset.read(number).tolist() for number in range(start, end)]
             for start, end in itertools.pairwise(borders)

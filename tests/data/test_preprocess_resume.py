@@ -347,7 +347,7 @@ def test_a_complete_run_is_done_only_if_its_files_are_there(
 def test_files_removed_while_a_run_completes_are_an_error(words, tmp_path, capsys, monkeypatch):
     real = IndexedWriter.publish
 
-    def publish(self):
+    def commit(self):
         for path in tmp_path.glob("*.bin.partial"):
             path.unlink()
         real(self)

@@ -16,10 +16,10 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.sources import (
     SAMPLED_BYTES,
-    blends_of,
+    blends_from_facts,
     content_digest,
     inspect,
-    named_blends,
+    blends_from_config,
     read_description,
     used_eod,
 )
@@ -39,13 +39,13 @@ def config_of(**values):
 
 def check_round_trip(data, expected):
     """Words -> blends -> facts, through JSON as other ranks get them -> the same blends."""
-    blends = named_blends(data)
+    blends = blends_from_config(data)
     assert blends == expected
-    facts, problems = inspect(blends, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    facts, problems = inspect_datasets(blends, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
     assert not problems
     sent = Facts.from_json(Facts(datasets=tuple(facts)).to_json())
-    assert blends_of(sent.datasets) == expected
-    assert list(blends_of(sent.datasets)) == list(expected), "in order"
+    assert blends_from_facts(sent.datasets) == expected
+    assert list(blends_from_facts(sent.datasets)) == list(expected), "in order"
 
 
 def test_one_dataset(names):
@@ -107,13 +107,13 @@ def test_weights_in_a_file_of_splits_may_be_numbers(names, tmp_path):
 
 
 def test_mock_data_has_no_blends():
-    assert named_blends(config_of(mock_data=True)) == {}
-    assert inspect({}, vocab_size=VOCAB, tokenizer_fingerprint=None) == ([], [])
-    assert blends_of([]) == {}
+    assert blends_from_config(config_of(mock_data=True)) == {}
+    assert inspect_datasets({}, vocab_size=VOCAB, tokenizer_fingerprint=None) == ([], [])
+    assert blends_from_facts([]) == {}
 
 
 def test_a_dataset_is_described_as_it_is(names):
-    (facts,), _ = inspect({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    (facts,), _ = inspect_datasets({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
     dataset = IndexedDataset(names[0])
     assert facts == DatasetFacts(
         split="all",
@@ -130,7 +130,7 @@ def test_everything_wrong_is_told_once(names, tmp_path):
     describe(names[1], tokenizer_fingerprint="other")
     describe(names[2], largest_id=VOCAB)
     blends = {"train": Blend((*names, missing, missing, names[1])), "valid": Blend((missing, names[2]))}
-    facts, problems = inspect(blends, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    facts, problems = inspect_datasets(blends, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
     told = [problem.text.removeprefix(str(tmp_path)) for problem in problems]
     assert [line.split()[0] for line in told] == ["/b.bin", "/c.bin", "/missing.bin:"]
     assert "another tokenizer" in told[0]
@@ -140,7 +140,7 @@ def test_everything_wrong_is_told_once(names, tmp_path):
 
 def test_another_tokenizer_is_told_before_its_ids(names):
     describe(names[0], tokenizer_fingerprint="other", largest_id=VOCAB)
-    _, (problem,) = inspect({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    _, (problem,) = inspect_datasets({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
     assert "another tokenizer" in problem.text
 
 
@@ -170,7 +170,7 @@ def test_data_without_a_known_end_is_read_with_any(names):
     for eod in (None, "none"):
         describe(names[0], eod=eod)
         blends = {"all": Blend((names[0],))}
-        assert not inspect(blends, vocab_size=VOCAB, tokenizer_fingerprint=None, eod=7)[1]
+        assert not inspect_datasets(blends, vocab_size=VOCAB, tokenizer_fingerprint=None, eod=7)[1]
 
 
 @pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
@@ -254,7 +254,7 @@ def test_a_bad_file_of_words_is_refused(tmp_path, name):
     with pytest.raises(
         ConfigError, match=rf"--data-args-path.*{words.removeprefix('--data-args-path')}.*\n  fix: "
     ):
-        named_blends(config_of(data_args_path=str(tmp_path / "words")))
+        blends_from_config(config_of(data_args_path=str(tmp_path / "words")))
 
 
 @pytest.mark.parametrize("flag", ["data_args_path", "per_split_data_args_path"])
@@ -264,7 +264,7 @@ def test_a_bad_file_of_words_is_refused(tmp_path, name):
 def test_a_file_of_words_that_is_not_there_is_told(tmp_path, flag, name, reason):
     words = rf"--{flag.replace('_', '-')} {tmp_path}.*: cannot be read: {reason}\n  fix: give a text file that is there"
     with pytest.raises(InputError, match=words):
-        named_blends(config_of(**{flag: str(tmp_path / name)}))
+        blends_from_config(config_of(**{flag: str(tmp_path / name)}))
 
 
 SPLIT_FILES = {
@@ -295,4 +295,4 @@ def test_a_bad_file_of_splits_is_refused(tmp_path, name):
     content, words = SPLIT_FILES[name]
     (tmp_path / "words.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"{words}.*\n  fix: "):
-        named_blends(config_of(per_split_data_args_path=str(tmp_path / "words.json")))
+        blends_from_config(config_of(per_split_data_args_path=str(tmp_path / "words.json")))

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.process_groups import make_group
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import Ranks, grid_shape
 from megatrain.training.logging.console import Console
@@ -56,7 +57,7 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
     request = parse([*MODEL, *flags])
     facts = gather_facts(request, environment)
     plan = resolve(request, facts)
-    grid = RankGrid.build(grid_shape(plan), rank, make_group)
+    grid = build_grid(grid_shape(plan), rank, make_group)
     return Trainer(
         Ranks(
             request=request,

@@ -10,17 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention.blocks import AttentionKernel, View
-from megatrain.kernels.attention.eager import WrittenAttention
-from megatrain.kernels.attention.libraries import CpuFlash, attention_kernel
+from megatrain.parallel.build_grid import build_grid
+from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.backends import CpuFlash, attention_kernel
 from megatrain.parallel.batch import Documents
-from megatrain.parallel.context import ContextParallel
-from megatrain.parallel.context_gather import gathered_attention
-from megatrain.parallel.context_heads import to_heads, to_rows
-from megatrain.parallel.context_ring import ring_attention
-from megatrain.parallel.context_views import Views
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.context_attention import gathered_attention
+from megatrain.parallel.context_attention import to_heads, to_rows
+from megatrain.parallel.context_attention import ring_attention
+from megatrain.parallel.context_attention import Views
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, HEADS, D = 48, 2, 4, 8
@@ -33,9 +35,9 @@ class ByRules:
     """Stands for kernels of GPUs: it is told rules, not masks."""
 
     takes_masks = False
-    written = WrittenAttention(scale=0.4)
+    written = EagerAttention(scale=0.4)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         return self.written.forward(q, k, v, as_mask(view, len(q), len(k)))
 
     def backward(self, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +45,7 @@ class ByRules:
         return self.written.backward(*known, as_mask(view, len(known[1]), len(known[2])))
 
 
-def as_mask(view: View, num_queries: int, num_keys: int) -> View:
+def as_mask(view: MaskSpec, num_queries: int, num_keys: int) -> MaskSpec:
     """Each document by itself, its last query beside its last key."""
     assert view.mask is None
     if not view.is_causal:
@@ -64,7 +66,7 @@ def as_mask(view: View, num_queries: int, num_keys: int) -> View:
         if view.window is not None:
             part.triu_(offset - view.window)
     by_sample = mask.view(B, num_queries, B, num_keys)
-    return View(mask=torch.stack([by_sample[b, :, b] for b in range(B)]).unsqueeze(1))
+    return MaskSpec(mask=torch.stack([by_sample[b, :, b] for b in range(B)]).unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Case:
             return attention_kernel(self.kernel, 0.4)
         if self.kernel != "written":
             return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
-        return WrittenAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
+        return EagerAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
 
     def views(self, q: Tensor, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
         """Of a rank with these heads."""
@@ -167,7 +169,7 @@ def on_a_rank(
 ) -> list[Tensor]:
     """This rank's rows of the output and the gradients, and its share of the sink's."""
     shape = GridShape(tp=heads_size, dp=world_size // heads_size)  # the two levels of context ranks
-    grid = RankGrid.build(shape, rank, make_group)
+    grid = build_grid(shape, rank, make_group)
     (q, k, v, sink), upstream = inputs(case)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     q, k, v = (own_rows(x, rank, world_size).to(device, dtype).requires_grad_() for x in (q, k, v))

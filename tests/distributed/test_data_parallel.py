@@ -11,13 +11,13 @@ from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors
-from megatrain.parallel.bucket_memory import BucketMemory
-from megatrain.parallel.data import DataParallel
+from megatrain.parallel.data_parallel import BucketMemory
+from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.pipeline.executor import Use
 from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 BF16 = ("--bf16", "--params-dtype", "bfloat16")
 
@@ -31,7 +31,7 @@ def trained(
     for step in range(NUM_STEPS):
         batches = list(own_batches(step, layout, engine.grid.dp.rank))
         report = engine.step(
-            batches, schedules_of(engine.plan).at(0), first_sample=step * layout.global_batch
+            batches, build_schedules(engine.plan).at(0), first_sample=step * layout.global_batch
         )
         found.append((report.lm_loss, report.grad_norm))
     loss, tokens = engine.evaluate(batches).tolist()
@@ -116,7 +116,7 @@ def whole_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[int]:
     engine.data_parallel.__class__ = Watched
     for step in range(2):
         batches = list(own_batches(step, layout, engine.grid.dp.rank))
-        engine.step(batches, schedules_of(engine.plan).at(0))
+        engine.step(batches, build_schedules(engine.plan).at(0))
     engine.evaluate(batches)
     counts += [num_whole(engine.buffers.weight_memory), num_whole(engine.buffers.gradient_memory)]
     assert isinstance(engine.data_parallel, Watched)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.moe.routing import Routes
-from megatrain.parallel.grid import GridShape, RankGroup
-from megatrain.parallel.groups import make_group
+from megatrain.kernels.moe.routing import Routing
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.token_dispatcher import (
     AllGatherExchange,
     AllToAllExchange,
@@ -34,7 +35,7 @@ class Problem(NamedTuple):
     up: Tensor
     """[E, F, H]; down: [E, H, F]."""
     down: Tensor
-    routes: Routes
+    routing: Routing
     gradient: Tensor
 
 
@@ -64,19 +65,19 @@ def problem(case: str, top_k: int) -> Problem:
         assert not kept.all()
     if case == "none":
         kept = torch.zeros_like(experts, dtype=torch.bool)
-    return Problem(x, up, down, Routes(experts, weights, kept), gradient)
+    return Problem(x, up, down, Routing(experts, weights, kept), gradient)
 
 
 def by_hand(given: Problem) -> tuple[Tensor, ...]:
     """The sum over each token's experts, and all gradients."""
     x, up, down, weights = (
-        part.clone().requires_grad_() for part in (given.x, given.up, given.down, given.routes.weights)
+        part.clone().requires_grad_() for part in (given.x, given.up, given.down, given.routing.weights)
     )
     sums = []
     for token in range(T):
         total = torch.zeros(H, dtype=torch.float64)
-        for slot, expert in enumerate(given.routes.experts[token].tolist()):
-            if given.routes.kept is None or given.routes.kept[token, slot]:
+        for slot, expert in enumerate(given.routing.experts[token].tolist()):
+            if given.routing.kept is None or given.routing.kept[token, slot]:
                 total = total + weights[token, slot] * (down[expert] @ torch.tanh(up[expert] @ x[token]))
         sums.append(total)
     nothing = 0 * sum(part.sum() for part in (x, up, down, weights))  # all have gradients, whoever has visits
@@ -99,15 +100,15 @@ def experts_of(visitors: Visitors, up: Tensor, down: Tensor) -> Tensor:
 def run_rank(
     given: Problem, exchange: Exchange, tokens: slice, experts: slice, channels: slice
 ) -> tuple[Tensor, ...]:
-    x, weights = (part[tokens].clone().requires_grad_() for part in (given.x, given.routes.weights))
+    x, weights = (part[tokens].clone().requires_grad_() for part in (given.x, given.routing.weights))
     up = given.up[experts, channels].clone().requires_grad_()
     down = given.down[experts, :, channels].clone().requires_grad_()
-    routes = Routes(
-        given.routes.experts[tokens],
+    routing = Routing(
+        given.routing.experts[tokens],
         weights,
-        None if given.routes.kept is None else given.routes.kept[tokens],
+        None if given.routing.kept is None else given.routing.kept[tokens],
     )
-    visitors = exchange.send(x, routes)
+    visitors = exchange.send(x, routing)
     out = exchange.bring_back(experts_of(visitors, up, down), visitors)
     out.backward(given.gradient[tokens])
     return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]

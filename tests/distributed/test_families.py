@@ -15,16 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.checkpoint.save import plan_chunks
-from megatrain.optim.measures import num_zero_gradients, parameter_norm
+from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.optim.muon import Muon, MuonRule
-from megatrain.optim.rules import AdamwRule
-from megatrain.optim.schedule import Rates
+from megatrain.optim.update_rules import AdamwRule
+from megatrain.optim.lr_schedule import Rates
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel, Transport
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.data_parallel import DataParallel, Transport
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box, Init, LaidOutModule, ParamLayout, ParamRegistry, Piece, box_shape
 from megatrain.tools.worker_pool import WorkerPool
@@ -106,7 +108,7 @@ def test_a_step_of_both_families_is_that_of_one_process(pool: WorkerPool, name: 
 
 def stepped(rank: int, world_size: int, case: Case) -> Found:
     """Two steps of two micro-batches."""
-    grid = RankGrid.build(case.shape, rank, make_group)
+    grid = build_grid(case.shape, rank, make_group)
     segments = list(layers(grid))
     optimizer = optimizer_of(case, grid, segments)
     parallel, norms, num_zeros = optimizer.parallel, [], 0
@@ -151,7 +153,7 @@ def optimizer_of(case: Case, grid: RankGrid, segments: list[LaidOutModule]) -> S
         AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
         muon=Muon(MUON, buffers.shards, grid) if case.has_muon else None,
         clip_grad=1.0,
-        main_dtype=torch.float64,
+        master_dtype=torch.float64,
         offload_fraction=case.offload_fraction,
     )
     optimizer.fill(WEIGHT, InitialWeights(1))

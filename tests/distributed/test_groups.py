@@ -5,9 +5,11 @@ from typing import Any
 
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_gather, all_reduce
-from megatrain.parallel.grid import STAGES_BEFORE_REPLICAS, GridShape, RankGrid
-from megatrain.parallel.groups import groups_of, limit_collectives, make_group
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import STAGES_BEFORE_REPLICAS, GridShape
+from megatrain.parallel.process_groups import groups_of, limit_collectives, make_group
 from megatrain.tools.worker_pool import WorkerPool
 
 SHAPE = GridShape(tp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
@@ -15,7 +17,7 @@ SHAPE = GridShape(tp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
 
 def members(rank: int, _: int) -> dict[str, tuple[list[int], list[int]]]:
     """Of each group: whom this rank hears, and whom the grid says it does."""
-    grid = RankGrid.build(SHAPE, rank, make_group)
+    grid = build_grid(SHAPE, rank, make_group)
     return {
         group.name: (all_gather(torch.tensor([rank]), group).tolist(), list(group.ranks))
         for group in groups_of(grid)
@@ -32,7 +34,7 @@ def test_groups_hold_the_ranks_that_the_grid_names(pool: WorkerPool) -> None:
 
 def impatient(rank: int, _: int, text: bool) -> Any:
     """What rank 0 gets when rank 1 comes two seconds late, to a tensor's meeting or a message's."""
-    grid = RankGrid.build(GridShape(dp=2), rank, make_group)
+    grid = build_grid(GridShape(dp=2), rank, make_group)
     limit_collectives(grid, seconds=1)
     if rank == 1:
         time.sleep(2)

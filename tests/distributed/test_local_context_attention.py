@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.model.implementations.local import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
-from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.context_attention import ContextAttention
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
-from megatrain.parallel.groups import make_group
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, HEADS, GROUPS, D = 48, 2, 4, 2, 8
@@ -59,7 +61,7 @@ def on_a_rank(
     rank: int, world_size: int, name: str, way: str, sizes: tuple[int, int], has_documents: bool
 ) -> list[Tensor]:
     """Output and gradients of queries, keys and values of this rank's rows, and its share of the sinks'."""
-    grid = RankGrid.build(
+    grid = build_grid(
         GridShape(tp=sizes[0], dp=sizes[1]), rank, make_group
     )  # two levels of context ranks
     cp = ContextParallel(grid.world)

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.parallel.groups import make_group
-from megatrain.parallel.tensor import TensorParallel, column_linear
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.tensor_parallel import TensorParallel, column_linear
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, H, OUT = 12, 2, 40, 24
@@ -34,7 +36,7 @@ def test_bits_are_those_of_the_plain_order(
 def both_ways(
     rank: int, world_size: int, sequence_parallel: bool, is_deferred: bool, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
-    grid = RankGrid.build(GridShape(tp=world_size), rank, make_group)
+    grid = build_grid(GridShape(tp=world_size), rank, make_group)
     tp = TensorParallel(grid.tp, grid.kv, sequence_parallel)
     rows = tp.sequence_rows(S)
     generator = torch.Generator().manual_seed(rank if sequence_parallel else 0)

@@ -34,7 +34,7 @@ from megatrain.tools.parity.measure import (
 )
 from megatrain.tools.parity.rows import QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +266,7 @@ def narrow_loss(rank: int, world_size: int, layout: Layout) -> tuple[float, str]
     plan = tiny_plan(layout, world_size, "--bf16", "--params-dtype", "bfloat16")
     engine = engine_of(plan, rank)
     batches = list(own_batches(0, layout, engine.grid.dp.rank))
-    loss = engine.step(batches, schedules_of(plan).at(0)).lm_loss
+    loss = engine.step(batches, build_schedules(plan).at(0)).lm_loss
     return loss, str(engine.executor.dtype)
 
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 import yaml
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.batch import Batch
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.process_groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 VOCAB, SEQ, GLOBAL_BATCH, NUM_ITERATIONS = 4096, 64, 4, 50
@@ -43,10 +44,10 @@ def train(rank: int, world_size: int, command: list[str]) -> list[float]:
     """The loss of each iteration."""
     plan = resolve(parse(command), Facts(world_size=world_size, vocab_size=VOCAB, eod_id=VOCAB - 1))
     assert plan.derived.params_dtype == "float32"
-    grid = RankGrid.build(grid_shape(plan), rank, make_group)
+    grid = build_grid(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()
-    schedules = schedules_of(plan)
+    schedules = build_schedules(plan)
     return [
         engine.step(own_batches(step, grid), schedules.at(step * GLOBAL_BATCH)).lm_loss
         for step in range(NUM_ITERATIONS)

@@ -16,7 +16,7 @@ from megatrain.optim.loss_scale import DynamicLossScale
 from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 RAMP = (
     "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "
@@ -243,7 +243,7 @@ def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) 
             return loss
 
         engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
-        report = engine.step(list(own_batches(step, layout, engine.grid.dp.rank)), schedules_of(plan).at(0))
+        report = engine.step(list(own_batches(step, layout, engine.grid.dp.rank)), build_schedules(plan).at(0))
         assert engine.loss_scaler.scale == 512.0
         engine.data_parallel.wait_for_weights()
         found.append((report.is_finite, torch.equal(before, torch.cat(engine.buffers.weights))))

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.model.router import ROUTER_SUMS, Router
+from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.layout import Init
-from megatrain.parallel.tensor import TensorParallel
-from megatrain.parallel.tokens import TokenSplit
+from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, H, E = 16, 2, 5, 8
@@ -101,7 +101,7 @@ def _loads_by_score(spec: RouterSpec, replica: int) -> Tensor:
         ContextParallel(RankGroup("cp", (0,), 0)),
     )
     found = routed(plain, alone, RankGroup("dp", (0,), 0), replica, torch.arange(S))
-    return found["sums"][len(ROUTER_SUMS) :]
+    return found["sums"][len(ROUTER_METRICS) :]
 
 
 def routed(
@@ -126,5 +126,5 @@ def routed(
         "weights": routes.weights.detach().view(*own.shape[:2], -1),
         "x": own.grad,
         "weight": router.weight_grads["weight"],
-        "sums": info.router_sums[3],
+        "sums": info.router_metrics[3],
     }

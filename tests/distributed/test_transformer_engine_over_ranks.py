@@ -29,7 +29,7 @@ WORDS = (
     "cp2 gpt2 tied",
     "cp2 allgather llama dp2 zero1 overlap",
     "tp2 sp cp2 heads mup",
-    "cp4 tworings pp2 tied tokens",
+    "cp4 a2aring pp2 tied tokens",
 )
 NO_DROPOUT_OF_SCORES = ("--attention-dropout", "0")
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.parallel.groups import make_group
-from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.grid import RankGrid
+
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.tensor_parallel import VocabShard, cross_entropy, logits_gradient
 from megatrain.tools.worker_pool import WorkerPool
 
 NUM_TOKENS = 40
@@ -45,7 +48,7 @@ def case(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def on_a_rank(
     rank: int, world_size: int, vocab_size: int, rows: int, z_loss_coeff: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grid = RankGrid.build(GridShape(tp=world_size), rank, make_group)
+    grid = build_grid(GridShape(tp=world_size), rank, make_group)
     logits, labels, scale = case(vocab_size)
     padding = torch.full((NUM_TOKENS, rows * world_size - vocab_size), 1e3, dtype=torch.float64)
     own = torch.cat((logits, padding), dim=1)[:, rank * rows : (rank + 1) * rows].clone()
@@ -63,7 +66,7 @@ def test_a_label_that_is_no_id_has_an_infinite_loss_on_every_rank(pool: WorkerPo
 
 def with_wrong_labels(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """Losses of labels of the padding, of one behind all rows and of a huge one; then those of real ids."""
-    grid = RankGrid.build(GridShape(tp=world_size), rank, make_group)
+    grid = build_grid(GridShape(tp=world_size), rank, make_group)
     labels = torch.tensor([13, 15, 10**12, 0, 7, 12])
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     losses = cross_entropy(logits, labels, VocabShard(grid.tp, 5, 13)).losses.tolist()

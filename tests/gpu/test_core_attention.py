@@ -9,9 +9,9 @@ import pytest
 import torch
 from heads_on_gpus import DTYPES, LIMITS, heads_of
 
-from megatrain.kernels.attention.blocks import View
-from megatrain.kernels.attention.eager import WrittenAttention
-from megatrain.model.implementations.attention_one_rank import LocalCoreAttention
+from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.model.implementations.attention_one_rank import LocalAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 
@@ -35,16 +35,16 @@ def test_heads_of_all_sizes(backend: str, d: int, has_documents: bool) -> None:
     qkv = torch.randn(S, B, HEADS + 2 * GROUPS, d, generator=generator).to("cuda", dtype).requires_grad_()
     dout = torch.randn(S, B, HEADS, d, generator=generator).to("cuda", dtype)
     documents = Documents(torch.tensor(ENDS, dtype=torch.int32, device="cuda"), S, B, S)
-    core = LocalCoreAttention(
+    core = LocalAttention(
         AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=d), backend
     )
     sizes = (HEADS, GROUPS, GROUPS)
     out = core(*qkv.split(sizes, dim=2), PassInfo(documents=documents if has_documents else None))
     out.backward(dout.flatten(2))
     q, k, v = qkv.detach().double().split(sizes, dim=2)
-    written, view = WrittenAttention(scale=d**-0.5), View(is_causal=True)
+    written, view = EagerAttention(scale=d**-0.5), MaskSpec(is_causal=True)
     if has_documents:
-        view = View(mask=documents.mask)
+        view = MaskSpec(mask=documents.mask)
     expected, lse = written.forward(q, k, v, view)
     gradients = written.backward(dout.double(), q, k, v, expected, lse, view)
     for found, wanted in ((out.detach(), expected.flatten(2)), (qkv.grad, torch.cat(gradients, dim=2))):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention.blocks import AttentionKernel, Borders, Joined, View, sink_gradient
-from megatrain.kernels.attention.eager import WrittenAttention
-from megatrain.kernels.attention.libraries import CpuFlash, CuDnn, attention_kernel
+from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, SoftmaxMerge, MaskSpec, sink_gradient
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.backends import CpuFlash, CuDnn, attention_kernel
 
 SCALE = 0.3
 
@@ -57,7 +57,7 @@ def plain(
     return [out.detach(), scores.logsumexp(-1).permute(2, 0, 1).detach(), *grads]
 
 
-def of(kernel: AttentionKernel, x: list[Tensor], view: View) -> list[Tensor]:
+def of(kernel: AttentionKernel, x: list[Tensor], view: MaskSpec) -> list[Tensor]:
     q, k, v, upstream = x
     out, lse = kernel.forward(q, k, v, view)
     return [out, lse, *kernel.backward(upstream, q, k, v, out, lse.masked_fill(lse == -torch.inf, 0), view)]
@@ -67,11 +67,11 @@ def all_seen(shape: Shape) -> Tensor:
     return torch.ones(1, 1, shape.queries, shape.keys, dtype=torch.bool)
 
 
-WHOLE, CAUSAL = View(), View(is_causal=True)
+WHOLE, CAUSAL = MaskSpec(), MaskSpec(is_causal=True)
 SHORT = Shape(queries=7, keys=12)
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash(SCALE), WrittenAttention(scale=SCALE)], ids=["cpu", "written"])
+@pytest.mark.parametrize("kernel", [CpuFlash(SCALE), EagerAttention(scale=SCALE)], ids=["cpu", "written"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["whole", "causal", "mask"])
 def test_a_block_is_the_sum_written_out(kernel: AttentionKernel, groups: int, kind: str) -> None:
@@ -82,7 +82,7 @@ def test_a_block_is_the_sum_written_out(kernel: AttentionKernel, groups: int, ki
     elif kind == "mask":
         mask = torch.rand(shape.b, 1, 7, 12, generator=torch.Generator().manual_seed(2)) < 0.5
         mask[1, :, 3] = False  # a query that sees no key
-        view = View(mask=mask)
+        view = MaskSpec(mask=mask)
     x = inputs(shape)
     for found, expected in zip(of(kernel, x, view), plain(*x, mask), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -91,12 +91,12 @@ def test_a_block_is_the_sum_written_out(kernel: AttentionKernel, groups: int, ki
 def test_softcaps_bend_scores() -> None:
     shape = Shape()
     x = inputs(shape)
-    found = of(WrittenAttention(scale=SCALE, softcap=0.8), x, CAUSAL)
+    found = of(EagerAttention(scale=SCALE, softcap=0.8), x, CAUSAL)
     for own, expected in zip(found, plain(*x, all_seen(shape).tril(), softcap=0.8), strict=True):
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("kernel", [CpuFlash(SCALE), WrittenAttention(scale=SCALE)], ids=["cpu", "written"])
+@pytest.mark.parametrize("kernel", [CpuFlash(SCALE), EagerAttention(scale=SCALE)], ids=["cpu", "written"])
 def test_a_causal_view_that_is_not_square_needs_a_mask(kernel: AttentionKernel) -> None:
     x = inputs(SHORT)
     with pytest.raises(AssertionError, match="not square"):
@@ -114,7 +114,7 @@ def test_blocks_join_to_the_whole(cut: int) -> None:
     mask[..., :cut, 12:] = False
     expected_out, expected_lse, *expected = plain(q, k, v, upstream, mask)
     blocks = [(slice(12), slice(None), CAUSAL), (slice(12, 24), slice(cut, None), WHOLE)]
-    joined = Joined(*kernel.forward(q, k[:12], v[:12], CAUSAL))
+    joined = SoftmaxMerge(*kernel.forward(q, k[:12], v[:12], CAUSAL))
     joined.add(*kernel.forward(q[cut:], k[12:], v[12:], WHOLE), rows=slice(cut, None))
     torch.testing.assert_close(joined.out, expected_out, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(joined.lse, expected_lse, rtol=1e-12, atol=1e-13)
@@ -131,11 +131,11 @@ def test_blocks_join_to_the_whole(cut: int) -> None:
 def test_a_block_that_is_hidden_from_a_query_changes_nothing() -> None:
     q, k, v, _ = inputs(Shape())
     kernel = CpuFlash(SCALE)
-    joined = Joined(*kernel.forward(q, k, v, CAUSAL))
+    joined = SoftmaxMerge(*kernel.forward(q, k, v, CAUSAL))
     out, lse = joined.out.clone(), joined.lse.clone()
     mask = all_seen(Shape())
     mask[:, :, 4:] = False
-    joined.add(*kernel.forward(q, k, v, View(mask=mask)))
+    joined.add(*kernel.forward(q, k, v, MaskSpec(mask=mask)))
     assert torch.equal(joined.out[4:], out[4:])
     assert torch.equal(joined.lse[4:], lse[4:])
     assert not joined.lse[:4].eq(lse[:4]).any()
@@ -150,7 +150,7 @@ def test_a_sink_joins_once() -> None:
     scores = torch.cat((scores, sink.view(-1, 1, 1).expand(shape.b, 4, 12, 1)), -1)
     expected = torch.einsum("bnij,jbnd->ibnd", scores.softmax(-1)[..., :12], repeated[1])
     expected.backward(upstream)
-    joined = Joined(*CpuFlash(SCALE).forward(q, k, v, WHOLE))
+    joined = SoftmaxMerge(*CpuFlash(SCALE).forward(q, k, v, WHOLE))
     joined.add_sink(sink.detach())
     torch.testing.assert_close(joined.out, expected.detach())
     found = sink_gradient(upstream, joined.out, joined.lse, sink.detach())
@@ -161,7 +161,7 @@ BORDERS = [0, 1, 9, 12, 14, 14, 24]
 """Of documents in two samples of 12 tokens; one is empty."""
 
 
-def rules() -> dict[str, tuple[Shape, View, Tensor]]:
+def rules() -> dict[str, tuple[Shape, MaskSpec, Tensor]]:
     """Views by rules, and the masks that they mean."""
     short, square = SHORT, Shape()
     distance = torch.arange(5, 12)[:, None] - torch.arange(12)
@@ -173,10 +173,10 @@ def rules() -> dict[str, tuple[Shape, View, Tensor]]:
         "whole": (short, WHOLE, all_seen(short)),
         "causal": (square, CAUSAL, all_seen(square).tril()),
         "run": (short, CAUSAL, (distance >= 0)[None, None]),
-        "window": (short, View(is_causal=True, window=3), ((distance >= 0) & (distance <= 3))[None, None]),
+        "window": (short, MaskSpec(is_causal=True, window=3), ((distance >= 0) & (distance <= 3))[None, None]),
         "documents": (
             short,
-            View(is_causal=True, window=4, borders=Borders(queries, keys, 7, 10)),
+            MaskSpec(is_causal=True, window=4, borders=CuSeqlens(queries, keys, 7, 10)),
             is_same & (distance >= 0) & (distance <= 4),
         ),
     }
@@ -196,7 +196,7 @@ def test_kernels_of_gpus_are_planned_without_one(backend: str, name: str) -> Non
     x = inputs(shape, torch.bfloat16, "meta")
     if view.borders is not None:
         meta = [border.to("meta") for border in view.borders[:2]]
-        view = View(is_causal=True, window=view.window, borders=Borders(meta[0], meta[1], 7, 10))
+        view = MaskSpec(is_causal=True, window=view.window, borders=CuSeqlens(meta[0], meta[1], 7, 10))
     out, lse, *gradients = of(kernel, x, view)
     assert (out.shape, lse.shape) == (x[0].shape, x[0].shape[:3])
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
@@ -221,7 +221,7 @@ def test_kernels_of_gpus_are_the_sum_written_out(backend: str, name: str, groups
     shape = Shape(queries=shape.queries, keys=shape.keys, groups=groups, d=64)
     if view.borders is not None:
         moved = [border.cuda() for border in view.borders[:2]]
-        view = View(is_causal=True, window=view.window, borders=Borders(moved[0], moved[1], 7, 10))
+        view = MaskSpec(is_causal=True, window=view.window, borders=CuSeqlens(moved[0], moved[1], 7, 10))
     x = inputs(shape, torch.bfloat16, "cuda")
     found = of(attention_kernel(backend, SCALE), x, view)
     for own, expected in zip(found, plain(*inputs(shape), mask), strict=True):

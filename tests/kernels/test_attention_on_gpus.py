@@ -9,10 +9,10 @@ import torch
 from heads_on_gpus import DTYPES, LIMITS, heads_of
 from torch import Tensor
 
-from megatrain.kernels.attention.blocks import AttentionKernel, Borders, View
-from megatrain.kernels.attention.eager import WrittenAttention
-from megatrain.kernels.attention.flash4 import order_of_sums
-from megatrain.kernels.attention.libraries import CuDnn, Flash2, Flash4
+from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.flash4 import determinism_options
+from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -38,24 +38,24 @@ def made(backend: str, d: int) -> AttentionKernel:
     return KERNELS[backend](d**-0.5)
 
 
-def view_of(name: str) -> tuple[View, Tensor]:
+def view_of(name: str) -> tuple[MaskSpec, Tensor]:
     """What queries see, by rules and by a mask, [1 or b, 1, sq, sk]."""
     queries = SOME if name in ("whole", "run") else S
     distance = torch.arange(S - queries, S)[:, None] - torch.arange(S)
     mask = (distance >= 0)[None, None]
     match name:
         case "whole":
-            return View(), torch.ones_like(mask)
+            return MaskSpec(), torch.ones_like(mask)
         case "window":
-            return View(is_causal=True, window=WINDOW), mask & (distance <= WINDOW)
+            return MaskSpec(is_causal=True, window=WINDOW), mask & (distance <= WINDOW)
         case "documents":
             ends = torch.tensor(ENDS, dtype=torch.int32)
             number = torch.bucketize(torch.arange(B * S), ends, right=True).view(B, 1, S)
             is_same = number.unsqueeze(-1) == number.unsqueeze(-2)
-            borders = Borders(ends.cuda(), ends.cuda(), S, S)
-            return View(is_causal=True, borders=borders), mask & is_same
+            borders = CuSeqlens(ends.cuda(), ends.cuda(), S, S)
+            return MaskSpec(is_causal=True, borders=borders), mask & is_same
         case _:
-            return View(is_causal=True), mask
+            return MaskSpec(is_causal=True), mask
 
 
 def inputs(queries: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor]:
@@ -67,7 +67,7 @@ def inputs(queries: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor
     return [q[S - queries :], k, v, dout]
 
 
-def of(kernel: AttentionKernel, x: list[Tensor], view: View) -> list[Tensor]:
+def of(kernel: AttentionKernel, x: list[Tensor], view: MaskSpec) -> list[Tensor]:
     """Output, log-sum-exp and gradients."""
     q, k, v, dout = x
     out, lse = kernel.forward(q, k, v, view)
@@ -75,8 +75,8 @@ def of(kernel: AttentionKernel, x: list[Tensor], view: View) -> list[Tensor]:
 
 
 def check(found: list[Tensor], x: list[Tensor], mask: Tensor) -> None:
-    written = WrittenAttention(scale=x[0].shape[-1] ** -0.5)
-    expected = of(written, [one.double().cpu() for one in x], View(mask=mask))
+    written = EagerAttention(scale=x[0].shape[-1] ** -0.5)
+    expected = of(written, [one.double().cpu() for one in x], MaskSpec(mask=mask))
     names = ("out", "lse", "dq", "dk", "dv")
     for name, own, wanted in zip(names, found, expected, strict=True):
         error = ((own.double().cpu() - wanted).abs().max() / wanted.abs().max()).item()
@@ -105,7 +105,7 @@ def _one_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["whole", "causal", "run", "window", "documents"])
 @pytest.mark.parametrize(("groups", "d"), [(2, 128), (4, 64)])
 def test_sums_in_one_order_are_those_written_out(backend: str, name: str, groups: int, d: int) -> None:
-    assert order_of_sums() == {"deterministic": True}
+    assert determinism_options() == {"deterministic": True}
     kernel, (view, mask) = made(backend, d), view_of(name)
     x = inputs(mask.shape[2], groups, d, torch.bfloat16)
     found = of(kernel, x, view)

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention import libraries
-from megatrain.kernels.attention.blocks import Borders, View
-from megatrain.kernels.attention.eager import WrittenAttention
-from megatrain.kernels.attention.flash4 import Flash4Functions, order_of_sums
-from megatrain.kernels.attention.libraries import Flash4
-from megatrain.kernels.heads import whole_of
+from megatrain.kernels.attention import backends
+from megatrain.kernels.attention.interface import CuSeqlens, MaskSpec
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.flash4 import Flash4Functions, determinism_options
+from megatrain.kernels.attention.backends import Flash4
+from megatrain.kernels.qkv import fused_view
 
 SCALE = 0.5
-WRITTEN = WrittenAttention(scale=SCALE)
+WRITTEN = EagerAttention(scale=SCALE)
 S, B, D = 6, 2, 4
 ENDS = (0, 2, 6, 7, 12)
 """Of documents in two samples that lie end to end."""
@@ -39,7 +39,7 @@ def forward(
 ) -> None:
     assert softmax_scale == SCALE
     for rows, lse_rows in documents(how, lse):
-        found, sums = WRITTEN.forward(*(rows(x) for x in (q, k, v)), View(is_causal=causal))
+        found, sums = WRITTEN.forward(*(rows(x) for x in (q, k, v)), MaskSpec(is_causal=causal))
         rows(out).copy_(found)
         lse_rows(lse).copy_(sums.permute(1, 2, 0))
 
@@ -52,7 +52,7 @@ def backward(
     assert softmax_scale == SCALE
     for rows, lse_rows in documents(how, lse):
         given = [rows(x) for x in (dout, q, k, v, out)]
-        found = WRITTEN.backward(*given, lse_rows(lse).permute(2, 0, 1), View(is_causal=causal))
+        found = WRITTEN.backward(*given, lse_rows(lse).permute(2, 0, 1), MaskSpec(is_causal=causal))
         for into, gradient in zip((dq, dk, dv), found, strict=True):
             rows(into).copy_(gradient)
 
@@ -76,7 +76,7 @@ def test_results_lie_as_what_the_linear_layer_gave(groups: int, has_documents: b
     qkv, dout = torch.randn(S, B, 4 + 2 * groups, D).double(), torch.randn(S, B, 4, D).double()
     q, k, v = qkv.split(sizes, dim=2)
     ends = torch.tensor(ENDS, dtype=torch.int32)
-    view = View(is_causal=True, borders=Borders(ends, ends, S, S) if has_documents else None)
+    view = MaskSpec(is_causal=True, borders=CuSeqlens(ends, ends, S, S) if has_documents else None)
     out, lse = Flash4(SCALE).forward(q, k, v, view)
     gradients = Flash4(SCALE).backward(dout, q, k, v, out, lse, view)
     parts = [slice(a, b) for a, b in itertools.pairwise(ENDS)] if has_documents else None
@@ -85,7 +85,7 @@ def test_results_lie_as_what_the_linear_layer_gave(groups: int, has_documents: b
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
     if not has_documents:
         assert out.is_contiguous()
-        assert whole_of(gradients) is not None
+        assert fused_view(gradients) is not None
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parts: list[slice]) -> list[Tensor]:
@@ -94,8 +94,8 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, parts: list[slice]
     results: list[list[Tensor]] = []
     for part in parts:
         one, two, three, upstream = (x[part] for x in flat)
-        out, lse = WRITTEN.forward(one, two, three, View(is_causal=True))
-        gradients = WRITTEN.backward(upstream, one, two, three, out, lse, View(is_causal=True))
+        out, lse = WRITTEN.forward(one, two, three, MaskSpec(is_causal=True))
+        gradients = WRITTEN.backward(upstream, one, two, three, out, lse, MaskSpec(is_causal=True))
         results.append([out, lse, *gradients])
     joined = [torch.cat(pieces).squeeze(1) for pieces in zip(*results, strict=True)]
     return [x.unflatten(0, (B, S)).transpose(0, 1) for x in joined]
@@ -105,7 +105,7 @@ def test_blocks_with_more_keys_than_queries() -> None:
     torch.manual_seed(1)
     q, dout = torch.randn(S, B, 4, D).double(), torch.randn(S, B, 4, D).double()
     k, v = torch.randn(2, 2 * S, B, 2, D).double()
-    view = View()
+    view = MaskSpec()
     out, lse = Flash4(SCALE).forward(q, k, v, view)
     found = (out, lse.double(), *Flash4(SCALE).backward(dout, q, k, v, out, lse, view))
     wanted_out, wanted_lse = WRITTEN.forward(q, k, v, view)
@@ -115,10 +115,10 @@ def test_blocks_with_more_keys_than_queries() -> None:
 
 
 def test_sums_are_in_one_order_where_torchs_own_are() -> None:
-    assert order_of_sums() == {"deterministic": False}
+    assert determinism_options() == {"deterministic": False}
     torch.use_deterministic_algorithms(mode=True)
     try:
-        assert order_of_sums() == {"deterministic": True}
+        assert determinism_options() == {"deterministic": True}
         test_results_lie_as_what_the_linear_layer_gave(groups=2, has_documents=False)  # which hears of it
     finally:
         torch.use_deterministic_algorithms(mode=False)

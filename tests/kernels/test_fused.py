@@ -13,16 +13,18 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
-from megatrain.kernels import activations, apply_rope, column_sums, dropout, normal, norms, rotary, softmax  # noqa: E402
+from megatrain.kernels import (activations, column_sums, dropout, normal, norms, rotary)# noqa: E402
+
+from megatrain.kernels import cross_entropy# noqa: E402
 from megatrain.kernels.activations import Activation  # noqa: E402
-from megatrain.kernels.fused import activation as fused_activation  # noqa: E402
-from megatrain.kernels.fused import apply_rope as fused_rotary  # noqa: E402
+from megatrain.kernels.fused import activations as fused_activation# noqa: E402
+from megatrain.kernels.fused import rotary as fused_rotary# noqa: E402
 from megatrain.kernels.fused import column_sums as fused_column_sums  # noqa: E402
-from megatrain.kernels.fused import norm as fused_norm  # noqa: E402
+from megatrain.kernels.fused import norms as fused_norm# noqa: E402
 from megatrain.kernels.fused import permute as fused_permute  # noqa: E402
 from megatrain.kernels.fused import random as fused_random  # noqa: E402
 from megatrain.kernels.fused import routing as fused_routing  # noqa: E402
-from megatrain.kernels.fused import softmax as fused_softmax  # noqa: E402
+from megatrain.kernels.fused import cross_entropy as fused_softmax# noqa: E402
 from megatrain.kernels.moe import permute, routing, routing_losses  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Triton's own
@@ -157,21 +159,21 @@ def test_rotary(
     dtype: torch.dtype, is_interleaved: bool, heads: tuple[int, ...], d: int, share: float
 ) -> None:
     s, b = 5, 2
-    spec = rotary.RotarySpec(base=10000.0, share=share)
-    cos, sin = rotary.tables(spec, d, torch.arange(s, device=DEVICE), dtype=torch.float32)
+    spec = rotary.RotarySpec(base=10000.0, rotary_percent=share)
+    cos, sin = rotary.cos_sin_tables(spec, d, torch.arange(s, device=DEVICE), dtype=torch.float32)
     kind = {"is_interleaved": is_interleaved}
     qkv = drawn(s, b, sum(heads), d, dtype=dtype)
     for is_back in (False, True):
-        found = fused_rotary.turn(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back)
-        near(found, apply_rope.turn_reference(qkv[:, :, 1:], cos, sin, **kind, is_back=is_back), dtype)
+        found = fused_rotary.apply_rope(qkv[:, :, 1:], cos, sin, **kind, is_backward=is_back)
+        near(found, rotary.apply_rope_reference(qkv[:, :, 1:], cos, sin, **kind, is_backward=is_back), dtype)
     gradients = [drawn(s, b, n, d, dtype=dtype, seed=seed) for seed, n in enumerate(heads)]
     gradients[1] = gradients[1].transpose(0, 1).contiguous().transpose(0, 1)
     near(
-        fused_rotary.turn_heads_backward(gradients, cos, sin, **kind),
-        apply_rope.turn_heads_backward_reference(gradients, cos, sin, **kind), dtype,
+        fused_rotary.apply_rope_to_qkv_backward(gradients, cos, sin, **kind),
+        rotary.apply_rope_to_qkv_backward_reference(gradients, cos, sin, **kind), dtype,
     )  # fmt: skip
-    expected = apply_rope.turn_heads_reference(qkv, heads, cos, sin, **kind)
-    for one, other in zip(fused_rotary.turn_heads(qkv, heads, cos, sin, **kind), expected, strict=True):
+    expected = rotary.apply_rope_to_qkv_reference(qkv, heads, cos, sin, **kind)
+    for one, other in zip(fused_rotary.apply_rope_to_qkv(qkv, heads, cos, sin, **kind), expected, strict=True):
         near(one, other, dtype)
 
 
@@ -183,8 +185,8 @@ def test_softmax(dtype: torch.dtype, rows: int, columns: int, num_real: int) -> 
     logits = (8 * drawn(rows, columns, dtype=torch.float32)).to(dtype)
     labels = torch.arange(rows, device=DEVICE) * 3 % max(num_real, 1)
     labels[0 if num_real else slice(None)] = -1
-    found = softmax.Rows(logits, *fused_softmax.row_statistics(logits, labels, num_real))
-    expected = softmax.row_statistics_reference(logits.clone(), labels, num_real)
+    found = cross_entropy.Rows(logits, *fused_softmax.logit_statistics(logits, labels, num_real))
+    expected = cross_entropy.logit_statistics_reference(logits.clone(), labels, num_real)
     assert torch.equal(found.targets, expected.targets)
     assert not num_real or torch.equal(found.largest, expected.largest)
     near(found.sums, expected.sums, torch.float32, columns)
@@ -193,7 +195,7 @@ def test_softmax(dtype: torch.dtype, rows: int, columns: int, num_real: int) -> 
     fused_softmax.write_gradient(logits, log_sums, labels, share, minus, num_real)
     near(
         logits,
-        softmax.rows_gradient_reference(expected, log_sums, labels, share, minus, dtype),
+        cross_entropy.cross_entropy_backward_reference(expected, log_sums, labels, share, minus, dtype),
         dtype,
         columns,
     )
@@ -276,7 +278,7 @@ def test_picked_experts(
     kind = {"score_function": function, "is_pre_softmax": is_pre_softmax, "scaling_factor": 2.5}
     experts, weights = fused_routing.pick(logits, bias, top_k=top_k, **kind)
     given = logits.double().requires_grad_()
-    expected, of_reference = routing.pick_experts_reference(given, rule, bias)
+    expected, of_reference = routing.select_experts_reference(given, rule, bias)
     assert torch.equal(experts, expected)
     near(weights, of_reference, dtype)
     dweights = drawn(tokens, top_k, seed=1).to(dtype)
@@ -302,9 +304,9 @@ def test_routers_gradients_go_through_autograd(function: str, monkeypatch: pytes
     found = []
     for dtype in (torch.float32, torch.float64):
         given = logits.to(dtype, copy=True).requires_grad_()
-        _, weights = routing.pick_experts(given, rule)
+        _, weights = routing.select_experts(given, rule)
         sums = routing_losses.score_sums(given, function, 4)
-        of_shares = routing_losses.balance_loss(
+        of_shares = routing_losses.load_balancing_loss(
             sums.shares, torch.arange(32, device=DEVICE).view(4, 8), top_k=2, num_tokens=6
         )
         parts = ((weights * factors).sum(), of_shares, sums.squares)
@@ -390,7 +392,7 @@ def test_the_order_of_experts(
             rows_each = tokens * top_k + 1 if is_padded else None
             num_rows = num_own * rows_each if rows_each else tokens * top_k + 3
             expected = permute.order_by_expert_reference(experts, num_own, num_rows, first, kept, rows_each)
-            found = fused_permute.order_by_expert(
+            found = fused_permute.sort_by_expert(
                 experts, kept, num_experts=num_own, num_rows=num_rows, first=first, rows_each=rows_each
             )
             for part, reference in zip(found, expected, strict=True):
@@ -403,23 +405,23 @@ def test_the_order_of_experts(
 def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, columns: int) -> None:
     scores = drawn(tokens, 9)
     experts = scores.topk(top_k).indices
-    order = permute.order_by_expert(
+    order = permute.sort_by_expert(
         experts, num_experts=6, num_rows=tokens * 6, rows_each=tokens, kept=experts != 2
     )
     x = drawn(tokens, columns, dtype=dtype)
-    expected = permute.rows_at_reference(x, order.tokens)
+    expected = permute.gather_rows_reference(x, order.tokens)
     assert torch.equal(fused_permute.rows_at(x, order.visits, top_k), expected)
     assert torch.equal(fused_permute.rows_at(x, order.tokens), expected)
     numbers = drawn(tokens * top_k, dtype=dtype, seed=2)
     at_rows = fused_permute.numbers_at(numbers, order.visits)
-    assert torch.equal(at_rows, permute.rows_at_reference(numbers[:, None], order.visits).flatten())
+    assert torch.equal(at_rows, permute.gather_rows_reference(numbers[:, None], order.visits).flatten())
     back = fused_permute.numbers_at(at_rows, order.places)
     assert torch.equal(back.flatten(), numbers.masked_fill(order.places.flatten() < 0, 0))
     rows = drawn(tokens * 6, columns, dtype=dtype, seed=1).masked_fill_(
         (order.visits < 0)[:, None], float("nan")
     )
     found = fused_permute.sums_at(rows, order.places)
-    assert torch.equal(found, permute.sums_at_reference(rows, order.places))
+    assert torch.equal(found, permute.gather_sum_reference(rows, order.places))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -444,11 +446,11 @@ def test_gradients_of_heads_are_turned_where_they_are(is_interleaved: bool) -> N
     sizes, table = (4, 2, 2), drawn(9, 1, 1, 8)
     whole = drawn(9, 3, 8, 16, seed=1)
     apart = [part.clone() for part in whole.split(sizes, dim=2)]
-    expected = apply_rope.turn_heads_backward_reference(
+    expected = rotary.apply_rope_to_qkv_backward_reference(
         apart, table.cos(), table.sin(), is_interleaved=is_interleaved
     )
     of_both = [
-        fused_rotary.turn_heads_backward(parts, table.cos(), table.sin(), is_interleaved=is_interleaved)
+        fused_rotary.apply_rope_to_qkv_backward(parts, table.cos(), table.sin(), is_interleaved=is_interleaved)
         for parts in (apart, whole.split(sizes, dim=2))
     ]
     assert of_both[1].data_ptr() == whole.data_ptr()
@@ -482,8 +484,8 @@ def test_kernels_that_work_in_place_refuse_numbers_that_lie_apart() -> None:
     for start in (
         lambda: fused_activation.activate_backward(dy, x, dy, *kind),
         lambda: fused_activation.activate_weighted_backward(dy, x, numbers, *kind),
-        lambda: fused_rotary.turn_heads(heads, (2, 1, 1), cos, sin, is_interleaved=False),
-        lambda: fused_softmax.row_statistics(dy, columns, 40),
+        lambda: fused_rotary.apply_rope_to_qkv(heads, (2, 1, 1), cos, sin, is_interleaved=False),
+        lambda: fused_softmax.logit_statistics(dy, columns, 40),
         lambda: fused_softmax.write_gradient(x, numbers, columns, numbers, numbers, 40),
         lambda: fused_random.fill_normal(dy, 1, 0, 40, 0.0, 1.0),
     ):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.moe.grouped import (
+from megatrain.kernels.moe.grouped_gemm import (
     accumulate_grouped_weight_gradient,
-    grouped_product,
-    grouped_product_backward,
+    grouped_gemm,
+    grouped_gemm_backward,
 )
 
 SIZES = (3, 0, 8, 5, 0)
@@ -45,7 +45,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @KINDS
 def test_rows_meet_the_weight_of_their_group(dtype: torch.dtype) -> None:
     x, weight = rows(INNER, dtype), weights(dtype)
-    found = grouped_product(x, weight, ends())
+    found = grouped_gemm(x, weight, ends())
     assert found.shape == (ROWS, OUTER)
     close(found[: sum(SIZES)], torch.cat([x @ w.t() for x, w in zip(by_group(x), weight, strict=True)]))
 
@@ -53,7 +53,7 @@ def test_rows_meet_the_weight_of_their_group(dtype: torch.dtype) -> None:
 @KINDS
 def test_gradients_of_rows_go_back_through_the_same_weight(dtype: torch.dtype) -> None:
     dy, weight = rows(OUTER, dtype), weights(dtype)
-    found = grouped_product_backward(dy, weight, ends())
+    found = grouped_gemm_backward(dy, weight, ends())
     assert found.shape == (ROWS, INNER)
     close(found[: sum(SIZES)], torch.cat([dy @ w for dy, w in zip(by_group(dy), weight, strict=True)]))
 
@@ -72,5 +72,5 @@ def test_weight_gradients_are_added_group_by_group(dtype: torch.dtype) -> None:
 def test_widths_that_no_single_kernel_takes_are_computed_too() -> None:
     x = rows(INNER, torch.bfloat16)[:, :13]
     weight = weights(torch.bfloat16)[..., :13]
-    found = grouped_product(x, weight, ends())
+    found = grouped_gemm(x, weight, ends())
     close(found[: sum(SIZES)], torch.cat([x @ w.t() for x, w in zip(by_group(x), weight, strict=True)]))

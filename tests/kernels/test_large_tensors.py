@@ -13,7 +13,7 @@ from torch import Tensor
 from megatrain.kernels import activations, norms
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw, adamw_reference
-from megatrain.kernels.optimizer.flat import FlatUpdate, Run
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, Run
 
 MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 pytestmark = [

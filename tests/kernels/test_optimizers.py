@@ -9,7 +9,7 @@ import torch
 from megatrain.kernels.fused.adamw import adamw_fused
 from megatrain.kernels.fused.sgd import sgd_fused
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw, adamw_reference
-from megatrain.kernels.optimizer.flat import FlatUpdate, Run
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, Run
 from megatrain.kernels.optimizer.sgd import sgd, sgd_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 from megatrain.kernels.moe.permute import (
-    gather_numbers,
-    gather_rows,
-    numbers_back,
-    order_by_expert,
-    sum_rows,
+    permute_values,
+    permute_rows,
+    unpermute_values,
+    sort_by_expert,
+    unpermute_rows,
 )
 
 EXPERTS = torch.tensor([[2, 0], [0, 1], [4, 2], [0, 2]])
 
 
 def test_visits_of_an_expert_keep_the_order_of_tokens() -> None:
-    order = order_by_expert(EXPERTS, num_experts=5, num_rows=8)
+    order = sort_by_expert(EXPERTS, num_experts=5, num_rows=8)
     assert order.tokens.tolist() == [0, 1, 3, 1, 0, 2, 3, 2]
     assert order.ends.tolist() == [3, 4, 7, 7, 8]
     assert order.ends.dtype == torch.int32
@@ -25,14 +25,14 @@ def test_visits_of_an_expert_keep_the_order_of_tokens() -> None:
 def test_visits_elsewhere_and_dropped_ones_get_no_row() -> None:
     kept = torch.ones_like(EXPERTS, dtype=torch.bool)
     kept[2, 1] = False
-    order = order_by_expert(EXPERTS, num_experts=2, num_rows=6, first=1, kept=kept)
+    order = sort_by_expert(EXPERTS, num_experts=2, num_rows=6, first=1, kept=kept)
     assert order.tokens.tolist() == [1, 0, 3, -1, -1, -1]
     assert order.ends.tolist() == [1, 3]
     assert order.places.tolist() == [[1, -1], [-1, 0], [-1, -1], [-1, 2]]
 
 
 def test_padded_experts_have_rows_that_hold_nothing() -> None:
-    order = order_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_each=4)
+    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_each=4)
     assert order.tokens.tolist() == [0, 1, 3, -1, 1, -1, -1, -1, 0, 2, 3, -1]
     assert order.ends.tolist() == [4, 8, 12]
     assert order.places.tolist() == [[8, 0], [1, 4], [-1, 9], [2, 10]]
@@ -41,28 +41,28 @@ def test_padded_experts_have_rows_that_hold_nothing() -> None:
 @pytest.mark.parametrize("rows_each", [None, 5])
 def test_rows_go_there_and_are_summed_back(rows_each: int | None) -> None:
     num_rows = 8 if rows_each is None else 3 * rows_each
-    order = order_by_expert(EXPERTS, num_experts=3, num_rows=num_rows, rows_each=rows_each)
+    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=num_rows, rows_each=rows_each)
     x = torch.arange(8.0, dtype=torch.float64).view(4, 2)
-    rows = gather_rows(x, order)
+    rows = permute_rows(x, order)
     for row, token in zip(rows, order.tokens.tolist(), strict=True):
         assert torch.equal(row, x[token] if token >= 0 else torch.zeros(2, dtype=torch.float64))
     rows[order.visits < 0] = float("nan")  # nobody reads them
     num_here = (EXPERTS < 3).sum(1, keepdim=True)
-    assert torch.equal(sum_rows(rows, order), x * num_here)
+    assert torch.equal(unpermute_rows(rows, order), x * num_here)
 
 
 def test_numbers_go_there_and_back() -> None:
-    order = order_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_each=4)
+    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_each=4)
     numbers = torch.arange(1.0, 9.0).view(4, 2)
-    at_rows = gather_numbers(numbers, order)
+    at_rows = permute_values(numbers, order)
     assert at_rows.tolist() == [2, 3, 7, 0, 4, 0, 0, 0, 1, 6, 8, 0]
     at_rows[order.visits < 0] = float("nan")
-    assert torch.equal(numbers_back(at_rows, order), numbers.masked_fill(EXPERTS >= 3, 0))
+    assert torch.equal(unpermute_values(at_rows, order), numbers.masked_fill(EXPERTS >= 3, 0))
 
 
 def test_sums_of_narrow_rows_are_wide() -> None:
     """The sum in bf16 would lose what each small row adds."""
-    order = order_by_expert(torch.arange(17)[None], num_experts=17, num_rows=17)
+    order = sort_by_expert(torch.arange(17)[None], num_experts=17, num_rows=17)
     rows = torch.full((17, 1), 1.0, dtype=torch.bfloat16)
     rows[0] = 256
-    assert sum_rows(rows, order).item() == 272
+    assert unpermute_rows(rows, order).item() == 272

@@ -5,14 +5,14 @@ import math
 import pytest
 import torch
 
-from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling, tables
+from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling, cos_sin_tables
 
 CPU = torch.device("cpu")
 
 
 def _angles(spec: RotarySpec, channels: int = 64, position: int = 1) -> torch.Tensor:
     """Of one position, by atan2; small enough to be unique."""
-    cos, sin = tables(spec, channels, torch.arange(position + 1, device=CPU), dtype=torch.float64)
+    cos, sin = cos_sin_tables(spec, channels, torch.arange(position + 1, device=CPU), dtype=torch.float64)
     return torch.atan2(sin, cos)[position, 0, 0]
 
 
@@ -23,7 +23,7 @@ def test_wavelengths_are_powers_of_the_base() -> None:
 
 def test_a_share_of_the_channels_has_wavelengths_of_its_own() -> None:
     expected = 10000.0 ** (-torch.arange(0, 16, 2).double() / 16)
-    torch.testing.assert_close(_angles(RotarySpec(base=10000.0, share=0.25)), expected)
+    torch.testing.assert_close(_angles(RotarySpec(base=10000.0, rotary_percent=0.25)), expected)
 
 
 def test_interpolation_divides_positions() -> None:
@@ -48,7 +48,7 @@ def test_llama_scaling_keeps_short_waves_and_stretches_long_ones() -> None:
 def test_yarn_keeps_fast_channels_stretches_slow_ones_and_concentrates() -> None:
     scaling = YarnScaling(factor=16, original_length=4096)
     plain = _angles(RotarySpec(base=10000.0), 128)
-    cos, sin = tables(
+    cos, sin = cos_sin_tables(
         RotarySpec(base=10000.0, scaling=scaling), 128, torch.arange(2, device=CPU), dtype=torch.float64
     )
     torch.testing.assert_close(

@@ -13,15 +13,15 @@ from megatrain.kernels.moe.routing import (
     ScoreFunction,
     TopKRule,
     expert_capacity,
-    expert_loads,
-    pick_by_sinkhorn,
-    pick_experts,
-    score_shares,
+    tokens_per_expert,
+    select_by_sinkhorn,
+    select_experts,
+    router_probs,
     sinkhorn_plan,
-    top_experts,
+    top_k_experts,
     within_capacity,
 )
-from megatrain.kernels.moe.routing_losses import balance_loss, score_sums
+from megatrain.kernels.moe.routing_losses import load_balancing_loss, score_sums
 
 FUNCTIONS: tuple[ScoreFunction, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -96,7 +96,7 @@ def test_experts_and_weights_are_those_of_a_loop(
     )
     logits = _logits()
     bias = None if function == "softmax" else torch.linspace(-0.5, 0.5, 8).double()
-    experts, weights = pick_experts(logits, rule, bias)
+    experts, weights = select_experts(logits, rule, bias)
     for row, chosen, weighed in zip(logits.numpy(), experts.tolist(), weights.tolist(), strict=True):
         expected = _expected(row, rule, None if bias is None else bias.numpy())
         assert chosen == expected[0]
@@ -108,27 +108,27 @@ def test_experts_and_weights_are_those_of_a_loop(
 def test_gradients_of_weights_are_finite_differences(function: ScoreFunction, is_pre_softmax: bool) -> None:
     rule = TopKRule(top_k=3, score_function=function, is_pre_softmax=is_pre_softmax, scaling_factor=1.5)
     logits = _logits(tokens=5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: pick_experts(x, rule)[1], (logits,))
+    assert torch.autograd.gradcheck(lambda x: select_experts(x, rule)[1], (logits,))
 
 
 def test_equal_scores_go_to_the_lowest_numbers() -> None:
-    assert top_experts(torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0] * 4]), 2).tolist() == [[1, 2], [0, 1]]
+    assert top_k_experts(torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0] * 4]), 2).tolist() == [[1, 2], [0, 1]]
     rule = TopKRule(top_k=2, num_groups=4, group_top_k=2)
-    assert pick_experts(torch.zeros(1, 8), rule)[0].tolist() == [[0, 1]]
+    assert select_experts(torch.zeros(1, 8), rule)[0].tolist() == [[0, 1]]
 
 
 def test_a_bias_picks_but_does_not_weigh() -> None:
     rule = TopKRule(top_k=1, score_function="sigmoid")
     logits = torch.tensor([[3.0, 0.0]])
-    experts, weights = pick_experts(logits, rule, torch.tensor([0.0, 10.0]))
+    experts, weights = select_experts(logits, rule, torch.tensor([0.0, 10.0]))
     assert experts.tolist() == [[1]]
     assert weights.item() == pytest.approx(0.5)
 
 
 def test_weights_of_narrow_logits_are_computed_wide() -> None:
     logits = _logits().to(torch.bfloat16)
-    experts, weights = pick_experts(logits, TopKRule(top_k=2, score_function="sigmoid"))
-    wide_experts, wide_weights = pick_experts(logits.float(), TopKRule(top_k=2, score_function="sigmoid"))
+    experts, weights = select_experts(logits, TopKRule(top_k=2, score_function="sigmoid"))
+    wide_experts, wide_weights = select_experts(logits.float(), TopKRule(top_k=2, score_function="sigmoid"))
     assert weights.dtype == torch.bfloat16
     assert torch.equal(experts, wide_experts)
     assert torch.equal(weights, wide_weights.bfloat16())
@@ -157,9 +157,9 @@ def test_a_sinkhorn_plan_is_that_of_scaling_until_factors_rest(size: float) -> N
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_sinkhorn_evens_loads_and_weighs_by_scores(top_k: int) -> None:
     logits = _logits(tokens=256) + torch.linspace(-2, 2, 8).double()
-    experts, weights = pick_by_sinkhorn(logits, sinkhorn_plan(logits), top_k)
-    plain = expert_loads(top_experts(logits, top_k), 8)
-    assert expert_loads(experts, 8).max() < 0.7 * plain.max()
+    experts, weights = select_by_sinkhorn(logits, sinkhorn_plan(logits), top_k)
+    plain = tokens_per_expert(top_k_experts(logits, top_k), 8)
+    assert tokens_per_expert(experts, 8).max() < 0.7 * plain.max()
     scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
     assert torch.equal(weights, scores.gather(1, experts))
 
@@ -167,10 +167,10 @@ def test_sinkhorn_evens_loads_and_weighs_by_scores(top_k: int) -> None:
 def test_loads_count_tokens_of_each_expert_and_sequence() -> None:
     experts = torch.randint(0, 4, (6, 3, 1), generator=torch.Generator().manual_seed(1))
     experts = torch.cat((experts, (experts + 1) % 4), -1)
-    by_sequence = expert_loads(experts, 4)
+    by_sequence = tokens_per_expert(experts, 4)
     for b, e in itertools.product(range(3), range(4)):
         assert by_sequence[b, e] == sum(e in experts[s, b].tolist() for s in range(6))
-    assert torch.equal(expert_loads(experts.flatten(0, 1), 4), by_sequence.sum(0))
+    assert torch.equal(tokens_per_expert(experts.flatten(0, 1), 4), by_sequence.sum(0))
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 3), (1.25, 4), (0.5, 2), (100.0, 300)])
@@ -181,7 +181,7 @@ def test_capacity_is_rounded_up(factor: float, expected: int) -> None:
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("capacity", [1, 4, 24])
 def test_capacity_drops_what_a_loop_drops(policy: DropPolicy, capacity: int) -> None:
-    experts, weights = pick_experts(_logits(), TopKRule(top_k=3, is_pre_softmax=True))
+    experts, weights = select_experts(_logits(), TopKRule(top_k=3, is_pre_softmax=True))
     weights[5], experts[5] = weights[4], experts[4]  # equal claims: the first one
     kept = within_capacity(experts, weights, capacity, policy)
     claims = [(t, j) for t in range(24) for j in range(3)]
@@ -194,17 +194,17 @@ def test_capacity_drops_what_a_loop_drops(policy: DropPolicy, capacity: int) -> 
 
 def test_the_balance_loss_is_its_formula_and_1_where_loads_are_even() -> None:
     logits = _logits()
-    shares, loads = score_shares(logits, "sigmoid"), expert_loads(top_experts(logits, 2), 8)
+    shares, loads = router_probs(logits, "sigmoid"), tokens_per_expert(top_k_experts(logits, 2), 8)
     loss = sum(shares[t, e] * loads[e] for t in range(24) for e in range(8)) * 8 / (2 * 24**2)
-    torch.testing.assert_close(balance_loss(shares.sum(0), loads, top_k=2, num_tokens=24), loss)
+    torch.testing.assert_close(load_balancing_loss(shares.sum(0), loads, top_k=2, num_tokens=24), loss)
     even = torch.full((8,), 24 / 8).double()
-    assert balance_loss(even, torch.full((8,), 6), top_k=2, num_tokens=24).item() == pytest.approx(1)
+    assert load_balancing_loss(even, torch.full((8,), 6), top_k=2, num_tokens=24).item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_sums_are_of_samples_whose_tokens_take_turns(function: ScoreFunction) -> None:
     logits = _logits()
-    sums, shares = score_sums(logits, function, 4), score_shares(logits, function).view(6, 4, 8)
+    sums, shares = score_sums(logits, function, 4), router_probs(logits, function).view(6, 4, 8)
     for sample in range(4):
         torch.testing.assert_close(sums.shares[sample], shares[:, sample].sum(0))
     squares = sum(math.log(sum(map(math.exp, row))) ** 2 for row in logits.tolist())
@@ -214,16 +214,16 @@ def test_sums_are_of_samples_whose_tokens_take_turns(function: ScoreFunction) ->
 
 def test_losses_of_sequences_are_averaged() -> None:
     shares, loads = score_sums(_logits(), "softmax", 4).shares, torch.randint(0, 9, (4, 8))
-    each = [balance_loss(shares[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
-    torch.testing.assert_close(balance_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean())
+    each = [load_balancing_loss(shares[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
+    torch.testing.assert_close(load_balancing_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean())
 
 
 def test_parts_of_losses_add_up() -> None:
     logits = _logits()
-    whole, loads = score_sums(logits, "softmax", 1), expert_loads(top_experts(logits, 2), 8)
+    whole, loads = score_sums(logits, "softmax", 1), tokens_per_expert(top_k_experts(logits, 2), 8)
     parts = [score_sums(part, "softmax", 1) for part in logits.split(10)]
-    losses = [balance_loss(part.shares[0], loads, top_k=2, num_tokens=24) for part in parts]
-    torch.testing.assert_close(sum(losses), balance_loss(whole.shares[0], loads, top_k=2, num_tokens=24))
+    losses = [load_balancing_loss(part.shares[0], loads, top_k=2, num_tokens=24) for part in parts]
+    torch.testing.assert_close(sum(losses), load_balancing_loss(whole.shares[0], loads, top_k=2, num_tokens=24))
     torch.testing.assert_close(sum(part.squares for part in parts), whole.squares)
 
 
@@ -234,7 +234,7 @@ def test_gradients_of_losses_are_finite_differences(function: ScoreFunction) -> 
 
     def losses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sums = score_sums(x, function, 1)
-        return balance_loss(sums.shares[0], loads, top_k=2, num_tokens=5), sums.squares
+        return load_balancing_loss(sums.shares[0], loads, top_k=2, num_tokens=5), sums.squares
 
     assert torch.autograd.gradcheck(losses, (logits,))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.optimizer.squares import sum_of_squares
+from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 
 CPU = torch.device("cpu")
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.model.implementations.attention_context import LocalContextAttention
-from megatrain.model.implementations.attention_one_rank import LocalCoreAttention
+from megatrain.model.implementations.attention_one_rank import LocalAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
-from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 ALONE = RankGroup("tp", (0,), 0)
 CP = ContextParallel(RankGroup("cp", (0,), 0))
@@ -31,7 +31,7 @@ def attend(
     q, k, v = (one.clone().requires_grad_() for one in x)
     is_narrow = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     spec = AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D)
-    core = LocalCoreAttention(spec, "flash2" if is_narrow else "sdpa")
+    core = LocalAttention(spec, "flash2" if is_narrow else "sdpa")
     out = core(q, k, v, PassInfo(documents=documents))
     out.backward(upstream)
     return out.detach(), [one.grad for one in (q, k, v) if one.grad is not None]
@@ -111,7 +111,7 @@ def test_kernels_agree_with_attention_written_out(
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
     found = []
     for core, x in (
-        (LocalCoreAttention(spec, backend), qkv),
+        (LocalAttention(spec, backend), qkv),
         (
             LocalContextAttention(spec, None, 0, tp, ContextAttention(ALONE, CP), "math", torch.float64),
             qkv.double(),

@@ -14,10 +14,10 @@ from megatrain.kernels.dropout import keep_mask
 from megatrain.model import functions
 from megatrain.model.implementations.local import LocalDropout
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear
+from megatrain.parallel.tensor_parallel import Bias, TensorParallel, activated_row_linear
 
 ALONE = RankGroup("tp", (0,), 0)
 CP = ContextParallel(RankGroup("cp", (0,), 0))

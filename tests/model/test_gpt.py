@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor, Use
 from megatrain.parallel.pipeline.schedule import Action, one_forward_one_backward, with_split_backward
@@ -62,7 +64,7 @@ class Recorded(DataParallel):
 
 class Built:
     def __init__(self, spec: GptSpec, dtype: torch.dtype = torch.float64) -> None:
-        self.grid = RankGrid.build(GridShape(), 0)
+        self.grid = build_grid(GridShape(), 0)
         self.model: Model = build_model(
             spec, self.grid, seq_length=SEQ, sequence_parallel=False, dtype=dtype, device=CPU
         )
@@ -252,12 +254,12 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
     assert not built.gradients.any()
 
 
-@pytest.mark.parametrize("is_residual_wide", [False, True])
-def test_bfloat16_stays_near_fp64(is_residual_wide: bool) -> None:
+@pytest.mark.parametrize("is_residual_fp32", [False, True])
+def test_bfloat16_stays_near_fp64(is_residual_fp32: bool) -> None:
     batches = list(_batches(1))
-    spec = dataclasses.replace(_spec(is_tied=False), is_residual_wide=is_residual_wide)
+    spec = dataclasses.replace(_spec(is_tied=False), is_residual_fp32=is_residual_fp32)
     wide, narrow = Built(spec), Built(spec, torch.bfloat16)
-    assert narrow.model.hidden_dtype == (torch.float32 if is_residual_wide else torch.bfloat16)
+    assert narrow.model.hidden_dtype == (torch.float32 if is_residual_fp32 else torch.bfloat16)
     (expected,) = wide.run(batches, one_forward_one_backward(0, 1, 1))
     (found,) = narrow.run(batches, one_forward_one_backward(0, 1, 1))
     assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)

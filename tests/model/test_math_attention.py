@@ -14,10 +14,10 @@ from megatrain.model.implementations.local import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
-from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 S, B, HEADS, GROUPS, D = 12, 2, 4, 2, 8
 BORDERS = [0, 1, 9, 12, 17, 24]

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
 from megatrain.config.derive.custom_layers import LayerFunction, layer_function
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.training.engine import Engine, build_model_of
-from megatrain.training.launch.custom_layers import with_own_layers
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.training.build import build_model_from_plan
+from megatrain.training.engine import Engine
+from megatrain.training.launch.custom_layers import with_custom_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODEL = (
@@ -37,7 +40,7 @@ def example(tmp_path: Path) -> Path:
 
 def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "", ranks: int = 1) -> Plan:
     request = parse(f"{MODEL} --spec {spec} {flags}".split())
-    facts = with_own_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
+    facts = with_custom_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
     return resolve(request, Facts.from_json(facts.to_json()))
 
 
@@ -74,7 +77,7 @@ def test_windows_of_one_s_own_are_no_work_for_a_ring(tmp_path: Path, asked: str)
     flags = f"{MODEL} --context-parallel-size 2 {asked} --device cuda --bf16 --kv-channels 16"
     known = Facts(vocab_size=101, eod_id=100, world_size=2, device="cuda")
     request = parse(f"{flags} --spec {file}:near".split())
-    plan = resolve(request, Facts.from_json(with_own_layers(request, known).to_json()))
+    plan = resolve(request, Facts.from_json(with_custom_layers(request, known).to_json()))
     assert plan.derived.context_communication == ("all_gather",)
     assert resolve(parse(flags.split()), known).derived.context_communication == ("p2p",)
 
@@ -101,7 +104,7 @@ def all_dropped(model, layers):
 
 
 @pytest.mark.parametrize(
-    ("name", "has_sinks", "written_out", "kernel"),
+    ("name", "has_sinks", "eager_attention", "kernel"),
     [
         ("plain", False, "none", "cudnn"),
         ("capped", False, "some", "cudnn"),
@@ -110,15 +113,15 @@ def all_dropped(model, layers):
     ],
 )
 def test_a_plan_knows_what_attention_of_one_s_own_asks_for(
-    tmp_path: Path, name: str, has_sinks: bool, written_out: str, kernel: str
+    tmp_path: Path, name: str, has_sinks: bool, eager_attention: str, kernel: str
 ) -> None:
     file = tmp_path / "scores.py"
     file.write_text(SCORES)
     request = parse(f"{MODEL} --device cuda --bf16 --kv-channels 16 --spec {file}:{name}".split())
-    facts = with_own_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
-    own = facts.own_layers
+    facts = with_custom_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
+    own = facts.custom_layers
     assert own is not None
-    assert (own.have_sinks, own.written_out) == (has_sinks, written_out)
+    assert (own.have_sinks, own.eager_attention) == (has_sinks, eager_attention)
     assert resolve(request, facts).derived.attention_backend == kernel
 
 
@@ -148,7 +151,7 @@ def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
 
 
 def model_of(plan: Plan) -> Model:
-    return build_model_of(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    return build_model_from_plan(plan, build_grid(GridShape(), 0), torch.device("cpu"))
 
 
 def test_the_page_s_example_is_built_and_told(example: Path) -> None:
@@ -167,7 +170,7 @@ def test_the_page_s_example_is_built_and_told(example: Path) -> None:
 def test_gradients_are_those_of_the_loss(example: Path) -> None:
     """Of a weight before the curve and one behind it, against the loss at weights a little to both sides."""
     plan = plan_of(f"{example}:my_spec", flags="--params-dtype float64 --init-method-std 0.3")
-    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
     tokens = torch.randint(0, 101, (2, 25), generator=torch.Generator().manual_seed(0))
     batch = Batch(
@@ -267,7 +270,7 @@ def test_sizes_of_own_layers_must_fit_the_ranks(tmp_path: Path) -> None:
     )
     request = parse(f"{MODEL} --spec {spec} --tensor-model-parallel-size 2".split())
     with pytest.raises(ConfigError) as found:
-        resolve(request, with_own_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
+        resolve(request, with_custom_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
     texts = [problem.text for problem in found.value.problems]
     assert (
         sum("has 9 heads, which do not divide over --tensor-model-parallel-size 2" in text for text in texts)

@@ -27,14 +27,14 @@ def run(recompute: str, model: str) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_gradients_are_the_same_bits_and_less_is_kept(model: str) -> None:
-    expected, all_of_it = run("keepall", model)
-    of_experts = {"moeagain", "sharedagain"}
+    expected, all_of_it = run("norecompute", model)
+    of_experts = {"recomputemoe", "recomputeshared"}
     found = {name: run(name, model) for name in OPTIONS["recomputation"] if name not in of_experts}
-    for name in ("block", "selective", "normsagain"):
+    for name in ("block", "selective", "recomputenorms"):
         assert torch.equal(found[name][0], expected), name
     chunked = found["uniform"][0]  # chunks are segments, whose parameters lie elsewhere
     assert torch.equal(chunked[chunked != 0].sort().values, expected[expected != 0].sort().values)
     kept = {name: bytes_kept for name, (_, bytes_kept) in found.items()}
     assert kept["uniform"] < kept["selective"] < all_of_it
     assert kept["uniform"] < kept["block"] < all_of_it
-    assert kept["uniform"] < kept["normsagain"] < all_of_it
+    assert kept["uniform"] < kept["recomputenorms"] < all_of_it

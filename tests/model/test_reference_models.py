@@ -25,16 +25,18 @@ from weights_elsewhere import (
     with_experts,
 )
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.inference.generate import all_logits
 from megatrain.model.gpt import build_model
-from megatrain.model.router import ROUTER_SUMS
+from megatrain.model.router import ROUTER_METRICS
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.layout import BoxRange, ParamLayout
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
@@ -82,7 +84,7 @@ class Ours:
 
     def __init__(self, flags: str, weights: Weights) -> None:
         plan = resolve(parse([*TINY.split(), *flags.split()]), Facts(vocab_size=VOCAB, eod_id=VOCAB - 1))
-        self.grid = RankGrid.build(GridShape(), 0)
+        self.grid = build_grid(GridShape(), 0)
         spec = gpt_spec(plan.config.model, plan.config.experts, vocab_size=VOCAB)
         kind = {"dtype": torch.float32, "device": torch.device("cpu")}
         self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
@@ -315,7 +317,7 @@ def test_losses_of_routers_are_those_of_the_reference(name: str) -> None:
     )
     found = ours.gradients(tokens, labels)
     assert (ours.info.sums["lm_loss"] / ours.info.sums["tokens"] - loss).abs() < 1e-5
-    told = [sums[ROUTER_SUMS.index("aux_loss")] for _, sums in sorted(ours.info.router_sums.items())]
+    told = [sums[ROUTER_METRICS.index("aux_loss")] for _, sums in sorted(ours.info.router_metrics.items())]
     assert len(told) == len(expected)
     assert max(abs(2 * one - other) for one, other in zip(told, expected, strict=True)) < 1e-5
     routers = [tensor for tensor in found if "router" in tensor]

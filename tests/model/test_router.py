@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.moe.routing import Routes
+from megatrain.kernels.moe.routing import Routing
 from megatrain.model.expert_bias import ExpertBiases
-from megatrain.model.router import ROUTER_SUMS, Router
+from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
-from megatrain.parallel.tensor import TensorParallel
-from megatrain.parallel.tokens import TokenSplit
+from megatrain.parallel.tensor_parallel import TensorParallel
+from megatrain.parallel.context_parallel import TokenSplit
 
 S, B, H, E = 6, 3, 5, 4
 ALONE = TokenSplit(
@@ -42,7 +42,7 @@ def hidden(samples: int = B) -> Tensor:
 
 
 def told(info: PassInfo) -> dict[str, float]:
-    return dict(zip(ROUTER_SUMS, info.router_sums[3].tolist(), strict=False))
+    return dict(zip(ROUTER_METRICS, info.router_metrics[3].tolist(), strict=False))
 
 
 def reference_losses(
@@ -97,13 +97,13 @@ def test_the_global_loss_has_mean_loads_of_the_step_so_far_also_when_run_again()
     infos = [PassInfo(microbatch=0), PassInfo(microbatch=1)]
     for x, info in zip((first, second), infos, strict=True):
         router(x, info)
-    loads = torch.stack([info.router_sums[3][len(ROUTER_SUMS) :] for info in infos])
+    loads = torch.stack([info.router_metrics[3][len(ROUTER_METRICS) :] for info in infos])
     expected = reference_losses(second, router.weight, 2, loads.mean(0))["global_aux_loss"].item()
     assert told(infos[1])["global_aux_loss"] == pytest.approx(expected, rel=1e-12)
-    before = [info.router_sums[3].clone() for info in infos]
+    before = [info.router_metrics[3].clone() for info in infos]
     for x, info in zip((first, second), infos, strict=True):  # as recomputation does
         router(x, info)
-    assert all(torch.equal(info.router_sums[3], row) for info, row in zip(infos, before, strict=True))
+    assert all(torch.equal(info.router_metrics[3], row) for info, row in zip(infos, before, strict=True))
     router(second, (step := PassInfo(microbatch=0)))  # the next step begins anew
     assert told(step)["global_aux_loss"] == pytest.approx(told(step)["aux_loss"], rel=1e-12)
 
@@ -111,21 +111,21 @@ def test_the_global_loss_has_mean_loads_of_the_step_so_far_also_when_run_again()
 def test_it_tells_loads_entropy_and_drops() -> None:
     spec = RouterSpec(num_experts=E, top_k=2, capacity_factor=0.5, drops_last=True)
     router, info = router_of(spec), PassInfo()
-    routes: Routes = router(hidden(), info)
-    assert routes.kept is not None
-    loads = torch.stack([(routes.experts == e).sum() for e in range(E)])
-    assert torch.equal(info.router_sums[3][len(ROUTER_SUMS) :], loads.double())
+    routing: Routing = router(hidden(), info)
+    assert routing.kept is not None
+    loads = torch.stack([(routing.experts == e).sum() for e in range(E)])
+    assert torch.equal(info.router_metrics[3][len(ROUTER_METRICS) :], loads.double())
     assert told(info)["dropped"] == (loads - math.ceil(0.5 * 2 * S * B / E)).clamp(min=0).sum()
     shares = (hidden() @ router.weight.t()).softmax(-1)
     assert told(info)["entropy"] == pytest.approx(-(shares * shares.log()).sum().item())
-    assert not routes.weights[~routes.kept].any()
+    assert not routing.weights[~routing.kept].any()
 
 
 def test_evaluation_has_no_losses_and_tells_nothing() -> None:
     info = PassInfo(is_training=False)
     with torch.no_grad():
         router_of(LOSSES)(hidden(), info)
-    assert not info.router_sums
+    assert not info.router_metrics
 
 
 @pytest.mark.parametrize("name", ["jitter", "forced"])
@@ -157,7 +157,7 @@ def test_forced_loads_are_even_whatever_the_weights() -> None:
     router = router_of(RouterSpec(num_experts=E, top_k=1, is_forced=True))
     info = PassInfo()
     router(hidden(400), info)
-    loads = info.router_sums[3][len(ROUTER_SUMS) :]
+    loads = info.router_metrics[3][len(ROUTER_METRICS) :]
     assert (loads / loads.mean() - 1).abs().max() < 0.15
 
 

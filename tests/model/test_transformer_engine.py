@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformer_engine_stand_in import SIGNATURES, stand_in
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
@@ -18,8 +19,9 @@ from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, No
 from megatrain.optim.sharded import fill_shards
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
@@ -69,7 +71,7 @@ def library() -> Iterator[ModuleType]:
 
 def built(spec: GptSpec, implementation: str) -> Model:
     return build_model(
-        spec, RankGrid.build(GridShape(), 0), seq_length=SEQ, sequence_parallel=False, dtype=torch.float64,
+        spec, build_grid(GridShape(), 0), seq_length=SEQ, sequence_parallel=False, dtype=torch.float64,
         device=CPU, implementation=implementation,
     )  # fmt: skip
 
@@ -89,7 +91,7 @@ def trained(
     spec: GptSpec, implementation: str, *, splits_backward: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses of some micro-batches, and the sums of their gradients by the names of this rank's parameters."""
-    grid, model = RankGrid.build(GridShape(), 0), built(spec, implementation)
+    grid, model = build_grid(GridShape(), 0), built(spec, implementation)
     buffers = FlatBuffers(
         model.registry, grid=grid, weight_dtype=torch.float64, grad_dtype=torch.float64, device=CPU
     )
@@ -138,7 +140,7 @@ def test_parameters_are_those_of_local(library: ModuleType, name: str) -> None:
 def test_evaluation_needs_no_gradients(library: ModuleType) -> None:
     losses = []
     for implementation in ("local", "transformer_engine"):
-        grid, model = RankGrid.build(GridShape(), 0), built(SPECS["gpt2"], implementation)
+        grid, model = build_grid(GridShape(), 0), built(SPECS["gpt2"], implementation)
         buffers = FlatBuffers(
             model.registry, grid=grid, weight_dtype=torch.float64, grad_dtype=torch.float64,
             device=CPU, has_gradients=False,

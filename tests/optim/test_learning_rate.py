@@ -9,8 +9,8 @@ import pytest
 
 from megatrain.config import Facts, StoredRun, parse, resolve
 from megatrain.config.plan import Plan
-from megatrain.optim.schedule import LearningRate, WeightDecay
-from megatrain.training.updates import schedules_of
+from megatrain.optim.lr_schedule import LearningRate, WeightDecay
+from megatrain.training.build import build_schedules
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
 WORKING = (
@@ -82,7 +82,7 @@ def test_a_command_line_gives_megatrons_schedule(case: dict[str, Any]) -> None:
     assert values.lr_decay_samples == case["lr_decay_steps"]
     assert values.lr_wsd_decay_samples == case["wsd_decay_steps"]
     assert values.weight_decay_incr_samples == case["wd_incr_steps"]
-    schedules = schedules_of(plan)
+    schedules = build_schedules(plan)
     for iterations, lr, wd in case["values"]:
         rates = schedules.at(iterations * case["arguments"]["global_batch_size"])
         assert rates.lr == exactly(lr)
@@ -131,7 +131,7 @@ def test_a_restored_schedule_is_megatrons(row: dict[str, Any]) -> None:
         with pytest.raises(Exception, match=r"--lr: the checkpoint has 0\.0003, this run 1\.0"):
             restored(row)
         return
-    schedules = schedules_of(restored(row))
+    schedules = build_schedules(restored(row))
     assert schedules.lr.peak == row["max_lr"]
     assert schedules.lr.decay_samples == row["lr_decay_steps"]
     now, later = schedules.at(row["num_steps"]), schedules.at(row["num_steps"] + 100)
@@ -152,7 +152,7 @@ def test_embedding_and_output_layer_may_have_a_rate_of_their_own() -> None:
             "global_batch_size": 1,
         }
     )
-    schedules = schedules_of(plan)
+    schedules = build_schedules(plan)
     assert [schedules.at(n).lr for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]
     assert [schedules.at(n).of("embedding") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
     assert [schedules.at(n).of("output") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]

@@ -3,16 +3,18 @@
 import pytest
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config.derive.lr_groups import ParamKind
-from megatrain.kernels.optimizer.newton_schulz import orthogonalized, steps_of
-from megatrain.optim.matrices import Matrix, assign
+from megatrain.kernels.optimizer.newton_schulz import orthogonalize, steps_of
+from megatrain.optim.muon_matrices import Matrix, assign
 from megatrain.optim.muon import Muon, MuonRule
-from megatrain.optim.rules import AdamwRule
-from megatrain.optim.schedule import Rates
+from megatrain.optim.update_rules import AdamwRule
+from megatrain.optim.lr_schedule import Rates
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
 
@@ -54,7 +56,7 @@ def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedO
             num_matrices=2 if name == "experts" else 1,
         )
         module.add_weight(name, layout, dtype)
-    grid = RankGrid.build(GridShape(has_matrices=True), 0)
+    grid = build_grid(GridShape(has_matrices=True), 0)
     buffers = FlatBuffers(
         ParamRegistry.of([module]),
         grid=grid,
@@ -67,7 +69,7 @@ def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedO
         AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
         muon=Muon(rule, buffers.shards, grid),
         clip_grad=0.0,
-        main_dtype=torch.float32,
+        master_dtype=torch.float32,
     )
     optimizer.fill("weight", InitialWeights(1))
     optimizer.publish_weights()
@@ -164,7 +166,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 @pytest.mark.parametrize("shape", [(40, 20), (20, 40)])
 def test_singular_values_come_near_to_one(kind: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    values = torch.linalg.svdvals(orthogonalized(x, kind, 5))
+    values = torch.linalg.svdvals(orthogonalize(x, kind, 5))
     assert (values.min() > 0.7) & (values.max() < 1.3)
 
 

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.optim.offload import num_offloaded
-from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.optim.schedule import Rates
+from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.optim.lr_schedule import Rates
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
 
@@ -27,7 +29,7 @@ def _optimizer(
         layout = ParamLayout(shape=(size,), pieces=(Piece(name, (size,), ((0, size),)),), init=Init(std=1.0))
         module.add_weight(name, layout, dtype)
         modules.append(module)
-    grid = RankGrid.build(GridShape(), 0)
+    grid = build_grid(GridShape(), 0)
     buffers = FlatBuffers(
         ParamRegistry.of(modules),
         grid=grid,
@@ -39,7 +41,7 @@ def _optimizer(
         DataParallel(buffers, grid),
         rule,
         clip_grad=1.0,
-        main_dtype=torch.float32,
+        master_dtype=torch.float32,
         kept_dtypes=kept,
         offload_fraction=fraction,
     )

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from megatrain.optim.rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.optim.schedule import Rates
+from megatrain.parallel.build_grid import build_grid
+from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.optim.lr_schedule import Rates
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
 from megatrain.parallel.buffers import FlatBuffers, _cut_buckets, _own_shard
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.data_parallel import DataParallel
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
 
@@ -29,7 +31,7 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
             kind="embedding" if name == "e" else "matrix",
         )
         module.add_weight(name, layout, dtype)
-    grid = RankGrid.build(GridShape(), 0)
+    grid = build_grid(GridShape(), 0)
     buffers = FlatBuffers(
         ParamRegistry.of([module]),
         grid=grid,
@@ -38,7 +40,7 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
         device=torch.device("cpu"),
     )
     parallel = DataParallel(buffers, grid)
-    optimizer = ShardedOptimizer(parallel, rule, clip_grad=clip_grad, main_dtype=torch.float32)
+    optimizer = ShardedOptimizer(parallel, rule, clip_grad=clip_grad, master_dtype=torch.float32)
     optimizer.fill("weight", InitialWeights(1))
     optimizer.publish_weights()
     return optimizer
@@ -93,7 +95,7 @@ def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
     whole = _optimizer(torch.float32).buffers
     for num_shards in (2, 3, 7):
         for rank in range(num_shards):
-            grid = RankGrid.build(GridShape(dp=num_shards), rank)
+            grid = build_grid(GridShape(dp=num_shards), rank)
             for shard in (_own_shard(bucket, grid.dp) for bucket in _cut_buckets(whole.registry, grid)):
                 ranges = list(_group_ranges(shard))
                 assert [part.start for _, part in ranges] == [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatrain.parallel.batch import Batch, Documents
-from megatrain.parallel.context import ContextParallel, by_rank, in_order
+from megatrain.parallel.context_parallel import ContextParallel, by_rank, in_order
 from megatrain.parallel.grid import RankGroup
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.moe.routing import Routes
+from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.token_dispatcher import AllGatherExchange, AllToAllExchange, LocalExchange
 
@@ -29,7 +29,7 @@ def test_planned_rows_are_those_of_an_even_load(
     }[kind]()
     x = torch.empty(8, 16, device="meta", requires_grad=True)
     weights = torch.empty(8, 3, device="meta", requires_grad=True)
-    visitors = exchange.send(x, Routes(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights))
+    visitors = exchange.send(x, Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights))
     assert visitors.rows.shape == (rows, 16)
     assert visitors.weights.shape == (rows,)
     assert visitors.ends.shape == (own_experts,)

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, RankGrid
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.grid import RankGrid
+
+from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if "raises" not in case]
@@ -43,7 +46,7 @@ def test_rank_lists_are_megatrons(case: dict[str, Any]) -> None:
         ]
         found = [next(group.index(rank) for group in groups if rank in group) for groups in lists]
         assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, places, strict=True))
-        grid = RankGrid.build(shape, rank)
+        grid = build_grid(shape, rank)
         groups = (grid.tp, grid.pp, grid.dp, grid.cp, grid.replicas, grid.ep, grid.etp, grid.expert_replicas)
         assert [group.rank for group in groups] == places
 
@@ -67,7 +70,7 @@ def test_experts_need_ranks_that_divide() -> None:
 def test_65536_ranks_take_less_than_a_second(order: str) -> None:
     began = time.process_time()
     experts = {"ep": 64, "etp": 1} if order == DEFAULT_ORDER else {"ep": 2, "etp": 8}
-    grid = RankGrid.build(GridShape(tp=8, cp=2, dp=256, pp=16, order=order, **experts), 54321)
+    grid = build_grid(GridShape(tp=8, cp=2, dp=256, pp=16, order=order, **experts), 54321)
     assert time.process_time() - began < 1.0
     assert (grid.world.size, grid.tp.size, grid.dp.size, grid.pp.size) == (65536, 8, 256, 16)
     assert (grid.replicas.size, grid.tp_cp.size) == (512, 16)
@@ -77,7 +80,7 @@ def test_65536_ranks_take_less_than_a_second(order: str) -> None:
 def test_every_rank_makes_the_same_groups_in_the_same_order() -> None:
     made: dict[int, list[tuple[str, Sequence[Sequence[int]]]]] = {rank: [] for rank in range(8)}
     for rank in range(8):
-        grid = RankGrid.build(
+        grid = build_grid(
             GridShape(tp=2, dp=2, pp=2),
             rank,
             lambda name, lists, r=rank: made[r].append((name, lists)) or "handle",
@@ -88,7 +91,7 @@ def test_every_rank_makes_the_same_groups_in_the_same_order() -> None:
 
 
 def test_a_rank_knows_its_place() -> None:
-    grid = RankGrid.build(GridShape(tp=2, dp=2, pp=2), 6)
+    grid = build_grid(GridShape(tp=2, dp=2, pp=2), 6)
     assert (grid.tp.ranks, grid.dp.ranks, grid.pp.ranks) == ((6, 7), (4, 6), (2, 6))
     assert (grid.tp.rank, grid.dp.rank, grid.pp.rank) == (0, 1, 1)
     assert grid.embedding.ranks == (2, 6)
@@ -100,7 +103,7 @@ def test_optimizer_instances_are_neighbours_along_dp() -> None:
     assert lists.shard == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert lists.copies == [[0, 4], [2, 6], [1, 5], [3, 7]]
     made: dict[str, Sequence[Sequence[int]]] = {}
-    grid = RankGrid.build(shape, 5, lambda name, lists: made.update({name: lists}) or "handle")
+    grid = build_grid(shape, 5, lambda name, lists: made.update({name: lists}) or "handle")
     assert (grid.dp_shard.ranks, grid.dp_shard.rank) == ((5, 7), 0)
     assert (grid.dp_copies.ranks, grid.dp_copies.rank) == ((1, 5), 1)
     assert (made["dp_shard"], made["dp_copies"]) == (lists.shard, lists.copies)
@@ -110,7 +113,7 @@ def test_optimizer_instances_are_neighbours_along_dp() -> None:
 def test_what_is_all_of_dp_has_no_channel_of_its_own(copies: int, is_sharded: bool) -> None:
     made: list[str] = []
     shape = GridShape(dp=4, dp_copies=copies)
-    grid = RankGrid.build(shape, 1, lambda name, _lists: made.append(name) or name)
+    grid = build_grid(shape, 1, lambda name, _lists: made.append(name) or name)
     whole, alone = (grid.dp_shard, grid.dp_copies) if is_sharded else (grid.dp_copies, grid.dp_shard)
     assert (whole.ranks, whole.handle) == (grid.dp.ranks, "dp")
     assert (alone.ranks, alone.handle) == ((1,), None)
@@ -120,25 +123,25 @@ def test_what_is_all_of_dp_has_no_channel_of_its_own(copies: int, is_sharded: bo
 def test_neighbours_among_tensor_ranks_hold_the_same_keys() -> None:
     shape = GridShape(tp=4, dp=2, kv_copies=2)
     assert shape.kv_lists() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    grid = RankGrid.build(shape, 7)
+    grid = build_grid(shape, 7)
     assert (grid.kv.ranks, grid.kv.rank) == ((6, 7), 1)
-    assert [RankGrid.build(shape, rank).is_first_of(("kv",)) for rank in range(4)] == [True, False] * 2
-    assert RankGrid.build(GridShape(tp=4), 3).kv.ranks == (3,)
+    assert [build_grid(shape, rank).is_first_of(("kv",)) for rank in range(4)] == [True, False] * 2
+    assert build_grid(GridShape(tp=4), 3).kv.ranks == (3,)
 
 
 def test_middle_stages_share_no_embedding() -> None:
-    grid = RankGrid.build(GridShape(pp=4), 1)
+    grid = build_grid(GridShape(pp=4), 1)
     assert grid.embedding.ranks == (1,)
     assert grid.embedding.size == 1
 
 
 def test_ranks_that_share_a_sequence_are_replicas_too() -> None:
     shape = GridShape(tp=2, cp=2, dp=2)
-    grid = RankGrid.build(shape, 6)
+    grid = build_grid(shape, 6)
     assert (grid.cp.ranks, grid.dp.ranks, grid.tp_cp.ranks) == ((4, 6), (2, 6), (4, 5, 6, 7))
     assert (grid.replicas.ranks, grid.replicas.rank) == ((0, 2, 4, 6), 3)
     assert grid.dp_shard.ranks == grid.replicas.ranks
-    halves = RankGrid.build(GridShape(tp=2, cp=2, dp=2, dp_copies=2), 6)
+    halves = build_grid(GridShape(tp=2, cp=2, dp=2, dp_copies=2), 6)
     assert (halves.dp_shard.ranks, halves.dp_copies.ranks) == ((4, 6), (2, 6))
 
 
@@ -152,7 +155,7 @@ def test_ranks_that_share_a_sequence_are_replicas_too() -> None:
 def test_experts_lie_on_ranks_of_their_own_factorisation(
     etp: int, ep: int, expert_replicas: tuple[int, ...], ep_etp: tuple[int, ...], matrix: tuple[int, ...]
 ) -> None:
-    grid = RankGrid.build(GridShape(tp=2, dp=2, pp=2, etp=etp, ep=ep, has_matrices=True), 2)
+    grid = build_grid(GridShape(tp=2, dp=2, pp=2, etp=etp, ep=ep, has_matrices=True), 2)
     assert grid.family("expert").replicas.ranks == grid.expert_shard.ranks == expert_replicas
     assert (grid.ep_etp.ranks, grid.expert_matrix.ranks) == (ep_etp, matrix)
     assert (grid.family("dense").replicas.ranks, grid.matrix.ranks) == ((0, 2), (0, 1, 2, 3))
@@ -161,7 +164,7 @@ def test_experts_lie_on_ranks_of_their_own_factorisation(
 def test_without_experts_nothing_is_made_for_them() -> None:
     made: list[str] = []
     shape = GridShape(tp=2, cp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
-    grid = RankGrid.build(shape, 0, lambda name, _lists: made.append(name) or name)
+    grid = build_grid(shape, 0, lambda name, _lists: made.append(name) or name)
     assert made == [
         "world", "pp", "pp_backward", "embedding", "tp", "cp", "tp_cp", "dp", "replicas", "messages",
     ]  # fmt: skip
@@ -170,6 +173,6 @@ def test_without_experts_nothing_is_made_for_them() -> None:
 
 def test_layers_never_wait_behind_what_travels_between_replicas() -> None:
     """The same ranks, and yet two channels: gradients of the layer before travel while this one sends its tokens."""
-    grid = RankGrid.build(GridShape(tp=2, cp=1, dp=1, etp=1, ep=1), 0, lambda name, _lists: name)
+    grid = build_grid(GridShape(tp=2, cp=1, dp=1, etp=1, ep=1), 0, lambda name, _lists: name)
     assert (grid.tp.ranks, grid.expert_replicas.ranks) == ((0, 1), (0, 1))
     assert (grid.tp.handle, grid.expert_replicas.handle) == ("tp", "expert_replicas")

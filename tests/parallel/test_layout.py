@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.model.layouts import (
     Columns,
     columns_bias_layout,
@@ -16,9 +17,10 @@ from megatrain.model.layouts import (
     vocab_layout,
 )
 from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
@@ -38,7 +40,7 @@ def test_boxes_intersect_where_both_are() -> None:
 
 
 def _grid(rank: int, size: int, kv_copies: int = 1) -> RankGrid:
-    return RankGrid.build(GridShape(tp=size, kv_copies=kv_copies), rank)
+    return build_grid(GridShape(tp=size, kv_copies=kv_copies), rank)
 
 
 def _tp(grid: RankGrid) -> TensorParallel:
@@ -64,7 +66,7 @@ def test_shards_of_all_ranks_together_hold_every_element_once(
     seen: dict[str, np.ndarray] = {}
     shape = GridShape(tp=tp_size, dp=dp_size, kv_copies=kv_copies)
     for rank in range(shape.world_size):
-        module, grid = LaidOutModule(), RankGrid.build(shape, rank)
+        module, grid = LaidOutModule(), build_grid(shape, rank)
         for number, layout in enumerate(_layouts(_tp(grid))):
             module.add_weight(f"w{number}", layout, torch.float32)
         registry = ParamRegistry.of([module])
@@ -96,7 +98,7 @@ def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> Non
     for number, layout in enumerate(reversed(_layouts(_tp(_grid(0, 1))))):
         module.add_weight(f"w{number}", layout, torch.float32)
     registry = ParamRegistry.of([module])
-    grid = RankGrid.build(GridShape(), 0)
+    grid = build_grid(GridShape(), 0)
     buffers = FlatBuffers(
         registry,
         grid=grid,

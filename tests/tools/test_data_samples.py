@@ -15,9 +15,9 @@ import pretrain
 from megatrain.config import parse, resolve
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.indexed.writer import IndexedWriter
-from megatrain.data.samples.dataset import Samples
+from megatrain.data.samples.dataset import SampleDataset
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.data.samples.sampler import Share, SingleOrder
+from megatrain.data.samples.sampler import DataShard, SingleSampler
 from megatrain.tools.main import main
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts
@@ -83,8 +83,8 @@ def test_a_sample_is_what_training_reads(
     flags = f"{RUN} --split 8,1,1 --data-path {blend.format(*datasets)} {masks}"
     samples = built(flags, world_size=2).train
     for rank, consumed in itertools.product(range(2), (0, 12)):
-        order = SingleOrder(Share(micro_batch_size=2, dp_rank=rank, dp_size=2), len(samples))
-        with BatchLoader(samples, order, seq_length=16, has_documents=bool(masks)) as loader:
+        sampler = SingleSampler(DataShard(micro_batch_size=2, dp_rank=rank, dp_size=2), len(samples))
+        with BatchLoader(samples, sampler, seq_length=16, has_documents=bool(masks)) as loader:
             (batch,) = loader.microbatches(consumed, 1)
         for row in range(2):
             shown = sample(capsys, flags, "train", consumed + 2 * rank + row)
@@ -99,14 +99,14 @@ def test_a_sample_is_what_training_reads(
 @pytest.mark.parametrize("of", ["train", "valid", "test"])
 def test_a_sample_is_made_of_the_pieces_that_are_named(of: str, datasets: tuple[str, str]) -> None:
     flags = f"{RUN} --split 6,2,2 --data-path 0.7 {datasets[0]} 0.3 {datasets[1]}"
-    samples: Samples = getattr(built(flags), of)
+    samples: SampleDataset = getattr(built(flags), of)
     opened = {f"{prefix}.bin": IndexedDataset(prefix) for prefix in datasets}
     for k in range(len(samples)):
-        pieces = samples.origin(k)
+        pieces = samples.spans(k)
         read = [opened[piece.source].read(piece.sequence, piece.offset, piece.length) for piece in pieces]
         assert np.concatenate(read).tolist() == [*samples[k].tokens, samples[k].labels[-1]]
         for piece in pieces:
-            borders = opened[piece.source].document_borders
+            borders = opened[piece.source].document_boundaries
             assert borders[piece.document] <= piece.sequence < borders[piece.document + 1]
 
 

@@ -17,10 +17,12 @@ import torch
 from test_broken_command_lines import ROOT, command_line
 
 import pretrain
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.indexed.writer import IndexedWriter
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
 from megatrain.training.planning.dry_run import examine
 from megatrain.training.planning.dry_run_report import DryRun
@@ -97,7 +99,7 @@ def test_a_stage_holds_what_its_engine_makes(tied: str | None) -> None:
         "--world-size": "4", "--global-batch-size": "4",
     })  # fmt: skip
     for rank in range(4):
-        grid = RankGrid.build(GridShape(dp=2, pp=2), rank)
+        grid = build_grid(GridShape(dp=2, pp=2), rank)
         engine = Engine(found.plan, grid, torch.device("cpu"))
         assert held_by(engine) == found.memory[grid.pp.rank].held
     assert found.memory[0].held.main_weights > 0

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import importlib
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.process_groups import make_group
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
 
@@ -38,7 +39,7 @@ plan = resolve(parse(flags.split()), Facts(world_size=world, device="cuda", voca
 def make(name, rank_lists):
     return None if name == "messages" else make_group(name, rank_lists)  # gloo's, which has no fake
 
-engine = Engine(plan, RankGrid.build(grid_shape(plan), rank, make), torch.device("meta"))
+engine = Engine(plan, build_grid(grid_shape(plan), rank, make), torch.device("meta"))
 whole = {
     piece.name: piece.shape for entry in engine.model.registry.entries.values() for piece in entry.layout.pieces
 }

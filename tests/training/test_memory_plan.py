@@ -10,11 +10,13 @@ import pytest
 import torch
 from test_broken_command_lines import command_line
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Plan, parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel import collectives
 from megatrain.parallel.collectives import Transfer
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.tools.parity.measure import tiny_plan
@@ -48,7 +50,7 @@ def followed(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches:
         return follow_step(plan, grid, META, num_microbatches=num_microbatches, ledger=ledger)
 
 
-OF_EXPERTS = {"moeagain", "sharedagain"}
+OF_EXPERTS = {"recomputemoe", "recomputeshared"}
 MADE = [
     *(
         f"{recompute} {model} {'documents' if model == 'gemma2' else ''}"
@@ -60,7 +62,7 @@ MADE = [
         f"{recompute} {experts}"
         for experts in ("mixtral", "deepseek")
         for recompute in OPTIONS["recomputation"]
-        if experts == "deepseek" or recompute != "sharedagain"
+        if experts == "deepseek" or recompute != "recomputeshared"
     ),
 ]
 
@@ -68,7 +70,7 @@ MADE = [
 @pytest.mark.parametrize("words", MADE)
 def test_a_step_without_memory_makes_the_storages_of_a_real_one(words: str) -> None:
     layout = Layout.of(words)
-    plan, grid = tiny_plan(layout, 1), RankGrid.build(GridShape(), 0)
+    plan, grid = tiny_plan(layout, 1), build_grid(GridShape(), 0)
     real, planned = followed(plan, grid, CPU), followed(plan, grid, META)
     assert planned.by_class == real.by_class
     assert planned.memory().peak_at == real.memory().peak_at
@@ -131,7 +133,7 @@ def test_each_rank_is_planned_as_it_is(text: str, monkeypatch: pytest.MonkeyPatc
 
 def first_and_last(plan: Plan) -> Iterator[RankGrid]:
     for rank in (0, plan.derived.world_size - 1):
-        yield RankGrid.build(grid_shape(plan), rank)
+        yield build_grid(grid_shape(plan), rank)
 
 
 OFFLOAD: dict[str, str | None] = {"--bf16": "", "--optimizer-cpu-offload": ""}
@@ -140,7 +142,7 @@ OFFLOAD: dict[str, str | None] = {"--bf16": "", "--optimizer-cpu-offload": ""}
 @pytest.mark.parametrize("flags", [{"--bf16": ""}, {"--fp16": ""}, {"--optimizer": "sgd"}, OFFLOAD])
 def test_other_dtypes_and_optimizers_too(flags: dict[str, str | None]) -> None:
     plan = examine(parse(command_line({**flags, "--dry-run": ""})), LaunchEnvironment()).plan
-    grid = RankGrid.build(GridShape(), 0)
+    grid = build_grid(GridShape(), 0)
     assert followed(plan, grid, META).by_class == followed(plan, grid, CPU).by_class
 
 
@@ -161,7 +163,7 @@ def test_state_on_the_host_takes_no_memory_of_the_device() -> None:
 
 def engine_of(changed: dict[str, str | None]) -> Engine:
     plan = examine(parse(command_line({**changed, "--dry-run": ""})), LaunchEnvironment()).plan
-    return Engine(plan, RankGrid.build(GridShape(), 0), META)
+    return Engine(plan, build_grid(GridShape(), 0), META)
 
 
 def planned(changed: dict[str, str | None]) -> StageMemory:
@@ -230,7 +232,7 @@ def test_stages_between_the_first_and_last_of_a_kind_are_as_if_followed(*, is_fe
     count = plan.derived.num_microbatches
     assert count == (8 if is_few else 20)
     shape = GridShape(pp=6)
-    engines = [Engine(plan, RankGrid.build(shape, stage), META) for stage in range(6)]
+    engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(6)]
     flights = simulate([one_forward_one_backward(stage, 6, count) for stage in range(6)]).peak_activations
     found = planned_memory(plan, engines, flights)
     whole = [followed(plan, engine.grid, META, count).memory() for engine in engines]

@@ -2,9 +2,11 @@
 
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
-from megatrain.parallel.grid import GridShape, RankGrid
-from megatrain.training.engine import build_model_of
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.training.build import build_model_from_plan
 from megatrain.training.planning.model_tree import ModelTree, model_tree
 
 FLAGS = (
@@ -17,7 +19,7 @@ FLAGS = (
 
 def tree_of(top_k: int) -> ModelTree:
     plan = resolve(parse(f"{FLAGS} --moe-router-topk {top_k}".split()), Facts())
-    model = build_model_of(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    model = build_model_from_plan(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     return model_tree([model.registry], model.spec.routers)
 
 

@@ -25,7 +25,7 @@ def left() -> dist.Store:
 def test_a_rank_that_finds_nobody_says_where_it_looked(left) -> None:
     with pytest.raises(MegatrainError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+") as caught:
         RankWatch(LaunchEnvironment(rank=1, world_size=2), left)
-    assert not caught.value.is_told
+    assert not caught.value.is_reported
 
 
 def test_a_server_that_ends_by_a_message_is_closed_all_the_same() -> None:

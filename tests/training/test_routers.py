@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.model.expert_bias import ExpertBiases
-from megatrain.model.router import ROUTER_SUMS
+from megatrain.model.router import ROUTER_METRICS
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context import ContextParallel
-from megatrain.parallel.grid import GridShape, RankGrid, RankGroup
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.training.logging.router_log import health_line, router_values
 from megatrain.training.routers import STARVED_ITERATIONS, RouterReport, Routers
 
@@ -27,7 +29,7 @@ GOOD = torch.tensor(True)
 
 
 def routers_of(specs: dict[int, RouterSpec]) -> Routers:
-    grid = RankGrid.build(GridShape(), 0)
+    grid = build_grid(GridShape(), 0)
     model = SimpleNamespace(
         spec=SimpleNamespace(routers=specs),
         expert_biases=ExpertBiases(specs, dtype=torch.float32, device=CPU),
@@ -38,7 +40,7 @@ def routers_of(specs: dict[int, RouterSpec]) -> Routers:
 
 
 def told(loads: list[float], **sums: float) -> torch.Tensor:
-    return torch.tensor([*(sums.get(name, 0.0) for name in ROUTER_SUMS), *loads], dtype=torch.float64)
+    return torch.tensor([*(sums.get(name, 0.0) for name in ROUTER_METRICS), *loads], dtype=torch.float64)
 
 
 def step(routers: Routers, infos: list[PassInfo], good: torch.Tensor = GOOD) -> RouterReport:
@@ -52,8 +54,8 @@ def passes(first: list[float], second: list[float]) -> list[PassInfo]:
     """Two micro-batches; of the layers' loads, those of layer 1 in both."""
     ten = {"entropy": 10.0, "aux_loss": 1.0, "z_loss": 4.0}
     rest = {"entropy": 5.0, "dropped": 2.0, "aux_loss": 3.0}
-    one = PassInfo(router_sums={1: told(first, **ten), 3: told([6, 3, 1], **rest)})
-    other = PassInfo(router_sums={1: told(second, **ten), 3: told([0, 7, 3], **rest)})
+    one = PassInfo(router_metrics={1: told(first, **ten), 3: told([6, 3, 1], **rest)})
+    other = PassInfo(router_metrics={1: told(second, **ten), 3: told([0, 7, 3], **rest)})
     return [one, other]
 
 

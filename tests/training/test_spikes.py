@@ -7,7 +7,7 @@ from test_broken_command_lines import command_line
 
 import pretrain
 from megatrain.training.debugging.spikes import STEPS_THAT_COUNT, SpikeWatch
-from megatrain.training.step_report import StepUnderway
+from megatrain.training.step_report import PendingStep
 
 
 def test_what_is_ten_times_the_largest_is_told() -> None:
@@ -25,7 +25,7 @@ def test_what_is_ten_times_the_largest_is_told() -> None:
 def test_a_jump_is_told_where_it_is_asked_for(
     flag: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    read, calls = StepUnderway.read, []
+    read, calls = PendingStep.read, []
 
     def jumping(self):
         report = read(self)
@@ -35,7 +35,7 @@ def test_a_jump_is_told_where_it_is_asked_for(
             **{**vars(report), "lm_loss": factor * report.lm_loss, "grad_norm": factor * report.grad_norm}
         )
 
-    monkeypatch.setattr(StepUnderway, "read", jumping)
+    monkeypatch.setattr(PendingStep, "read", jumping)
     monkeypatch.setattr("megatrain.training.debugging.spikes.STEPS_THAT_COUNT", 2)
     assert pretrain.main(command_line({"--train-iters": "4"} | ({flag: ""} if flag else {}))) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "more than 10 times" in line]

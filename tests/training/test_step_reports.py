@@ -13,12 +13,14 @@ import torch
 from test_broken_command_lines import command_line
 
 import pretrain
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.training.engine import Engine
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 TIMES = ("iteration_ms", "tokens_per_second_per_gpu", "timers", "max_memory_bytes")
 
@@ -104,9 +106,9 @@ def test_behind_a_step_that_is_not_finite_nothing_moves() -> None:
     """The host hears of it when later steps have begun, and looks for its cause in the same weights."""
     layout = Layout.of("")
     plan = tiny_plan(layout, 1)
-    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
-    batches, rates = list(own_batches(0, layout, 0)), schedules_of(plan).at(0)
+    batches, rates = list(own_batches(0, layout, 0)), build_schedules(plan).at(0)
     assert engine.begin_step(batches, rates).read().is_finite
     before = [x.clone() for kind in engine.optimizer.kinds for x in engine.optimizer.state(kind)]
     finish = engine.data_parallel.finish_gradients
@@ -139,7 +141,7 @@ def test_behind_a_step_that_is_not_finite_nothing_moves() -> None:
 )
 def test_steps_that_may_be_skipped_and_timed_ones_are_waited_for(flags: str, num_ahead: int) -> None:
     plan = resolve(parse([*command_line({}), *flags.split()]), Facts(vocab_size=101, eod_id=100))
-    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     assert engine.num_ahead == 0  # what a CPU computes is there at once
     engine.device = torch.device("cuda")
     assert engine.num_ahead == num_ahead

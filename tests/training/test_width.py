@@ -6,12 +6,14 @@ from typing import get_args
 import pytest
 import torch
 
+from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.config.derive.lr_groups import ParamKind
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 VOCAB, SEQ, MICRO_BATCH, STEPS = 97, 16, 8, 5
 WIDTHS = (64, 128, 256)
@@ -30,7 +32,7 @@ def plan_of(width: int, flags: str = "") -> Plan:
 
 
 def engine_of(plan: Plan) -> Engine:
-    engine = Engine(plan, RankGrid.build(GridShape(), 0), torch.device("cpu"))
+    engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
     return engine
 
@@ -67,7 +69,7 @@ def growth(flags: str) -> dict[str, float]:
         engine = engine_of(plan)
         before = activations(engine, batch_of(0))
         for _ in range(STEPS):
-            engine.step([batch_of(0)], schedules_of(plan).at(0))
+            engine.step([batch_of(0)], build_schedules(plan).at(0))
         for name, now in activations(engine, batch_of(0)).items():
             sizes.setdefault(name, []).append((now - before[name]).abs().mean().item())
     return {
@@ -151,7 +153,7 @@ def test_each_parameter_steps_at_the_rate_of_its_kind() -> None:
     plan = plan_of(2 * BASE, f"--untie-embeddings-and-output-weights {MUP}")
     engine = engine_of(plan)
     before = [weights.clone() for weights in engine.buffers.weights]
-    engine.step([batch_of(0)], schedules_of(plan).at(0))
+    engine.step([batch_of(0)], build_schedules(plan).at(0))
     steps: dict[str, float] = {}
     for bucket, old, new in zip(engine.buffers.buckets, before, engine.buffers.weights, strict=True):
         for placed in bucket.placed:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.heads import joined_heads, whole_of
+from megatrain.kernels.qkv import concat_heads, fused_view
 
 SIZES = (4, 2, 2)
 
@@ -15,7 +15,7 @@ def heads(s: int = 3, b: int = 2) -> torch.Tensor:
 @pytest.mark.parametrize("b", [1, 2])
 def test_parts_of_one_tensor_are_not_copied(b: int) -> None:
     whole = heads(b=b)
-    found = joined_heads(whole.split(SIZES, dim=2))
+    found = concat_heads(whole.split(SIZES, dim=2))
     assert found.data_ptr() == whole.data_ptr()
     assert torch.equal(found, whole)
     assert found.stride() == whole.stride()
@@ -23,8 +23,8 @@ def test_parts_of_one_tensor_are_not_copied(b: int) -> None:
 
 def test_one_sample_may_lie_in_any_order() -> None:
     parts = heads(s=3, b=1).view(1, 3, 8, 5).transpose(0, 1).split(SIZES, dim=2)
-    assert whole_of(parts) is not None
-    assert torch.equal(joined_heads(parts), heads(s=3, b=1))
+    assert fused_view(parts) is not None
+    assert torch.equal(concat_heads(parts), heads(s=3, b=1))
 
 
 @pytest.mark.parametrize(
@@ -40,5 +40,5 @@ def test_one_sample_may_lie_in_any_order() -> None:
     ids=["copies", "another order", "a part is missing", "of a sample", "turned around", "of two tensors"],
 )
 def test_other_parts_are_copied(parts: list[torch.Tensor]) -> None:
-    assert whole_of(parts) is None
-    assert torch.equal(joined_heads(parts), torch.cat(list(parts), dim=2))
+    assert fused_view(parts) is None
+    assert torch.equal(concat_heads(parts), torch.cat(list(parts), dim=2))

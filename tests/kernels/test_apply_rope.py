@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatrain.kernels.apply_rope import turn, turn_heads, turn_heads_backward
-from megatrain.kernels.rotary import RotarySpec, tables
+from megatrain.kernels.rotary import apply_rope, apply_rope_to_qkv, apply_rope_to_qkv_backward
+from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -12,14 +12,14 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def _tables(length: int, channels: int = 8, share: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    spec = RotarySpec(base=100.0, share=share)
-    return tables(spec, channels, torch.arange(length), dtype=torch.float64)
+    spec = RotarySpec(base=100.0, rotary_percent=share)
+    return cos_sin_tables(spec, channels, torch.arange(length), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
 def test_a_turn_keeps_lengths_and_turns_by_relative_position(is_interleaved: bool) -> None:
     q, k = (_random(n, 1, 1, 8)[:1].expand(16, 1, 1, 8) for n in (1, 2))
-    q, k = (turn(x, *_tables(16), is_interleaved=is_interleaved) for x in (q, k))
+    q, k = (apply_rope(x, *_tables(16), is_interleaved=is_interleaved) for x in (q, k))
     torch.testing.assert_close(q.norm(dim=-1), q[:1].norm(dim=-1).expand(16, 1, 1))
     scores = torch.einsum("ibnd,jbnd->ij", q, k)
     torch.testing.assert_close(scores[3, 1], scores[9, 7])
@@ -29,9 +29,9 @@ def test_a_turn_keeps_lengths_and_turns_by_relative_position(is_interleaved: boo
 def test_pairings_differ_by_the_order_of_channels() -> None:
     x = _random(6, 2, 3, 8)
     halves = torch.cat((x[..., 0::2], x[..., 1::2]), -1)
-    turned = turn(halves, *_tables(6), is_interleaved=False)
+    turned = apply_rope(halves, *_tables(6), is_interleaved=False)
     expected = torch.stack(turned.chunk(2, -1), -1).flatten(-2)
-    torch.testing.assert_close(turn(x, *_tables(6), is_interleaved=True), expected)
+    torch.testing.assert_close(apply_rope(x, *_tables(6), is_interleaved=True), expected)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -42,12 +42,12 @@ def test_queries_and_keys_are_turned_and_the_turn_back_is_the_gradient(
     cos, sin = _tables(5, share=share)
     x, sizes = _random(5, 2, 7, 8).requires_grad_(), (3, 2, 2)
     q, k, v = x.split(list(sizes), dim=2)
-    expected = [turn(one, cos, sin, is_interleaved=is_interleaved) for one in (q, k)] + [v]
+    expected = [apply_rope(one, cos, sin, is_interleaved=is_interleaved) for one in (q, k)] + [v]
     if share < 1:
         torch.testing.assert_close(expected[0][..., 4:], q[..., 4:])
     upstream = [_random(5, 2, n, 8) for n in sizes]
     torch.autograd.backward(expected, upstream)
-    found = turn_heads(x.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
+    found = apply_rope_to_qkv(x.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.detach())
-    torch.testing.assert_close(turn_heads_backward(upstream, cos, sin, is_interleaved=is_interleaved), x.grad)
+    torch.testing.assert_close(apply_rope_to_qkv_backward(upstream, cos, sin, is_interleaved=is_interleaved), x.grad)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The full table of parity (docs/parity.md) against one process, in slices side by side; each goes on where it was stopped.
 #
-#   scripts/parity_nightly.sh [FOLDER] [SLICES]
+#   scripts/nightly.sh [FOLDER] [SLICES]
 #
 # FOLDER (default: runs/parity-COMMIT) holds a file of results for each slice; SLICES is by default a fourth of the cores.
 # Prints the rows that failed. Exit code: 0 if every row passed.

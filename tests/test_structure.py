@@ -1,8 +1,8 @@
-"""Keeps the drawing of the house true (docs/architecture.md): floors, circles, globals, sizes, and who may read what.
+"""Hold the structure that docs/architecture.md describes: floors, import cycles, globals, sizes, and who may read what.
 
     sources of megatrain/ -> one `Module` each, parsed once -> one finder per rule -> a list of findings, which must be empty
 
-Every finder is also run on small made-up sources that break its rule, so that none of them passes because it sees nothing.
+Every finder also runs on small invented sources that break its rule, so that no finder passes because it sees nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ FLOORS = {
     "training": 7,
     "tools": 8,
 }
-MAX_FILE_LINES = 900
-MAX_FUNCTION_LINES = 120
-MAX_BRANCHES = 25
+MAX_FILE_LINES = 450
+LONG_TABLES = {"megatrain.config.megatron.flag_table"}
+"""Files that are one table of data, and may be longer."""
+MAX_FUNCTION_LINES = 70
+MAX_BRANCHES = 15
 MAX_ENTRY_LINES = 60
+MAX_FILES_PER_FOLDER = 20
 ENVIRONMENT_READER = "megatrain.config.environment"
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.IfExp, ast.comprehension)
 
@@ -165,6 +168,43 @@ def global_statements(module: Module) -> list[str]:
     ]
 
 
+def mutable_globals(module: Module) -> list[str]:
+    """Containers and objects at module level that code of the module changes: state that no `global` statement shows."""
+    names = {
+        target.id
+        for node in module.tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
+    findings = []
+    for function in functions(module):
+        own = {argument.arg for argument in ast.walk(function.args) if isinstance(argument, ast.arg)}
+        own |= {
+            node.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        for node in ast.walk(function):
+            changed = _changed_name(node)
+            if changed in names - own:
+                findings.append(f"{module.name}:{node.lineno} {function.name} changes {changed}")
+    return findings
+
+
+MUTATORS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+
+
+def _changed_name(node: ast.AST) -> str | None:
+    """The name whose object a statement changes in place: `name[x] = y`, `name.x = y`, `name.append(x)`."""
+    changed: ast.expr | None = None
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        changed = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        changed = node.func.value
+    return changed.id if isinstance(changed, ast.Name) else None
+
+
 def environment_reads(module: Module) -> list[str]:
     """Environment variables are read in one file, so that none of them changes a run unseen."""
     if module.name == ENVIRONMENT_READER:
@@ -242,7 +282,8 @@ def heavy_imports_of_config(module: Module) -> list[str]:
 
 def long_files(module: Module) -> list[str]:
     num_lines = len(module.source.splitlines())
-    return [f"{module.name} has {num_lines} lines"] if num_lines > MAX_FILE_LINES else []
+    is_long = num_lines > MAX_FILE_LINES and module.name not in LONG_TABLES
+    return [f"{module.name} has {num_lines} lines"] if is_long else []
 
 
 def long_functions(module: Module) -> list[str]:
@@ -272,6 +313,7 @@ RULES: list[Callable[[Module], list[str]]] = [
     imports_that_point_right,
     unknown_folders,
     global_statements,
+    mutable_globals,
     environment_reads,
     unsafe_calls,
     heavy_imports_of_config,
@@ -281,10 +323,10 @@ RULES: list[Callable[[Module], list[str]]] = [
 ]
 
 
-# ---- the house as it stands
+# ---- the tree as it stands
 
 
-def test_there_is_a_house() -> None:
+def test_there_are_modules_to_check() -> None:
     assert {module.folder for module in MODULES.values()} >= {None, "config", "parallel", "model"}
 
 
@@ -309,21 +351,31 @@ def test_config_loads_neither_torch_nor_numpy() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, ""), result.stderr
 
 
+@pytest.mark.parametrize("top", ["megatrain", "tests", "docs", "scripts", "configs"])
+def test_a_folder_reads_as_a_table_of_contents(top: str) -> None:
+    """`__init__.py` files and folders do not count."""
+    crowded = {}
+    for folder in [ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())]:
+        names = [path.name for path in folder.iterdir() if path.is_file() and path.name != "__init__.py"]
+        names = [name for name in names if not name.endswith(".pyc")]
+        if len(names) > MAX_FILES_PER_FOLDER:
+            crowded[str(folder.relative_to(ROOT))] = len(names)
+    assert not crowded
+
+
 def test_pretrain_fits_on_one_screen() -> None:
     entry = ROOT / "pretrain.py"
-    if not entry.is_file():
-        pytest.skip("pretrain.py is not there yet")
     assert len(entry.read_text(encoding="utf-8").splitlines()) < MAX_ENTRY_LINES
 
 
 # ---- the finders on made-up sources: each line breaks, or just keeps, one rule
 
 BROKEN = [
-    (imports_that_point_right, "megatrain.data.samples.gpt", "import megatrain.model.gpt"),
-    (imports_that_point_right, "megatrain.data.samples.gpt", "from megatrain.training import trainer"),
-    (imports_that_point_right, "megatrain.data.samples.gpt", "from megatrain import optim"),
-    (imports_that_point_right, "megatrain.data.samples.gpt", "from ..model import gpt"),
-    (imports_that_point_right, "megatrain.data.samples.gpt", "from .. import model"),
+    (imports_that_point_right, "megatrain.data.gpt", "import megatrain.model.gpt"),
+    (imports_that_point_right, "megatrain.data.gpt", "from megatrain.training import trainer"),
+    (imports_that_point_right, "megatrain.data.gpt", "from megatrain import optim"),
+    (imports_that_point_right, "megatrain.data.gpt", "from ..model import gpt"),
+    (imports_that_point_right, "megatrain.data.gpt", "from .. import model"),
     (imports_that_point_right, "megatrain.model.blocks.mlp", "from ...optim.adam import Adam"),
     (
         imports_that_point_right,
@@ -333,33 +385,33 @@ BROKEN = [
     (imports_that_point_right, "megatrain.inference.generate", "import megatrain.interop.hf as hf"),
     (imports_that_point_right, "megatrain", "from megatrain.config import errors"),
     (unknown_folders, "megatrain.core.utils", ""),
-    (global_statements, "megatrain.data.samples.gpt", "def f():\n    global state\n    state = 1"),
-    (environment_reads, "megatrain.training.launch.facts", "import os\nrank = os.environ['RANK']"),
+    (global_statements, "megatrain.data.gpt", "def f():\n    global state\n    state = 1"),
+    (environment_reads, "megatrain.training.facts", "import os\nrank = os.environ['RANK']"),
     (
         environment_reads,
-        "megatrain.training.launch.facts",
+        "megatrain.training.facts",
         "import os as system\nrank = system.getenv('RANK')",
     ),
     (
         environment_reads,
-        "megatrain.training.launch.facts",
+        "megatrain.training.facts",
         "from os import environ as e\nrank = e.get('RANK')",
     ),
     (
         environment_reads,
-        "megatrain.training.launch.facts",
+        "megatrain.training.facts",
         "def f():\n    from os import getenv\n    return getenv('RANK')",
     ),
-    (environment_reads, "megatrain.training.launch.facts", "import os.path\nthere = 'RANK' in os.environ"),
+    (environment_reads, "megatrain.training.facts", "import os.path\nthere = 'RANK' in os.environ"),
     (unsafe_calls, "megatrain.checkpoint.load", "import pickle"),
     (unsafe_calls, "megatrain.checkpoint.load", "def f():\n    from pickle import loads"),
     (unsafe_calls, "megatrain.checkpoint.load", "import torch\ntorch.load('x', weights_only=True)"),
     (unsafe_calls, "megatrain.checkpoint.load", "from torch import load as read\nread('x')"),
     (unsafe_calls, "megatrain.config.yaml", "eval('1')"),
     (unsafe_calls, "megatrain.config.yaml", "run = exec"),
-    (unsafe_calls, "megatrain.data.indexed.reader", "np.load('x', allow_pickle=True)"),
-    (heavy_imports_of_config, "megatrain.config.schema.model", "import torch.nn as nn"),
-    (heavy_imports_of_config, "megatrain.config.schema.model", "def f():\n    from numpy import array"),
+    (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=True)"),
+    (heavy_imports_of_config, "megatrain.config.model", "import torch.nn as nn"),
+    (heavy_imports_of_config, "megatrain.config.model", "def f():\n    from numpy import array"),
     (heavy_imports_of_config, "megatrain", "import torch"),
     (long_files, "megatrain.model.gpt", "x = 1\n" * (MAX_FILE_LINES + 1)),
     (long_functions, "megatrain.model.gpt", "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
@@ -375,7 +427,7 @@ BROKEN = [
 KEPT = [
     (
         imports_that_point_right,
-        "megatrain.data.samples.gpt",
+        "megatrain.data.gpt",
         "from megatrain.parallel import batch\nfrom . import lines\nimport torch",
     ),
     (
@@ -387,24 +439,28 @@ KEPT = [
     (unknown_folders, "megatrain.config", ""),
     (
         global_statements,
-        "megatrain.data.samples.gpt",
+        "megatrain.data.gpt",
         "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2",
     ),
+    (mutable_globals, "megatrain.data.gpt", "NAMES = {}\ndef f(x):\n    return NAMES[x]"),
+    (mutable_globals, "megatrain.data.gpt", "found = []\ndef f(x):\n    found = [x]\n    found.append(x)"),
+    (mutable_globals, "megatrain.data.gpt", "NAMES = {}\ndef f(x):\n    return NAMES[x]"),
+    (mutable_globals, "megatrain.data.gpt", "found = []\ndef f(x):\n    found = [x]\n    found.append(x)"),
     (environment_reads, ENVIRONMENT_READER, "import os\nrank = os.environ['RANK']"),
     (
         environment_reads,
-        "megatrain.training.launch.facts",
+        "megatrain.training.facts",
         "import os\nos.environ['A'] = 'b'\nos.path.join('a', 'b')",
     ),
-    (environment_reads, "megatrain.training.launch.facts", "rank = self.os.environ"),
+    (environment_reads, "megatrain.training.facts", "rank = self.os.environ"),
     (
         unsafe_calls,
         "megatrain.checkpoint.load",
         "model.eval()\nre.compile('a')\nfrom safetensors.torch import load",
     ),
-    (unsafe_calls, "megatrain.data.indexed.reader", "np.load('x', allow_pickle=False)"),
+    (unsafe_calls, "megatrain.data.indexed", "np.load('x', allow_pickle=False)"),
     (heavy_imports_of_config, "megatrain.model.gpt", "import torch"),
-    (heavy_imports_of_config, "megatrain.config.schema.model", "import yaml"),
+    (heavy_imports_of_config, "megatrain.config.model", "import yaml"),
     (long_files, "megatrain.model.gpt", "x = 1\n" * MAX_FILE_LINES),
     (long_functions, "megatrain.model.gpt", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1)),
     (branchy_functions, "megatrain.model.gpt", "def f():\n" + "    if x: pass\n" * MAX_BRANCHES),
@@ -431,7 +487,7 @@ def test_every_rule_is_tried_both_ways() -> None:
 
 def test_relative_imports_of_a_package_start_at_the_package() -> None:
     package = Module("megatrain.data", "from .gpt import samples\nfrom ..model import gpt", is_package=True)
-    assert set(package.imports) >= {"megatrain.data.samples.gpt", "megatrain.model.gpt"}
+    assert set(package.imports) >= {"megatrain.data.gpt", "megatrain.model.gpt"}
 
 
 @pytest.mark.parametrize(
