@@ -12,7 +12,7 @@ from megatrain.config.derive.lr_groups import RateGroups
 from megatrain.config.derive.schedule_values import ScheduleValues
 from megatrain.config.facts import Facts
 from megatrain.config.schema.tree import Config, Origin
-from megatrain.config.schema.values import INVALID
+from megatrain.config.schema.values import INVALID, CheckedSection
 
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Derived:
+class Derived(CheckedSection):
     """What follows from configuration and facts, and is no setting itself or is wanted in one place."""
 
     device: Literal["cpu", "cuda"] = INVALID
@@ -88,7 +88,7 @@ class Derived:
     eod_id: int | None = INVALID
     """The end-of-document token, if there is one."""
     params_dtype: DType = INVALID
-    main_dtype: DType = INVALID
+    master_dtype: DType = INVALID
     """Number format of the optimizer's copies of weights, of its state and of gradient sums."""
     tokens_per_iteration: int = INVALID
     """Of a full batch."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatrain.config.errors import Problem
 from megatrain.config.schema.tree import Config, Origin
-from megatrain.config.schema.values import is_settled
+from megatrain.config.schema.values import is_resolved
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Request:
 
     def known(self, path: str) -> Any | None:
         """The value at this path, or None where it is open, missing or not understood: for gathering facts."""
-        value = self.config.get(path)
-        return value if is_settled(value) else None
+        value = self.config.raw(path)
+        return value if is_resolved(value) else None
 
     def fewest_ranks(self) -> int:
         """As many as hold the model once, as far as is known: all of its dense layers, and all of its experts."""

@@ -18,9 +18,9 @@ from megatrain.config.facts import Facts
 from megatrain.config.plan import Answer, Derived, Draft, Plan
 from megatrain.config.request import Request
 from megatrain.config.rules.notes import NOTES
-from megatrain.config.rules.registry import RULES
+from megatrain.config.rules.rule_list import RULES
 from megatrain.config.schema.tree import Config, Origin, settings
-from megatrain.config.schema.values import AUTO, INVALID, REQUIRED, UnsettledError, is_settled
+from megatrain.config.schema.values import AUTO, INVALID, REQUIRED, UnresolvedError, is_resolved
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def resolve(request: Request, facts: Facts) -> Plan:
     problems += [problem for rule in RULES for problem in _told(rule, draft)]
     if problems:
         raise ConfigError.of(list(dict.fromkeys(problems)))
-    left_open = [path for path in draft.origins if not is_settled(_value_at(draft, path))]
+    left_open = [path for path in draft.origins if not is_resolved(_value_at(draft, path))]
     assert not left_open, f"nothing was found wrong, and yet these are open: {left_open}"
     notes = [note for tell in NOTES for note in _told(tell, draft)]
     return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
@@ -54,13 +54,13 @@ def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
     problems: list[Problem] = []
     invalid: list[str] = []
     for setting in settings():
-        value = config.get(setting.path)
+        value = config.raw(setting.path)
         if value is REQUIRED:
             invalid.append(setting.path)
             problems.append(
                 Problem(f"{setting.flag} is missing", f"give {setting.flag}: {_example(setting.path)}")
             )
-        elif setting.range and value is not None and is_settled(value):
+        elif setting.range and value is not None and is_resolved(value):
             try:
                 require_in_range(setting, value)
             except BadValueError as error:
@@ -83,7 +83,7 @@ def _example(path: str) -> str:
 
 def _with_derived(draft: Draft, path: str, derive: Callable[[Draft], Answer]) -> Draft:
     """The draft with this value filled in, unless the user gave it."""
-    if not path.startswith("derived.") and draft.config.get(path) is not AUTO:
+    if not path.startswith("derived.") and draft.config.raw(path) is not AUTO:
         return draft
     return _with_answer(draft, path, _tried(derive, draft) or Answer(INVALID, "not known"))
 
@@ -93,7 +93,7 @@ def _with_answer(draft: Draft, path: str, answer: Answer) -> Draft:
     origins = {**draft.origins, path: Origin("derived", answer.reason)}
     if section == "derived":
         return dataclasses.replace(
-            draft, derived=dataclasses.replace(draft.derived, **{name: answer.value}), origins=origins
+            draft, derived=draft.derived.replaced({name: answer.value}), origins=origins
         )
     return dataclasses.replace(draft, config=draft.config.with_values({path: answer.value}), origins=origins)
 
@@ -101,7 +101,7 @@ def _with_answer(draft: Draft, path: str, answer: Answer) -> Draft:
 def _tried(function: Callable[[Draft], T], draft: Draft) -> T | None:
     try:
         return function(draft)
-    except UnsettledError:
+    except UnresolvedError:
         return None
 
 
@@ -109,10 +109,10 @@ def _told(tell: Callable[[Draft], Iterable[T]], draft: Draft) -> Iterator[T]:
     """What a rule says, up to where it meets INVALID."""
     try:
         yield from tell(draft)
-    except UnsettledError:
+    except UnresolvedError:
         return
 
 
 def _value_at(draft: Draft, path: str) -> object:
     section, name = path.split(".")
-    return getattr(draft.derived, name) if section == "derived" else draft.config.get(path)
+    return draft.derived.raw(name) if section == "derived" else draft.config.raw(path)

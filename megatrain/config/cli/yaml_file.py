@@ -19,7 +19,7 @@ from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import AskedFlag, aliases, asked_flag, megatron_flags, near_flag
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, near_name, settings
-from megatrain.config.schema.values import AUTO, INVALID, is_settled
+from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
 
 def read_yaml(file: str) -> list[Given | AskedFlag | Problem]:
@@ -41,10 +41,10 @@ def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
         if setting.section != section:
             section = setting.section
             lines += ["", f"{section}:"] if lines else [f"{section}:"]
-        value = config.get(setting.path)
+        value = config.raw(setting.path)
         origin = (origins or {}).get(setting.path)
         comment = f"  # {_one_line(str(origin))}" if origin else ""
-        if is_settled(value) or value is AUTO:
+        if is_resolved(value) or value is AUTO:
             lines.append(f"  {setting.name}: {_yaml_text(value)}{comment}")
         else:
             lines.append(f"  # {setting.name}: {value!r}")

@@ -16,7 +16,7 @@ from megatrain.config.derive.eager_attention import (
     layers_written_out,
     what_is_written_out,
 )
-from megatrain.config.derive.versions import in_order
+from megatrain.config.derive.versions import to_sequence_order
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Answer, Draft
 
@@ -170,7 +170,7 @@ def _why_no_library(draft: Draft) -> str:
     version = draft.facts.libraries.get(_LIBRARY)
     if version is None:
         return "is not installed"
-    return f"{version} is older than {_OLDEST}" if in_order(version) < in_order(_OLDEST) else ""
+    return f"{version} is older than {_OLDEST}" if to_sequence_order(version) < to_sequence_order(_OLDEST) else ""
 
 
 def _lacking(kernel: str, draft: Draft) -> str:
@@ -180,7 +180,7 @@ def _lacking(kernel: str, draft: Draft) -> str:
 
 def _asked_for(draft: Draft) -> list[str]:
     """What some layers ask for, of what not all kernels have."""
-    own = draft.facts.own_layers
+    own = draft.facts.custom_layers
     asked = {
         "documents": has_documents(draft),
         "windows": have_windows(draft),

@@ -12,7 +12,7 @@ from megatrain.config.derive.eager_attention import all_is_written_out, is_for_g
 from megatrain.config.derive.patterns import PatternError, layers_with, window_of
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Answer, Draft
-from megatrain.config.schema.values import UnsettledError
+from megatrain.config.schema.values import UnresolvedError
 
 Problems = Iterator[Problem]
 
@@ -44,14 +44,14 @@ def has_documents(draft: Draft) -> bool:
 
 def have_windows(draft: Draft) -> bool:
     """Whether the attention of some layers sees near keys alone."""
-    own, model = draft.facts.own_layers, draft.config.model
+    own, model = draft.facts.custom_layers, draft.config.model
     if own is not None:
         return own.have_windows
     try:
         has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
         return window_of(model.window_size) is not None and any(has_window)
     except PatternError as error:  # a rule tells it
-        raise UnsettledError from error
+        raise UnresolvedError from error
 
 
 def rings_are_gathered(draft: Draft) -> Iterator[str]:

@@ -36,7 +36,7 @@ Share = Literal["none", "some", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnLayers:
+class CustomLayers:
     """What the function gave, as a plan needs it."""
 
     digest: str
@@ -48,7 +48,7 @@ class OwnLayers:
     """Whether the attention of one sees near keys alone."""
     have_sinks: bool = False
     """Whether the softmax of one sums over more than the keys."""
-    written_out: Share = "none"
+    eager_attention: Share = "none"
     """Those with a softcap or dropout of scores."""
 
 

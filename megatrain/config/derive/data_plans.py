@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from megatrain.config.derive.splits import SPLIT_NAMES
 from megatrain.config.plan import Answer, Draft, Plan
-from megatrain.config.schema.values import settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +79,12 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
 def requested_train_samples(draft: Draft) -> Answer:
     training, read = draft.config.training, draft.derived.train_samples
     if training.train_samples is not None and training.train_samples >= read:
-        return Answer(settled(training.train_samples), "--train-samples")
+        return Answer(training.train_samples, "--train-samples")
     if training.decrease_batch_size_if_needed and training.train_iters is not None:
         iterations, batch = draft.derived.train_iters, training.global_batch_size
         if iterations * batch > read:  # as in Megatron-LM, which plans for what was asked for
             return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
-    return Answer(settled(read), draft.origins["derived.train_samples"].detail)
+    return Answer(read, draft.origins["derived.train_samples"].detail)
 
 
 def requested_valid_samples(draft: Draft) -> Answer:
@@ -121,7 +120,7 @@ def test_plan(draft: Draft) -> Answer:
 
 def _plan(draft: Draft, split: str) -> Answer:
     assert split in SPLIT_NAMES
-    requested = settled(getattr(draft.derived, f"requested_{split}_samples"))
+    requested = getattr(draft.derived, f"requested_{split}_samples")
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
     former = [count for count in plans if count]

@@ -11,16 +11,16 @@ WRITTEN_OUT: Final = ("unfused", "local", "math")
 
 def layers_written_out(draft: Draft) -> Share:
     """The layers that have such scores."""
-    own, model = draft.facts.own_layers, draft.config.model
+    own, model = draft.facts.custom_layers, draft.config.model
     if own is not None:
-        return own.written_out
+        return own.eager_attention
     return "all" if model.attn_logit_softcapping is not None or model.attention_dropout else "none"
 
 
 def what_is_written_out(draft: Draft) -> str:
     """What asks for it."""
     model = draft.config.model
-    if draft.facts.own_layers is not None:
+    if draft.facts.custom_layers is not None:
         return "softcaps or dropout of scores (--spec)"
     given = {
         f"--attention-dropout {model.attention_dropout}": bool(model.attention_dropout),

@@ -152,7 +152,7 @@ def condensed(text: str) -> str:
 
 def _blocks(text: str) -> list[Any]:
     try:
-        found = json.loads(str(text))  # a value that is not settled trips over `str`
+        found = json.loads(text)
     except json.JSONDecodeError as error:
         raise LayersError(f"line {error.lineno}, column {error.colno}: {error.msg}") from error
     if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):

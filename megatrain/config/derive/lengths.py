@@ -8,7 +8,7 @@ from megatrain.config.derive.lr_groups import rate_groups
 from megatrain.config.derive.schedule_values import ScheduleValues
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import Answer, Draft
-from megatrain.config.schema.values import UnsettledError, settled, whole
+from megatrain.config.schema.values import UnresolvedError, whole
 
 
 def split(draft: Draft) -> Answer:
@@ -47,7 +47,7 @@ def global_batch_size(draft: Draft) -> Answer:
         try:
             steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
         except ConfigError:
-            raise UnsettledError from None  # The rule `batch_sizes_make_sense` reports it.
+            raise UnresolvedError from None  # The rule `batch_sizes_make_sense` reports it.
         return Answer(steps.sizes[-1], "the last of --step-batch-size-schedule")
     return Answer(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
 
@@ -58,7 +58,7 @@ def num_microbatches(draft: Draft) -> Answer:
 
 
 def eval_global_batch_size(draft: Draft) -> Answer:
-    batch = settled(draft.config.training.global_batch_size)
+    batch = draft.config.training.global_batch_size
     if draft.config.training.decrease_batch_size_if_needed:
         per_pass = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
         return Answer(batch // per_pass * per_pass, f"global batch {batch} down to a multiple of {per_pass}")
@@ -86,9 +86,9 @@ def tokens_per_iteration(draft: Draft) -> Answer:
 def train_iters(draft: Draft) -> Answer:
     training, derived = draft.config.training, draft.derived
     if training.train_iters is not None:
-        return Answer(settled(training.train_iters), "--train-iters")
+        return Answer(training.train_iters, "--train-iters")
     if training.train_samples is None:
-        raise UnsettledError  # The rule `training_has_one_length` reports it.
+        raise UnresolvedError  # The rule `training_has_one_length` reports it.
     sizes = _batch_sizes(draft)
     to_come = sizes.iterations_to(
         training.train_samples,
@@ -123,7 +123,7 @@ def train_samples(draft: Draft) -> Answer:
 def lr_decay_samples(draft: Draft) -> Answer:
     schedule = draft.config.schedule
     if schedule.lr_decay_samples is not None:
-        return Answer(settled(schedule.lr_decay_samples), "--lr-decay-samples")
+        return Answer(schedule.lr_decay_samples, "--lr-decay-samples")
     if schedule.lr_decay_iters is not None:
         return _samples_of(draft, schedule.lr_decay_iters)
     return Answer(_samples_of_training(draft).value, "to the end of training")
@@ -146,9 +146,9 @@ def lr_wsd_decay_samples(draft: Draft) -> Answer:
     if schedule.lr_decay_style != "WSD":
         return Answer(None, "the decay is not WSD")
     if schedule.lr_wsd_decay_samples is not None:
-        return Answer(settled(schedule.lr_wsd_decay_samples), "--lr-wsd-decay-samples")
+        return Answer(schedule.lr_wsd_decay_samples, "--lr-wsd-decay-samples")
     if schedule.lr_wsd_decay_iters is None:
-        raise UnsettledError  # The rule `wsd_decay_has_one_length` reports it.
+        raise UnresolvedError  # The rule `wsd_decay_has_one_length` reports it.
     return _samples_of(draft, schedule.lr_wsd_decay_iters)
 
 
@@ -157,21 +157,21 @@ def schedule(draft: Draft) -> Answer:
     is_constant = config.weight_decay_incr_style == "constant"
     start, end = config.start_weight_decay, config.end_weight_decay
     if not is_constant and (start is None or end is None):
-        raise UnsettledError  # The rule `weight_decay_says_how_it_moves` reports it.
+        raise UnresolvedError  # The rule `weight_decay_says_how_it_moves` reports it.
     own = ScheduleValues(
-        lr=settled(optimizer.lr),
-        min_lr=settled(config.min_lr),
-        decoupled_lr=settled(optimizer.decoupled_lr),
-        decoupled_min_lr=settled(optimizer.decoupled_min_lr),
-        lr_warmup_init=settled(config.lr_warmup_init),
-        lr_decay_style=settled(config.lr_decay_style),
-        lr_warmup_samples=settled(derived.lr_warmup_samples),
-        lr_decay_samples=settled(derived.lr_decay_samples),
-        lr_wsd_decay_style=settled(config.lr_wsd_decay_style),
-        lr_wsd_decay_samples=settled(derived.lr_wsd_decay_samples),
-        start_weight_decay=settled(optimizer.weight_decay if is_constant else start),
-        end_weight_decay=settled(optimizer.weight_decay if is_constant else end),
-        weight_decay_incr_style=settled(config.weight_decay_incr_style),
+        lr=optimizer.lr,
+        min_lr=config.min_lr,
+        decoupled_lr=optimizer.decoupled_lr,
+        decoupled_min_lr=optimizer.decoupled_min_lr,
+        lr_warmup_init=config.lr_warmup_init,
+        lr_decay_style=config.lr_decay_style,
+        lr_warmup_samples=derived.lr_warmup_samples,
+        lr_decay_samples=derived.lr_decay_samples,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+        lr_wsd_decay_samples=derived.lr_wsd_decay_samples,
+        start_weight_decay=optimizer.weight_decay if is_constant else start,
+        end_weight_decay=optimizer.weight_decay if is_constant else end,
+        weight_decay_incr_style=config.weight_decay_incr_style,
         weight_decay_incr_samples=_samples_of_training(draft).value,
     )
     stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
@@ -193,7 +193,7 @@ def _samples_of_training(draft: Draft) -> Answer:
     """As schedules count it: whether or not samples are left over, or the batch was another one before."""
     training = draft.config.training
     if training.train_samples is not None:
-        return Answer(settled(training.train_samples), "--train-samples")
+        return Answer(training.train_samples, "--train-samples")
     return _samples_of(draft, draft.derived.train_iters)
 
 
@@ -202,7 +202,7 @@ def _batch_sizes(draft: Draft) -> BatchSizes:
     try:
         sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
     except ConfigError:
-        raise UnsettledError from None
+        raise UnresolvedError from None
     if sizes.misfits(is_decreased=draft.config.training.decrease_batch_size_if_needed):
-        raise UnsettledError
+        raise UnresolvedError
     return sizes

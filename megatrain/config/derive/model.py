@@ -8,7 +8,7 @@ from megatrain.config.derive.layer_sizes import LayersError, LayerTable, condens
 from megatrain.config.derive.mup import attention_scale, matrix_init_std
 from megatrain.config.plan import Activation, Answer, Draft
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.values import UnsettledError, settled, whole
+from megatrain.config.schema.values import UnresolvedError, whole
 
 _WITHOUT_MUP: Final = "--use-mup is off"
 
@@ -30,7 +30,7 @@ def ffn_hidden_size(draft: Draft) -> Answer:
 def moe_ffn_hidden_size(draft: Draft) -> Answer:
     if draft.config.experts.num_experts is None:
         return Answer(None, "--num-experts is not given")
-    return Answer(settled(draft.config.model.ffn_hidden_size), "equals --ffn-hidden-size")
+    return Answer(draft.config.model.ffn_hidden_size, "equals --ffn-hidden-size")
 
 
 def activation(draft: Draft) -> Answer:
@@ -57,7 +57,7 @@ def activation_of(model: ModelConfig) -> tuple[Activation, str]:
 def num_query_groups(draft: Draft) -> Answer:
     model = draft.config.model
     if model.group_query_attention:
-        raise UnsettledError  # The rule `query_groups_are_given` asks for it.
+        raise UnresolvedError  # The rule `query_groups_are_given` asks for it.
     return Answer(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
 
 
@@ -66,7 +66,7 @@ def heterogeneous_layers_config_encoded_json(draft: Draft) -> Answer:
     if path is None:
         return Answer(None, "--heterogeneous-layers-config-path is not given")
     if text is None:
-        raise UnsettledError  # The facts say why it could not be read.
+        raise UnresolvedError  # The facts say why it could not be read.
     return Answer(condensed(text), f"read from {path}")
 
 
@@ -74,25 +74,23 @@ def spec_digest(draft: Draft) -> Answer:
     function = layer_function(draft.config.model.spec)
     if function is None:
         return Answer(None, "--spec is not given")
-    if draft.facts.own_layers is None:
-        raise UnsettledError  # The facts say why it could not be had.
-    return Answer(draft.facts.own_layers.digest, f"of {function}")
+    if draft.facts.custom_layers is None:
+        raise UnresolvedError  # The facts say why it could not be had.
+    return Answer(draft.facts.custom_layers.digest, f"of {function}")
 
 
 def sizes_of_layers(draft: Draft) -> Answer:
-    model, own = draft.config.model, draft.facts.own_layers
+    model, own = draft.config.model, draft.facts.custom_layers
     function = layer_function(model.spec)
     if function is not None:
         if own is None:
-            raise UnsettledError  # The facts say why they could not be had.
+            raise UnresolvedError  # The facts say why they could not be had.
         return Answer(LayerTable(own.layers), f"by --spec {function}")
-    text = settled(model.heterogeneous_layers_config_encoded_json)
+    text = model.heterogeneous_layers_config_encoded_json
     try:
         table = layer_table(model, draft.config.experts)
     except LayersError:
-        raise UnsettledError from None  # The rule `layers_are_understood` reports it.
-    for layer in table.layers:
-        hash(layer)  # trips over sizes that are not known
+        raise UnresolvedError from None  # The rule `layers_are_understood` reports it.
     where = model.heterogeneous_layers_config_path or "--heterogeneous-layers-config-encoded-json"
     return Answer(table, "equals --num-layers" if text is None else f"by {where}")
 
@@ -111,14 +109,14 @@ def mup_base_hidden_size(draft: Draft) -> Answer:
     model = draft.config.model
     if not model.use_mup:
         return Answer(None, _WITHOUT_MUP)
-    return Answer(settled(model.hidden_size), "this model's own hidden size")
+    return Answer(model.hidden_size, "this model's own hidden size")
 
 
 def mup_width_mult(draft: Draft) -> Answer:
     model = draft.config.model
     if not model.use_mup:
         return Answer(1.0, _WITHOUT_MUP)
-    width, base = model.hidden_size, settled(model.mup_base_hidden_size)
+    width, base = model.hidden_size, model.mup_base_hidden_size
     return Answer(width / base, f"hidden size {width} / base hidden size {base}")
 
 
@@ -142,8 +140,8 @@ def vocab_size(draft: Draft) -> Answer:
     if found is not None:
         return Answer(found, "the tokenizer's")
     if given is None:
-        raise UnsettledError  # The rule `vocabulary_is_known` reports it.
-    return Answer(settled(given), "--vocab-size")
+        raise UnresolvedError  # The rule `vocabulary_is_known` reports it.
+    return Answer(given, "--vocab-size")
 
 
 def eod_id(draft: Draft) -> Answer:
@@ -152,7 +150,7 @@ def eod_id(draft: Draft) -> Answer:
         return Answer(draft.facts.eod_id, reason)
     given = draft.config.tokenizer.null_tokenizer_eod_id
     if given is not None:
-        return Answer(settled(given), "--null-tokenizer-eod-id")
+        return Answer(given, "--null-tokenizer-eod-id")
     return Answer(draft.derived.vocab_size - 1, "the last token, as there is no tokenizer file")
 
 
@@ -164,7 +162,7 @@ def padded_vocab_size(draft: Draft) -> Answer:
 
 
 def resolved_padded_vocab_size(draft: Draft) -> Answer:
-    return Answer(settled(draft.config.model.padded_vocab_size), "equals --padded-vocab-size")
+    return Answer(draft.config.model.padded_vocab_size, "equals --padded-vocab-size")
 
 
 def flops_per_iteration(draft: Draft) -> Answer:

@@ -3,7 +3,7 @@
 from typing import Final
 
 from megatrain.config.plan import Answer, Draft
-from megatrain.config.schema.values import settled, whole
+from megatrain.config.schema.values import whole
 
 _LEAST_STARTUP_MINUTES: Final = 60
 
@@ -16,7 +16,7 @@ def device(draft: Draft) -> Answer:
 
 
 def resolved_device(draft: Draft) -> Answer:
-    return Answer(settled(draft.config.training.device), "equals --device")
+    return Answer(draft.config.training.device, "equals --device")
 
 
 def params_dtype(draft: Draft) -> Answer:
@@ -28,10 +28,10 @@ def params_dtype(draft: Draft) -> Answer:
 
 
 def resolved_params_dtype(draft: Draft) -> Answer:
-    return Answer(settled(draft.config.precision.params_dtype), "equals --params-dtype")
+    return Answer(draft.config.precision.params_dtype, "equals --params-dtype")
 
 
-def main_dtype(draft: Draft) -> Answer:
+def master_dtype(draft: Draft) -> Answer:
     weights = draft.config.precision.params_dtype
     return Answer("float64" if weights == "float64" else "float32", f"for {weights} weights")
 
@@ -71,8 +71,8 @@ def data_parallel_size(draft: Draft) -> Answer:
 def expert_tensor_parallel_size(draft: Draft) -> Answer:
     given = draft.config.parallel.expert_tensor_parallel_size
     if given is not None:
-        return Answer(settled(given), "--expert-tensor-parallel-size")
-    return Answer(settled(draft.config.parallel.tensor_model_parallel_size), "--tensor-model-parallel-size")
+        return Answer(given, "--expert-tensor-parallel-size")
+    return Answer(draft.config.parallel.tensor_model_parallel_size, "--tensor-model-parallel-size")
 
 
 def startup_timeout_seconds(draft: Draft) -> Answer:
@@ -88,7 +88,7 @@ def collective_timeout_seconds(draft: Draft) -> Answer:
     parallel = draft.config.parallel
     if parallel.distributed_timeout_seconds_after_init is not None:
         return Answer(
-            settled(parallel.distributed_timeout_seconds_after_init),
+            parallel.distributed_timeout_seconds_after_init,
             "--distributed-timeout-seconds-after-init",
         )
     return Answer(60 * parallel.distributed_timeout_minutes, "--distributed-timeout-minutes")

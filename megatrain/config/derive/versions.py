@@ -4,7 +4,7 @@ import re
 import sys
 
 
-def in_order(version: str) -> tuple[int, ...]:
+def to_sequence_order(version: str) -> tuple[int, ...]:
     """Versions such as 4.0.0b36 in their order: a beta comes before its release."""
     release, _, beta = version.partition("b")
     numbers = [int(number) for number in re.findall(r"\d+", release)[:3]]

@@ -20,7 +20,7 @@ from megatrain.config.rules.resume_classes import (
     classes_by_path,
 )
 from megatrain.config.schema.tree import flag_of, settings, unit_of
-from megatrain.config.schema.values import is_settled
+from megatrain.config.schema.values import is_resolved
 
 _LONGEST: Final = 160
 """Characters of a value that are shown."""
@@ -177,8 +177,8 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
     """Path, stored value and value now. What the checkpoint does not know, an older version has written: no change."""
     stored = draft.facts.checkpoint.config if draft.facts.checkpoint else {}
     for setting in settings():
-        now = draft.config.get(setting.path)
-        if setting.name not in stored.get(setting.section, {}) or not is_settled(now):
+        now = draft.config.raw(setting.path)
+        if setting.name not in stored.get(setting.section, {}) or not is_resolved(now):
             continue
         now = list(now) if isinstance(now, tuple) else now
         before = stored[setting.section][setting.name]

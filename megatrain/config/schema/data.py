@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, in_range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(CheckedSection):
     """Data: files and how they become samples."""
 
     data_path: tuple[str, ...] = ()

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, in_range
+from megatrain.config.schema.values import AUTO, CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(CheckedSection):
     """Experts (MoE): which layers have them, their sizes, the router, balance, capacity."""
 
     num_experts: int | None = field(default=None, metadata=in_range(at_least=1))

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import in_range
+from megatrain.config.schema.values import CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(CheckedSection):
     """Logging: what is said about the run, and where."""
 
     log_interval: int = field(default=100, metadata=in_range(at_least=1))

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, in_range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(CheckedSection):
     """The model: sizes, kinds of layers, initial values."""
 
     num_layers: int = field(default=REQUIRED, metadata=in_range(at_least=1))

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, in_range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(CheckedSection):
     """Optimizer: AdamW, SGD or Muon, and gradient clipping."""
 
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
@@ -59,7 +59,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(CheckedSection):
     """Schedules: a linear warm-up to --lr, then a decay to --min-lr; weight decay that may increase. The first step runs at --lr-warmup-init."""
 
     min_lr: float = field(default=0.0, metadata=in_range(at_least=0))
@@ -97,7 +97,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
+class PrecisionConfig(CheckedSection):
     """Precision: number formats of weights and arithmetic."""
 
     bf16: bool = False

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, in_range
+from megatrain.config.schema.values import AUTO, CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(CheckedSection):
     """Parallelism: how the model and its optimizer are spread over ranks."""
 
     tensor_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))

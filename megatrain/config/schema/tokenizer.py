@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
 from megatrain.config.errors import Problem
-from megatrain.config.schema.values import in_range
+from megatrain.config.schema.values import CheckedSection, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerConfig:
+class TokenizerConfig(CheckedSection):
     """Tokenizer: how text became token numbers."""
 
     tokenizer_type: (

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, alone_means, in_range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, alone_means, in_range
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(CheckedSection):
     """Training: batch sizes, length, evaluation."""
 
     micro_batch_size: int = field(default=REQUIRED, metadata=in_range(at_least=1))
@@ -75,7 +75,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(CheckedSection):
     """Checkpoints: where a run is saved and what it starts from."""
 
     save: str | None = None
@@ -99,7 +99,7 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResilienceConfig:
+class ResilienceConfig(CheckedSection):
     """Stopping early: planned ends of a job that is one of several."""
 
     exit_interval: int | None = field(default=None, metadata=in_range(at_least=1))

@@ -47,9 +47,14 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
 
     def get(self, path: str) -> Any:
-        """The value at a path such as `model.num_layers`."""
+        """Return the value at a path such as `model.num_layers`. Raises UnresolvedError if it is INVALID."""
         section, name = path.split(".")
         return getattr(getattr(self, section), name)
+
+    def raw(self, path: str) -> Any:
+        """Return the value at a path, AUTO, REQUIRED and INVALID included."""
+        section, name = path.split(".")
+        return getattr(self, section).raw(name)
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """A copy in which the values at these paths are replaced."""
@@ -58,8 +63,7 @@ class Config:
             section, name = path.split(".")
             by_section.setdefault(section, {})[name] = value
         sections = {
-            section: dataclasses.replace(getattr(self, section), **changed)
-            for section, changed in by_section.items()
+            section: getattr(self, section).replaced(changed) for section, changed in by_section.items()
         }
         return dataclasses.replace(self, **sections)
 

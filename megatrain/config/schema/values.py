@@ -1,24 +1,25 @@
-"""Stand-ins for values that are not there (yet), and the ranges that values keep to.
+"""Stand-ins for values that are missing or wrong, and the ranges of numbers.
 
-    AUTO      the user left it open; `resolve` derives it
-    REQUIRED  the user must give it
-    INVALID   what was given is wrong, or what it follows from is; whoever computes with it raises UnsettledError
+    AUTO      the user left the value open; `resolve` derives it
+    REQUIRED  the user must give the value
+    INVALID   the value is wrong, or a value that it depends on is; reading it from a section raises UnresolvedError
 
-`resolve` skips every derivation and rule that trips over INVALID: its cause is reported already, once.
+A derivation or rule that reads an INVALID value thus stops, and `resolve` continues with the next one: the cause has
+been reported already, once.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Self
 
 
-class UnsettledError(Exception):
-    """A computation met INVALID. Never seen by users: `resolve` catches it."""
+class UnresolvedError(Exception):
+    """A derivation or rule depends on an INVALID value. Users never see it: `resolve` catches it."""
 
 
 @dataclass(frozen=True)
-class OpenValue:
-    """A value that is still to come. `name` is what help and reprs show."""
+class StandIn:
+    """A placeholder in a field. `name` is its text in help and reprs."""
 
     name: str
 
@@ -26,54 +27,47 @@ class OpenValue:
         return self.name
 
 
-class InvalidValue:
-    """Trips whoever computes with it, compares it, tests it or prints it in a message."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "INVALID"
-
-    def _trip(self, *_: object) -> NoReturn:
-        raise UnsettledError
-
-    __bool__ = __len__ = __iter__ = __contains__ = __getitem__ = __getattr__ = __call__ = _trip
-    __str__ = __format__ = __int__ = __float__ = __index__ = __neg__ = __abs__ = __round__ = __hash__ = _trip
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _trip
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _trip
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = (
-        __rdivmod__
-    ) = _trip
+# Typed Any, so that a field has the type of its resolved value: `kv_channels: int = AUTO`.
+AUTO: Final[Any] = StandIn("AUTO")
+REQUIRED: Final[Any] = StandIn("REQUIRED")
+INVALID: Final[Any] = StandIn("INVALID")
 
 
-# Typed Any, so that a field says what it is once resolved: `kv_channels: int = AUTO`.
-AUTO: Final[Any] = OpenValue("AUTO")
-REQUIRED: Final[Any] = OpenValue("REQUIRED")
-INVALID: Final[Any] = InvalidValue()
+class CheckedSection:
+    """Base of the dataclasses whose fields may be INVALID: reading such a field raises UnresolvedError."""
+
+    if not TYPE_CHECKING:  # mypy would accept any name as an attribute
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if value is INVALID:
+                raise UnresolvedError
+            return value
+
+    def raw(self, name: str) -> Any:
+        """Return the value of a field, stand-ins included."""
+        return vars(self)[name]
+
+    def replaced(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with these values; `dataclasses.replace` would read the INVALID ones."""
+        return type(self)(**{**vars(self), **values})
 
 
-def is_settled(value: object) -> bool:
-    """Whether this is a value that can be computed with. None is one."""
-    return not any(value is stand_in for stand_in in (AUTO, REQUIRED, INVALID))
-
-
-def settled(value: Any) -> Any:
-    """The value itself; trips over INVALID, which could pass through otherwise."""
-    if value is INVALID:
-        raise UnsettledError
-    return value
+def is_resolved(value: object) -> bool:
+    """Whether this is a value, None included, and no stand-in."""
+    return not isinstance(value, StandIn)
 
 
 def whole(amount: int, parts: int) -> int:
-    """The quotient, if it is whole; a rule reports it if not."""
+    """Divide without remainder. Raises UnresolvedError otherwise: a rule reports it."""
     if amount % parts:
-        raise UnsettledError
+        raise UnresolvedError
     return amount // parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The numbers that a field takes. A bound of None is open."""
+    """The numbers that a field accepts. None: no bound."""
 
     at_least: float | None = None
     above: float | None = None
@@ -109,10 +103,10 @@ def in_range(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Mapping[str, Range]:
-    """Metadata of a dataclass field that holds a number: `field(default=1, metadata=in_range(at_least=1))`."""
+    """Return the metadata of a numeric field: `field(default=1, metadata=in_range(at_least=1))`."""
     return {"range": Range(at_least=at_least, above=above, at_most=at_most, below=below)}
 
 
 def alone_means(value: str) -> Mapping[str, str]:
-    """Metadata of a field whose flag may stand without a value: the value that it means then."""
+    """Return the metadata of a field whose flag needs no value: `value` is then used."""
     return {"alone": value}

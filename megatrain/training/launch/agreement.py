@@ -26,7 +26,7 @@ from megatrain.config import Facts, Plan, Request, resolve
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
 from megatrain.config.schema.tree import settings
-from megatrain.config.schema.values import INVALID, is_settled
+from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.logging.metrics import write_status
 
@@ -47,9 +47,9 @@ def agreed_plan(
         else:
             agreed = _plan_of_another_rank(request, store)
     except MegatrainError as error:
-        if not error.is_told:
+        if not error.is_reported:
             tell(error)
-            error.is_told = True
+            error.is_reported = True
         if store is not None:
             store.set("may start", "no")
             _end_together(environment, store)
@@ -93,7 +93,7 @@ def _compare(request: Request, environment: LaunchEnvironment, store: dist.Store
     error: MegatrainError | None = _difference(own, of_rank_0)
     if error is not None:
         tell(error)  # before another rank can end, upon which the launcher would stop this one
-        error.is_told = True
+        error.is_reported = True
         store.set("not the same", "yes")
     if store.add("compared", 1) == of_rank_0.num_ranks:
         store.set("all have compared", "yes")
@@ -120,7 +120,7 @@ class _Asked:
 
 
 def _values(request: Request, environment: LaunchEnvironment) -> dict[str, Any]:
-    given = {setting.flag: request.config.get(setting.path) for setting in settings()}
+    given = {setting.flag: request.config.raw(setting.path) for setting in settings()}
     plain = {flag: _plain(value) for flag, value in given.items() if value is not INVALID}
     return plain | {
         "number of ranks": environment.world_size,
@@ -129,7 +129,7 @@ def _values(request: Request, environment: LaunchEnvironment) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if not is_settled(value):
+    if not is_resolved(value):
         return {"AUTO": "left open", "REQUIRED": "missing"}[repr(value)]
     return list(value) if isinstance(value, tuple) else value
 
@@ -160,7 +160,7 @@ def _plan_of_rank_0(
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
         tell(error)  # before another rank can end, upon which the launcher would stop this one
-        error.is_told = True
+        error.is_reported = True
         _write_failure(request, error)
         answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
         raise
@@ -178,7 +178,7 @@ def _plan_of_another_rank(request: Request, store: dist.Store) -> tuple[Facts, P
     try:
         plan = resolve(request, facts)
     except ConfigError as error:
-        error.is_told = [str(problem) for problem in error.problems] == answer["problems"]
+        error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]
         raise
     if answer["config"] is None:
         raise _told_elsewhere(answer["exit_code"])
@@ -210,7 +210,7 @@ def identity() -> dict[str, str]:
 
 def _told_elsewhere(exit_code: int) -> MegatrainError:
     error = MegatrainError("another rank could not start", fix="see its message")
-    error.is_told, error.exit_code = True, exit_code
+    error.is_reported, error.exit_code = True, exit_code
     return error
 
 

@@ -24,10 +24,10 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import flag_of
-from megatrain.config.schema.values import is_settled
-from megatrain.data.samples.sources import inspect, named_blends, used_eod
+from megatrain.config.schema.values import is_resolved
+from megatrain.data.samples.sources import inspect_datasets, blends_from_config, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
-from megatrain.training.launch.custom_layers import with_own_layers
+from megatrain.training.launch.custom_layers import with_custom_layers
 from megatrain.training.logging.metrics import is_metrics_file, metrics_path
 
 _LIBRARIES = (
@@ -69,7 +69,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         libraries=library_versions(),
         **found,
     )
-    return with_own_layers(request, facts)
+    return with_custom_layers(request, facts)
 
 
 def _devices_of_node(environment: LaunchEnvironment) -> int:
@@ -96,7 +96,7 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
         libraries=library_versions(),
         **found,
     )
-    return with_own_layers(request, facts)
+    return with_custom_layers(request, facts)
 
 
 def stored_run(request: Request) -> StoredRun | None:
@@ -174,8 +174,8 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
     # A NullTokenizer reads numbers as they are: it stands for whichever tokenizer made them.
     is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
     try:
-        return inspect(
-            named_blends(data),
+        return inspect_datasets(
+            blends_from_config(data),
             vocab_size=tokenizer.get("vocab_size"),
             tokenizer_fingerprint=None if is_null else tokenizer.get("tokenizer_fingerprint"),
             eod=used_eod(data, tokenizer.get("eod_id")),
@@ -231,7 +231,7 @@ def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:
     config = request.config.tokenizer
-    is_understood = all(map(is_settled, vars(config).values()))
+    is_understood = all(map(is_resolved, vars(config).values()))
     if not is_understood or any(tokenizer_problems(config)):
         return {}  # The parser or the rule `vocabulary_is_known` says what is missing.
     tokenizer = load_tokenizer(config)
