@@ -107,10 +107,10 @@ class PassInfo:
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Named sums for the log, such as `lm_loss` (of token losses) and `tokens` (how many count), fp32 or wider."""
 
-    router_sums: dict[int, Tensor] = field(default_factory=dict)
+    router_metrics: dict[int, Tensor] = field(default_factory=dict)
     """What the routers of this pass tell, by the numbers of their layers: see `model/router.py`."""
 
-    def form_weight_gradient(self, work: Callable[[], None]) -> None:
+    def compute_weight_gradient(self, work: Callable[[], None]) -> None:
         """Run `work` now, or keep it for the schedule's weight-gradient action."""
         if self.deferred is None:
             work()

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatrain.parallel.bucket_memory import BucketMemory
-from megatrain.parallel.grid import Family, RankGrid, RankGroup
+from megatrain.parallel.data_parallel import BucketMemory
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry, Piece
+from megatrain.parallel.rank_lists import Family
 
 _ALIGNMENT = 64
 """Elements; every parameter and every shard starts at a multiple, so that kernels may use their widest loads."""
@@ -131,9 +132,9 @@ class FlatBuffers:
         for number, (bucket, shard) in enumerate(zip(self.buckets, self.shards, strict=True)):
             stays = shard.numel == bucket.size or bucket.placed[0].entry.is_shared
             part = slice(shard.start, shard.stop)
-            self.weight_memory.add(bucket.size, part, is_kept_whole=stays or keeps_weights)
+            self.weight_memory.add(bucket.size, part, is_kept_full=stays or keeps_weights)
             if has_gradients:
-                self.gradient_memory.add(bucket.size, part, is_kept_whole=stays or keeps_gradients)
+                self.gradient_memory.add(bucket.size, part, is_kept_full=stays or keeps_gradients)
             self._give_memory(number, bucket)
             self.weight_memory.release(number)
             if has_gradients:

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
-from megatrain.kernels.moe.grouped import (
+from megatrain.kernels.moe.grouped_gemm import (
     accumulate_grouped_weight_gradient,
-    grouped_product,
-    grouped_product_backward,
+    grouped_gemm,
+    grouped_gemm_backward,
 )
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.token_dispatcher import Visitors
+from megatrain.parallel.token_dispatcher import DispatchedTokens
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GroupedWeight(NamedTuple):
 
 
 def grouped_mlp(
-    visitors: Visitors, fc1: GroupedWeight, fc2: GroupedWeight, activation: Activation, info: PassInfo
+    dispatched: DispatchedTokens, fc1: GroupedWeight, fc2: GroupedWeight, activation: Activation, info: PassInfo
 ) -> Tensor:
     """What each row's expert gives, times the row's weight: [r, h] -> [r, h].
 
@@ -58,7 +58,7 @@ def grouped_mlp(
         fc2: [E/ep, h, f/etp].
     """
     out: Tensor = _GroupedMlp.apply(
-        visitors.rows, visitors.weights, visitors.ends, fc1, fc2, activation, info
+        dispatched.rows, dispatched.probs, dispatched.ends, fc1, fc2, activation, info
     )
     return out
 
@@ -77,23 +77,23 @@ class _GroupedMlp(Function):
         activation: Activation,
         info: PassInfo,
     ) -> Tensor:
-        inner = grouped_product(rows, fc1.value, ends)
+        inner = grouped_gemm(rows, fc1.value, ends)
         ctx.save_for_backward(rows, weights, ends, inner, fc1.value, fc2.value)
         ctx.grads, ctx.activation, ctx.info = (fc1.grad, fc2.grad), activation, info
-        return grouped_product(activate_weighted(inner, weights, activation), fc2.value, ends)
+        return grouped_gemm(activate_weighted(inner, weights, activation), fc2.value, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         rows, weights, ends, inner, fc1, fc2 = ctx.saved_tensors
         dy = grads[0].contiguous()
-        weighted = grouped_product_backward(dy, fc2, ends)  # its gradient, whose place it takes
+        weighted = grouped_gemm_backward(dy, fc2, ends)  # its gradient, whose place it takes
         dinner, dweights = activate_weighted_backward(weighted, inner, weights, ctx.activation)
-        drows = grouped_product_backward(dinner, fc1, ends)
+        drows = grouped_gemm_backward(dinner, fc1, ends)
         fc1_grad, fc2_grad = ctx.grads
 
         def form() -> None:
             accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
             accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
 
-        ctx.info.form_weight_gradient(form)
+        ctx.info.compute_weight_gradient(form)
         return drows, dweights, None, None, None, None, None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatrain.kernels.normal import fill_normal, stream_key
+from megatrain.kernels.random import fill_normal, stream_key
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout
 
 

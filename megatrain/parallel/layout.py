@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.derive.lr_groups import ParamKind
-from megatrain.parallel.grid import Family
+from megatrain.parallel.rank_lists import Family
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop of each dimension, in a canonical tensor's own coordinates."""
@@ -167,6 +167,9 @@ class LaidOutModule(nn.Module):
     of the gradient buffer that a backward pass adds to.
     """
 
+    borrowed: tuple[LaidOutModule, ...] = ()
+    """Modules, maybe of another segment, whose parameters this one uses too. A tuple, so that they are no submodules."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layouts: dict[str, ParamLayout] = {}
@@ -176,13 +179,6 @@ class LaidOutModule(nn.Module):
         """Declare a parameter."""
         self.layouts[name] = layout
         self.register_parameter(name, nn.Parameter(torch.empty(layout.shape, dtype=dtype, device="meta")))
-
-
-class Borrower(nn.Module):
-    """A module that also works with parameters of others, maybe of another segment."""
-
-    borrowed: tuple[LaidOutModule, ...]
-    """In a tuple, so that their parameters are not counted here too."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +219,7 @@ class ParamRegistry:
             (number, lender)
             for number, segment in enumerate(segments)
             for module in segment.modules()
-            if isinstance(module, Borrower)
+            if isinstance(module, LaidOutModule)
             for lender in module.borrowed
         ]
         for number, segment in enumerate(segments):

@@ -79,7 +79,7 @@ class Messages:
         self._shared.append(key)
         return json.loads(text)
 
-    def concluded(self, value: Any, conclude: Callable[[list[Any]], Any]) -> Any:
+    def gather_and_broadcast(self, value: Any, conclude: Callable[[list[Any]], Any]) -> Any:
         """What rank 0 concludes from every rank's value, on every rank."""
         found = self.gather(value)
         return self.share(conclude(found) if self.rank == 0 else None)

@@ -1,18 +1,18 @@
 """Tokens visit experts, which may live on other ranks, and come back.
 
-    routes = router(x)                          which experts, with what weights
-    visitors = exchange.send(x, routes)         rows for this rank's experts, one expert's behind the other's
-    exchange.bring_back(experts(visitors), visitors)
+    routing = router(x)                          which experts, with what weights
+    dispatched = dispatcher.dispatch(x, routing)         rows for this rank's experts, one expert's behind the other's
+    dispatcher.combine(experts(dispatched), dispatched)
 
     ep 2, etp 2, experts 0 to 3:     rank 0: first half of 0 and 1     rank 1: second half of 0 and 1
                                      rank 2: first half of 2 and 3     rank 3: second half of 2 and 3
 
-Experts multiply what they give by the weights of their visitors, so that bringing back is a sum, which keeps nothing
+Experts multiply what they give by the weights of their dispatched, so that bringing back is a sum, which keeps nothing
 for its gradient. Each rank has tokens of its own, and all ranks equally many. An etp rank holds a slice of the channels
 of its experts: a visitor comes to all etp ranks, and what they give is summed.
 
-`LocalExchange` is for one rank. `AllGatherExchange` shows all tokens to all ranks: no host knows any counts, and there
-is memory for all visits that could come. `AllToAllExchange` sends each token to the ranks of its experts only, once to
+`LocalDispatcher` is for one rank. `AllGatherDispatcher` shows all tokens to all ranks: no host knows any counts, and there
+is memory for all visits that could come. `AllToAllDispatcher` sends each token to the ranks of its experts only, once to
 each, and what a rank's experts give to it comes back as one sum; its host waits for the counts, once a call.
 """
 
@@ -29,137 +29,137 @@ from torch.autograd import Function
 
 from megatrain.kernels.host_copy import HostCopy
 from megatrain.kernels.moe.permute import (
-    Order,
-    gather_numbers,
-    gather_rows,
-    numbers_back,
-    order_by_expert,
-    sum_rows,
+    Permutation,
+    permute_rows,
+    permute_values,
+    sort_by_expert,
+    unpermute_rows,
+    unpermute_values,
 )
-from megatrain.kernels.moe.routing import Routes
+from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.collectives import all_gather, begin_all_to_all_into, reduce_scatter
 from megatrain.parallel.grid import RankGroup
 
-RowsEach = Callable[[int], int]
+RowsPerExpert = Callable[[int], int]
 """Rows that every expert gets, however few visit it, from the number of tokens of a rank."""
 
 
-class Visitors(NamedTuple):
+class DispatchedTokens(NamedTuple):
     """What this rank's experts work on."""
 
     rows: Tensor
     """[r, h], sorted by expert; rows from the last end on are never read."""
     ends: Tensor
     """Where each expert's rows end, int32 [E/ep], on the device: the `offs` of `F.grouped_mm`."""
-    weights: Tensor
+    probs: Tensor
     """What the experts multiply their results by, [r]."""
     way: Any
     """How the exchange finds the way back."""
 
 
-class Exchange(Protocol):
+class TokenDispatcher(Protocol):
     """Brings tokens to experts and back, with gradients."""
 
-    def send(self, x: Tensor, routes: Routes) -> Visitors:
-        """Bring this rank's tokens, [t, h], to the experts of `routes`."""
+    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
+        """Bring this rank's tokens, [t, h], to the experts of `routing`."""
 
-    def bring_back(self, out: Tensor, visitors: Visitors) -> Tensor:
+    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
         """Sum for each token what its experts gave: [r, h] -> [t, h]."""
 
 
-class LocalExchange:
+class LocalDispatcher:
     """For one rank: nothing travels."""
 
-    def __init__(self, num_experts: int, rows_each: RowsEach | None = None) -> None:
+    def __init__(self, num_experts: int, rows_per_expert: RowsPerExpert | None = None) -> None:
         self.num_experts = num_experts
-        self.rows_each = rows_each
+        self.rows_per_expert = rows_per_expert
 
-    def send(self, x: Tensor, routes: Routes) -> Visitors:
-        order = order_by_expert(
-            routes.experts,
+    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
+        order = sort_by_expert(
+            routing.experts,
             num_experts=self.num_experts,
-            num_rows=routes.experts.numel(),
-            kept=routes.kept,
-            rows_each=_padded(self.rows_each, x),
+            num_rows=routing.experts.numel(),
+            kept=routing.kept,
+            rows_per_expert=_padded(self.rows_per_expert, x),
         )
-        return _visitors(x, routes.weights, order)
+        return _dispatched(x, routing.weights, order)
 
-    def bring_back(self, out: Tensor, visitors: Visitors) -> Tensor:
-        return _to_tokens(out, visitors.way)
+    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        return _to_tokens(out, dispatched.way)
 
 
-class AllGatherExchange:
+class AllGatherDispatcher:
     """Every rank of ep and etp gets the tokens of all, and sums what its own experts give them."""
 
     def __init__(
-        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_each: RowsEach | None = None
+        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
     ) -> None:
         self.own_experts = num_experts // ep.size
         self.ep, self.etp = ep, etp
-        self.rows_each = rows_each
+        self.rows_per_expert = rows_per_expert
 
-    def send(self, x: Tensor, routes: Routes) -> Visitors:
-        experts = all_gather(all_gather(_visited(routes), self.etp), self.ep)
+    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
+        experts = all_gather(all_gather(_visited(routing), self.etp), self.ep)
         num_tokens, top_k = experts.shape
-        order = order_by_expert(
+        order = sort_by_expert(
             experts,
             first=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=num_tokens * min(top_k, self.own_experts),
-            rows_each=_padded(self.rows_each, x),
+            rows_per_expert=_padded(self.rows_per_expert, x),
         )
-        return _visitors(self._of_all(x), self._of_all(routes.weights), order)
+        return _dispatched(self._of_all(x), self._of_all(routing.weights), order)
 
-    def bring_back(self, out: Tensor, visitors: Visitors) -> Tensor:
-        return _split_sum(_split_sum(_to_tokens(out, visitors.way), self.ep), self.etp)
+    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        return _split_sum(_split_sum(_to_tokens(out, dispatched.way), self.ep), self.etp)
 
     def _of_all(self, x: Tensor) -> Tensor:
         return _joined(_joined(x, self.etp), self.ep)
 
 
-class AllToAllExchange:
+class AllToAllDispatcher:
     """Tokens travel over ep to the ranks of their experts, which show to their etp ranks what came.
 
     The host must know the counts. A plan made without memory has none, and takes all experts as equally busy.
     """
 
     def __init__(
-        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_each: RowsEach | None = None
+        self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
     ) -> None:
         self.num_experts, self.own_experts = num_experts, num_experts // ep.size
         self.ep, self.etp = ep, etp
-        self.rows_each = rows_each
+        self.rows_per_expert = rows_per_expert
 
-    def send(self, x: Tensor, routes: Routes) -> Visitors:
-        experts = _visited(routes)
+    def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
+        experts = _visited(routing)
         num_tokens, top_k = experts.shape
         ranks = torch.arange(self.ep.size, device=x.device)
         of_visits = experts.div(self.own_experts, rounding_mode="floor")
         num_visits = (of_visits[..., None] == ranks).sum(1)  # of each token to each rank
         travels = num_visits > 0
         counts = HostCopy(self._counts(torch.stack((travels.sum(0), num_visits.sum(0)), 1)))
-        at_home = order_by_expert(
+        at_home = sort_by_expert(
             ranks.expand_as(travels),
             num_experts=self.ep.size,
             num_rows=num_tokens * min(top_k, self.ep.size),
             kept=travels,
         )
-        leaving = [_ToExperts.apply(part, at_home) for part in (x, routes.weights)]
+        leaving = [_ToExperts.apply(part, at_home) for part in (x, routing.weights)]
         experts = experts.index_select(0, at_home.tokens.clamp(min=0))
         known = None if x.is_meta else counts.read()  # the device is busy while the host waits
         trip = self._trip(known, num_tokens, top_k)
         rows, weights = (_joined(_travelled(part, trip), self.etp) for part in leaving)
-        here = order_by_expert(
+        here = sort_by_expert(
             all_gather(_travel(experts, trip, behind=-1), self.etp),
             first=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=trip.visits_behind,
-            rows_each=_padded(self.rows_each, x),
+            rows_per_expert=_padded(self.rows_per_expert, x),
         )
-        return _visitors(rows, weights, here)._replace(way=_Way(at_home, trip, here))
+        return _dispatched(rows, weights, here)._replace(way=_Way(at_home, trip, here))
 
-    def bring_back(self, out: Tensor, visitors: Visitors) -> Tensor:
-        way: _Way = visitors.way
+    def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
+        way: _Way = dispatched.way
         rows = _split_sum(_to_tokens(out, way.here), self.etp)
         return _to_tokens(_travelled(rows, way.trip.back()), way.at_home)
 
@@ -213,27 +213,27 @@ class _Trip:
 class _Way(NamedTuple):
     """Both orders that rows were in, and the trip between them."""
 
-    at_home: Order
+    at_home: Permutation
     trip: _Trip
-    here: Order
+    here: Permutation
 
 
-def _visited(routes: Routes) -> Tensor:
+def _visited(routing: Routing) -> Tensor:
     """Numbers of each token's experts, -1 where it is dropped: int64 [t, k]."""
-    return routes.experts if routes.kept is None else routes.experts.masked_fill(~routes.kept, -1)
+    return routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
 
 
-def _padded(rows_each: RowsEach | None, x: Tensor) -> int | None:
-    return None if rows_each is None else rows_each(x.shape[0])
+def _padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
+    return None if rows_per_expert is None else rows_per_expert(x.shape[0])
 
 
-def _visitors(x: Tensor, weights: Tensor, order: Order) -> Visitors:
+def _dispatched(x: Tensor, weights: Tensor, order: Permutation) -> DispatchedTokens:
     rows: Tensor = _ToExperts.apply(x, order)
     row_weights: Tensor = _NumbersToExperts.apply(weights, order)
-    return Visitors(rows, order.ends, row_weights, order)
+    return DispatchedTokens(rows, order.ends, row_weights, order)
 
 
-def _to_tokens(rows: Tensor, order: Order) -> Tensor:
+def _to_tokens(rows: Tensor, order: Permutation) -> Tensor:
     out: Tensor = _ToTokens.apply(rows, order)
     return out
 
@@ -261,35 +261,35 @@ def _travelled(x: Tensor, trip: _Trip) -> Tensor:
 
 class _ToExperts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Permutation) -> Tensor:
         ctx.order = order
-        return gather_rows(x, order)
+        return permute_rows(x, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return sum_rows(grads[0], ctx.order), None
+        return unpermute_rows(grads[0], ctx.order), None
 
 
 class _ToTokens(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Permutation) -> Tensor:
         ctx.order = order
-        return sum_rows(rows, order)
+        return unpermute_rows(rows, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(grads[0], ctx.order), None
+        return permute_rows(grads[0], ctx.order), None
 
 
 class _NumbersToExperts(Function):
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, numbers: Tensor, order: Permutation) -> Tensor:
         ctx.order = order
-        return gather_numbers(numbers, order)
+        return permute_values(numbers, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return numbers_back(grads[0], ctx.order), None
+        return unpermute_values(grads[0], ctx.order), None
 
 
 class _Joined(Function):

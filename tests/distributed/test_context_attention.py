@@ -10,19 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.parallel.build_grid import build_grid
-from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
-from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.backends import CpuFlash, attention_kernel
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.parallel.batch import Documents
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.context_attention import (
+    BlockMasks,
+    all_gather_attention,
+    heads_to_sequence,
+    ring_attention,
+    sequence_to_heads,
+)
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.context_attention import gathered_attention
-from megatrain.parallel.context_attention import to_heads, to_rows
-from megatrain.parallel.context_attention import ring_attention
-from megatrain.parallel.context_attention import Views
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, HEADS, D = 48, 2, 4, 8
@@ -87,16 +90,16 @@ class Case:
             return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
         return EagerAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
 
-    def views(self, q: Tensor, *, first_head: int = 0, num_heads: int = HEADS) -> Views:
+    def masks(self, q: Tensor, *, first_head: int = 0, num_heads: int = HEADS) -> BlockMasks:
         """Of a rank with these heads."""
-        return Views(
+        return BlockMasks(
             device=q.device,
             takes_masks=self.attention(q).takes_masks,
             window=self.window,
             documents=Documents(torch.tensor(BORDERS, dtype=torch.int32, device=q.device), 29, B, S)
             if self.has_documents
             else None,
-            keeps=(lambda queries, keys: kept(queries, keys)[:, first_head : first_head + num_heads])
+            keep_fn=(lambda queries, keys: kept(queries, keys)[:, first_head : first_head + num_heads])
             if self.has_dropout
             else None,
         )
@@ -185,11 +188,11 @@ def attend(
 ) -> Tensor:
     cp = ContextParallel(grid.dp)
     own = HEADS // grid.tp.size
-    views = case.views(q, first_head=own * grid.tp.rank, num_heads=own)
-    algorithm: Any = gathered_attention if how == "all_gather" else ring_attention
-    q, k, v = to_heads(q, k, v, grid.tp)
+    masks = case.masks(q, first_head=own * grid.tp.rank, num_heads=own)
+    algorithm: Any = all_gather_attention if how == "all_gather" else ring_attention
+    q, k, v = sequence_to_heads(q, k, v, grid.tp)
     sink = None if sink is None else sink[own * grid.tp.rank : own * (grid.tp.rank + 1)]
-    return to_rows(algorithm(q, k, v, sink, case.attention(q), views, cp), grid.tp)
+    return heads_to_sequence(algorithm(q, k, v, sink, case.attention(q), masks, cp), grid.tp)
 
 
 LAYOUTS = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 4, 1), ("all_gather", 2, 1), ("all_gather", 3, 1), ("all_gather", 4, 1),

@@ -11,9 +11,8 @@ from run_here import folder_flags, train_here
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors
-from megatrain.parallel.data_parallel import BucketMemory
-from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.pipeline.executor import Use
+from megatrain.parallel.data_parallel import BucketMemory, DataParallel
+from megatrain.parallel.pipeline.executor import SegmentPass
 from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -95,10 +94,10 @@ class Watched(DataParallel):
 
     most_weights = most_gradients = 0
 
-    def after(self, use: Use) -> None:
+    def after(self, segment_pass: SegmentPass) -> None:
         self.most_weights = max(self.most_weights, num_whole(self.buffers.weight_memory))
         self.most_gradients = max(self.most_gradients, num_whole(self.buffers.gradient_memory))
-        super().after(use)
+        super().after(segment_pass)
 
 
 def num_whole(memory: BucketMemory) -> int:
@@ -106,7 +105,7 @@ def num_whole(memory: BucketMemory) -> int:
     return sum(
         whole.untyped_storage().nbytes() > 0
         for number, whole in enumerate(memory.wholes)
-        if not memory.is_kept_whole(number)
+        if not memory.is_kept_full(number)
     )
 
 

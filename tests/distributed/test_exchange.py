@@ -11,20 +11,20 @@ from torch import Tensor
 
 from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.token_dispatcher import (
-    AllGatherExchange,
-    AllToAllExchange,
-    Exchange,
-    LocalExchange,
-    Visitors,
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    DispatchedTokens,
+    LocalDispatcher,
+    TokenDispatcher,
 )
 from megatrain.tools.worker_pool import WorkerPool
 
 H, F, E, T = 6, 4, 8, 24
 """Channels, channels of experts, experts, tokens of all ranks."""
-EXCHANGES = {"allgather": AllGatherExchange, "alltoall": AllToAllExchange}
+DISPATCHERS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
 CASES = ["even", "uneven", "one", "dropped", "none", "padded"]
 
 
@@ -86,19 +86,19 @@ def by_hand(given: Problem) -> tuple[Tensor, ...]:
     return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
 
 
-def experts_of(visitors: Visitors, up: Tensor, down: Tensor) -> Tensor:
+def experts_of(dispatched: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
     """Each expert on its own rows; what nobody may read is NaN, going there and coming back."""
     parts, start = [], 0
-    for number, end in enumerate(visitors.ends.tolist()):
-        hidden = torch.tanh(visitors.rows[start:end] @ up[number].T)
-        parts.append((hidden * visitors.weights[start:end, None]) @ down[number].T)
+    for number, end in enumerate(dispatched.ends.tolist()):
+        hidden = torch.tanh(dispatched.rows[start:end] @ up[number].T)
+        parts.append((hidden * dispatched.probs[start:end, None]) @ down[number].T)
         start = end
-    behind = torch.full_like(visitors.rows[start:], float("nan"))
+    behind = torch.full_like(dispatched.rows[start:], float("nan"))
     return torch.cat([*parts, behind])
 
 
 def run_rank(
-    given: Problem, exchange: Exchange, tokens: slice, experts: slice, channels: slice
+    given: Problem, dispatcher: TokenDispatcher, tokens: slice, experts: slice, channels: slice
 ) -> tuple[Tensor, ...]:
     x, weights = (part[tokens].clone().requires_grad_() for part in (given.x, given.routing.weights))
     up = given.up[experts, channels].clone().requires_grad_()
@@ -108,8 +108,8 @@ def run_rank(
         weights,
         None if given.routing.kept is None else given.routing.kept[tokens],
     )
-    visitors = exchange.send(x, routing)
-    out = exchange.bring_back(experts_of(visitors, up, down), visitors)
+    dispatched = dispatcher.dispatch(x, routing)
+    out = dispatcher.combine(experts_of(dispatched, up, down), dispatched)
     out.backward(given.gradient[tokens])
     return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
 
@@ -119,13 +119,13 @@ def on_a_rank(
 ) -> tuple[Tensor, ...]:
     shape = GridShape(dp=ep * etp, ep=ep, etp=etp)
     groups = [_group(name, shape.expert_lists(name), rank) for name in ("ep", "etp")]
-    rows_each = (lambda num_tokens: 5 + 0 * num_tokens) if case == "padded" else None
-    exchange = EXCHANGES[kind](E, *groups, rows_each)
+    rows_per_expert = (lambda num_tokens: 5 + 0 * num_tokens) if case == "padded" else None
+    dispatcher = DISPATCHERS[kind](E, *groups, rows_per_expert)
     t, e, f = T // world_size, E // ep, F // etp
     own_ep, own_etp = groups[0].rank, groups[1].rank
     return run_rank(
         problem(case, top_k),
-        exchange,
+        dispatcher,
         slice(rank * t, (rank + 1) * t),
         slice(own_ep * e, (own_ep + 1) * e),
         slice(own_etp * f, (own_etp + 1) * f),
@@ -145,14 +145,14 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_one_rank_sums_over_each_tokens_experts(case: str, top_k: int) -> None:
     given, everything = problem(case, top_k), slice(None)
-    exchange = LocalExchange(E, (lambda num_tokens: num_tokens // 2) if case == "padded" else None)
-    for found, expected in zip(run_rank(given, exchange, *[everything] * 3), by_hand(given), strict=True):
+    dispatcher = LocalDispatcher(E, (lambda num_tokens: num_tokens // 2) if case == "padded" else None)
+    for found, expected in zip(run_rank(given, dispatcher, *[everything] * 3), by_hand(given), strict=True):
         close(found, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)])
-@pytest.mark.parametrize("kind", EXCHANGES)
+@pytest.mark.parametrize("kind", DISPATCHERS)
 def test_ranks_find_what_one_process_finds(pool: WorkerPool, kind: str, ep: int, etp: int, case: str) -> None:
     top_k = 3 if ep < 4 else 2
     out, dx, dweights, dup, ddown = by_hand(problem(case, top_k))

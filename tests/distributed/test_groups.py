@@ -7,9 +7,8 @@ import torch
 
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_gather, all_reduce
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import STAGES_BEFORE_REPLICAS, GridShape
 from megatrain.parallel.process_groups import groups_of, limit_collectives, make_group
+from megatrain.parallel.rank_lists import STAGES_BEFORE_REPLICAS, GridShape
 from megatrain.tools.worker_pool import WorkerPool
 
 SHAPE = GridShape(tp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_parallel import TensorParallel, column_linear
 from megatrain.tools.worker_pool import WorkerPool
 

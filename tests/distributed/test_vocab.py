@@ -5,11 +5,13 @@ import torch
 from torch.nn import functional as F
 
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.grid import RankGrid
-
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.process_groups import make_group
-from megatrain.parallel.tensor_parallel import VocabShard, cross_entropy, logits_gradient
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.tensor_parallel import (
+    VocabShard,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits_gradient,
+)
 from megatrain.tools.worker_pool import WorkerPool
 
 NUM_TOKENS = 40
@@ -53,9 +55,9 @@ def on_a_rank(
     padding = torch.full((NUM_TOKENS, rows * world_size - vocab_size), 1e3, dtype=torch.float64)
     own = torch.cat((logits, padding), dim=1)[:, rank * rows : (rank + 1) * rows].clone()
     vocab = VocabShard(grid.tp, rows, vocab_size)
-    known = cross_entropy(own, labels, vocab)
+    known = vocab_parallel_cross_entropy(own, labels, vocab)
     losses, log_sums = known.losses.clone(), known.log_sums.clone()
-    return losses, log_sums, logits_gradient(known, scale, vocab, torch.float64, z_loss_coeff=z_loss_coeff)
+    return losses, log_sums, vocab_parallel_logits_gradient(known, scale, vocab, torch.float64, z_loss_coeff=z_loss_coeff)
 
 
 def test_a_label_that_is_no_id_has_an_infinite_loss_on_every_rank(pool: WorkerPool) -> None:
@@ -69,5 +71,5 @@ def with_wrong_labels(rank: int, world_size: int) -> tuple[list[float], list[flo
     grid = build_grid(GridShape(tp=world_size), rank, make_group)
     labels = torch.tensor([13, 15, 10**12, 0, 7, 12])
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-    losses = cross_entropy(logits, labels, VocabShard(grid.tp, 5, 13)).losses.tolist()
+    losses = vocab_parallel_cross_entropy(logits, labels, VocabShard(grid.tp, 5, 13)).losses.tolist()
     return losses[:3], losses[3:]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatrain.parallel.batch import Batch, Documents
-from megatrain.parallel.context_parallel import ContextParallel, by_rank, in_order
+from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
 from megatrain.parallel.grid import RankGroup
 
 CPU = torch.device("cpu")
@@ -25,32 +25,32 @@ def ranks(size: int) -> list[ContextParallel]:
 def test_a_rank_has_a_chunk_from_the_front_and_its_mirror_image(size: int, places: list[list[int]]) -> None:
     sample = torch.arange(8)
     for cp, wanted in zip(ranks(size), places, strict=True):
-        assert cp.places(8 // size, CPU).tolist() == wanted
+        assert cp.positions(8 // size, CPU).tolist() == wanted
         assert cp.shard(sample[None], 1)[0].tolist() == wanted
-        assert [place for run in cp.runs(8 // size) for place in run] == wanted
+        assert [place for run in cp.position_ranges(8 // size) for place in run] == wanted
 
 
 def test_chunks_that_lie_side_by_side_are_one_run() -> None:
-    assert [cp.runs(4) for cp in ranks(2)] == [(range(2), range(6, 8)), (range(2, 6),)]
+    assert [cp.position_ranges(4) for cp in ranks(2)] == [(range(2), range(6, 8)), (range(2, 6),)]
     assert ranks(2)[1].chunks(4) == (range(2, 4), range(4, 6))
 
 
 def test_one_rank_has_sequences_of_any_length() -> None:
     (cp,) = ranks(1)
-    assert cp.places(5, CPU).tolist() == [0, 1, 2, 3, 4]
+    assert cp.positions(5, CPU).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rows_of_the_ranks_are_put_in_order_and_back(size: int) -> None:
     whole = torch.randn(12 * size, 2, 3)
     held = torch.cat([cp.shard(whole, 0) for cp in ranks(size)])
-    assert torch.equal(in_order(held, size), whole)
-    assert torch.equal(by_rank(whole, size), held)
+    assert torch.equal(to_sequence_order(held, size), whole)
+    assert torch.equal(to_rank_order(whole, size), held)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_rank_has_as_many_pairs_of_queries_and_keys(size: int) -> None:
-    pairs = {int((cp.places(16 // size, CPU) + 1).sum()) for cp in ranks(size)}
+    pairs = {int((cp.positions(16 // size, CPU) + 1).sum()) for cp in ranks(size)}
     assert len(pairs) == 1
 
 
@@ -66,7 +66,7 @@ def batch_of(mask: list[list[int]]) -> Batch:
 
 def test_a_part_divides_by_the_tokens_of_all_parts() -> None:
     batch = batch_of([[1, 1, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1]])
-    parts = [cp.own_part(batch) for cp in ranks(2)]
+    parts = [cp.shard_batch(batch) for cp in ranks(2)]
     assert [part.tokens.tolist() for part in parts] == [
         [[0, 1, 6, 7], [8, 9, 14, 15]],
         [[2, 3, 4, 5], [10, 11, 12, 13]],
@@ -79,7 +79,7 @@ def test_a_part_divides_by_the_tokens_of_all_parts() -> None:
 
 def test_means_of_chunks_divide_by_each_rank_s_own_tokens() -> None:
     batch = batch_of([[1, 1, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1]])
-    assert [cp.own_part(batch, has_chunk_means=True).mean_over.item() for cp in ranks(2)] == [10, 2]
+    assert [cp.shard_batch(batch, has_chunk_means=True).mean_over.item() for cp in ranks(2)] == [10, 2]
 
 
 def test_what_holds_no_tokens_has_none_afterwards() -> None:

@@ -1,11 +1,11 @@
-"""A plan without memory: every exchange makes tensors of the sizes that an even load would have."""
+"""A plan without memory: every dispatcher makes tensors of the sizes that an even load would have."""
 
 import pytest
 import torch
 
 from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.token_dispatcher import AllGatherExchange, AllToAllExchange, LocalExchange
+from megatrain.parallel.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 
 
 @pytest.mark.parametrize(
@@ -22,18 +22,18 @@ def test_planned_rows_are_those_of_an_even_load(
     kind: str, ep: int, etp: int, rows: int, own_experts: int
 ) -> None:
     groups = [RankGroup(name, tuple(range(size)), 0) for name, size in (("ep", ep), ("etp", etp))]
-    exchange = {
-        "local": lambda: LocalExchange(8),
-        "allgather": lambda: AllGatherExchange(8, *groups),
-        "alltoall": lambda: AllToAllExchange(8, *groups),
+    dispatcher = {
+        "local": lambda: LocalDispatcher(8),
+        "allgather": lambda: AllGatherDispatcher(8, *groups),
+        "alltoall": lambda: AllToAllDispatcher(8, *groups),
     }[kind]()
     x = torch.empty(8, 16, device="meta", requires_grad=True)
     weights = torch.empty(8, 3, device="meta", requires_grad=True)
-    visitors = exchange.send(x, Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights))
-    assert visitors.rows.shape == (rows, 16)
-    assert visitors.weights.shape == (rows,)
-    assert visitors.ends.shape == (own_experts,)
-    out = exchange.bring_back(visitors.rows * visitors.weights[:, None], visitors)
+    dispatched = dispatcher.dispatch(x, Routing(torch.empty(8, 3, dtype=torch.int64, device="meta"), weights))
+    assert dispatched.rows.shape == (rows, 16)
+    assert dispatched.probs.shape == (rows,)
+    assert dispatched.ends.shape == (own_experts,)
+    out = dispatcher.combine(dispatched.rows * dispatched.probs[:, None], dispatched)
     assert out.shape == x.shape
     out.sum().backward()
     assert x.grad is not None

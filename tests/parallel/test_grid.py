@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.grid import RankGrid
-
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rank_groups.json").read_text())

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.model.layouts import (
     Columns,
     columns_bias_layout,
@@ -17,9 +16,10 @@ from megatrain.model.layouts import (
     vocab_layout,
 )
 from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 

@@ -19,7 +19,7 @@ def test_words_reach_rank_0_and_come_back(monkeypatch: pytest.MonkeyPatch) -> No
     def talk(rank: int) -> list[Any]:
         own = Messages(rank, 4, store)
         said = own.gather({"rank": rank, "text": "word " * rank})
-        most = own.concluded(rank, max)
+        most = own.gather_and_broadcast(rank, max)
         return [said, most, own.share(["rank", rank] * 5), own.share(None), own.gather("")]
 
     with ThreadPoolExecutor(4) as pool:
@@ -33,4 +33,4 @@ def test_words_reach_rank_0_and_come_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_one_rank_needs_no_store() -> None:
     alone = Messages(0, 1, None)
     assert alone.gather((1, 2)) == [[1, 2]]
-    assert alone.concluded(5, lambda found: found * 2) == [5, 5]
+    assert alone.gather_and_broadcast(5, lambda found: found * 2) == [5, 5]

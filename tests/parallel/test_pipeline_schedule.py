@@ -4,7 +4,7 @@ import pytest
 
 from megatrain.parallel.pipeline.schedule import (
     Action,
-    Kind,
+    ActionKind,
     forward_only,
     one_forward_one_backward,
     with_split_backward,
@@ -25,27 +25,27 @@ def test_1f1b_has_the_bubble_and_the_peak_of_the_paper(num_stages: int, num_micr
 def test_each_microbatch_goes_once_through_every_stage(num_stages: int) -> None:
     for stage in range(num_stages):
         actions = with_split_backward(one_forward_one_backward(stage, num_stages, 5))
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT):
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT):
             assert [a.microbatch for a in actions if a.kind is kind] == [0, 1, 2, 3, 4]
 
 
 def test_evaluation_runs_forward_only() -> None:
     schedules = [forward_only(stage, 3, 4) for stage in range(3)]
     assert {action.kind for schedule in schedules for action in schedule} == {
-        Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD,
+        ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD,
     }  # fmt: skip
     simulate(schedules)
 
 
 def test_the_simulator_sees_a_deadlock() -> None:
-    schedules = [one_forward_one_backward(0, 2, 2), [Action(Kind.RECV_FORWARD, 0)]]
+    schedules = [one_forward_one_backward(0, 2, 2), [Action(ActionKind.RECV_FORWARD, 0)]]
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(schedules)
 
 
 def test_the_simulator_sees_messages_in_the_wrong_order_and_unread_ones() -> None:
-    first = [Action(Kind.FORWARD, 0), Action(Kind.SEND_FORWARD, 0)]
+    first = [Action(ActionKind.FORWARD, 0), Action(ActionKind.SEND_FORWARD, 0)]
     with pytest.raises(ScheduleError, match="wants"):
-        simulate([first, [Action(Kind.RECV_FORWARD, 1)]])
+        simulate([first, [Action(ActionKind.RECV_FORWARD, 1)]])
     with pytest.raises(ScheduleError, match="no stage receives"):
         simulate([first, []])

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.profiler import record_function
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import receive, send
 from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.pipeline.backward import run_backward
-from megatrain.parallel.pipeline.schedule import Action, Kind
+from megatrain.parallel.pipeline.schedule import Action, ActionKind
 
 
 class Segment(Protocol):
@@ -33,23 +33,23 @@ class Segment(Protocol):
 
 
 @dataclass(frozen=True)
-class Use:
+class SegmentPass:
     """A pass of a micro-batch through a segment: its forward, its backward or its weight gradients."""
 
-    kind: Kind
+    kind: ActionKind
     segment: int
 
 
 class SegmentHooks(Protocol):
     """What happens around the work of segments, such as communication of their weights and gradients."""
 
-    def expect(self, uses: Sequence[Use]) -> None:
-        """A run begins that will make these uses, in this order."""
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
+        """A run begins that will make these passes, in this order."""
 
-    def before(self, use: Use) -> None:
-        """The next use begins."""
+    def before(self, segment_pass: SegmentPass) -> None:
+        """The next segment_pass begins."""
 
-    def after(self, use: Use) -> None:
+    def after(self, segment_pass: SegmentPass) -> None:
         """It has ended."""
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
@@ -102,30 +102,30 @@ class Executor:
         formed = [0] * len(self.segments)
         forward_sends = _Sends(self.grid.pp, 1)
         backward_sends = _Sends(self.grid.pp_backward, -1)
-        splits_backward = any(action.kind is Kind.WEIGHT for action in actions)
+        splits_backward = any(action.kind is ActionKind.WEIGHT for action in actions)
         for info in infos:
             info.splits_backward = splits_backward
-        self.hooks.expect(uses_of(actions, len(self.segments)))
+        self.hooks.on_schedule(segment_passes(actions, len(self.segments)))
         for action in actions:
             flight = flights[action.microbatch]
             match action.kind:
-                case Kind.RECV_FORWARD:
+                case ActionKind.RECV_FORWARD:
                     flight.arrived = self._receive(self.grid.pp, -1)
-                case Kind.FORWARD:
+                case ActionKind.FORWARD:
                     self._forward(flight, batches[action.microbatch])
-                case Kind.SEND_FORWARD:
+                case ActionKind.SEND_FORWARD:
                     forward_sends.add(flight.outputs[-1])
                     if not flight.info.is_training:
                         flight.outputs = []
-                case Kind.RECV_BACKWARD:
+                case ActionKind.RECV_BACKWARD:
                     flight.gradient = self._receive(self.grid.pp_backward, 1)
-                case Kind.BACKWARD:
+                case ActionKind.BACKWARD:
                     self._backward(flight, formed, len(batches))
-                case Kind.SEND_BACKWARD:
+                case ActionKind.SEND_BACKWARD:
                     assert flight.gradient is not None
                     backward_sends.add(flight.gradient)
                     flight.gradient = None
-                case Kind.WEIGHT:
+                case ActionKind.WEIGHT:
                     self._form_weights(flight, formed, len(batches))
         forward_sends.finish()
         backward_sends.finish()
@@ -138,7 +138,7 @@ class Executor:
             for number, segment in enumerate(self.segments):
                 if hidden is not None and flight.info.is_training:
                     hidden = hidden.detach().requires_grad_()
-                with self._use(Kind.FORWARD, number):
+                with self._use(ActionKind.FORWARD, number):
                     output = segment(hidden, batch, flight.info)
                 if flight.info.is_training:
                     flight.inputs.append(hidden)
@@ -152,7 +152,7 @@ class Executor:
         gradient = flight.gradient
         for number in reversed(range(len(self.segments))):
             flight.info.deferred = [] if flight.info.splits_backward else None
-            with self._use(Kind.BACKWARD, number):
+            with self._use(ActionKind.BACKWARD, number):
                 run_backward(flight.outputs.pop(), gradient)
             hidden = flight.inputs.pop()
             gradient = hidden.grad if hidden is not None else None
@@ -166,7 +166,7 @@ class Executor:
     @record_function("weight gradients")
     def _form_weights(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
         for number, work in zip(reversed(range(len(self.segments))), flight.weight_work, strict=True):
-            with torch.no_grad(), self._use(Kind.WEIGHT, number):
+            with torch.no_grad(), self._use(ActionKind.WEIGHT, number):
                 for form in work:
                     form()
             self._count(number, formed, num_microbatches)
@@ -177,25 +177,25 @@ class Executor:
         self.hooks.on_gradients(number, is_last=formed[number] == num_microbatches)
 
     @contextmanager
-    def _use(self, kind: Kind, segment: int) -> Iterator[None]:
-        use = Use(kind, segment)
-        self.hooks.before(use)
+    def _use(self, kind: ActionKind, segment: int) -> Iterator[None]:
+        segment_pass = SegmentPass(kind, segment)
+        self.hooks.before(segment_pass)
         yield
-        self.hooks.after(use)
+        self.hooks.after(segment_pass)
 
     def _receive(self, group: RankGroup, step: int) -> Tensor:
         return receive(torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device), group, step)
 
 
-def uses_of(actions: Sequence[Action], num_segments: int) -> list[Use]:
-    """The uses that a schedule makes of a stage's segments: up in forward passes, down in the others."""
-    uses: list[Use] = []
+def segment_passes(actions: Sequence[Action], num_segments: int) -> list[SegmentPass]:
+    """The passes that a schedule makes of a stage's segments: up in forward passes, down in the others."""
+    passes: list[SegmentPass] = []
     for action in actions:
-        if action.kind is Kind.FORWARD:
-            uses += [Use(action.kind, number) for number in range(num_segments)]
-        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
-            uses += [Use(action.kind, number) for number in reversed(range(num_segments))]
-    return uses
+        if action.kind is ActionKind.FORWARD:
+            passes += [SegmentPass(action.kind, number) for number in range(num_segments)]
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
+            passes += [SegmentPass(action.kind, number) for number in reversed(range(num_segments))]
+    return passes
 
 
 class _Sends:
@@ -215,3 +215,25 @@ class _Sends:
     def finish(self) -> None:
         for handle, _ in self.pending:
             handle.wait()
+
+
+def run_backward(output: Tensor, gradient: Tensor | None) -> None:
+    """Add up the gradients of all that `output` was made of; None: it is the loss."""
+    torch.autograd.backward(output if gradient is None else _Seed.apply(output, gradient))
+
+
+class _Seed(Function):
+    """A number whose gradient makes `gradient` that of `output`.
+
+    torch.autograd.backward imports sympy where it is given gradients, to compare sizes that are symbols: 2 s.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        assert gradient.shape == output.shape
+        ctx.gradient = gradient
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 (autograd's signature)
+        return ctx.gradient, None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What an action does; sends and receives name the direction that the data takes."""
 
     FORWARD = "F"
@@ -31,7 +31,7 @@ class Kind(Enum):
 class Action:
     """One thing that a rank does for one micro-batch of one model chunk."""
 
-    kind: Kind
+    kind: ActionKind
     microbatch: int
     chunk: int = 0
 
@@ -60,22 +60,22 @@ def with_split_backward(actions: list[Action]) -> list[Action]:
     split: list[Action] = []
     for action in actions:
         split.append(action)
-        if action.kind is Kind.BACKWARD:
-            split.append(Action(Kind.WEIGHT, action.microbatch, action.chunk))
+        if action.kind is ActionKind.BACKWARD:
+            split.append(Action(ActionKind.WEIGHT, action.microbatch, action.chunk))
     return split
 
 
 def _forward(stage: int, num_stages: int, microbatch: int) -> Iterator[Action]:
     if stage > 0:
-        yield Action(Kind.RECV_FORWARD, microbatch)
-    yield Action(Kind.FORWARD, microbatch)
+        yield Action(ActionKind.RECV_FORWARD, microbatch)
+    yield Action(ActionKind.FORWARD, microbatch)
     if stage < num_stages - 1:
-        yield Action(Kind.SEND_FORWARD, microbatch)
+        yield Action(ActionKind.SEND_FORWARD, microbatch)
 
 
 def _backward(stage: int, num_stages: int, microbatch: int) -> Iterator[Action]:
     if stage < num_stages - 1:
-        yield Action(Kind.RECV_BACKWARD, microbatch)
-    yield Action(Kind.BACKWARD, microbatch)
+        yield Action(ActionKind.RECV_BACKWARD, microbatch)
+    yield Action(ActionKind.BACKWARD, microbatch)
     if stage > 0:
-        yield Action(Kind.SEND_BACKWARD, microbatch)
+        yield Action(ActionKind.SEND_BACKWARD, microbatch)

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.parallel.pipeline.schedule import Action, Kind
+from megatrain.parallel.pipeline.schedule import Action, ActionKind
 
-_PEERS = {Kind.SEND_FORWARD: 1, Kind.SEND_BACKWARD: -1, Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}
-_SENT_AS = {Kind.RECV_FORWARD: Kind.SEND_FORWARD, Kind.RECV_BACKWARD: Kind.SEND_BACKWARD}
+_PEERS = {ActionKind.SEND_FORWARD: 1, ActionKind.SEND_BACKWARD: -1, ActionKind.RECV_FORWARD: -1, ActionKind.RECV_BACKWARD: 1}
+_SENT_AS = {ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD}
 
 
 class ScheduleError(AssertionError):
@@ -30,18 +30,18 @@ class Simulation:
     """For each stage, how many micro-batches it holds at most between forward and backward."""
 
 
-def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[Kind, float] | None = None) -> Simulation:
+def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[ActionKind, float] | None = None) -> Simulation:
     """Run one schedule a stage. Costs default to F 1, B 2, W 0 and free messages.
 
     Raises:
         ScheduleError: a stage waits for a message that never comes, or gets another one.
     """
-    costs = costs or {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
+    costs = costs or {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
     clocks = [0.0] * len(schedules)
     busy = [0.0] * len(schedules)
     positions = [0] * len(schedules)
     held, peaks = [0] * len(schedules), [0] * len(schedules)
-    channels: dict[tuple[int, int, Kind], deque[tuple[Action, float]]] = {}
+    channels: dict[tuple[int, int, ActionKind], deque[tuple[Action, float]]] = {}
     while any(position < len(schedule) for position, schedule in zip(positions, schedules, strict=True)):
         has_moved = False
         for stage, schedule in enumerate(schedules):
@@ -55,9 +55,9 @@ def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[Kind, float] 
                 cost = costs.get(action.kind, 0.0)
                 clocks[stage] += cost
                 busy[stage] += cost if action.kind not in _PEERS else 0.0
-                held[stage] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+                held[stage] += (action.kind is ActionKind.FORWARD) - (action.kind is ActionKind.BACKWARD)
                 peaks[stage] = max(peaks[stage], held[stage])
-                if action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
+                if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
                     channel = channels.setdefault((stage, stage + _PEERS[action.kind], action.kind), deque())
                     channel.append((action, clocks[stage]))
                 positions[stage] += 1
@@ -73,7 +73,7 @@ def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[Kind, float] 
 
 
 def _take(
-    channels: dict[tuple[int, int, Kind], deque[tuple[Action, float]]], stage: int, action: Action
+    channels: dict[tuple[int, int, ActionKind], deque[tuple[Action, float]]], stage: int, action: Action
 ) -> float | None:
     channel = channels.get((stage + _PEERS[action.kind], stage, _SENT_AS[action.kind]))
     if not channel:

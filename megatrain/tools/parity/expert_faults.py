@@ -11,31 +11,32 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatrain.kernels.moe.permute import Order, numbers_back, order_by_expert
+from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
 from megatrain.kernels.moe.routing import within_capacity
-from megatrain.kernels.moe.routing_losses import balance_loss
+from megatrain.kernels.moe.routing_losses import load_balancing_loss
 from megatrain.model import router
 from megatrain.model.layouts import router_layout
-from megatrain.model.router import ROUTER_SUMS, Router
+from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.parallel import token_dispatcher
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.data_gradients import GradientSums
-from megatrain.parallel.grid import Family, RankGrid, RankGroup
+from megatrain.parallel.data_parallel import GradientReduction
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import ParamLayout
+from megatrain.parallel.rank_lists import Family
 
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
 def _gradients_of_experts_scaled() -> AbstractContextManager[Any]:
     """As where they are divided by their own replicas, which are fewer than those of dense layers."""
-    formed = GradientSums.formed
+    formed = GradientReduction.formed
 
-    def scaled(self: GradientSums, number: int, *, is_last: bool) -> None:
+    def scaled(self: GradientReduction, number: int, *, is_last: bool) -> None:
         if is_last and self.families[number].replicas.name == "expert_replicas":
             self.memory.wholes[number] *= 2
         formed(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientSums, "formed", scaled)
+    return mock.patch.object(GradientReduction, "formed", scaled)
 
 
 def _norm_without_experts() -> AbstractContextManager[Any]:
@@ -60,9 +61,9 @@ def _loss_of_routers_doubled() -> AbstractContextManager[Any]:
     """As where each of two ranks adds the loss of the whole micro-batch."""
 
     def doubled(*known: Tensor, top_k: int, num_tokens: int) -> Tensor:
-        return 2 * balance_loss(*known, top_k=top_k, num_tokens=num_tokens)
+        return 2 * load_balancing_loss(*known, top_k=top_k, num_tokens=num_tokens)
 
-    return mock.patch.object(router, "balance_loss", doubled)
+    return mock.patch.object(router, "load_balancing_loss", doubled)
 
 
 def _loss_told_by_each_stage() -> AbstractContextManager[Any]:
@@ -70,11 +71,11 @@ def _loss_told_by_each_stage() -> AbstractContextManager[Any]:
     forward = Router.forward
 
     def telling(self: Router, x: Tensor, info: PassInfo) -> Any:
-        routes = forward(self, x, info)
-        told = info.router_sums[self.layer].clone()
-        told[ROUTER_SUMS.index("aux_loss")] *= 2
-        info.router_sums[self.layer] = told
-        return routes
+        routing = forward(self, x, info)
+        told = info.router_metrics[self.layer].clone()
+        told[ROUTER_METRICS.index("aux_loss")] *= 2
+        info.router_metrics[self.layer] = told
+        return routing
 
     return mock.patch.object(Router, "forward", telling)
 
@@ -90,21 +91,21 @@ def _slices_not_summed() -> AbstractContextManager[Any]:
 
 def _weights_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        token_dispatcher, "numbers_back", lambda numbers, order: numbers_back(numbers, order).roll(1, 0)
+        token_dispatcher, "unpermute_values", lambda numbers, order: unpermute_values(numbers, order).roll(1, 0)
     )
 
 
 def _rows_of_another_expert() -> AbstractContextManager[Any]:
     """Where rows arrive, those of a rank's first expert pass for those of its last one."""
 
-    def turned(experts: Tensor, *, num_experts: int, **known: Any) -> Order:
+    def turned(experts: Tensor, *, num_experts: int, **known: Any) -> Permutation:
         if "first" in known:
             place = experts - known["first"]
             is_own = (place >= 0) & (place < num_experts)
             experts = torch.where(is_own, num_experts - 1 - place + known["first"], experts)
-        return order_by_expert(experts, num_experts=num_experts, **known)
+        return sort_by_expert(experts, num_experts=num_experts, **known)
 
-    return mock.patch.object(token_dispatcher, "order_by_expert", turned)
+    return mock.patch.object(token_dispatcher, "sort_by_expert", turned)
 
 
 def _drops_of_each_rank() -> AbstractContextManager[Any]:

@@ -12,22 +12,19 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatrain.kernels.attention.blocks import Joined
-from megatrain.kernels.dropout import keep_mask
+from megatrain.kernels.attention.interface import SoftmaxMerge
+from megatrain.kernels.random import keep_mask
 from megatrain.model import functions, head
 from megatrain.model.implementations import attention_context
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import context_gather, context_heads, context_ring, data_gradients, tensor, vocab
+from megatrain.parallel import context_attention, data_parallel, tensor_parallel
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
-from megatrain.parallel.context import ContextParallel
-from megatrain.parallel.data import DataParallel
-from megatrain.parallel.data_gradients import GradientSums
-from megatrain.parallel.data_weights import WeightGathers
+from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
+from megatrain.parallel.data_parallel import DataParallel, GradientReduction, WeightAllGather
 from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.tokens import TokenSplit
-from megatrain.parallel.vocab import VocabShard
+from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.parity.expert_faults import EXPERT_FAULTS
 from megatrain.training import engine, routers
 from megatrain.training.routers import Routers
@@ -47,7 +44,7 @@ def planted(name: str | None) -> AbstractContextManager[Any]:
 
 
 def _dropped_all_reduce() -> AbstractContextManager[Any]:
-    return mock.patch.object(tensor, "all_reduce", lambda x, _group: x)
+    return mock.patch.object(tensor_parallel, "all_reduce", lambda x, _group: x)
 
 
 def _wrong_scale() -> AbstractContextManager[Any]:
@@ -72,64 +69,64 @@ def _no_documents() -> AbstractContextManager[Any]:
 
 
 def _stale_gather() -> AbstractContextManager[Any]:
-    return mock.patch.object(DataParallel, "publish", return_value=None)
+    return mock.patch.object(DataParallel, "all_gather_weights", return_value=None)
 
 
 def _first_bucket_left_out() -> AbstractContextManager[Any]:
-    formed = GradientSums.formed
+    formed = GradientReduction.formed
 
-    def skipping(self: GradientSums, number: int, *, is_last: bool) -> None:
+    def skipping(self: GradientReduction, number: int, *, is_last: bool) -> None:
         if number:
             formed(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientSums, "formed", skipping)
+    return mock.patch.object(GradientReduction, "formed", skipping)
 
 
 def _first_bucket_too_large() -> AbstractContextManager[Any]:
     """On one rank by a thousandth: less than bf16 rounds, and far more than sums of fp32 do."""
-    formed = GradientSums.formed
+    formed = GradientReduction.formed
 
-    def spoiling(self: GradientSums, number: int, *, is_last: bool) -> None:
+    def spoiling(self: GradientReduction, number: int, *, is_last: bool) -> None:
         if number == 1 and is_last and self.families[number].shard.rank == 0:
             self.memory.wholes[number] *= 1.001
         formed(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientSums, "formed", spoiling)
+    return mock.patch.object(GradientReduction, "formed", spoiling)
 
 
 def _one_gather_not_waited_for() -> AbstractContextManager[Any]:
     """On a CPU it would be there in time by luck: the layer computes with what was there before."""
-    begin = WeightGathers.begin
+    begin = WeightAllGather.begin
     seen: Counter[int] = Counter()
 
-    def only_at_start(self: WeightGathers, number: int) -> Transfer:
+    def only_at_start(self: WeightAllGather, number: int) -> Transfer:
         seen[number] += 1
         return Transfer() if number == 1 and seen[number] > 1 else begin(self, number)
 
-    return mock.patch.object(WeightGathers, "begin", only_at_start)
+    return mock.patch.object(WeightAllGather, "begin", only_at_start)
 
 
 def _own_instance_alone() -> AbstractContextManager[Any]:
-    return mock.patch.object(data_gradients, "begin_all_reduce", return_value=Transfer())
+    return mock.patch.object(data_parallel, "begin_all_reduce", return_value=Transfer())
 
 
 def _last_microbatch_alone() -> AbstractContextManager[Any]:
-    return mock.patch.object(data_gradients, "add_to_part", lambda own, received: own.copy_(received))
+    return mock.patch.object(data_parallel, "add_to_shard", lambda own, received: own.copy_(received))
 
 
 def _nothing_is_brought() -> AbstractContextManager[Any]:
     """Layers compute with what lies in the memory that they get: here with zeros."""
-    begin = WeightGathers.begin
+    begin = WeightAllGather.begin
 
-    def empty(self: WeightGathers, number: int) -> Transfer:
-        is_kept = self.memory.is_kept_whole(number)
+    def empty(self: WeightAllGather, number: int) -> Transfer:
+        is_kept = self.memory.is_kept_full(number)
         transfer = begin(self, number)
         if not is_kept:
             transfer.wait()
             self.memory.wholes[number].data.zero_()
         return transfer
 
-    return mock.patch.object(WeightGathers, "begin", empty)
+    return mock.patch.object(WeightAllGather, "begin", empty)
 
 
 @contextmanager
@@ -146,7 +143,7 @@ def _without_partial_sums_over(name: str) -> Callable[[], AbstractContextManager
         sum_partial = DataParallel.finish_gradients
 
         def skipping(self: DataParallel) -> None:
-            with mock.patch("megatrain.parallel.data.all_reduce", _unless):
+            with mock.patch("megatrain.parallel.data_parallel.all_reduce", _unless):
                 sum_partial(self)
 
         def _unless(x: Any, group: Any) -> Any:
@@ -170,9 +167,9 @@ def _shifted_vocabulary() -> AbstractContextManager[Any]:
 
 def _z_loss_of_each_rank() -> AbstractContextManager[Any]:
     def counted_twice(*known: Any, z_loss_coeff: float) -> Any:
-        return vocab.logits_gradient(*known, z_loss_coeff=2 * z_loss_coeff)
+        return tensor_parallel.vocab_parallel_logits_gradient(*known, z_loss_coeff=2 * z_loss_coeff)
 
-    return mock.patch.object(head, "logits_gradient", counted_twice)
+    return mock.patch.object(head, "vocab_parallel_logits_gradient", counted_twice)
 
 
 def _mask_of_the_first_rank_alone() -> AbstractContextManager[Any]:
@@ -186,7 +183,7 @@ def _gathered_backwards() -> AbstractContextManager[Any]:
     def turned(x: torch.Tensor, group: Any) -> torch.Tensor:
         return torch.cat(all_gather(x, group).chunk(group.size)[::-1])
 
-    return mock.patch.object(tensor, "all_gather", turned)
+    return mock.patch.object(tensor_parallel, "all_gather", turned)
 
 
 def _heads_that_draw_alike() -> AbstractContextManager[Any]:
@@ -198,12 +195,12 @@ def _heads_that_draw_alike() -> AbstractContextManager[Any]:
 
 
 def _rows_of_each_rank() -> AbstractContextManager[Any]:
-    numbers = TokenSplit.numbers
+    numbers = TokenSplit.token_indices
 
     def of_later_rows(self: TokenSplit, *sizes: int, **known: Any) -> torch.Tensor:
         return numbers(self, *sizes, **known) + self.tp.rank
 
-    return mock.patch.object(TokenSplit, "numbers", of_later_rows)
+    return mock.patch.object(TokenSplit, "token_indices", of_later_rows)
 
 
 def _own_token_count() -> AbstractContextManager[Any]:
@@ -217,7 +214,7 @@ def _own_heads_alone() -> AbstractContextManager[Any]:
 
 
 def _first_rows_everywhere() -> AbstractContextManager[Any]:
-    return mock.patch.object(tensor.TensorParallel, "first_row", return_value=0)
+    return mock.patch.object(tensor_parallel.TensorParallel, "first_row", return_value=0)
 
 
 def _samples_of_the_step() -> AbstractContextManager[Any]:
@@ -232,18 +229,18 @@ def _rows_in_plain_order() -> AbstractContextManager[Any]:
 
 
 def _chunks_as_they_come() -> AbstractContextManager[Any]:
-    return mock.patch.object(context_heads, "in_order", lambda x, _cp_size: x)
+    return mock.patch.object(context_attention, "to_sequence_order", lambda x, _cp_size: x)
 
 
 def _own_keys_alone() -> AbstractContextManager[Any]:
-    return mock.patch.object(Joined, "add", return_value=None)
+    return mock.patch.object(SoftmaxMerge, "add", return_value=None)
 
 
 def _sums_that_stay_away() -> AbstractContextManager[Any]:
     def lost(sums: torch.Tensor, _group: RankGroup) -> tuple[torch.Tensor, Transfer]:
         return torch.zeros_like(sums), Transfer()
 
-    return mock.patch.object(context_ring, "_hand_on", lost)
+    return mock.patch.object(context_attention, "_hand_on", lost)
 
 
 def _own_gradient_of_keys() -> AbstractContextManager[Any]:
@@ -251,20 +248,20 @@ def _own_gradient_of_keys() -> AbstractContextManager[Any]:
         out.copy_(x.chunk(group.size)[group.rank])
         return Transfer()
 
-    return mock.patch.object(context_gather, "begin_reduce_scatter_into", alone)
+    return mock.patch.object(context_attention, "begin_reduce_scatter_into", alone)
 
 
 def _places_from_the_first_row() -> AbstractContextManager[Any]:
     def of_a_sample(_self: ContextParallel, rows: int, device: torch.device) -> torch.Tensor:
         return torch.arange(rows, device=device)
 
-    return mock.patch.object(ContextParallel, "places", of_a_sample)
+    return mock.patch.object(ContextParallel, "positions", of_a_sample)
 
 
 def _means_of_chunks() -> AbstractContextManager[Any]:
-    own_part = ContextParallel.own_part
+    shard_batch = ContextParallel.shard_batch
     return mock.patch.object(
-        ContextParallel, "own_part", lambda self, batch, **_: own_part(self, batch, has_chunk_means=True)
+        ContextParallel, "shard_batch", lambda self, batch, **_: shard_batch(self, batch, has_chunk_means=True)
     )
 
 

@@ -6,7 +6,7 @@
 
 The conjugate pairs (forward / backward): gather / reduce-scatter, copy / all-reduce, reduce-scatter / gather,
 all-reduce / copy. At tp 1 all of them return their argument. Weight gradients never reach autograd: they are added
-to the views of the gradient buffer, at once or when the schedule says (`PassInfo.form_weight_gradient`).
+to the views of the gradient buffer, at once or when the schedule says (`PassInfo.compute_weight_gradient`).
 
 Backward pass of a column-parallel layer, where two of its three products hide what travels:
 
@@ -30,6 +30,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.column_sums import add_column_sums
+from megatrain.kernels.cross_entropy import Rows, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
@@ -80,7 +81,7 @@ class TensorParallel:
         return rows * self.size if self.sequence_parallel else rows
 
 
-def enter(x: Tensor, tp: TensorParallel) -> Tensor:
+def enter_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Bring the hidden states into a part that is split by tp: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
     if tp.size == 1:
         return x
@@ -88,7 +89,7 @@ def enter(x: Tensor, tp: TensorParallel) -> Tensor:
     return out
 
 
-def leave(x: Tensor, tp: TensorParallel) -> Tensor:
+def exit_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
     if tp.size == 1:
         return x
@@ -111,7 +112,7 @@ def column_linear(
     info: PassInfo,
     bias: Bias | None = None,
     *,
-    again: Callable[[], Tensor] | None = None,
+    recompute_fn: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """y = x W^T + bias with the rows of W (columns of the output) split over tp.
 
@@ -120,11 +121,11 @@ def column_linear(
     Args:
         x: [s/tp, b, h] with sp, else [s, b, h].
         weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
-        again: gives x to the backward pass, which is not kept then.
+        recompute_fn: gives x to the backward pass, which is not kept then.
     Returns:
         [s, b, o/tp].
     """
-    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, again)
+    out: Tensor = _ColumnLinear.apply(x, weight, weight_grad, bias, tp, info, recompute_fn)
     return out
 
 
@@ -136,7 +137,7 @@ def row_linear(
     info: PassInfo,
     bias: Bias | None = None,
 ) -> Tensor:
-    """y = x W^T + bias with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `leave`'s shape."""
+    """y = x W^T + bias with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `exit_tp_region`'s shape."""
     return _left(_Linear.apply(x, weight, weight_grad, None, bias if tp.size == 1 else None, info), tp, bias)
 
 
@@ -159,13 +160,13 @@ def activated_row_linear(
 
 def _left(y: Tensor, tp: TensorParallel, bias: Bias | None) -> Tensor:
     """The ranks' parts summed; then the bias, which one rank alone has added in its product."""
-    out = leave(y, tp)
+    out = exit_tp_region(y, tp)
     if bias is not None and tp.size > 1:
         out = _AddBias.apply(out, bias)
     return out
 
 
-def vocab_embedding(
+def vocab_parallel_embedding(
     ids: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
 ) -> Tensor:
     """Rows of a table whose vocabulary is split over tp.
@@ -178,10 +179,10 @@ def vocab_embedding(
     """
     first = tp.rank * weight.shape[0] if tp.size > 1 else None
     local: Tensor = _Embedding.apply(ids, weight, weight_grad, first, info)
-    return leave(local, tp)
+    return exit_tp_region(local, tp)
 
 
-def own_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
+def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
     """Rows of a table that every rank holds whole: ids [...] -> [..., h]."""
     rows: Tensor = _Embedding.apply(ids, weight, weight_grad, None, info)
     return rows
@@ -240,10 +241,10 @@ class _ColumnLinear(Function):
         bias: Bias | None,
         tp: TensorParallel,
         info: PassInfo,
-        again: Callable[[], Tensor] | None,
+        recompute_fn: Callable[[], Tensor] | None,
     ) -> Tensor:
-        ctx.save_for_backward(x if again is None else None, weight)
-        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info, ctx.again = weight_grad, bias, tp, info, again
+        ctx.save_for_backward(x if recompute_fn is None else None, weight)
+        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info, ctx.recompute_fn = weight_grad, bias, tp, info, recompute_fn
         return _product(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -251,8 +252,8 @@ class _ColumnLinear(Function):
         x, weight = ctx.saved_tensors
         tp: TensorParallel = ctx.tp
         dy = grads[0]
-        if ctx.again is not None:
-            x, ctx.again = ctx.again(), None
+        if ctx.recompute_fn is not None:
+            x, ctx.recompute_fn = ctx.recompute_fn(), None
         whole = _begin_gather(x, tp)
         dx = _begin_reduction(dy @ weight, tp)
         _form_weight_gradient(ctx.weight_grad, dy, whole.arrived(), ctx.info)
@@ -273,7 +274,7 @@ class _Underway:
 
 
 def _begin_gather(x: Tensor, tp: TensorParallel) -> _Underway:
-    """The whole sequence of `x`, as `enter` gives it."""
+    """The whole sequence of `x`, as `enter_tp_region` gives it."""
     if tp.size == 1 or not tp.sequence_parallel:
         return _Underway(x, Transfer())
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
@@ -281,7 +282,7 @@ def _begin_gather(x: Tensor, tp: TensorParallel) -> _Underway:
 
 
 def _begin_reduction(x: Tensor, tp: TensorParallel) -> _Underway:
-    """The sum of the ranks' `x`, as `leave` gives it; `x` is used up."""
+    """The sum of the ranks' `x`, as `exit_tp_region` gives it; `x` is used up."""
     if tp.size == 1 or not tp.sequence_parallel:
         return _Underway(x, begin_all_reduce(x, tp.group))
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
@@ -349,7 +350,7 @@ def _sum_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
 
 
 def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
-    info.form_weight_gradient(
+    info.compute_weight_gradient(
         lambda: accumulate_weight_gradient(weight_grad, dy.flatten(0, -2), x.flatten(0, -2))
     )
 
@@ -377,5 +378,73 @@ class _Embedding(Function):
         weight_grad: Tensor = ctx.weight_grad
         dy = grads[0] if is_elsewhere is None else grads[0].masked_fill(is_elsewhere[..., None], 0)
         dy = dy.to(weight_grad.dtype).flatten(0, -2)
-        ctx.info.form_weight_gradient(lambda: weight_grad.index_add_(0, ids.flatten(), dy))
+        ctx.info.compute_weight_gradient(lambda: weight_grad.index_add_(0, ids.flatten(), dy))
         return None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """Which ids this rank holds: `rows` of them from `first` on, of which those from `vocab_size` on are padding."""
+
+    group: RankGroup
+    rows: int
+    vocab_size: int
+
+    @property
+    def first(self) -> int:
+        return self.group.rank * self.rows
+
+    @property
+    def num_real(self) -> int:
+        """How many of the rows are ids of the tokenizer."""
+        return min(max(self.vocab_size - self.first, 0), self.rows)
+
+
+class TokenLosses(NamedTuple):
+    """Losses, and what their gradient needs; wide [t] but for the columns."""
+
+    losses: Tensor
+    """Infinite for a label that is no id of the vocabulary."""
+    log_sums: Tensor
+    """Logarithm of the sum of the logits' exponentials."""
+    rows: Rows
+    columns: Tensor
+    """Each label's column here; -1 where another rank holds it."""
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLosses:
+    """Loss of each token over the whole vocabulary; uses up `logits`.
+
+    Args:
+        logits: this rank's columns, [t, v/tp]; those of padding are left out of the softmax.
+        labels: ids, [t], from 0 on.
+    """
+    local = labels - vocab.first
+    columns = local.masked_fill((local < 0) | (local >= vocab.rows), -1)
+    rows = logit_statistics(logits, columns, vocab.num_real)
+    targets = rows.targets.masked_fill(labels >= vocab.vocab_size, float("-inf"))
+    if vocab.group.size == 1:
+        log_sums = rows.sums.log() + rows.largest
+    else:
+        # A rank that holds padding alone has the smallest number as its largest logit, and adds nothing to the sum.
+        largest = all_reduce(rows.largest.clone(), vocab.group, "max")
+        own = rows.sums * (rows.largest - largest).exp()
+        sums, targets = all_reduce(torch.stack((own, targets)), vocab.group)
+        log_sums = sums.log() + largest
+    return TokenLosses(log_sums - targets, log_sums, rows, columns)
+
+
+def vocab_parallel_logits_gradient(
+    known: TokenLosses,
+    token_scale: Tensor,
+    vocab: VocabShard,
+    dtype: torch.dtype,
+    *,
+    z_loss_coeff: float = 0.0,
+) -> Tensor:
+    """((1 + 2 * coefficient * log sum) * p - onehot) * scale of each token, [t, v/tp]; uses up what is known.
+
+    That is the gradient of scale * (loss + coefficient * log sum ** 2).
+    """
+    share = token_scale * (1 + 2 * z_loss_coeff * known.log_sums) if z_loss_coeff else token_scale
+    return cross_entropy_backward(known.rows, known.log_sums, known.columns, share, token_scale, vocab.num_real, dtype)

@@ -1,0 +1,96 @@
+"""Builds the rank grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.messages import Messages
+from megatrain.parallel.rank_lists import GridShape, RankLists
+
+
+def build_grid(
+    shape: GridShape,
+    rank: int,
+    make_handle: Callable[[str, Sequence[Sequence[int]]], Any] | None = None,
+) -> RankGrid:
+    """Make all groups, on every rank in the same order.
+
+    `make_handle` gets a name and the rank lists of that name, and makes the list that this rank is in.
+    Groups of the same ranks share a channel where they take turns: but for loads of routers that are balanced
+    over all replicas, what layers exchange never waits behind what travels between these meanwhile.
+    """
+    everyone = [list(range(shape.world_size))]
+    maker = _GroupMaker(rank, make_handle)
+    dense, expert = shape.state_lists("dense"), shape.state_lists("expert")
+    alone = {
+        "world": everyone,
+        "pp": shape.rank_lists("pp"),
+        "pp_backward": shape.rank_lists("pp"),
+        "embedding": shape.embedding_lists(),
+    }
+    heads, rings = shape.context_levels()
+    of_layers = {
+        "tp": shape.rank_lists("tp"),
+        "kv": shape.kv_lists(),
+        "cp": shape.rank_lists("cp"),
+        "cp_heads": heads,
+        "cp_ring": rings,
+        "tp_cp": shape.rank_lists("tp-cp"),
+        "etp": shape.expert_lists("etp"),
+        "ep": shape.expert_lists("ep"),
+        "ep_etp": shape.expert_lists("etp-ep"),
+    }
+    of_replicas = {
+        "dp": shape.rank_lists("dp"),
+        "replicas": dense.replicas,
+        "dp_shard": dense.shard,
+        "dp_copies": dense.copies,
+        "expert_replicas": expert.replicas,
+        "expert_shard": expert.shard,
+        "expert_copies": expert.copies,
+    }
+    of_matrices = {"matrix": dense.matrix, "expert_matrix": expert.matrix}
+    groups = {name: maker.make(name, lists) for name, lists in alone.items()}
+    groups |= maker.make_sharing(of_layers)
+    groups |= maker.make_sharing(of_replicas)
+    groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)
+    has_others = make_handle is not None and shape.world_size > 1
+    store = make_handle("messages", everyone) if make_handle is not None and has_others else None
+    return RankGrid(shape=shape, rank=rank, messages=Messages(rank, shape.world_size, store), **groups)
+
+
+class _GroupMaker:
+    """Makes the groups of one rank."""
+
+    def __init__(self, rank: int, make_handle: Callable[[str, Sequence[Sequence[int]]], Any] | None) -> None:
+        self.rank = rank
+        self.make_handle = make_handle
+
+    def make(self, name: str, rank_lists: RankLists) -> RankGroup:
+        """Lists of one rank need no handle; a rank that is in no list is a group by itself."""
+        lists = [ranks for ranks in rank_lists if len(ranks) > 1]
+        handle = self.make_handle(name, lists) if self.make_handle is not None and lists else None
+        own = next((ranks for ranks in lists if self.rank in ranks), None)
+        if own is None:
+            return RankGroup(name, (self.rank,), 0)
+        return RankGroup(name, tuple(own), own.index(self.rank), handle)
+
+    def make_sharing(
+        self,
+        lists: Mapping[str, RankLists],
+        *,
+        with_others: Mapping[str, RankLists] | None = None,
+        made: Mapping[str, RankGroup] | None = None,
+    ) -> dict[str, RankGroup]:
+        """One after the other; what has the lists of one before shares its channel."""
+        known, groups = dict(with_others or {}), dict(made or {})
+        for name, rank_lists in lists.items():
+            same = next((other for other, theirs in known.items() if theirs == rank_lists), None)
+            groups[name] = (
+                self.make(name, rank_lists) if same is None else dataclasses.replace(groups[same], name=name)
+            )
+            known[name] = rank_lists
+        return {name: groups[name] for name in lists}
