@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from megatrain.config import Request, parse
 from megatrain.config.environment import read_environment
-from megatrain.training.logging.console import Console
-from megatrain.training.logging.phases import Phases
+from megatrain.training.logging.console import Console, Phases
 
 
 def main(argv: Sequence[str] | None = None) -> int:

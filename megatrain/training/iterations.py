@@ -3,7 +3,7 @@
     begin n ─> begin n + 1 ─> read n: not finite? spikes, log, why to stop ─> begin n + 2 ─> read n + 1 ...
 
 Where the next iteration depends on how this one was, or something comes between them, this one is read first
-(`Engine.num_ahead`, `waits`). What is counted, `Progress`, is what was read.
+(`Engine.max_pending`, `waits`). What is counted, `Progress`, is what was read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from megatrain.config import Plan
 from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.groups import limit_collectives
+from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
+from megatrain.training.build import build_schedules
 from megatrain.training.debugging.not_finite import explain
 from megatrain.training.debugging.spikes import SpikeWatch
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
-from megatrain.training.step_report import StepReport, StepUnderway
+from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest
-from megatrain.training.updates import schedules_of
 
 
 class NotFiniteError(MegatrainError):
@@ -53,7 +53,7 @@ class Iteration:
     """Samples."""
     lr: float
     batches: Sequence[Batch]
-    step: StepUnderway
+    step: PendingStep
 
 
 class Iterations:
@@ -82,7 +82,7 @@ class Iterations:
     ) -> None:
         self.ranks, self.plan, self.engine = ranks, plan, engine
         self.batches, self.log, self.progress, self.stop = batches, log, progress, stop
-        self.schedules = schedules_of(plan)
+        self.schedules = build_schedules(plan)
         self.batch_sizes = batch_sizes(plan.config, data_parallel_size=plan.derived.data_parallel_size)
         training = plan.config.training
         self.spikes = {"grad_norm": SpikeWatch("gradient norm")} if training.check_for_large_grads else {}
@@ -109,7 +109,7 @@ class Iterations:
         is_first = number == self.start + 1
         with self._watched(number, is_first=is_first):
             self._begin(number)
-            while len(self.underway) > (0 if waits or is_first or reason else self.engine.num_ahead):
+            while len(self.underway) > (0 if waits or is_first or reason else self.engine.max_pending):
                 reason = self._read_oldest(is_first=is_first) or reason
         return reason
 
@@ -118,22 +118,22 @@ class Iterations:
         if is_first:
             return self.ranks.phases.phase("the first iteration")
         patience = 5 * self.log.seconds_of_last_iteration
-        return self.ranks.phases.watch(f"iteration {number}", patience_seconds=patience)
+        return self.ranks.phases.heartbeat(f"iteration {number}", min_seconds=patience)
 
     def _begin(self, number: int) -> None:
         """Give the device an iteration's work. Those under way are finite, or else end the run."""
         ahead = sum(iteration.batch for iteration in self.underway)
         consumed = self.progress.consumed_train_samples + ahead
-        rates = self.schedules.at(self.progress.scheduled_samples + ahead)
+        hyperparams = self.schedules.at(self.progress.scheduled_samples + ahead)
         with self.engine.timers.time("batch-generator"):
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
-        step = self.engine.begin_step(batches, rates, first_sample=consumed, flags=self.stop.flags)
+        step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self.stop.flags)
         self.underway.append(
             Iteration(
                 number=number,
                 first_sample=consumed,
                 batch=self.batch_sizes.at(consumed),
-                lr=rates.lr,
+                lr=hyperparams.lr,
                 batches=batches,
                 step=step,
             )
@@ -144,7 +144,7 @@ class Iterations:
         iteration, progress = self.underway.popleft(), self.progress
         report = iteration.step.read()
         if is_first:
-            self.ranks.console.say(self.ranks.phases.start_summary())
+            self.ranks.console.print(self.ranks.phases.start_summary())
             limit_collectives(self.ranks.grid, seconds=self.plan.derived.collective_timeout_seconds)
         progress.iteration = iteration.number
         progress.consumed_train_samples += iteration.batch
@@ -154,10 +154,10 @@ class Iterations:
             raise self._not_finite(iteration, report)
         for spike in (watch.look(getattr(report, name)) for name, watch in self.spikes.items()):
             if spike is not None:
-                self.ranks.console.say(f"> iteration {iteration.number}: {spike}")
+                self.ranks.console.print(f"> iteration {iteration.number}: {spike}")
         for sentence in () if report.routers is None else report.routers.starved:
-            self.ranks.console.say(f"> WARNING: iteration {iteration.number}: {sentence}")
-        self.log.show_iteration(
+            self.ranks.console.print(f"> WARNING: iteration {iteration.number}: {sentence}")
+        self.log.log_iteration(
             report,
             end=iteration.step.end,
             iteration=iteration.number,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint.biases import restore_biases
+from megatrain.checkpoint.biases import restore_expert_biases
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.load import Loaded, load_checkpoint
 from megatrain.checkpoint.save import save_checkpoint
@@ -34,9 +34,9 @@ from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations, NotFiniteError, Progress
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.model_summary import model_summary
 from megatrain.training.logging.run_log import RunLog
-from megatrain.training.logging.run_status import RunStatus
-from megatrain.training.logging.summary import describe
+from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.stopping import StopRequest
 
 REACHED, STOPPED_EARLY = 0, 75
@@ -58,7 +58,7 @@ class Trainer:
         self.phases = ranks.phases
         with self.phases.phase("building the model"):
             self.engine = Engine(self.plan, ranks.grid, ranks.device)
-        self._say(describe(self.engine))
+        self._say(model_summary(self.engine))
         self._follow(self.plan)
         self.garbage = GarbageCollection(
             is_manual=self.config.training.manual_gc,
@@ -67,7 +67,7 @@ class Trainer:
         )
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
-        self.status = RunStatus(self.save_folder if ranks.is_main else None, lambda: self.progress.iteration)
+        self.status = StatusFile(self.save_folder if ranks.is_main else None, lambda: self.progress.iteration)
 
     def _follow(self, plan: Plan) -> None:
         """Take over what a plan says about the steps to come."""
@@ -90,7 +90,7 @@ class Trainer:
                 self.ranks.grid,
                 with_optimizer=with_optimizer,
             )
-        restore_biases(self.engine.model, loaded.state, loaded.path)
+        restore_expert_biases(self.engine.model, loaded.state, loaded.path)
         for line in loaded.skipped:
             self._say(f"> {line}")
         if str(loaded.path) != stored.path:
@@ -140,7 +140,7 @@ class Trainer:
         self._open_data()
         self._open_outputs()
         if self.ranks.watch is not None:
-            self.ranks.watch.before_end = self.status.note_end_of_another
+            self.ranks.watch.before_end = self.status.record_peer_failure
         try:
             with self.phases.phase("opening logs"):
                 self.log = RunLog(
@@ -156,9 +156,9 @@ class Trainer:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, MegatrainError):
                 error.exit_code = 1
-                error.is_told = isinstance(error, CheckpointError | NotFiniteError) and not self.ranks.is_main
+                error.is_reported = isinstance(error, CheckpointError | NotFiniteError) and not self.ranks.is_main
                 reason = error.problems[0].text
-            self.status.note_own_end(exit_code_of(error), reason)
+            self.status.record_end(exit_code_of(error), reason)
             raise
         finally:
             self._close()
@@ -209,7 +209,7 @@ class Trainer:
         assert self.log is not None
         profiling = Profiling(self.plan, rank=self.ranks.grid.rank, start=self.progress.iteration)
         self._say_if_any(profiling.note())
-        self.log.start_clock()
+        self.log.restart_clock()
         iterations = Iterations(
             self.ranks,
             self.plan,
@@ -251,7 +251,7 @@ class Trainer:
         if text is not None:
             assert self.log is not None
             self._say(text)
-            self.log.start_clock()
+            self.log.restart_clock()
 
     @property
     def _is_last(self) -> bool:
@@ -274,7 +274,7 @@ class Trainer:
         assert self.log is not None
         with self.garbage.evaluation():
             reason = self._evaluate(("valid", "test") if self._is_last else ("valid",), stop)
-        self.log.start_clock()
+        self.log.restart_clock()
         self.is_evaluation_left = reason is not None
         if reason is None and self.derived.requested_valid_samples is not None:
             self.consumed_valid_samples += of_run.samples
@@ -282,7 +282,7 @@ class Trainer:
 
     def _evaluate(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
         """Loss over the next samples of each split, shown when all are done; why to stop, if not."""
-        with self.phases.watch("evaluating"):
+        with self.phases.heartbeat("evaluating"):
             return self._evaluate_splits(splits, stop)
 
     def _evaluate_splits(self, splits: tuple[str, ...], stop: StopRequest) -> str | None:
@@ -303,7 +303,7 @@ class Trainer:
             losses[evaluation] = mean_losses(sums).item()
         assert self.log is not None
         for evaluation, loss in losses.items():
-            self.log.show_evaluation(
+            self.log.log_evaluation(
                 name=evaluation.name,
                 split=evaluation.split,
                 dataset=evaluation.dataset,
@@ -327,7 +327,7 @@ class Trainer:
         if self.log is not None:
             self.log.flush()
         began = time.perf_counter()
-        with self.phases.watch("saving a checkpoint"):
+        with self.phases.heartbeat("saving a checkpoint"):
             path = save_checkpoint(
                 self.save_folder,
                 iteration=self.progress.iteration,
@@ -339,7 +339,7 @@ class Trainer:
                 with_optimizer=not self.config.checkpoint.no_save_optim,
             )
         if self.log is not None:
-            self.log.start_clock()
+            self.log.restart_clock()
         self._say(f"> committed {path} in {time.perf_counter() - began:.1f} s")
 
     def _state(self) -> dict[str, Any]:
@@ -386,7 +386,7 @@ class Trainer:
             self.log.close()
 
     def _say(self, text: str) -> None:
-        self.ranks.console.say(text)
+        self.ranks.console.print(text)
 
     def _say_if_any(self, text: str | None) -> None:
         if text is not None:

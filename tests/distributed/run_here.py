@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import parse, resolve
 from megatrain.config.environment import LaunchEnvironment
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.process_groups import make_group
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import Ranks, grid_shape
-from megatrain.training.logging.console import Console
-from megatrain.training.logging.phases import Phases
+from megatrain.training.logging.console import Console, Phases
 from megatrain.training.trainer import Trainer
 
 MODEL = (

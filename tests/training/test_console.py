@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from megatrain.training.logging.console import Console, bar_text, clock
-from megatrain.training.logging.phases import Phases
+from megatrain.training.logging.console import Console, Phases, bar_text, format_duration
 
 
 class Terminal(io.StringIO):
@@ -21,11 +20,11 @@ def test_a_bar_stays_below_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPat
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     console = Console()
-    console.show_bar(done=1, total=4, facts="loss 2.000")
-    console.show_bar(done=2, total=4, facts="too soon")
-    console.say("a line")
+    console.show_bar(done=1, total=4, status="loss 2.000")
+    console.show_bar(done=2, total=4, status="too soon")
+    console.print("a line")
     console.remove_bar()
-    console.say("the end")
+    console.print("the end")
     bar, after_bar = terminal.getvalue().removeprefix("\r\x1b[2K").split("\r\x1b[2Ka line\n")
     assert bar.startswith("1/4 ==========---")
     assert bar.endswith(" 25 % | loss 2.000")
@@ -34,33 +33,33 @@ def test_a_bar_stays_below_the_lines_of_a_terminal(monkeypatch: pytest.MonkeyPat
 
 def test_files_and_pipes_get_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
-    console.show_bar(done=1, total=4, facts="loss 2.000")
-    console.say("a line")
+    console.show_bar(done=1, total=4, status="loss 2.000")
+    console.print("a line")
     console.remove_bar()
     assert capsys.readouterr().out == "a line\n"
 
 
 def test_other_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(Console(is_quiet=True), seconds_of_silence=0.01)
+    phases = Phases(Console(is_quiet=True), heartbeat_seconds=0.01)
     with phases.phase("waiting"):
         time.sleep(0.05)
-    phases.console.say("a line")
+    phases.console.print("a line")
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("width", [10, 40, 80, 200])
 @pytest.mark.parametrize("done", [0, 3, 800])
 def test_a_bar_fits_its_line(width: int, done: int) -> None:
-    assert len(bar_text(done=done, total=800, facts="loss 1.234 | 5,000 tokens/s", width=width)) <= width
+    assert len(bar_text(done=done, total=800, status="loss 1.234 | 5,000 tokens/s", width=width)) <= width
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3723, "1:02:03")])
 def test_a_clock_shows_hours_where_there_are_any(seconds: float, shown: str) -> None:
-    assert clock(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(Console(), seconds_of_silence=0.2)
+    phases = Phases(Console(), heartbeat_seconds=0.2)
     began = time.monotonic()
     with phases.phase("loading the checkpoint"):
         time.sleep(0.5)
@@ -71,21 +70,21 @@ def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureF
 
 
 def test_a_slow_run_is_given_time(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(Console(), seconds_of_silence=0.1)
-    with phases.watch("iteration 5", patience_seconds=0.4):
+    phases = Phases(Console(), heartbeat_seconds=0.1)
+    with phases.heartbeat("iteration 5", min_seconds=0.4):
         time.sleep(0.3)
-    with phases.watch("iteration 6"):
+    with phases.heartbeat("iteration 6"):
         time.sleep(0.15)
     assert capsys.readouterr().out == "> iteration 6, 0 s so far\n"
     assert phases.seconds == {}
 
 
 def test_a_phase_that_says_something_itself_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = Phases(Console(), seconds_of_silence=1.0)
+    phases = Phases(Console(), heartbeat_seconds=1.0)
     with phases.phase("building indices"):
         for _ in range(3):
             time.sleep(0.5)
-            phases.console.say("> one more")
+            phases.console.print("> one more")
     assert "so far" not in capsys.readouterr().out
 
 

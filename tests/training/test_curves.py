@@ -14,8 +14,12 @@ from test_run_log import VALUES
 
 import pretrain
 from megatrain.config import LoggingConfig
-from megatrain.training.logging.scalars import evaluation_scalars, has_twin, iteration_scalars
-from megatrain.training.logging.wandb import WandbCurves
+from megatrain.training.logging.curves import (
+    WandbCurves,
+    evaluation_scalars,
+    is_also_over_samples,
+    iteration_scalars,
+)
 
 MEMORY = {"memory_bytes": 1, "reserved_memory_bytes": 2, "max_memory_bytes": 3}
 
@@ -32,7 +36,7 @@ def test_names_are_megatrons() -> None:
         "mem-reserved-bytes", "mem-max-allocated-bytes",
     }  # fmt: skip
     assert found["iteration-time"] == 0.1
-    without_twin = {name for name in found if not has_twin(name)}
+    without_twin = {name for name in found if not is_also_over_samples(name)}
     assert without_twin == {
         "samples vs steps", "throughput", "iteration-time", "optimizer-time", "mem-allocated-bytes",
         "mem-reserved-bytes", "mem-max-allocated-bytes",

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.router import ROUTER_METRICS
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.context_parallel import ContextParallel
-from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_parallel import TensorParallel
-from megatrain.training.logging.router_log import health_line, router_values
+from megatrain.training.logging.metrics import router_line, router_values
 from megatrain.training.routers import STARVED_ITERATIONS, RouterReport, Routers
 
 CPU = torch.device("cpu")
@@ -108,7 +108,7 @@ def test_a_model_without_routers_tells_nothing() -> None:
 def test_the_line_of_the_log_names_the_layers() -> None:
     values = router_values(step(routers_of(SPECS), passes([8, 6, 4, 2], [8, 0, 6, 6])))
     assert values is not None
-    assert health_line(values) == (
+    assert router_line(values) == (
         " experts | largest load: 1.60 x mean (layer 1) | dropped: 10.00 %"
         " | router entropy: 0.500 (layer 3) to 1.000 |"
     )

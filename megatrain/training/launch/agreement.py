@@ -28,7 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
-from megatrain.training.logging.metrics import write_status
+from megatrain.training.logging.status_file import write_status
 
 _SECONDS_TO_END: Final = 10.0
 _SAME_COMMAND: Final = "start all ranks with the same command line and the same files"

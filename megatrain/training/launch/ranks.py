@@ -24,16 +24,17 @@ import torch.distributed as dist
 from megatrain.config import Facts, Plan, Request
 from megatrain.config.environment import LaunchEnvironment, read_environment
 from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.grid import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, RankGrid
-from megatrain.parallel.groups import groups_of, make_group
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.process_groups import groups_of, make_group
+from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape
 from megatrain.training.launch.agreement import agreed_plan, tell
 from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import begin_imports, require_triton_cache
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.rank_watch import RankWatch
-from megatrain.training.logging.console import Console
-from megatrain.training.logging.phases import Phases
+from megatrain.training.logging.console import Console, Phases
 
 _TO_MEET = timedelta(hours=1)
 """How long ranks wait for others to start, and for rank 0 to read the inputs."""
@@ -72,7 +73,7 @@ def report_errors(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegatrainError as error:
-        if not error.is_told:
+        if not error.is_reported:
             tell(error)
         exit_code = exit_code_of(error)
     except BaseException as error:
@@ -130,12 +131,12 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             if plan.config.training.deterministic_mode and device.type == "cuda":
                 use_deterministic_operations()
             require_triton_cache(plan)
-            begin_imports(plan, phases.console.say)
+            begin_imports(plan, phases.console.print)
             if store is not None:
                 _join_world(plan, environment, store, device)
             timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
             make = functools.partial(make_group, timeout=timeout) if store is not None else None
-            grid = RankGrid.build(grid_shape(plan), environment.rank, make)
+            grid = build_grid(grid_shape(plan), environment.rank, make)
             _warm(grid, device)
         yield Ranks(
             request=request,
@@ -187,13 +188,13 @@ def _check_launch(environment: LaunchEnvironment, console: Console) -> None:
     """Say what the launcher said. Where that makes no sense, one rank tells it."""
     if environment.problems:
         error = ConfigError.of(environment.problems)
-        error.is_told = environment.rank != 0
+        error.is_reported = environment.rank != 0
         raise error
     if environment.launcher is not None:
         how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
-        console.say(f"> started by {how}: {environment.taken}")
+        console.print(f"> started by {how}: {environment.taken}")
     elif environment.taken:
-        console.say(f"> one process: {environment.taken}")
+        console.print(f"> one process: {environment.taken}")
 
 
 def _join_store(environment: LaunchEnvironment) -> dist.Store:

@@ -1,36 +1,44 @@
-"""What a run prints: whole lines, and on a terminal a progress bar below them.
+"""Terminal output of a run: whole lines, a progress bar below them, and messages about long phases.
 
      [2026-08-22 12:00:00.000000] iteration       10/     800 | ...        lines scroll
     12/800 ━━━╸───────────────  1 % | loss 8.21 | 5,312 tokens/s | 2:31 left   the bar stays at the bottom
 
-Nothing here imports torch, so that a run can say what it does while torch is being imported.
+    > loading the checkpoint, 10 s so far          during a phase, after ten seconds without output
+    > loading the checkpoint took 12.3 s           after a phase of more than a second
+    > started in 15.1 s: ... loading the checkpoint 12.3 s, ...      all phases of the start, once
+
+This module does not import torch: it also reports on the import of torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
+HEARTBEAT_SECONDS = 10.0
+_SHORTEST_REPORTED_SECONDS = 1.0
 _SECONDS_BETWEEN_BARS = 0.1
 _CLEAR_LINE = "\r\x1b[2K"
-_IN_ASCII = str.maketrans("━─", "=-")
+_TO_ASCII = str.maketrans("━─", "=-")
 
 
 class Console:
-    """Prints for one rank. `is_quiet`: another rank tells the user, and this one nothing."""
+    """Standard output of one rank. `is_quiet`: print nothing, as on all ranks but rank 0."""
 
     def __init__(self, *, is_quiet: bool = False) -> None:
         self.is_quiet = is_quiet
-        self.said_at = time.monotonic()
-        """When something was printed last."""
+        self.last_print = time.monotonic()
+        """Time of the last line."""
         self._lock = threading.RLock()
         self._bar = ""
         self._bar_at = 0.0
 
-    def say(self, text: str) -> None:
-        """Print whole lines, above the bar if there is one."""
+    def print(self, text: str) -> None:
+        """Print whole lines, above the progress bar if there is one."""
         if self.is_quiet:
             return
         with self._lock:
@@ -39,24 +47,24 @@ class Console:
             print(text)
             sys.stdout.write(self._bar)
             sys.stdout.flush()
-            self.said_at = time.monotonic()
+            self.last_print = time.monotonic()
 
-    def show_bar(self, *, done: int, total: int, facts: str) -> None:
-        """Draw the bar anew, unless it was drawn a moment ago. Nothing happens where stdout is no terminal."""
+    def show_bar(self, *, done: int, total: int, status: str) -> None:
+        """Redraw the progress bar, at most ten times a second and only on a terminal."""
         now = time.monotonic()
         if self.is_quiet or not sys.stdout.isatty() or (now - self._bar_at < _SECONDS_BETWEEN_BARS):
             return
         with self._lock:
             width = shutil.get_terminal_size().columns - 1
-            text = bar_text(done=done, total=total, facts=facts, width=width)
+            text = bar_text(done=done, total=total, status=status, width=width)
             is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
-            self._bar = text if is_unicode else text.translate(_IN_ASCII)
+            self._bar = text if is_unicode else text.translate(_TO_ASCII)
             self._bar_at = now
             sys.stdout.write(_CLEAR_LINE + self._bar)
             sys.stdout.flush()
 
     def remove_bar(self) -> None:
-        """Leave the terminal as if there had been none."""
+        """Erase the progress bar."""
         with self._lock:
             if self._bar:
                 sys.stdout.write(_CLEAR_LINE)
@@ -64,19 +72,71 @@ class Console:
             self._bar = ""
 
 
-def bar_text(*, done: int, total: int, facts: str, width: int) -> str:
-    """One line of at most `width` columns: as much of the bar as the words leave room for."""
+class Phases:
+    """Timer of a run's phases; prints a message during long ones. Phases do not nest."""
+
+    def __init__(self, console: Console, *, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        self.console = console
+        self.seconds: dict[str, float] = {}
+        """Seconds of each phase so far; phases with the same name are summed."""
+        self._heartbeat_seconds = heartbeat_seconds
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a part of the start, such as `loading the checkpoint`."""
+        start = time.monotonic()
+        try:
+            with self.heartbeat(name):
+                yield
+        finally:
+            seconds = time.monotonic() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if seconds > _SHORTEST_REPORTED_SECONDS:
+            self.console.print(f"> {name} took {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def heartbeat(self, name: str, *, min_seconds: float = 0.0) -> Iterator[None]:
+        """Print `> name, N s so far` whenever nothing was printed for the heartbeat interval, or for `min_seconds` if longer."""
+        ended = threading.Event()
+        interval = max(self._heartbeat_seconds, min_seconds)
+        thread = threading.Thread(target=self._print_heartbeats, args=(name, interval, ended), daemon=True)
+        if not self.console.is_quiet:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def start_summary(self) -> str:
+        """Return one line with the seconds of all phases so far."""
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        return f"> started in {sum(self.seconds.values()):.1f} s: {parts}"
+
+    def _print_heartbeats(self, name: str, interval: float, ended: threading.Event) -> None:
+        start = time.monotonic()
+        wait = interval
+        while not ended.wait(max(wait, 0.01)):
+            now = time.monotonic()
+            silence = now - max(self.console.last_print, start)
+            if silence >= interval:
+                self.console.print(f"> {name}, {now - start:.0f} s so far")
+                silence = 0.0
+            wait = interval - silence
+
+
+def bar_text(*, done: int, total: int, status: str, width: int) -> str:
+    """Return a line of at most `width` columns: count, bar, percentage and status. Without space for a bar it is left out."""
     head = f"{done}/{total} "
-    tail = f" {100 * done // max(total, 1):3d} % | {facts}"
-    room = min(40, width - len(head) - len(tail))
-    if room < 5:
+    tail = f" {100 * done // max(total, 1):3d} % | {status}"
+    bar_width = min(40, width - len(head) - len(tail))
+    if bar_width < 5:
         return (head.strip() + tail)[:width]
-    full = room * done // max(total, 1)
-    return f"{head}{'━' * full}{'─' * (room - full)}{tail}"
+    full = bar_width * done // max(total, 1)
+    return f"{head}{'━' * full}{'─' * (bar_width - full)}{tail}"
 
 
-def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: `1:02:03`, or `2:03`."""
+def format_duration(seconds: float) -> str:
+    """Return hours, minutes and seconds: `1:02:03`, or `2:03`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

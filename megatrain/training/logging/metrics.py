@@ -1,32 +1,35 @@
-"""The forms in which a run is shown: Megatron-LM's log line, `metrics.jsonl` as the source of truth, and `status.json` at the end.
+"""`metrics.jsonl`, the source of all figures of a run, and Megatron-LM's log line.
 
-The log line's columns stand in Megatron-LM's order, which people's scripts parse; tokens/s and MFU are added behind.
+The columns of the log line have Megatron-LM's names and order, because scripts parse them; tokens/s and MFU are appended.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatrain.training.routers import RouterReport
+
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "H800": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bf16 matrix rate of a GPU in 10^12 operations a second, from NVIDIA's data sheets (SXM)."""
+"""Peak dense bf16 TFLOP/s of a GPU, from NVIDIA's data sheets (SXM)."""
 
 
 def peak_tflops(device_name: str | None) -> float | None:
-    """Peak rate of the GPU by its name; None where it is not known, as on a CPU."""
+    """Return the peak TFLOP/s of a GPU by its device name; None if it is not known, as on a CPU."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if device_name and name in device_name), None)
 
 
 class MetricsFile:
-    """Appends one JSON object a line. Lines past the iteration that a run resumes from are cut first."""
+    """A file with one JSON object per line. On resume, lines after the resumed iteration are removed first."""
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +40,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append an object; numbers that JSON lacks become null."""
+        """Append a line; values that are not finite become null."""
         self._file.write(json.dumps(_finite(values)) + "\n")
         self._file.flush()
 
@@ -46,7 +49,7 @@ class MetricsFile:
 
 
 def _finite(value: Any) -> Any:
-    """With None for numbers that JSON lacks."""
+    """Return the value with None in place of numbers that are not finite, which JSON lacks."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -55,14 +58,14 @@ def _finite(value: Any) -> Any:
 
 
 def metrics_path(save: str | None, metrics_file: str | None) -> Path | None:
-    """Where the metrics go: `--metrics-file`, else beside the checkpoints, else nowhere."""
+    """Return `--metrics-file`, else `metrics.jsonl` in the `--save` folder, else None."""
     if metrics_file is not None:
         return Path(metrics_file)
     return Path(save) / "metrics.jsonl" if save is not None else None
 
 
 def is_metrics_file(path: Path) -> bool:
-    """Whether the file may be cut and written: there is none, it is empty, or it begins like one of ours."""
+    """Return whether the file may be truncated and written: it does not exist, is empty, or starts with a line of metrics."""
     if not path.exists():
         return True
     with path.open("rb") as file:
@@ -80,7 +83,7 @@ def _iteration_of(line: str | bytes) -> int | None:
 
 
 def _lines_up_to(path: Path, iteration: int) -> list[str]:
-    """Lines of iterations up to this one; a line that a killed run has not finished ends them."""
+    """Return the lines up to this iteration; stop at an incomplete line, which a killed run leaves."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         number = _iteration_of(line)
@@ -91,36 +94,19 @@ def _lines_up_to(path: Path, iteration: int) -> list[str]:
     return kept
 
 
-def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration: int | None) -> None:
-    """`status.json`: the exit code that a launcher such as torchrun hides; null while the run goes on.
-
-    `iteration` is null for a run that was not started.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    status = {
-        "exit_code": exit_code,
-        "reason": reason,
-        "iteration": iteration,
-        "pid": os.getpid(),
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-    temporary = folder / "status.json.tmp"
-    temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
-    temporary.replace(folder / "status.json")
-
-
 def log_line(
     values: dict[str, Any], *, train_iters: int, has_throughput: bool, speed_unit: str, world_size: int
 ) -> str:
-    """The line of an interval: Megatron-LM's columns in its order, then speed.
+    """Return the log line of an interval: Megatron-LM's columns in its order, then speed.
 
     Args:
-        values: those of `metrics.jsonl`, as means over the interval.
-        train_iters: at which the run ends.
-        has_throughput: whether Megatron-LM's column of TFLOP/s is there.
-        speed_unit, world_size: how the last column is called, and of how many ranks it is the sum.
+        values: the fields of `metrics.jsonl`, as means over the interval.
+        train_iters: the last iteration of the run.
+        has_throughput: include Megatron-LM's TFLOP/s column.
+        speed_unit: name of the speed column.
+        world_size: number of ranks over which the speed column is summed.
     """
-    now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, as people read it)
+    now = datetime.now().isoformat(sep=" ", timespec="microseconds")  # noqa: DTZ005 (local time, for human readers)
     parts = [
         f" [{now}] iteration {values['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {values['consumed_samples']:12d}",
@@ -144,8 +130,31 @@ def log_line(
 
 
 def max_memory_bytes(device: torch.device) -> int:
-    """Largest memory held so far: by tensors on a GPU, by the whole process on a CPU."""
+    """Return the peak memory so far: of tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def router_values(report: RouterReport | None) -> dict[str, Any] | None:
+    """Return the field `routers` of `metrics.jsonl`; None without routers."""
+    if report is None:
+        return None
+    return {"losses": dict(report.losses), "layers": [asdict(layer) for layer in report.layers]}
+
+
+def router_line(values: Mapping[str, Any]) -> str:
+    """Return the log line about `router_values`, with extremes over layers.
+
+    experts | max load: 1.31 x mean (layer 5) | dropped assignments: 0.00 % | router entropy: 1.94 (layer 3) to 2.05
+    """
+    layers = values["layers"]
+    most_loaded = max(layers, key=lambda layer: layer["max_load"])
+    lowest, highest = (pick(layers, key=lambda layer: layer["entropy"]) for pick in (min, max))
+    dropped = sum(layer["dropped"] for layer in layers) / len(layers)
+    return (
+        f" experts | max load: {most_loaded['max_load']:.2f} x mean (layer {most_loaded['layer']})"
+        f" | dropped assignments: {100 * dropped:.2f} %"
+        f" | router entropy: {lowest['entropy']:.3f} (layer {lowest['layer']}) to {highest['entropy']:.3f} |"
+    )

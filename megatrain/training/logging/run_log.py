@@ -1,11 +1,11 @@
-"""What a run shows of its iterations and evaluations, and where it goes.
+"""Logs iterations and evaluations to files, curves and the terminal.
 
     StepReport ─> values of the iteration ─┬─> metrics.jsonl                  every iteration
                                            ├─> TensorBoard, W&B               every --tensorboard-log-interval
                                            ├─> the log line, with means       every --log-interval
                                            └─> the progress bar               on a terminal
 
-All ranks have one and call it alike; the main rank alone writes and prints.
+All ranks call a `RunLog` in the same way; only rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -14,49 +14,41 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatrain.config import Plan
 from megatrain.training.launch.ranks import Ranks
-from megatrain.training.logging.console import clock
+from megatrain.training.logging.console import format_duration
+from megatrain.training.logging.curves import (
+    CurveWriter,
+    TensorBoardCurves,
+    WandbCurves,
+    evaluation_scalars,
+    iteration_scalars,
+)
 from megatrain.training.logging.metrics import (
     MetricsFile,
     log_line,
     max_memory_bytes,
     metrics_path,
     peak_tflops,
+    router_line,
+    router_values,
 )
-from megatrain.training.logging.router_log import health_line, router_values
-from megatrain.training.logging.scalars import evaluation_scalars, iteration_scalars
-from megatrain.training.logging.tensorboard import TensorBoardCurves
-from megatrain.training.logging.wandb import WandbCurves
 from megatrain.training.step_report import DeviceTime, StepReport
 from megatrain.training.timers import Timers, across_ranks
 
 
-class Curves(Protocol):
-    """Where points of curves go beside `metrics.jsonl`."""
-
-    def write(self, scalars: dict[str, float], *, iteration: int, consumed_samples: int) -> None:
-        """A point of each curve."""
-
-    def flush(self) -> None:
-        """Have on the disk what was written."""
-
-    def close(self) -> None:
-        """Write or send what waits."""
-
-
 class RunLog:
-    """Everything that is shown of one run while it trains.
+    """The log of one run.
 
     Args:
-        ranks: this process among its peers.
-        plan: what is run.
-        timers: of the engine.
-        iteration, consumed_samples: where the run starts or resumes: later lines and points of a former attempt go.
+        ranks: this rank and its peers.
+        plan: the plan of the run.
+        timers: the engine's timers.
+        iteration, consumed_samples: where the run starts or resumes; later lines and points of an earlier attempt are removed.
     """
 
     def __init__(
@@ -66,7 +58,7 @@ class RunLog:
         self._config, self._derived = plan.config, plan.derived
         self._timers = timers
         self._metrics: MetricsFile | None = None
-        self._curves: list[Curves] = []
+        self._curves: list[CurveWriter] = []
         self._interval: list[dict[str, Any]] = []
         self._last_end = DeviceTime(ranks.device)
         self.seconds_of_last_iteration = 0.0
@@ -97,25 +89,25 @@ class RunLog:
                     logging,
                     save_folder=Path(save) if save is not None else None,
                     settings=plan.config.to_dict(),
-                    say=self._ranks.console.say,
+                    warn=self._ranks.console.print,
                 )
             )
 
     def speed_note(self) -> str:
-        """What the speeds in the log are measured by: told once, at start."""
+        """Return the line that says, once at start, how the speeds in the log are computed."""
         if not self.is_on_gpu:
-            return "> speed: in tokens/s; TFLOP/s and MFU are for GPUs"
+            return "> speed: in tokens/s; TFLOP/s and MFU are shown on GPUs only"
         flops = f"{self._derived.flops_per_iteration:.4g} FLOPs an iteration (Megatron-LM's formula: matrix products"
         flops += " of forward and backward; recomputation is not counted)"
         if self.peak is None:
             return f"> speed: TFLOP/s from {flops}; no MFU, as the peak of {self._ranks.facts.device_name} is not known"
         return f"> speed: MFU = TFLOP/s / {self.peak:g} (dense bf16 peak of {self._ranks.facts.device_name}), from {flops}"
 
-    def start_clock(self) -> None:
-        """The next iteration begins now: what was done since the last one is no part of its time."""
+    def restart_clock(self) -> None:
+        """Start the time of the next iteration now, so that evaluations and saving do not count."""
         self._last_end = DeviceTime(self._ranks.device)
 
-    def show_iteration(
+    def log_iteration(
         self,
         report: StepReport,
         *,
@@ -126,8 +118,14 @@ class RunLog:
         lr: float,
         is_line_due: bool,
     ) -> None:
-        """One iteration, over a `batch` of so many samples, has come to its end. `is_line_due`: also between the intervals, as for the first and the last."""
-        # On a GPU the host may read this well behind the end, as it waits for room in the GPU's queue.
+        """Log a completed iteration.
+
+        Args:
+            end: when the device completed the iteration.
+            batch: samples of the iteration.
+            is_line_due: print a log line also between log intervals, as for the first and the last iteration.
+        """
+        # Device time: on a GPU the host may arrive here well after the end of the iteration.
         seconds, self._last_end = end.seconds_since(self._last_end), end
         self.seconds_of_last_iteration = seconds
         self._seconds_of_iterations += seconds
@@ -147,10 +145,10 @@ class RunLog:
             scalars = iteration_scalars(values, logging, world_size=self._derived.world_size)
             self._write_curves(scalars, iteration, consumed_samples)
         if is_line_due or iteration % logging.log_interval == 0:
-            self._say_interval()
+            self._print_interval()
         self._show_bar(values)
 
-    def show_evaluation(
+    def log_evaluation(
         self,
         *,
         name: str,
@@ -160,23 +158,25 @@ class RunLog:
         iteration: int,
         consumed_samples: int,
     ) -> None:
-        """A loss over samples that are not trained on. `name`: how the log calls them."""
+        """Log the loss of an evaluation. `name`: its name in the printed line."""
         perplexity = math.exp(min(loss, 20.0))
         if self._metrics is not None:
-            of = split if dataset is None else dataset
-            self._metrics.write({"iteration": iteration, "validation": of, "loss": loss, "ppl": perplexity})
+            evaluated = split if dataset is None else dataset
+            self._metrics.write(
+                {"iteration": iteration, "validation": evaluated, "loss": loss, "ppl": perplexity}
+            )
         values = {"split": split, "dataset": dataset, "loss": loss, "ppl": perplexity}
         self._write_curves(evaluation_scalars(values, self._config.logging), iteration, consumed_samples)
         line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
-        self._ranks.console.say(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
+        self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
 
     def flush(self) -> None:
-        """Before a checkpoint: a run that resumes from it does not write the points up to it again."""
+        """Write buffered points to disk. Called before each checkpoint: a run that resumes from it does not write earlier points again."""
         for curves in self._curves:
             curves.flush()
 
     def close(self) -> None:
-        """Finish all files."""
+        """Remove the progress bar and close all files."""
         self._ranks.console.remove_bar()
         if self._metrics is not None:
             self._metrics.close()
@@ -193,10 +193,10 @@ class RunLog:
         batch: int,
         lr: float,
     ) -> dict[str, Any]:
-        """What `metrics.jsonl` gets: docs/metrics.md describes each field."""
+        """Return the fields of a line of `metrics.jsonl`, which docs/metrics.md describes."""
         derived, device = self._derived, self._ranks.device
-        share = batch / self._config.training.global_batch_size  # of a full batch, while it grows
-        flops = share * derived.flops_per_iteration
+        fraction = batch / self._config.training.global_batch_size  # below 1 during batch size ramp-up
+        flops = fraction * derived.flops_per_iteration
         tflops = flops / seconds / derived.world_size / 1e12 if self.is_on_gpu else None
         return {
             "iteration": iteration,
@@ -213,7 +213,10 @@ class RunLog:
             "loss_scale": report.loss_scale,
             "iteration_ms": 1000 * seconds,
             "timers": self._timers.take(),
-            "tokens_per_second_per_gpu": share * derived.tokens_per_iteration / seconds / derived.world_size,
+            "tokens_per_second_per_gpu": fraction
+            * derived.tokens_per_iteration
+            / seconds
+            / derived.world_size,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak if tflops is not None and self.peak else None,
             "memory_bytes": torch.cuda.memory_allocated(device) if self.is_on_gpu else None,
@@ -227,7 +230,7 @@ class RunLog:
         for curves in self._curves:
             curves.write(scalars, iteration=iteration, consumed_samples=consumed_samples)
 
-    def _say_interval(self) -> None:
+    def _print_interval(self) -> None:
         logging, console = self._config.logging, self._ranks.console
         means = averaged(self._interval)
         line = log_line(
@@ -237,13 +240,13 @@ class RunLog:
             speed_unit="tokens/s/GPU" if self.is_on_gpu else "tokens/s",
             world_size=1 if self.is_on_gpu else self._derived.world_size,
         )
-        console.say(line)
+        console.print(line)
         if means["routers"] is not None:
-            console.say(health_line(means["routers"]))
+            console.print(router_line(means["routers"]))
         if logging.timing_log_level:
             times = self._ranks.grid.messages.gather(mean_times(self._interval))
             if times:
-                console.say(across_ranks(times, logging.timing_log_option))
+                console.print(across_ranks(times, logging.timing_log_option))
         self._interval = []
 
     def _show_bar(self, values: dict[str, Any]) -> None:
@@ -253,14 +256,14 @@ class RunLog:
         self._ranks.console.show_bar(
             done=done,
             total=total,
-            facts=f"loss {values['lm_loss']:.3f} | {speed:,.0f} tokens/s | {clock(seconds_left)} left",
+            status=f"loss {values['lm_loss']:.3f} | {speed:,.0f} tokens/s | {format_duration(seconds_left)} left",
         )
 
 
 def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The last iteration's values, with means over all of them: losses where nothing was skipped, times, speeds.
+    """Return the values of the last iteration, with losses, times and speeds as means over the interval.
 
-    `skipped` and `nan` are how many were.
+    Losses leave skipped iterations out. `skipped` and `nan` are counts.
     """
     last = dict(interval[-1])
     trained = [values for values in interval if not values["skipped"]] or interval
@@ -282,7 +285,7 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def mean_times(interval: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each timed part, as means over the iterations."""
+    """Return the mean milliseconds per iteration of each timer."""
     total: Counter[str] = Counter()
     for values in interval:
         total.update(values["timers"])

@@ -15,17 +15,17 @@ from megatrain.training.planning.memory_plan import held_by
 from megatrain.training.planning.model_tree import active_numbers
 
 
-def describe(engine: Engine) -> str:
+def model_summary(engine: Engine) -> str:
     """The model and this rank's part of it; called by all ranks, as the whole is summed over them."""
     held = held_by(engine)
     parts = [
         f"weights {_size(held.weights)}",
         f"gradients {_size(held.gradients)}",
-        f"main weights {_size(held.main_weights)}" if held.main_weights else "main weights are the weights",
+        f"master weights {_size(held.master_weights)}" if held.master_weights else "master weights are the weights",
         f"moments {_size(held.optimizer_state)}",
     ]
     if held.on_host:
-        parts[2] = f"main weights {_size(held.main_weights)}"
+        parts[2] = f"master weights {_size(held.master_weights)}"
     on_host = f"; on the host {_size(held.on_host)}" if held.on_host else ""
     return "\n".join(
         [

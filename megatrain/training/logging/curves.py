@@ -1,0 +1,233 @@
+"""Curves in TensorBoard and W&B, under Megatron-LM's names, computed from the fields of `metrics.jsonl`.
+
+    {"lm_loss": 2.5, "consumed_samples": 40, ...}  ->  {"lm loss": 2.5, "lm loss vs samples": 2.5 at 40, ...}
+
+TensorBoard: the event files of a run have a hash of its `--save` folder in their names. On resume, points after the
+resumed iteration are removed from the run's own files only: several runs may share a folder.
+W&B: an error never stops training. The first one prints a warning and disables W&B. megatrain passes no credentials:
+W&B reads its own environment variables (WANDB_API_KEY, WANDB_MODE, ...).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatrain.config import LoggingConfig
+
+VS_SAMPLES = " vs samples"
+"""Suffix of a curve over consumed samples; the curve without it is over iterations."""
+_ONLY_OVER_ITERATIONS = ("iteration-time", "throughput", "-time", "mem-", "samples vs steps")
+_RUN_ID_FILE = "wandb_run_id.txt"
+
+
+class CurveWriter(Protocol):
+    """A destination of curves."""
+
+    def write(self, scalars: dict[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Add a point to each curve."""
+
+    def flush(self) -> None:
+        """Write buffered points to disk."""
+
+    def close(self) -> None:
+        """Write or send buffered points and close."""
+
+
+def iteration_scalars(
+    values: Mapping[str, Any], config: LoggingConfig, *, world_size: int
+) -> dict[str, float]:
+    """Return the points of one iteration by curve; values that are None or not finite are left out.
+
+    Args:
+        values: a line of `metrics.jsonl`.
+    """
+    found: dict[str, float | None] = {
+        "learning-rate": values["learning_rate"],
+        "batch-size": values["global_batch_size"],
+        "lm loss": values["lm_loss"],
+        "z loss": values["z_loss"],
+        "grad-norm": values["grad_norm"],
+        "num-zeros": values["num_zeros"],
+        "params-norm": values["params_norm"],
+        "samples vs steps": values["consumed_samples"],
+    }
+    if values["routers"] is not None:
+        found |= values["routers"]["losses"]
+    if config.log_loss_scale_to_tensorboard:
+        found["loss-scale"] = values["loss_scale"]
+    if config.log_world_size_to_tensorboard:
+        found["world-size"] = world_size
+    if config.log_throughput:
+        found["throughput"] = values["tflops_per_gpu"]
+    if config.log_timers_to_tensorboard:
+        found["iteration-time"] = values["iteration_ms"] / 1000
+        found |= {f"{name}-time": milliseconds / 1000 for name, milliseconds in values["timers"].items()}
+    if config.log_memory_to_tensorboard:
+        found["mem-allocated-bytes"] = values["memory_bytes"]
+        found["mem-reserved-bytes"] = values["reserved_memory_bytes"]
+        found["mem-max-allocated-bytes"] = values["max_memory_bytes"]
+    return _finite(found)
+
+
+def evaluation_scalars(values: Mapping[str, Any], config: LoggingConfig) -> dict[str, float]:
+    """Return the points of an evaluation: `lm loss validation`, followed by `-NAME` for one of several validation sets."""
+    split, dataset = values["split"], values["dataset"]
+    name = f"lm loss {'validation' if split == 'valid' else split}"
+    name += "" if dataset is None else f"-{dataset}"
+    found: dict[str, float | None] = {name: values["loss"]}
+    if config.log_validation_ppl_to_tensorboard:
+        found[f"{name} ppl"] = values["ppl"]
+    return _finite(found)
+
+
+def is_also_over_samples(name: str) -> bool:
+    """Return whether TensorBoard gets the curve over consumed samples, too."""
+    return not any(part in name for part in _ONLY_OVER_ITERATIONS)
+
+
+def _finite(found: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+class TensorBoardCurves:
+    """Curves in TensorBoard's event files. Requires the package tensorboard.
+
+    Args:
+        folder: `--tensorboard-dir`.
+        run: an identifier that stays the same when the run resumes; None: the run cannot resume.
+        queue_size: number of events buffered in memory.
+        iteration, consumed_samples: where the run starts or resumes; later points of the same run are removed.
+    """
+
+    def __init__(
+        self, folder: Path, *, run: str | None, queue_size: int, iteration: int, consumed_samples: int
+    ) -> None:
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns that TensorFlow is missing
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional package)
+
+        suffix = ""
+        if run is not None:
+            suffix = f".megatrain-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
+            for path in sorted(folder.glob(f"events.out.tfevents.*{suffix}")):
+                remove_later_events(path, iteration=iteration, consumed_samples=consumed_samples)
+        self._writer = SummaryWriter(str(folder), max_queue=queue_size, filename_suffix=suffix)
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Add a point to each curve over iterations and, for most, to the curve over samples."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, iteration)
+            if is_also_over_samples(name):
+                self._writer.add_scalar(f"{name}{VS_SAMPLES}", value, consumed_samples)
+
+    def flush(self) -> None:
+        """Write buffered points to disk."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write buffered points and close."""
+        self._writer.close()
+
+
+def remove_later_events(path: Path, *, iteration: int, consumed_samples: int) -> None:
+    """Remove the points after this iteration or sample count from an event file, and an incomplete record at its end."""
+    kept, is_changed = [], False
+    content = path.read_bytes()
+    for record, event in _records(content):
+        points = event.summary.value
+        is_late = any(
+            event.step > (consumed_samples if value.tag.endswith(VS_SAMPLES) else iteration)
+            for value in points
+        )
+        is_changed |= is_late
+        if not is_late:
+            kept.append(record)
+    shortened = b"".join(kept)
+    if is_changed or len(shortened) < len(content):
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(shortened)
+        temporary.replace(path)
+
+
+def _records(content: bytes) -> Iterator[tuple[bytes, Any]]:
+    """Yield each complete record with its event. Layout: length (8 bytes), checksum (4), event, checksum (4)."""
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 (optional package)
+
+    start = 0
+    while start + 12 <= len(content):
+        stop = start + 12 + int.from_bytes(content[start : start + 8], "little") + 4
+        if stop > len(content):
+            return
+        yield content[start:stop], Event.FromString(content[start + 12 : stop - 4])
+        start = stop
+
+
+class WandbCurves:
+    """Curves of one W&B run. A run that resumes with the same `--save` folder continues its W&B run.
+
+    Args:
+        config: the logging section; `wandb_project` is set.
+        save_folder: the `--save` folder, if there is one.
+        settings: the run's configuration, uploaded to W&B.
+        warn: prints a warning.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        save_folder: Path | None,
+        settings: Mapping[str, Any],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._warn = warn
+        self._run: Any = None
+        with self._disabled_by_errors():
+            import wandb  # noqa: PLC0415 (optional package)
+
+            folder = Path(config.wandb_save_dir or (save_folder / "wandb" if save_folder else "."))
+            folder.mkdir(parents=True, exist_ok=True)
+            id_file = save_folder / _RUN_ID_FILE if save_folder else None
+            run_id = id_file.read_text(encoding="utf-8").strip() if id_file and id_file.exists() else None
+            self._run = wandb.init(
+                project=config.wandb_project,
+                name=config.wandb_exp_name,
+                entity=config.wandb_entity,
+                dir=str(folder),
+                config=dict(settings),
+                id=run_id,
+                resume="allow",
+            )
+            if id_file is not None:
+                id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+    def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
+        """Add a point to each curve. W&B keeps the first of two points with the same iteration."""
+        if self._run is None:
+            return
+        with self._disabled_by_errors():
+            # W&B plots any curve over any other, so `consumed samples` replaces Megatron-LM's `... vs samples` curves.
+            self._run.log({**scalars, "consumed samples": consumed_samples}, step=iteration)
+
+    def flush(self) -> None:
+        """Do nothing: W&B writes in a process of its own."""
+
+    def close(self) -> None:
+        """Send buffered points and finish the W&B run."""
+        if self._run is not None:
+            with self._disabled_by_errors():
+                self._run.finish()
+
+    @contextlib.contextmanager
+    def _disabled_by_errors(self) -> Iterator[None]:
+        """Turn an exception into a warning and send nothing afterwards."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (an error of W&B or the network must not stop training)
+            self._run = None
+            self._warn(f"> warning: W&B is disabled for the rest of the run: {type(error).__name__}: {error}")
