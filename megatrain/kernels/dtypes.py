@@ -5,6 +5,6 @@ from __future__ import annotations
 import torch
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype for sums over many elements: fp32, or the operand's own where that is wider."""
     return torch.promote_types(dtype, torch.float32)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.dtypes import wide
-from megatrain.kernels.fused import norm as fused
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused import norms as fused
 from megatrain.kernels.fused.launching import is_fused
 
 
@@ -75,7 +75,7 @@ def norm_reference(
 ) -> Normed:
     """The same, written out."""
     total = x if delta is None else x + delta
-    xw = total.to(wide(x.dtype))
+    xw = total.to(accumulation_dtype(x.dtype))
     gain = weight.to(xw.dtype) + offset
     if bias is None:
         rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)

@@ -1,49 +1,58 @@
-"""Rotary position embeddings: wavelengths, their stretching for longer sequences, and tables.
+"""Rotary position embedding (RoPE): frequencies, their scaling for longer sequences, cos/sin tables, and the rotation of heads.
 
-    base, channels ──> inverse wavelengths ──> stretched (linear, Llama 3, YaRN) ──> cos and sin of each position
+    base, channels ──> frequencies ──> scaled (linear, Llama 3, YaRN) ──> cos and sin per position
+    (a, b) -> (a cos - b sin, b cos + a sin)          the backward pass uses -sin
 
-Sources: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071; the Llama 3 rule is that of its release.
+Pairs (a, b) are channels i and i + c/2 of the c rotary channels, or adjacent channels if interleaved; the other channels
+of a head pass through. On GPUs one fused kernel applies the rotation, in place for the output of a QKV projection. The
+references here run in any dtype on any device.
+
+Sources: RoFormer, arXiv:2104.09864, section 3.4; YaRN, arXiv:2309.00071; Llama 3 scaling as released with the model.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatrain.kernels.fused import rotary as fused
+from megatrain.kernels.fused.launching import is_fused
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaScaling:
-    """Long waves are stretched by `factor`, short ones stay, and between them it changes smoothly."""
+    """Llama 3 scaling: divides low frequencies by `factor`, keeps high ones, interpolates smoothly between them."""
 
     factor: float
-    low: float = 1.0
-    """Waves that turn no more often than this over the original length are stretched whole."""
-    high: float = 4.0
-    """Waves that turn at least this often stay."""
+    low_freq_factor: float = 1.0
+    """Frequencies with at most this many periods over the original length are divided by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Frequencies with at least this many periods over the original length are kept."""
     original_length: int = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """Channels that turn often over the original length stay, slow ones are stretched, with a ramp over channels."""
+    """YaRN scaling: keeps fast channels, divides slow ones by `factor`, with a linear ramp over channels between them."""
 
     factor: float
     original_length: int
     beta_fast: float = 32.0
-    """Turns over the original length from which on a channel stays."""
+    """Periods over the original length from which a channel is kept."""
     beta_slow: float = 1.0
-    """Turns up to which a channel is stretched whole."""
+    """Periods over the original length up to which a channel is divided by the whole factor."""
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     rounds_range: bool = True
-    """Whether the ramp starts and ends at whole channels."""
+    """True: the ramp starts and ends at whole channels."""
 
     @property
     def concentration(self) -> float:
-        """What queries and keys are multiplied with."""
+        """Factor on queries and keys (YaRN's attention temperature)."""
         return _concentration(self.factor, self.mscale) / _concentration(self.factor, self.mscale_all_dim)
 
 
@@ -52,24 +61,24 @@ class RotarySpec:
     """One kind of rotary embedding."""
 
     base: float
-    share: float = 1.0
-    """Of a head's channels that are turned; the others pass."""
+    rotary_percent: float = 1.0
+    """Fraction of a head's channels that are rotated; the others pass through."""
     is_interleaved: bool = False
-    """Whether neighbouring channels pair up, not those half the turned channels apart."""
+    """True: adjacent channels form a pair. False: channels i and i + c/2 do."""
     interpolation: float = 1.0
-    """Positions are divided by this."""
+    """Divisor of positions."""
     scaling: LlamaScaling | YarnScaling | None = None
 
-    def turned_channels(self, head_channels: int) -> int:
-        """How many channels of a head are turned."""
-        return int(head_channels * self.share)
+    def rotary_channels(self, head_channels: int) -> int:
+        """Return the number of rotated channels of a head."""
+        return int(head_channels * self.rotary_percent)
 
 
-def tables(
+def cos_sin_tables(
     spec: RotarySpec, head_channels: int, positions: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angles at each of the positions [s], each [s, 1, 1, turned channels / 2] in `dtype`."""
-    channels = spec.turned_channels(head_channels)
+    """Return cos and sin of the angles at `positions` [s], each [s, 1, 1, rotary channels / 2] in `dtype`."""
+    channels = spec.rotary_channels(head_channels)
     exponents = torch.arange(0, channels, 2, dtype=torch.float64, device=positions.device) / channels
     frequencies = spec.base**-exponents
     scale = 1.0
@@ -84,27 +93,101 @@ def tables(
 
 
 def _llama(frequencies: Tensor, scaling: LlamaScaling) -> Tensor:
-    turns = scaling.original_length * frequencies / (2 * math.pi)
-    kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    periods = scaling.original_length * frequencies / (2 * math.pi)
+    width = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = ((periods - scaling.low_freq_factor) / width).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def _yarn(frequencies: Tensor, base: float, scaling: YarnScaling) -> Tensor:
     pairs = frequencies.numel()
 
-    def pair_of(turns: float) -> float:
-        """Number of the pair of channels that turns this often over the original length."""
-        return pairs * math.log(scaling.original_length / (turns * 2 * math.pi)) / math.log(base)
+    def pair_with(periods: float) -> float:
+        """Return the index of the channel pair with this many periods over the original length."""
+        return pairs * math.log(scaling.original_length / (periods * 2 * math.pi)) / math.log(base)
 
-    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
     if scaling.rounds_range:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     if low == high:
         high += 0.001
-    stretched = ((torch.arange(pairs, device=frequencies.device) - low) / (high - low)).clamp(0, 1)
-    return frequencies * (1 - stretched + stretched / scaling.factor)
+    ramp = ((torch.arange(pairs, device=frequencies.device) - low) / (high - low)).clamp(0, 1)
+    return frequencies * (1 - ramp + ramp / scaling.factor)
 
 
 def _concentration(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, is_backward: bool = False
+) -> Tensor:
+    """Apply RoPE to queries or keys.
+
+    Args:
+        x: [s, b, n, d].
+        cos, sin: tables of the positions in the accumulation dtype, [s, 1, 1, c/2].
+        is_interleaved: True: adjacent channels form a pair.
+        is_backward: rotate by the negative angle, which is the gradient.
+    Returns:
+        [s, b, n, d] in the dtype of `x`.
+    """
+    implementation = fused.apply_rope if is_fused(x) else apply_rope_reference
+    return implementation(x, cos, sin, is_interleaved=is_interleaved, is_backward=is_backward)
+
+
+def apply_rope_to_qkv(
+    qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split a QKV projection [s, b, n + 2 g, d] and apply RoPE to queries and keys, in place on GPUs; do not reuse `qkv`.
+
+    Args:
+        sizes: heads of queries, keys and values.
+    """
+    implementation = fused.apply_rope_to_qkv if is_fused(qkv) else apply_rope_to_qkv_reference
+    return implementation(qkv, sizes, cos, sin, is_interleaved=is_interleaved)
+
+
+def apply_rope_to_qkv_backward(
+    gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> Tensor:
+    """Return the gradient of `qkv`, [s, b, n + 2 g, d], from those of q, k and v, which may be overwritten."""
+    implementation = (
+        fused.apply_rope_to_qkv_backward if is_fused(gradients[0]) else apply_rope_to_qkv_backward_reference
+    )
+    return implementation(gradients, cos, sin, is_interleaved=is_interleaved)
+
+
+def apply_rope_reference(
+    x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, is_backward: bool = False
+) -> Tensor:
+    """Apply RoPE with torch operators."""
+    channels = 2 * cos.shape[-1]
+    xw = x[..., :channels].to(cos.dtype)
+    a, b = (xw[..., 0::2], xw[..., 1::2]) if is_interleaved else xw.chunk(2, dim=-1)
+    sin = -sin if is_backward else sin
+    pairs = (a * cos - b * sin, b * cos + a * sin)
+    rotated = torch.stack(pairs, dim=-1).flatten(-2) if is_interleaved else torch.cat(pairs, dim=-1)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, x[..., channels:]), dim=-1) if channels < x.shape[-1] else rotated
+
+
+def apply_rope_to_qkv_reference(
+    qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split and apply RoPE with torch operators."""
+    q, k, v = qkv.split(list(sizes), dim=2)
+    q, k = (apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved) for x in (q, k))
+    return q, k, v
+
+
+def apply_rope_to_qkv_backward_reference(
+    gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> Tensor:
+    """Compute the gradient of `qkv` with torch operators."""
+    dq, dk = (
+        apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved, is_backward=True)
+        for x in gradients[:2]
+    )
+    return torch.cat((dq, dk, gradients[2]), dim=2)

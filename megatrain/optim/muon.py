@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal matrix by matrix; the rest of the model moves by AdamW.
 
     gradient -> momentum (flat, on the rank that holds it) ─ parts ─> owner: whole matrix -> Newton-Schulz
-                                             main weights <─ parts ─ owner
+                                             master weights <─ parts ─ owner
 
 A matrix is whole whatever the layout, so that the result is that of one process. Ranks work on different matrices at
 the same time. Source: Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., arXiv:2502.16982 (scale
@@ -19,13 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatrain.kernels.optimizer.flat import FlatUpdate
-from megatrain.kernels.optimizer.newton_schulz import CoefficientType, orthogonalized
-from megatrain.optim.matrices import OwnPart, Round, own_parts, plan_rounds
+from megatrain.kernels.optimizer.newton_schulz import CoefficientType, orthogonalize
+from megatrain.kernels.optimizer.shard_update import FlatUpdate
+from megatrain.optim.muon_matrices import OwnPart, Round, own_parts, plan_rounds
 from megatrain.parallel.buffers import Shard
 from megatrain.parallel.collectives import all_to_all
-from megatrain.parallel.grid import Family, RankGrid, RankGroup
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Box
+from megatrain.parallel.rank_lists import Family
 
 ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
 
@@ -85,16 +86,16 @@ class Muon:
             shards: as the rule for the rest has them.
             momenta: of each shard's matrices, which stand first in it.
         """
-        if shards[0].main.is_meta or not shards[0].is_finite:
+        if shards[0].master.is_meta or not shards[0].is_finite:
             return
         if self._rounds is None:
             self._rounds = [
                 (group, one)
                 for family, group in self.groups.items()
-                for one in plan_rounds(self._parts[family], group, shards[0].main.device)
+                for one in plan_rounds(self._parts[family], group, shards[0].master.device)
             ]
-        main_dtype = shards[0].main.dtype
-        dtype = main_dtype if main_dtype == torch.float64 else self.rule.dtype
+        master_dtype = shards[0].master.dtype
+        dtype = master_dtype if master_dtype == torch.float64 else self.rule.dtype
         for group, one in self._rounds:
             self._run(one, group, shards, momenta, dtype)
 
@@ -112,11 +113,11 @@ class Muon:
             sent += [value.to(dtype) for p, value in values if p.is_sent]
             to_ranks.append(sum(p.numel for p in parts if p.is_sent))
         from_ranks = [sum(p.numel for p in parts if p.is_sent) for parts in one.wanted]
-        arrived = all_to_all(_joined(sent, shards[0].main, dtype), to_ranks, from_ranks, group)
+        arrived = all_to_all(_joined(sent, shards[0].master, dtype), to_ranks, from_ranks, group)
         back = self._work(one, arrived)
         to_ranks = [sum(p.numel for p in parts) for parts in one.wanted]
         from_ranks = [sum(p.numel for p in parts) for parts in one.held]
-        updates = all_to_all(_joined(back, shards[0].main, dtype), to_ranks, from_ranks, group)
+        updates = all_to_all(_joined(back, shards[0].master, dtype), to_ranks, from_ranks, group)
         held = [p for parts in one.held for p in parts]
         for p, value in zip(held, updates.split([p.numel for p in held]), strict=True):
             self._apply(p, value, shards[p.shard])
@@ -124,7 +125,7 @@ class Muon:
     def _momentum(self, part: OwnPart, shard: FlatUpdate, momentum: Tensor) -> Tensor:
         """Bring the momentum of a part up to date; what is to be made orthogonal."""
         buffer = momentum[part.place]
-        grad = shard.grad[part.place].to(shard.main.dtype) * shard.grad_scale
+        grad = shard.grad[part.place].to(shard.master.dtype) * shard.grad_scale
         buffer.lerp_(grad, 1 - self.rule.momentum)
         return grad.lerp(buffer, self.rule.momentum) if self.rule.is_nesterov else buffer
 
@@ -138,16 +139,16 @@ class Muon:
             place = whole[_place(p.box)]
             place.copy_(value.view(place.shape))
         with _fp32_products(has_tf32=self.rule.has_tf32):
-            whole = orthogonalized(whole, self.rule.coefficients, self.rule.num_steps)
+            whole = orthogonalize(whole, self.rule.coefficients, self.rule.num_steps)
         return [whole[_place(p.box)].reshape(-1) for parts in one.wanted for p in parts]
 
     def _apply(self, part: OwnPart, value: Tensor, shard: FlatUpdate) -> None:
-        main = shard.main[part.place]
+        master = shard.master[part.place]
         (run,) = {run for run in shard.runs if run.start <= part.place.start < run.stop}
-        main.mul_(1 - run.lr * run.weight_decay)
-        main.add_(value, alpha=-run.lr * self.rule.scale(part.matrix.shape))
-        if shard.is_main_apart:
-            shard.weight[part.place].copy_(main)
+        master.mul_(1 - run.lr * run.weight_decay)
+        master.add_(value, alpha=-run.lr * self.rule.scale(part.matrix.shape))
+        if shard.has_separate_weight:
+            shard.weight[part.place].copy_(master)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.kernels.optimizer.flat import FlatUpdate
+from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
 _NUM_PLACES = 2
 
@@ -61,11 +61,11 @@ class HostUpdates:
 
     Args:
         gradients, weights: of these shards, on the device.
-        main_dtype: of main weights.
+        master_dtype: of master weights.
     """
 
     def __init__(
-        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], main_dtype: torch.dtype
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], master_dtype: torch.dtype
     ) -> None:
         self._device = weights[0].device
         most = max(weight.numel() for weight in weights)
@@ -77,7 +77,7 @@ class HostUpdates:
             )
             for _ in range(num_places)
         ]
-        self._scale = zeros_on_host(1, main_dtype, self._device, is_pinned=True)[0]
+        self._scale = zeros_on_host(1, master_dtype, self._device, is_pinned=True)[0]
         self._is_finite = zeros_on_host(1, torch.bool, self._device, is_pinned=True)[0]
         self._updates: Sequence[FlatUpdate] = ()
         has_streams = self._device.type == "cuda"
@@ -93,7 +93,7 @@ class HostUpdates:
         """Gradients are final: the first of them begin to come.
 
         Args:
-            updates: of these shards, with their main weights on the host and all else on the device.
+            updates: of these shards, with their master weights on the host and all else on the device.
         """
         self._updates = updates
         for stream in (self._down, self._up):
@@ -112,7 +112,7 @@ class HostUpdates:
         for event in (place.has_come, place.has_gone):
             if event is not None:
                 event.synchronize()
-        size = update.main.numel()
+        size = update.master.numel()
         return dataclasses.replace(
             update,
             grad=place.grad[:size],
@@ -124,7 +124,7 @@ class HostUpdates:
     def send(self, number: int) -> None:
         """What is computed next on the device sees the new weights of a shard that `arrived` and was updated."""
         update, place = self._updates[number], self._place(number)
-        if update.main.is_meta or not self._is_finite:
+        if update.master.is_meta or not self._is_finite:
             return  # nothing was updated
         with torch.cuda.stream(self._up):
             update.weight.copy_(place.weight[: update.weight.numel()], non_blocking=True)

@@ -1,10 +1,10 @@
-"""The optimizer over flat shards: this rank owns the wide main weights and the state of its shard of every bucket.
+"""The optimizer over flat shards: this rank owns the wide master weights and the state of its shard of every bucket.
 
-    gradients (summed) -> exact norm -> clip -> rule (AdamW, SGD) on main weights -> weights in the model's dtype -> gather
+    gradients (summed) -> exact norm -> clip -> rule (AdamW, SGD) on master weights -> weights in the model's dtype -> gather
                                                 (Muon on matrices, where it is asked for)
 
 With the distributed optimizer (ZeRO-1, arXiv:1910.02054) the shards of the data-parallel ranks are disjoint; without
-it every rank owns everything. Where the model's dtype is as wide as the main weights, they are the same memory.
+it every rank owns everything. Where the model's dtype is as wide as the master weights, they are the same memory.
 State of the last buckets may be in the host's memory, whose CPU updates them then (offload.py).
 """
 
@@ -17,18 +17,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatrain.kernels.optimizer.flat import FlatUpdate, Run
-from megatrain.kernels.optimizer.squares import sum_of_squares
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
+from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.muon import Muon
 from megatrain.optim.offload import HostUpdates, num_offloaded, zeros_on_host
-from megatrain.optim.rules import UpdateRule
-from megatrain.optim.schedule import Rates
+from megatrain.optim.update_rules import UpdateRule
 from megatrain.parallel.buffers import FlatBuffers, Placed, Shard
-from megatrain.parallel.data import DataParallel
+from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.layout import BoxRange, ParamGroup, ParamLayout
 
 WEIGHT = "weight"
-"""The kind of state that is the main weight, by the name that checkpoints use."""
+"""The kind of state that is the master weight, by the name that checkpoints use."""
 
 
 class WeightSource(Protocol):
@@ -47,8 +47,8 @@ class ShardedOptimizer:
         rule: how weights move.
         muon: how matrices move instead; None: as all else.
         clip_grad: largest norm of all gradients together; 0: no clipping.
-        main_dtype: of main weights.
-        kept_dtypes: of what the rule keeps, by kind; like the main weights where nothing is said.
+        master_dtype: of master weights.
+        kept_dtypes: of what the rule keeps, by kind; like the master weights where nothing is said.
         offload_fraction: of the elements, whose state is in the host's memory, in whole buckets; 0 with `muon`.
     """
 
@@ -59,7 +59,7 @@ class ShardedOptimizer:
         *,
         muon: Muon | None = None,
         clip_grad: float,
-        main_dtype: torch.dtype,
+        master_dtype: torch.dtype,
         kept_dtypes: Mapping[str, torch.dtype] | None = None,
         offload_fraction: float = 0.0,
     ) -> None:
@@ -74,14 +74,14 @@ class ShardedOptimizer:
         self.num_on_device = len(weights) - num_offloaded([w.numel() for w in weights], offload_fraction)
         own, offloaded = weights[: self.num_on_device], weights[self.num_on_device :]
         assert muon is None or not offloaded, "a rule refuses it"
-        self.main = [w if w.dtype == main_dtype else torch.zeros_like(w, dtype=main_dtype) for w in own]
-        self.main += [zeros_on_host(w.numel(), main_dtype, self.device) for w in offloaded]
-        self.host = HostUpdates(gradients[self.num_on_device :], offloaded, main_dtype) if offloaded else None
+        self.master_weights = [w if w.dtype == master_dtype else torch.zeros_like(w, dtype=master_dtype) for w in own]
+        self.master_weights += [zeros_on_host(w.numel(), master_dtype, self.device) for w in offloaded]
+        self.host = HostUpdates(gradients[self.num_on_device :], offloaded, master_dtype) if offloaded else None
         self._borders = [
             0 if muon is None else min(max(shard.bucket.num_in_matrices - shard.start, 0), shard.numel)
             for shard in self.buffers.shards
         ]
-        dtypes = dict.fromkeys(self.kinds, main_dtype) | dict(kept_dtypes or {})
+        dtypes = dict.fromkeys(self.kinds, master_dtype) | dict(kept_dtypes or {})
         self.kept = {
             kind: [self._zeros(kind, number, dtypes[kind]) for number in range(len(weights))]
             for kind in self.kinds[1:]
@@ -91,7 +91,7 @@ class ShardedOptimizer:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """All that is kept for elements, by the names that checkpoints use: the main weight comes first."""
+        """All that is kept for elements, by the names that checkpoints use: the master weight comes first."""
         return (WEIGHT, *self.rule.kinds, *(() if self.muon is None else (self.muon.kind,)))
 
     def kinds_of(self, layout: ParamLayout) -> tuple[str, ...]:
@@ -102,8 +102,8 @@ class ShardedOptimizer:
 
     def state(self, kind: str) -> list[Tensor]:
         """One flat tensor for each of the buffers' shards: of the elements that have this kind, one of `kinds`."""
-        self.parallel.wait_for_weights()  # main weights may be parts of what is on its way
-        return self.main if kind == WEIGHT else self.kept[kind]
+        self.parallel.wait_for_weights()  # master weights may be parts of what is on its way
+        return self.master_weights if kind == WEIGHT else self.kept[kind]
 
     def fill(self, kind: str, source: WeightSource) -> None:
         """Take this rank's shards of a kind of state from `source`. After `weight`, call `publish_weights`."""
@@ -119,10 +119,10 @@ class ShardedOptimizer:
                     yield placed, box, flat[place.start - first : place.stop - first]
 
     def publish_weights(self) -> None:
-        """Derive the model's weights from the main ones, on all replicas."""
-        for weights, main in zip(self.buffers.weight_shards, self.main, strict=True):
-            weights.copy_(main)
-        self.parallel.publish_all()
+        """Derive the model's weights from the master ones, on all replicas."""
+        for weights, master in zip(self.buffers.weight_shards, self.master_weights, strict=True):
+            weights.copy_(master)
+        self.parallel.all_gather_all_weights()
 
     def gradient_norm(self) -> Tensor:
         """L2 norm over every element of the model, each counted once: a number in the widest dtype, equal on all ranks."""
@@ -130,7 +130,7 @@ class ShardedOptimizer:
         return self.parallel.sum_over_ranks(squares).sqrt()
 
     def step(
-        self, rates: Rates, *, norm: Tensor, gradient_scale: float = 1.0, is_finite: Tensor | None = None
+        self, hyperparams: Hyperparams, *, norm: Tensor, gradient_scale: float = 1.0, is_finite: Tensor | None = None
     ) -> None:
         """One update with the gradients in the buffers, clipped by their `norm`; each bucket's weights are then published.
 
@@ -138,7 +138,7 @@ class ShardedOptimizer:
         was finite or not.
 
         Args:
-            rates: of this step.
+            hyperparams: of this step.
             norm: of the gradients, without their scale.
             gradient_scale: how many times too large the gradients in the buffers are.
             is_finite: one truth value, on the device; where it is false, nothing is updated.
@@ -148,21 +148,21 @@ class ShardedOptimizer:
         scale = torch.full_like(norm, 1.0 / gradient_scale)
         if self.clip_grad > 0:
             scale *= (self.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        scale = scale.to(self.main[0].dtype)
+        scale = scale.to(self.master_weights[0].dtype)
         is_finite = torch.ones_like(norm, dtype=torch.bool) if is_finite is None else is_finite
         flats = zip(
-            self.main, self.buffers.gradient_shards, self.buffers.weight_shards, self._ranges, strict=True
+            self.master_weights, self.buffers.gradient_shards, self.buffers.weight_shards, self._ranges, strict=True
         )
         shards = [
             FlatUpdate(
-                main=main,
+                master=master,
                 grad=gradients,
                 weight=weights,
-                runs=tuple(_run(group, part, rates) for group, part in ranges),
+                runs=tuple(_run(group, part, hyperparams) for group, part in ranges),
                 grad_scale=scale,
                 is_finite=is_finite,
             )
-            for main, gradients, weights, ranges in flats
+            for master, gradients, weights, ranges in flats
         ]
         if self.muon is not None:
             self.muon.step(shards, self.kept[self.muon.kind])
@@ -171,12 +171,12 @@ class ShardedOptimizer:
             self.host.begin(offloaded)
         for number, shard in enumerate(on_device):
             self._update(number, shard)
-            self.parallel.publish(number)
+            self.parallel.all_gather_weights(number)
         if self.host is not None:
             for number in range(len(offloaded)):
                 self._update(self.num_on_device + number, self.host.arrived(number))
                 self.host.send(number)
-                self.parallel.publish(self.num_on_device + number)
+                self.parallel.all_gather_weights(self.num_on_device + number)
 
     def _update(self, number: int, shard: FlatUpdate) -> None:
         """By the rule, but for what Muon has moved."""
@@ -184,15 +184,15 @@ class ShardedOptimizer:
         self.rule.update(shard.behind(self._borders[number]), kept, self.step_count)
 
     def _zeros(self, kind: str, number: int, dtype: torch.dtype) -> Tensor:
-        """A kind of state of a shard, where its main weights are."""
-        main = self.main[number][self._region(kind, number)]
+        """A kind of state of a shard, where its master weights are."""
+        master = self.master_weights[number][self._region(kind, number)]
         if number >= self.num_on_device:
-            return zeros_on_host(main.numel(), dtype, self.device)
-        return torch.zeros_like(main, dtype=dtype)
+            return zeros_on_host(master.numel(), dtype, self.device)
+        return torch.zeros_like(master, dtype=dtype)
 
     def _region(self, kind: str, number: int) -> slice:
         """The elements of a shard that have a kind of state: matrices stand first in it."""
-        border, size = self._borders[number], self.main[number].numel()
+        border, size = self._borders[number], self.master_weights[number].numel()
         if kind == WEIGHT:
             return slice(0, size)
         return slice(border, size) if kind in self.rule.kinds else slice(0, border)
@@ -214,14 +214,14 @@ def fill_shards(state: list[Tensor], buffers: FlatBuffers, source: WeightSource)
             source.fill(flat[place].view(box.shape), placed.entry.layout, box)
 
 
-def _run(group: ParamGroup, part: slice, rates: Rates) -> Run:
-    """A part of a shard, with the rates of its group."""
-    return Run(
+def _run(group: ParamGroup, part: slice, hyperparams: Hyperparams) -> HyperparamRange:
+    """A part of a shard, with the hyperparams of its group."""
+    return HyperparamRange(
         part.start,
         part.stop,
-        lr=rates.of(group.kind),
-        weight_decay=rates.weight_decay if group.decays else 0.0,
-        eps_share=rates.eps_share_of(group.kind),
+        lr=hyperparams.of(group.kind),
+        weight_decay=hyperparams.weight_decay if group.decays else 0.0,
+        eps_scale=hyperparams.eps_scale_of(group.kind),
     )
 
 

@@ -23,11 +23,11 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_curve_and_its_slope_are_torchs(name: str) -> None:
-    curve, plain = PLAIN[name]
+    activation_fn, plain = PLAIN[name]
     x, dy = _random(4, 3, 10).requires_grad_(), _random(4, 3, 10)
     expected = plain(x)
     expected.backward(dy)
-    check(x, dy, Activation(curve=curve), expected)
+    check(x, dy, Activation(activation_fn=activation_fn), expected)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -35,20 +35,20 @@ def test_a_curve_and_its_slope_are_torchs(name: str) -> None:
 def test_a_gated_activation_and_its_gradient_are_autograds(
     name: str, clamp: float | None, offset: float
 ) -> None:
-    curve, plain = PLAIN[name]
+    activation_fn, plain = PLAIN[name]
     x, dy = _random(5, 2, 16).requires_grad_(), _random(5, 2, 8)
     gate, up = x.chunk(2, -1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     expected = plain(gate) * (up + offset)
     expected.backward(dy)
-    check(x, dy, Activation(curve=curve, is_gated=True, clamp=clamp, offset=offset), expected)
+    check(x, dy, Activation(activation_fn=activation_fn, is_gated=True, clamp=clamp, offset=offset), expected)
 
 
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gated: bool) -> None:
-    curve, plain = PLAIN[name]
+    activation_fn, plain = PLAIN[name]
     x, weights, dy = (
         _random(5, 16).requires_grad_(),
         _random(5).requires_grad_(),
@@ -57,7 +57,7 @@ def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gat
     gate, up = x.chunk(2, -1)
     expected = (plain(gate) * up if is_gated else plain(x)) * weights[:, None]
     expected.backward(dy)
-    activation = Activation(curve=curve, is_gated=is_gated)
+    activation = Activation(activation_fn=activation_fn, is_gated=is_gated)
     found = a.activate_weighted(x.detach(), weights.detach(), activation)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
     gradients = a.activate_weighted_backward(dy, x.detach(), weights.detach(), activation)
@@ -67,7 +67,7 @@ def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gat
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_slopes_are_numbers_where_squares_are_infinite(name: str) -> None:
-    x, activation = torch.tensor([-1e20, 1e20]), Activation(curve=PLAIN[name][0])
+    x, activation = torch.tensor([-1e20, 1e20]), Activation(activation_fn=PLAIN[name][0])
     dx = a.activate_backward(torch.ones(2), x, activation)
     assert torch.equal(dx, torch.tensor([0.0, 2e20 if name == "squared_relu" else 1.0]))
 
@@ -86,4 +86,4 @@ def check(x: torch.Tensor, dy: torch.Tensor, activation: Activation, expected: t
 def test_narrow_input_is_computed_in_fp32() -> None:
     x = _random(64, 8).bfloat16()
     expected = F.gelu(x.float(), approximate="tanh").bfloat16()
-    assert torch.equal(a.activate(x, Activation(curve=a.GELU_TANH)), expected)
+    assert torch.equal(a.activate(x, Activation(activation_fn=a.GELU_TANH)), expected)

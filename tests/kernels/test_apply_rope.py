@@ -3,8 +3,13 @@
 import pytest
 import torch
 
-from megatrain.kernels.rotary import apply_rope, apply_rope_to_qkv, apply_rope_to_qkv_backward
-from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
+from megatrain.kernels.rotary import (
+    RotarySpec,
+    apply_rope,
+    apply_rope_to_qkv,
+    apply_rope_to_qkv_backward,
+    cos_sin_tables,
+)
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, SoftmaxMerge, MaskSpec, sink_gradient
-from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.backends import CpuFlash, CuDnn, attention_kernel
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.interface import (
+    AttentionKernel,
+    CuSeqlens,
+    MaskSpec,
+    SoftmaxMerge,
+    sink_gradient,
+)
 
 SCALE = 0.3
 

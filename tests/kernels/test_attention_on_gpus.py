@@ -9,10 +9,10 @@ import torch
 from heads_on_gpus import DTYPES, LIMITS, heads_of
 from torch import Tensor
 
-from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
+from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.flash4 import determinism_options
-from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4
+from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatrain.kernels.dropout import keep_mask
-from megatrain.kernels.normal import stream_key
+from megatrain.kernels.random import keep_mask, stream_key
 
 KEY = stream_key(7, "decoder.layers.0.attention.dropout")
 
@@ -20,7 +19,7 @@ def test_a_rank_that_holds_some_rows_keeps_what_the_whole_keeps() -> None:
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.arange(50)
     whole = keep_mask(rows, 9, key=KEY, p=0.5)
-    monkeypatch.setattr("megatrain.kernels.dropout._CHUNK_COUNTERS", 7)
+    monkeypatch.setattr("megatrain.kernels.random.ROW_CHUNK_COUNTERS", 7)
     assert torch.equal(keep_mask(rows, 9, key=KEY, p=0.5), whole)
 
 

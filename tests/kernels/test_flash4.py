@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.attention import backends
-from megatrain.kernels.attention.interface import CuSeqlens, MaskSpec
+from megatrain.kernels.attention.backends import Flash4
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.flash4 import Flash4Functions, determinism_options
-from megatrain.kernels.attention.backends import Flash4
+from megatrain.kernels.attention.interface import CuSeqlens, MaskSpec
 from megatrain.kernels.qkv import fused_view
 
 SCALE = 0.5
@@ -23,7 +23,7 @@ ENDS = (0, 2, 6, 7, 12)
 
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "flash4", lambda: Flash4Functions(forward, backward))
+    monkeypatch.setattr(backends, "flash4", lambda: Flash4Functions(forward, backward))
 
 
 def forward(

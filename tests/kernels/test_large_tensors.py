@@ -13,7 +13,7 @@ from torch import Tensor
 from megatrain.kernels import activations, norms
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw, adamw_reference
-from megatrain.kernels.optimizer.shard_update import FlatUpdate, Run
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 
 MEMORY = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
 pytestmark = [
@@ -37,7 +37,7 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 def test_activation() -> None:
-    activation = Activation(curve=activations.SILU, is_gated=True)
+    activation = Activation(activation_fn=activations.SILU, is_gated=True)
     x, dy = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS // 2)
     y = activations.activate(x, activation)
     given = [(x[part].double(), dy[part].double()) for part in PARTS]
@@ -66,14 +66,14 @@ def test_norm() -> None:
 
 def test_adamw() -> None:
     size, numbers = 2**31 + 5000, AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=3)
-    main = torch.randn(size, device="cuda")
+    master = torch.randn(size, device="cuda")
     weight, grad, mean, mean_sq = (torch.empty(size, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     for narrow in (grad, mean, mean_sq):
         narrow.normal_()
     mean_sq.abs_()
-    runs = (Run(0, 2**31 + 7, 0.01, 0.1), Run(2**31 + 7, size, 0.03, 0.0))
+    runs = (HyperparamRange(0, 2**31 + 7, 0.01, 0.1), HyperparamRange(2**31 + 7, size, 0.03, 0.0))
     update = FlatUpdate(
-        main=main, grad=grad, weight=weight, runs=runs,
+        master=master, grad=grad, weight=weight, runs=runs,
         grad_scale=torch.tensor(0.5, device="cuda"), is_finite=torch.tensor(True, device="cuda"),
     )  # fmt: skip
     expected = []
@@ -84,13 +84,13 @@ def test_adamw() -> None:
             for run in runs
             if run.start < stop and run.stop > start
         )
-        main_part, weight_part = main[part].clone(), weight[part].clone()
+        master_part, weight_part = master[part].clone(), weight[part].clone()
         states = mean[part].clone(), mean_sq[part].clone()
-        step = dataclasses.replace(update, main=main_part, grad=grad[part], weight=weight_part, runs=own)
+        step = dataclasses.replace(update, master=master_part, grad=grad[part], weight=weight_part, runs=own)
         adamw_reference(step, *states, numbers)
-        expected.append((part, main_part, weight_part, *states))
+        expected.append((part, master_part, weight_part, *states))
     adamw(update, mean, mean_sq, numbers)
-    for part, main_part, *narrow_parts in expected:
-        torch.testing.assert_close(main[part], main_part, rtol=1e-5, atol=1e-5)
+    for part, master_part, *narrow_parts in expected:
+        torch.testing.assert_close(master[part], master_part, rtol=1e-5, atol=1e-5)
         for found, narrow_part in zip((weight, mean, mean_sq), narrow_parts, strict=True):
             near(found[part], narrow_part)

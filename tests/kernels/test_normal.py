@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.kernels.normal import fill_normal, inverse_normal, philox, stream_key
+from megatrain.kernels.random import fill_normal, inverse_normal, philox, stream_key
 
 
 def test_philox_gives_the_authors_known_answers() -> None:
@@ -44,7 +44,7 @@ def test_a_box_gets_what_the_whole_tensor_has_there(data: st.DataObject) -> None
 def test_chunking_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, cut = torch.empty(50, 41), torch.empty(50, 41)
     fill_normal(whole, key=3, first=0, row_stride=41)
-    monkeypatch.setattr("megatrain.kernels.normal._CHUNK_COUNTERS", 4)
+    monkeypatch.setattr("megatrain.kernels.random.NORMAL_CHUNK_COUNTERS", 4)
     fill_normal(cut, key=3, first=0, row_stride=41)
     assert torch.equal(whole, cut)
 

@@ -9,8 +9,8 @@ import torch
 from megatrain.kernels.fused.adamw import adamw_fused
 from megatrain.kernels.fused.sgd import sgd_fused
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw, adamw_reference
-from megatrain.kernels.optimizer.shard_update import FlatUpdate, Run
 from megatrain.kernels.optimizer.sgd import sgd, sgd_reference
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(
@@ -19,10 +19,10 @@ needs_triton = pytest.mark.skipif(
 )
 SIZE = 5000
 RUNS = (
-    Run(0, 64, 0.01, 0.1),
-    Run(64, 128, 0.01, 0.0),
-    Run(128, 4992, 0.03, 0.1, eps_share=1e7),
-    Run(4992, SIZE, 0.03, 0.0),
+    HyperparamRange(0, 64, 0.01, 0.1),
+    HyperparamRange(64, 128, 0.01, 0.0),
+    HyperparamRange(128, 4992, 0.03, 0.1, eps_scale=1e7),
+    HyperparamRange(4992, SIZE, 0.03, 0.0),
 )
 
 Step = Callable[[FlatUpdate, list[torch.Tensor], int], None]
@@ -34,19 +34,19 @@ def random(seed: int, *, dtype: torch.dtype = torch.float32, size: int = SIZE) -
 
 def shard(
     *,
-    main: torch.Tensor,
+    master: torch.Tensor,
     grad: torch.Tensor,
     weight: torch.Tensor,
-    runs: tuple[Run, ...] = RUNS,
+    runs: tuple[HyperparamRange, ...] = RUNS,
     is_finite: bool = True,
 ) -> FlatUpdate:
     return FlatUpdate(
-        main=main,
+        master=master,
         grad=grad,
         weight=weight,
         runs=runs,
-        grad_scale=torch.tensor(0.5, dtype=main.dtype, device=main.device),
-        is_finite=torch.tensor(is_finite, device=main.device),
+        grad_scale=torch.tensor(0.5, dtype=master.dtype, device=master.device),
+        is_finite=torch.tensor(is_finite, device=master.device),
     )
 
 
@@ -55,52 +55,52 @@ def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch: pytest.Monke
     start = random(0, dtype=torch.float64, size=50)
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    main, weight = start.clone(), start.bfloat16()
-    exp_avg, exp_avg_sq = torch.zeros_like(main), torch.zeros_like(main)
+    master, weight = start.clone(), start.bfloat16()
+    exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
     for step in range(1, 6):
         gradient = random(step, dtype=torch.float64, size=50)
         theirs.grad = gradient * 0.5
         optimizer.step()
         numbers = AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=step)
-        ours = shard(main=main, grad=gradient, weight=weight, runs=(Run(0, 50, 0.01, 0.1),))
+        ours = shard(master=master, grad=gradient, weight=weight, runs=(HyperparamRange(0, 50, 0.01, 0.1),))
         adamw(ours, exp_avg, exp_avg_sq, numbers)
-    torch.testing.assert_close(main, theirs.detach(), rtol=1e-12, atol=1e-14)
-    assert torch.equal(weight, main.bfloat16())
+    torch.testing.assert_close(master, theirs.detach(), rtol=1e-12, atol=1e-14)
+    assert torch.equal(weight, master.bfloat16())
 
 
 def test_moments_in_bf16_are_wide_ones_rounded_after_each_step() -> None:
-    main, weight = random(0), random(0).bfloat16()
+    master, weight = random(0), random(0).bfloat16()
     narrow = [torch.zeros(SIZE, dtype=torch.bfloat16) for _ in range(2)]
-    wide_main = main.clone()
+    master_fp32 = master.clone()
     for step in range(1, 4):
         wide = [state.float() for state in narrow]
-        for values, states in ((wide_main, wide), (main, narrow)):
-            adamw_step(shard(main=values, grad=random(step), weight=weight), states, step)
+        for values, states in ((master_fp32, wide), (master, narrow)):
+            adamw_step(shard(master=values, grad=random(step), weight=weight), states, step)
         for state, expected in zip(narrow, wide, strict=True):
             assert torch.equal(state, expected.bfloat16())
-        assert torch.equal(main, wide_main)
+        assert torch.equal(master, master_fp32)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    main = random(0)
+    master = random(0)
     states = [random(1), random(2).abs()]
-    before = [t.clone() for t in (main, *states)]
+    before = [t.clone() for t in (master, *states)]
     grad = torch.full((SIZE,), float("nan"))
-    adamw_step(shard(main=main, grad=grad, weight=main, is_finite=False), states, 1)
-    sgd_step(shard(main=main, grad=grad, weight=main, is_finite=False), states, 1)
-    for found, expected in zip((main, *states), before, strict=True):
+    adamw_step(shard(master=master, grad=grad, weight=master, is_finite=False), states, 1)
+    sgd_step(shard(master=master, grad=grad, weight=master, is_finite=False), states, 1)
+    for found, expected in zip((master, *states), before, strict=True):
         assert torch.equal(found, expected)
 
 
 def test_a_shard_without_runs_is_left_alone_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("adamw", "sgd"):
         monkeypatch.setattr(f"megatrain.kernels.{name}.is_fused", lambda _: True)
-    main, states = random(0), [random(1), random(2).abs()]
-    before = main.clone()
-    update = shard(main=main, grad=random(3), weight=main, runs=())
+    master, states = random(0), [random(1), random(2).abs()]
+    before = master.clone()
+    update = shard(master=master, grad=random(3), weight=master, runs=())
     adamw(update, states[0], states[1], AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=1))
     sgd(update, states[0], momentum=0.9)
-    assert torch.equal(main, before)
+    assert torch.equal(master, before)
 
 
 def adamw_step(update: FlatUpdate, states: list[torch.Tensor], step: int) -> None:
@@ -130,7 +130,7 @@ def sgd_kernel(update: FlatUpdate, states: list[torch.Tensor], step: int) -> Non
         (torch.float32, torch.float32, torch.bfloat16, RUNS),
         (torch.bfloat16, torch.bfloat16, torch.bfloat16, RUNS[:2]),
         (torch.float32, torch.bfloat16, torch.float32, RUNS[:3]),
-        (torch.bfloat16, torch.float32, torch.float32, (Run(0, SIZE, 0.01, 0.1),)),
+        (torch.bfloat16, torch.float32, torch.float32, (HyperparamRange(0, SIZE, 0.01, 0.1),)),
     ],
     ids=["usual", "narrow", "narrow states", "narrow gradients"],
 )
@@ -140,17 +140,17 @@ def test_a_kernel_is_its_reference(
     grad_dtype: torch.dtype,
     state_dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    runs: tuple[Run, ...],
+    runs: tuple[HyperparamRange, ...],
 ) -> None:
     size = runs[-1].stop
     found: list[list[torch.Tensor]] = []
     for where, update in ((DEVICE, kernel), ("cpu", reference)):
-        main = random(0, size=size).to(where)
-        weight = main if weight_dtype == main.dtype else main.to(weight_dtype)
+        master = random(0, size=size).to(where)
+        weight = master if weight_dtype == master.dtype else master.to(weight_dtype)
         states = [random(n, dtype=state_dtype, size=size).abs().to(where) for n in (1, 2)]
         grad = random(3, dtype=grad_dtype, size=size).to(where)
-        update(shard(main=main, grad=grad, weight=weight, runs=runs), states, 3)
-        found.append([t.cpu() for t in (main, weight, *states)])
+        update(shard(master=master, grad=grad, weight=weight, runs=runs), states, 3)
+        found.append([t.cpu() for t in (master, weight, *states)])
     for ours, theirs in zip(*found, strict=True):
         is_narrow = ours.dtype == torch.bfloat16
         torch.testing.assert_close(ours, theirs, rtol=2**-7 if is_narrow else 2e-6, atol=1e-6)
@@ -161,10 +161,10 @@ def test_a_kernel_is_its_reference(
 @needs_triton
 @pytest.mark.parametrize("kernel", [adamw_kernel, sgd_kernel])
 def test_a_kernel_leaves_all_alone_where_gradients_are_not_finite(kernel: Step) -> None:
-    main = random(0).to(DEVICE)
-    weight = torch.full_like(main, 7.0, dtype=torch.bfloat16)
+    master = random(0).to(DEVICE)
+    weight = torch.full_like(master, 7.0, dtype=torch.bfloat16)
     states = [random(1).to(DEVICE), random(2).to(DEVICE)]
-    before = [t.clone() for t in (main, weight, *states)]
-    kernel(shard(main=main, grad=torch.full_like(main, torch.nan), weight=weight, is_finite=False), states, 1)
-    for found, expected in zip((main, weight, *states), before, strict=True):
+    before = [t.clone() for t in (master, weight, *states)]
+    kernel(shard(master=master, grad=torch.full_like(master, torch.nan), weight=weight, is_finite=False), states, 1)
+    for found, expected in zip((master, weight, *states), before, strict=True):
         assert torch.equal(found, expected)

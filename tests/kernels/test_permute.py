@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from megatrain.kernels.moe.permute import (
-    permute_values,
     permute_rows,
-    unpermute_values,
+    permute_values,
     sort_by_expert,
     unpermute_rows,
+    unpermute_values,
 )
 
 EXPERTS = torch.tensor([[2, 0], [0, 1], [4, 2], [0, 2]])
@@ -32,16 +32,16 @@ def test_visits_elsewhere_and_dropped_ones_get_no_row() -> None:
 
 
 def test_padded_experts_have_rows_that_hold_nothing() -> None:
-    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_each=4)
+    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_per_expert=4)
     assert order.tokens.tolist() == [0, 1, 3, -1, 1, -1, -1, -1, 0, 2, 3, -1]
     assert order.ends.tolist() == [4, 8, 12]
     assert order.places.tolist() == [[8, 0], [1, 4], [-1, 9], [2, 10]]
 
 
-@pytest.mark.parametrize("rows_each", [None, 5])
-def test_rows_go_there_and_are_summed_back(rows_each: int | None) -> None:
-    num_rows = 8 if rows_each is None else 3 * rows_each
-    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=num_rows, rows_each=rows_each)
+@pytest.mark.parametrize("rows_per_expert", [None, 5])
+def test_rows_go_there_and_are_summed_back(rows_per_expert: int | None) -> None:
+    num_rows = 8 if rows_per_expert is None else 3 * rows_per_expert
+    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=num_rows, rows_per_expert=rows_per_expert)
     x = torch.arange(8.0, dtype=torch.float64).view(4, 2)
     rows = permute_rows(x, order)
     for row, token in zip(rows, order.tokens.tolist(), strict=True):
@@ -52,7 +52,7 @@ def test_rows_go_there_and_are_summed_back(rows_each: int | None) -> None:
 
 
 def test_numbers_go_there_and_back() -> None:
-    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_each=4)
+    order = sort_by_expert(EXPERTS, num_experts=3, num_rows=12, rows_per_expert=4)
     numbers = torch.arange(1.0, 9.0).view(4, 2)
     at_rows = permute_values(numbers, order)
     assert at_rows.tolist() == [2, 3, 7, 0, 4, 0, 0, 0, 1, 6, 8, 0]

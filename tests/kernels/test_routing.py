@@ -13,11 +13,11 @@ from megatrain.kernels.moe.routing import (
     ScoreFunction,
     TopKRule,
     expert_capacity,
-    tokens_per_expert,
+    router_probs,
     select_by_sinkhorn,
     select_experts,
-    router_probs,
     sinkhorn_plan,
+    tokens_per_expert,
     top_k_experts,
     within_capacity,
 )

@@ -1,4 +1,4 @@
-"""Learning rates and weight decay against Megatron-LM's, by the golden file."""
+"""Learning hyperparams and weight decay against Megatron-LM's, by the golden file."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from megatrain.config import Facts, StoredRun, parse, resolve
 from megatrain.config.plan import Plan
-from megatrain.optim.lr_schedule import LearningRate, WeightDecay
+from megatrain.optim.lr_schedule import LrSchedule, WeightDecaySchedule
 from megatrain.training.build import build_schedules
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())
@@ -20,8 +20,8 @@ WORKING = (
 ).split()
 
 
-def learning_rate(arguments: dict[str, Any]) -> LearningRate:
-    return LearningRate(
+def learning_rate(arguments: dict[str, Any]) -> LrSchedule:
+    return LrSchedule(
         style=arguments["lr_decay_style"],
         peak=arguments["max_lr"],
         floor=arguments["min_lr"],
@@ -33,8 +33,8 @@ def learning_rate(arguments: dict[str, Any]) -> LearningRate:
     )
 
 
-def weight_decay(arguments: dict[str, Any]) -> WeightDecay:
-    return WeightDecay(
+def weight_decay(arguments: dict[str, Any]) -> WeightDecaySchedule:
+    return WeightDecaySchedule(
         style=arguments["wd_incr_style"],
         start=arguments["start_wd"],
         end=arguments["end_wd"],
@@ -84,10 +84,10 @@ def test_a_command_line_gives_megatrons_schedule(case: dict[str, Any]) -> None:
     assert values.weight_decay_incr_samples == case["wd_incr_steps"]
     schedules = build_schedules(plan)
     for iterations, lr, wd in case["values"]:
-        rates = schedules.at(iterations * case["arguments"]["global_batch_size"])
-        assert rates.lr == exactly(lr)
-        assert rates.of("embedding") == exactly(lr)
-        assert rates.weight_decay == exactly(wd)
+        hyperparams = schedules.at(iterations * case["arguments"]["global_batch_size"])
+        assert hyperparams.lr == exactly(lr)
+        assert hyperparams.of("embedding") == exactly(lr)
+        assert hyperparams.weight_decay == exactly(wd)
 
 
 RESTORE = GOLDEN["restore"]

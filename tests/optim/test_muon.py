@@ -3,22 +3,21 @@
 import pytest
 import torch
 
-from megatrain.parallel.build_grid import build_grid
-from megatrain.config.derive.lr_groups import ParamKind
+from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.kernels.optimizer.newton_schulz import orthogonalize, steps_of
-from megatrain.optim.muon_matrices import Matrix, assign
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.muon import Muon, MuonRule
-from megatrain.optim.update_rules import AdamwRule
-from megatrain.optim.lr_schedule import Rates
+from megatrain.optim.muon_matrices import Matrix, assign
 from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+from megatrain.parallel.rank_lists import GridShape
 
-RATES = Rates(lr=0.01, weight_decay=0.1)
+HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1)
 TORCHS = MuonRule(
     momentum=0.95,
     is_nesterov=True,
@@ -81,7 +80,7 @@ def take_steps(optimizer: ShardedOptimizer, gradients: list[dict[str, torch.Tens
         for placed in optimizer.buffers.buckets[0].placed:
             entry = placed.entry
             entry.module.weight_grads[entry.attribute].copy_(one[entry.attribute])
-        optimizer.step(RATES, norm=torch.tensor(1.0, dtype=torch.float64))
+        optimizer.step(HYPERPARAMS, norm=torch.tensor(1.0, dtype=torch.float64))
 
 
 def weights(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
@@ -157,7 +156,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     before = [flat.clone() for kind in optimizer.kinds for flat in optimizer.state(kind)]
     optimizer.buffers.gradients[0].fill_(float("nan"))
     norm = optimizer.gradient_norm()
-    optimizer.step(RATES, norm=norm, is_finite=norm.isfinite())
+    optimizer.step(HYPERPARAMS, norm=norm, is_finite=norm.isfinite())
     after = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -3,17 +3,16 @@
 import pytest
 import torch
 
-from megatrain.parallel.build_grid import build_grid
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.offload import num_offloaded
-from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.optim.lr_schedule import Rates
 from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+from megatrain.parallel.rank_lists import GridShape
 
 ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
 SIZES = [33, 64, 200, 91, 128]
@@ -59,7 +58,7 @@ def _step(optimizer: ShardedOptimizer, number: int, *, is_finite: bool = True) -
     for bucket, flat in enumerate(optimizer.buffers.gradients):
         flat.copy_(torch.randn(flat.shape, generator=torch.Generator().manual_seed(10 * number + bucket)))
     optimizer.step(
-        Rates(lr=0.01 * (number + 1), weight_decay=0.1),
+        Hyperparams(lr=0.01 * (number + 1), weight_decay=0.1),
         norm=optimizer.gradient_norm(),
         gradient_scale=4.0,
         is_finite=torch.tensor(is_finite),

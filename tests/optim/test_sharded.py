@@ -3,19 +3,18 @@
 import pytest
 import torch
 
-from megatrain.parallel.build_grid import build_grid
-from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.optim.lr_schedule import Rates
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
+from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.buffers import FlatBuffers, _cut_buckets, _own_shard
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, Piece
+from megatrain.parallel.rank_lists import GridShape
 
 ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
-RATES = Rates(lr=0.01, weight_decay=0.1, by_kind={"embedding": 0.03})
+HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, by_kind={"embedding": 0.03})
 
 
 def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
@@ -50,7 +49,7 @@ def _views(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.placed}
 
 
-def test_main_weights_keep_what_bfloat16_cannot() -> None:
+def test_master_weights_keep_what_bfloat16_cannot() -> None:
     wide, narrow = _optimizer(torch.float32), _optimizer(torch.bfloat16)
     assert torch.equal(wide.state("weight")[0], narrow.state("weight")[0])
     assert torch.equal(_views(narrow)["a"], _views(wide)["a"].bfloat16())
@@ -85,7 +84,7 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
         total = torch.nn.utils.clip_grad_norm_(list(theirs.values()), clip_grad or float("inf"))
         assert norm.item() == pytest.approx(total.item(), rel=1e-6)
         expected.step()
-        optimizer.step(RATES, norm=norm, gradient_scale=gradient_scale)
+        optimizer.step(HYPERPARAMS, norm=norm, gradient_scale=gradient_scale)
     for name, view in _views(optimizer).items():
         torch.testing.assert_close(view, theirs[name].data, rtol=1e-5, atol=1e-6)
 

@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention.blocks import View
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.kernels.dtypes import accumulation_dtype
 
 
 class _Scores(NamedTuple):
     capped: Tensor
     """After the softcap, -inf where no key is seen: [b, n, sq, sk]."""
-    slope: Tensor | None
+    derivative: Tensor | None
     """Of the softcap."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenAttention:
+class EagerAttention:
     """All scores of a block are in memory, in the wide dtype."""
 
     scale: float
@@ -33,7 +33,7 @@ class WrittenAttention:
     def takes_masks(self) -> bool:
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         queries, keys, values = (_by_group(x, k.shape[2]) for x in (q, k, v))
         scores = self._scores(queries, keys, view, q.shape[2]).capped
         lse = scores.logsumexp(-1)
@@ -42,7 +42,7 @@ class WrittenAttention:
         return out.to(q.dtype), lse.permute(2, 0, 1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         groups, heads = k.shape[2], q.shape[2]
         queries, keys, values, upstream = (_by_group(x, groups) for x in (q, k, v, dout))
@@ -51,38 +51,38 @@ class WrittenAttention:
         along = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0).unsqueeze(-1)
         dshares = (upstream @ values.mT).view_as(shares)
         dscores = shares * (self._thinned(dshares, view) - along)
-        if scores.slope is not None:
-            dscores *= scores.slope
+        if scores.derivative is not None:
+            dscores *= scores.derivative
         dscores = _in_groups(dscores * self.scale, groups)
         thinned = _in_groups(self._thinned(shares, view), groups)
         dq, dk, dv = dscores @ keys, dscores.mT @ queries, thinned.mT @ upstream
         return _rows(dq, heads).to(q.dtype), _rows(dk, groups).to(k.dtype), _rows(dv, groups).to(v.dtype)
 
-    def _scores(self, queries: Tensor, keys: Tensor, view: View, num_heads: int) -> _Scores:
+    def _scores(self, queries: Tensor, keys: Tensor, view: MaskSpec, num_heads: int) -> _Scores:
         scores = (queries * self.scale) @ keys.mT
         scores = scores.reshape(scores.shape[0], num_heads, -1, scores.shape[-1])
-        slope = None
+        derivative = None
         if self.softcap is not None:
             bent = torch.tanh(scores / self.softcap)
-            scores, slope = bent * self.softcap, 1 - bent.square()
+            scores, derivative = bent * self.softcap, 1 - bent.square()
         mask = view.mask
         if mask is None and view.is_causal:
             assert scores.shape[-1] == scores.shape[-2], "a view that is not square has a mask"
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        return _Scores(scores if mask is None else scores.masked_fill(~mask, float("-inf")), slope)
+        return _Scores(scores if mask is None else scores.masked_fill(~mask, float("-inf")), derivative)
 
     @staticmethod
     def _shares(scores: Tensor, lse: Tensor) -> Tensor:
         """Probabilities; 0 for a query that sees no key."""
         return (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
 
-    def _thinned(self, x: Tensor, view: View) -> Tensor:
+    def _thinned(self, x: Tensor, view: MaskSpec) -> Tensor:
         return x if view.kept is None else x * view.kept / (1 - self.dropout)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """[s, b, n, d] -> [b, g, n/g * s, d] in the wide dtype, the heads of a group one behind the other."""
-    return _in_groups(x.to(wide(x.dtype)).permute(1, 2, 0, 3), groups)
+    return _in_groups(x.to(accumulation_dtype(x.dtype)).permute(1, 2, 0, 3), groups)
 
 
 def _in_groups(x: Tensor, groups: int) -> Tensor:

@@ -43,6 +43,6 @@ def _unmarked(fn: Callable[..., Any] | None = None, *_: object, **__: object) ->
     return _unmarked if fn is None else fn
 
 
-def order_of_sums() -> dict[str, bool]:
+def determinism_options() -> dict[str, bool]:
     """What its backward passes are told, as torch's own kernels ask for themselves."""
     return {"deterministic": torch.are_deterministic_algorithms_enabled()}

@@ -1,7 +1,7 @@
 """AdamW over a flat shard in one launch: each value is read once and written once.
 
-read   gradient 4 (2 in bf16), main 4, exp_avg 4 (2), exp_avg_sq 4 (2)
-write  main 4, exp_avg 4 (2), exp_avg_sq 4 (2), weight 2        30 bytes an element, 22 with both moments in bf16
+read   gradient 4 (2 in bf16), master 4, exp_avg 4 (2), exp_avg_sq 4 (2)
+write  master 4, exp_avg 4 (2), exp_avg_sq 4 (2), weight 2        30 bytes an element, 22 with both moments in bf16
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatrain.kernels.fused.launching import cdiv, jit, launch, tl
 from megatrain.kernels.fused.runs import borders_and_numbers, pick
-from megatrain.kernels.optimizer.flat import FlatUpdate
+from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
 _BLOCK = 2048
 
@@ -26,24 +26,24 @@ def adamw_fused(
     eps: float,
 ) -> None:
     """As `kernels.adamw.adamw_reference`."""
-    flat = (update.main, update.grad, update.weight, exp_avg, exp_avg_sq)
+    flat = (update.master, update.grad, update.weight, exp_avg, exp_avg_sq)
     assert all(x.is_contiguous() for x in flat)
-    size = update.main.numel()
+    size = update.master.numel()
     runs = [
-        (1 - run.lr * run.weight_decay, run.lr / corrections[0], eps * run.eps_share) for run in update.runs
+        (1 - run.lr * run.weight_decay, run.lr / corrections[0], eps * run.eps_scale) for run in update.runs
     ]
     launch(
         _adamw, (cdiv(size, _BLOCK),),
-        update.main, exp_avg, exp_avg_sq, update.grad, update.weight,
+        update.master, exp_avg, exp_avg_sq, update.grad, update.weight,
         update.grad_scale, update.is_finite.view(torch.uint8), size, *borders_and_numbers(update.runs, runs),
         1 - betas[0], betas[1], 1 - betas[1], 1 / corrections[1],
-        WRITES_WEIGHT=update.is_main_apart, BLOCK=_BLOCK, num_warps=8,
+        WRITES_WEIGHT=update.has_separate_weight, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
 @jit
 def _adamw(
-    MAIN, MEAN, MEAN_SQ, GRAD, WEIGHT, GRAD_SCALE, IS_FINITE, size, border1, border2, border3,
+    MASTER, MEAN, MEAN_SQ, GRAD, WEIGHT, GRAD_SCALE, IS_FINITE, size, border1, border2, border3,
     keep0, keep1, keep2, keep3, rate0, rate1, rate2, rate3, eps0, eps1, eps2, eps3,
     one_minus_beta1, beta2, one_minus_beta2, inverse_correction2,
     WRITES_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,12 +56,12 @@ def _adamw(
     grad = tl.load(GRAD + at, mask=wanted, other=0).to(tl.float32) * tl.load(GRAD_SCALE)
     mean = tl.load(MEAN + at, mask=wanted, other=0).to(tl.float32)
     mean_sq = tl.load(MEAN_SQ + at, mask=wanted, other=0).to(tl.float32)
-    main = tl.load(MAIN + at, mask=wanted, other=0)
+    master = tl.load(MASTER + at, mask=wanted, other=0)
     mean += (grad - mean) * one_minus_beta1
     mean_sq = mean_sq * beta2 + grad * grad * one_minus_beta2
-    main = main * keep - rate * mean / (tl.sqrt(mean_sq * inverse_correction2) + eps)
-    tl.store(MAIN + at, main, mask=wanted)
+    master = master * keep - rate * mean / (tl.sqrt(mean_sq * inverse_correction2) + eps)
+    tl.store(MASTER + at, master, mask=wanted)
     tl.store(MEAN + at, mean.to(MEAN.dtype.element_ty), mask=wanted)
     tl.store(MEAN_SQ + at, mean_sq.to(MEAN_SQ.dtype.element_ty), mask=wanted)
     if WRITES_WEIGHT:
-        tl.store(WEIGHT + at, main.to(WEIGHT.dtype.element_ty), mask=wanted)
+        tl.store(WEIGHT + at, master.to(WEIGHT.dtype.element_ty), mask=wanted)

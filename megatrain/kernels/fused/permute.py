@@ -22,16 +22,16 @@ _PAIRS = 8192
 """Of a visit and an expert, that a program compares at a time."""
 
 
-def order_by_expert(
+def sort_by_expert(
     experts: Tensor,
     kept: Tensor | None,
     *,
     num_experts: int,
     num_rows: int,
     first: int,
-    rows_each: int | None,
+    rows_per_expert: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Places, visits and ends as `kernels.permute.order_by_expert` has them."""
+    """Places, visits and ends as `kernels.permute.sort_by_expert` has them."""
     experts, device = experts.contiguous(), experts.device
     places = torch.empty_like(experts)
     visits = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
@@ -46,19 +46,19 @@ def order_by_expert(
     kind = {"HAS_KEPT": kept is not None, "EXPERTS": num_experts, "WIDTH": width, "AT_ONCE": at_once}
     launch(_count_visits, (tiles,), *given, num_visits, first, rounds, **kind)
     launch(
-        _place_visits, (tiles,), *given, places, visits, ends, num_visits, first, rounds, tiles, rows_each or 0,
-        **kind, HAS_ROWS_EACH=rows_each is not None,
+        _place_visits, (tiles,), *given, places, visits, ends, num_visits, first, rounds, tiles, rows_per_expert or 0,
+        **kind, HAS_ROWS_EACH=rows_per_expert is not None,
     )  # fmt: skip
     return places, visits, ends
 
 
 def rows_at(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
-    """As `kernels.permute.rows_at_reference`, of the numbers divided by `per_row`."""
+    """As `kernels.permute.gather_rows_reference`, of the numbers divided by `per_row`."""
     return sums_at(x, index[:, None], per_row)
 
 
 def sums_at(x: Tensor, index: Tensor, per_row: int = 1) -> Tensor:
-    """As `kernels.permute.sums_at_reference`, likewise."""
+    """As `kernels.permute.gather_sum_reference`, likewise."""
     x, index = x.contiguous(), index.contiguous()
     num_rows, terms = index.shape
     columns = x.shape[1]
@@ -105,7 +105,7 @@ def _count(
 
 
 def _place(
-    EXPERTS_OF, KEPT, COUNTS, PLACES, VISITS, ENDS, num_visits, first, rounds, tiles, rows_each,
+    EXPERTS_OF, KEPT, COUNTS, PLACES, VISITS, ENDS, num_visits, first, rounds, tiles, rows_per_expert,
     HAS_KEPT: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
     HAS_ROWS_EACH: tl.constexpr,
 ):  # fmt: skip
@@ -118,8 +118,8 @@ def _place(
         count = tl.load(COUNTS + others * WIDTH + column[None, :], mask=others < tiles, other=0)
         total += tl.sum(count, axis=0)
         next_row += tl.sum(tl.where(others < tile, count, 0), axis=0)
-    end = (column + 1) * rows_each if HAS_ROWS_EACH else tl.cumsum(total, axis=0)
-    next_row += end - (rows_each if HAS_ROWS_EACH else total)
+    end = (column + 1) * rows_per_expert if HAS_ROWS_EACH else tl.cumsum(total, axis=0)
+    next_row += end - (rows_per_expert if HAS_ROWS_EACH else total)
     tl.store(ENDS + column, end, mask=column < tl.where(tile == 0, EXPERTS, 0))
     for number in range(rounds):
         visit = (tile * rounds + number) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -133,7 +133,7 @@ def _place(
 
 
 _count_visits = jit(_count, ("num_visits", "first", "rounds"))
-_place_visits = jit(_place, ("num_visits", "first", "rounds", "tiles", "rows_each"))
+_place_visits = jit(_place, ("num_visits", "first", "rounds", "tiles", "rows_per_expert"))
 
 
 def _read(X, INDEX, OUT, length, BLOCK: tl.constexpr):

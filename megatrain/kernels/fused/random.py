@@ -1,4 +1,4 @@
-"""`kernels.normal` and `kernels.dropout` in one pass, with the same bits: products and sums are never one operation."""
+"""`kernels.random` in one pass, with the same bits: no product and sum are fused into one operation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLOCK = 512
 
 
 def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float, std: float) -> None:
-    """As `kernels.normal.fill_normal`."""
+    """Implement `kernels.random.fill_normal`."""
     assert out.is_contiguous()
     size = out.numel()
     launch(
@@ -24,7 +24,7 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
 
 
 def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
-    """As `kernels.dropout.keep_mask`: `kept` is bool [rows, columns], the rows' numbers are int64 [rows]."""
+    """Implement `kernels.random.keep_mask`: fill `kept`, bool [rows, columns], for row numbers int64 [rows]."""
     assert all(x.is_contiguous() for x in (kept, rows))
     columns = kept.shape[1]
     launch(
@@ -70,7 +70,7 @@ def _double(x, number: tl.constexpr):
 
 @jit
 def _log(x):
-    """As `kernels.normal._log`."""
+    """As `kernels.random._log`."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) - 1023).to(tl.float64)
     mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
@@ -88,7 +88,7 @@ def _log(x):
 
 @jit
 def _quantile(bits):
-    """As `kernels.normal.inverse_normal`, both regions everywhere."""
+    """As `kernels.random.inverse_normal`, computing both regions for every element."""
     x = bits.to(tl.float64)
     q = (x - _double(x, 2147483647.5)) * _double(x, 2.3283064365386963e-10)  # 2^31 - 1/2, 2^-32
     r = _double(x, 0.180625) - q * q

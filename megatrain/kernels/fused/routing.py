@@ -22,7 +22,7 @@ def pick(
     is_pre_softmax: bool,
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.routing.pick_experts` of a rule without groups."""
+    """As `kernels.routing.select_experts` of a rule without groups."""
     logits = logits.contiguous()
     num_tokens = len(logits)
     experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -124,19 +124,19 @@ def _softmax_gradient(gradient, shares):
 
 
 @jit
-def _score_and_slope(x, FUNCTION: tl.constexpr):
+def _score_and_derivative(x, FUNCTION: tl.constexpr):
     """Of score functions that look at each logit alone."""
     sigmoid = 1 / (1 + tl.exp(-x))
     if FUNCTION == "sigmoid":
-        score, slope = sigmoid, sigmoid * (1 - sigmoid)
+        score, derivative = sigmoid, sigmoid * (1 - sigmoid)
     else:
         tl.static_assert(FUNCTION == "sqrtsoftplus", "a score function that this kernel does not know")
         power = tl.exp(-tl.abs(x))
         more = 1 + power  # log(1 + power) without the rounding of the sum
         log = tl.where(more == 1, power, tl.log(more) * (power / (more - 1)))
         score = tl.sqrt(tl.where(x > 0, x, 0.0) + log)
-        slope = tl.where(score > 0, sigmoid / (2 * score), 0.0)  # a score too small for fp32 is 0
-    return score, slope
+        derivative = tl.where(score > 0, sigmoid / (2 * score), 0.0)  # a score too small for fp32 is 0
+    return score, derivative
 
 
 @jit
@@ -160,7 +160,7 @@ def _pick_tokens(
         if IS_PRE_SOFTMAX:
             scores, _ = _softmax(x, column < EXPERTS)
     else:
-        scores, _ = _score_and_slope(x, FUNCTION)
+        scores, _ = _score_and_derivative(x, FUNCTION)
     claims = scores
     if HAS_BIAS:
         claims += tl.load(BIAS + column, mask=column < EXPERTS, other=0).to(tl.float32)
@@ -203,10 +203,10 @@ def _pick_tokens_backward(
         shares, _ = _softmax(x, column < EXPERTS if IS_PRE_SOFTMAX else picked != 0)
         dx = _softmax_gradient(gradient, shares)
     else:
-        scores, slope = _score_and_slope(x, FUNCTION)
+        scores, derivative = _score_and_derivative(x, FUNCTION)
         if TOP_K > 1:
             gradient = _share_gradient(gradient, scores, picked != 0)
-        dx = gradient * slope
+        dx = gradient * derivative
     tl.store(DLOGITS + place, dx.to(DLOGITS.dtype.element_ty), mask=inside)
 
 
@@ -235,7 +235,7 @@ def _sums(
         x = tl.load(LOGITS + place, mask=inside, other=0).to(tl.float32)
         shares, log_sum = _softmax(x, is_expert)
         if FUNCTION != "softmax":
-            scores, _ = _score_and_slope(x, FUNCTION)
+            scores, _ = _score_and_derivative(x, FUNCTION)
             scores = tl.where(is_expert, scores, 0.0)
             shares = scores / (tl.sum(scores, axis=1)[:, None] + 1e-20)
         shares = tl.where(inside, shares, 0.0)
@@ -262,8 +262,8 @@ def _sums_backward(
         if FUNCTION == "softmax":
             dx = _softmax_gradient(gradient, shares)
         else:
-            scores, slope = _score_and_slope(x, FUNCTION)
-            dx = _share_gradient(gradient, scores, column < EXPERTS) * slope
+            scores, derivative = _score_and_derivative(x, FUNCTION)
+            dx = _share_gradient(gradient, scores, column < EXPERTS) * derivative
     if HAS_SQUARES:
         dx += shares * (2 * log_sum * tl.load(DSQUARES).to(tl.float32))[:, None]
     tl.store(DLOGITS + place, dx.to(DLOGITS.dtype.element_ty), mask=inside)

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatrain.kernels.fused.launching import jit, tl
-from megatrain.kernels.optimizer.flat import Run
+from megatrain.kernels.optimizer.shard_update import HyperparamRange
 
 _MOST_RUNS = 4
 """A segment is an embedding, a layer or the head, with matrices, vectors that decay and vectors that do not."""
 
 
-def borders_and_numbers(runs: Sequence[Run], numbers: Sequence[tuple[float, ...]]) -> tuple[Any, ...]:
+def borders_and_numbers(runs: Sequence[HyperparamRange], numbers: Sequence[tuple[float, ...]]) -> tuple[Any, ...]:
     """Where runs 1 to 3 begin, the first number of all four, the second of all, and so on; missing runs begin at the end."""
     assert 1 <= len(runs) <= _MOST_RUNS, f"{len(runs)} runs in a shard"
     missing = _MOST_RUNS - len(runs)

@@ -1,6 +1,6 @@
 """Rows of tokens put in the order of the experts that they visit, and summed back to tokens.
 
-    token 0 visits experts 2, 0      order_by_expert      expert 0: tokens 0 1      ends 2 3 4
+    token 0 visits experts 2, 0      sort_by_expert      expert 0: tokens 0 1      ends 2 3 4
     token 1 visits experts 0, 1     ----------------->    expert 1: token 1
                                                           expert 2: token 0
 
@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import permute as fused
 from megatrain.kernels.fused.launching import is_fused
 
 
-class Order(NamedTuple):
+class Permutation(NamedTuple):
     """Which visit is at which row."""
 
     places: Tensor
@@ -41,38 +41,38 @@ class Order(NamedTuple):
         return torch.div(self.visits, self.places.shape[1], rounding_mode="floor")
 
 
-def order_by_expert(
+def sort_by_expert(
     experts: Tensor,
     *,
     num_experts: int,
     num_rows: int,
     first: int = 0,
     kept: Tensor | None = None,
-    rows_each: int | None = None,
-) -> Order:
-    """Order the visits to the experts `first` to `first + num_experts`; other visits get no row.
+    rows_per_expert: int | None = None,
+) -> Permutation:
+    """Permutation the visits to the experts `first` to `first + num_experts`; other visits get no row.
 
     On a GPU a kernel counts them; of more than `MOST_EXPERTS` experts they are sorted, as on a CPU.
 
     Args:
         experts: int64 [t, k].
-        num_rows: no fewer than there are visits; not asked for with `rows_each`, of which each expert has as many.
+        num_rows: no fewer than there are visits; not asked for with `rows_per_expert`, of which each expert has as many.
         kept: bool [t, k], False where a visit gets no row; None: all are kept.
-        rows_each: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
+        rows_per_expert: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
     """
-    num_rows = num_rows if rows_each is None else num_experts * rows_each
+    num_rows = num_rows if rows_per_expert is None else num_experts * rows_per_expert
     if is_fused(experts) and num_experts <= fused.MOST_EXPERTS:
-        return Order(
-            *fused.order_by_expert(
-                experts, kept, num_experts=num_experts, num_rows=num_rows, first=first, rows_each=rows_each
+        return Permutation(
+            *fused.sort_by_expert(
+                experts, kept, num_experts=num_experts, num_rows=num_rows, first=first, rows_per_expert=rows_per_expert
             )
         )
-    return order_by_expert_reference(experts, num_experts, num_rows, first, kept, rows_each)
+    return order_by_expert_reference(experts, num_experts, num_rows, first, kept, rows_per_expert)
 
 
 def order_by_expert_reference(
-    experts: Tensor, num_experts: int, num_rows: int, first: int, kept: Tensor | None, rows_each: int | None
-) -> Order:
+    experts: Tensor, num_experts: int, num_rows: int, first: int, kept: Tensor | None, rows_per_expert: int | None
+) -> Permutation:
     """The same by a stable sort; `num_rows` are all of them."""
     own = experts.flatten() - first
     gets_none = (own < 0) | (own >= num_experts)
@@ -82,54 +82,54 @@ def order_by_expert_reference(
     starts = torch.searchsorted(numbers, torch.arange(num_experts + 1, device=numbers.device))
     rows = torch.arange(numbers.numel(), device=numbers.device)
     ends = starts[1:]
-    if rows_each is not None:
-        firsts = torch.arange(0, num_rows + 1, rows_each, device=numbers.device)
+    if rows_per_expert is not None:
+        firsts = torch.arange(0, num_rows + 1, rows_per_expert, device=numbers.device)
         rows += (firsts - starts)[numbers]
         ends = firsts[1:]
     gets_none = numbers == num_experts
     at_row = visits.new_full((num_rows + 1,), -1)  # a row too many, for visits that get none
     at_row.scatter_(0, rows.masked_fill(gets_none, num_rows), visits)
     places = torch.empty_like(visits).scatter_(0, visits, rows.masked_fill(gets_none, -1))
-    return Order(places.view_as(experts), at_row[:num_rows], ends.to(torch.int32))
+    return Permutation(places.view_as(experts), at_row[:num_rows], ends.to(torch.int32))
 
 
-def gather_rows(x: Tensor, order: Order) -> Tensor:
+def permute_rows(x: Tensor, order: Permutation) -> Tensor:
     """The token of each visit at its row; zeros where there is none: [t, h] -> [r, h]."""
     if is_fused(x):
         return fused.rows_at(x, order.visits, order.places.shape[1])
-    return rows_at_reference(x, order.tokens)
+    return gather_rows_reference(x, order.tokens)
 
 
-def sum_rows(rows: Tensor, order: Order) -> Tensor:
+def unpermute_rows(rows: Tensor, order: Permutation) -> Tensor:
     """For each token the sum of its visits' rows, formed in a wide dtype: [r, h] -> [t, h]."""
-    at = fused.sums_at if is_fused(rows) else sums_at_reference
+    at = fused.sums_at if is_fused(rows) else gather_sum_reference
     return at(rows, order.places)
 
 
-def gather_numbers(numbers: Tensor, order: Order) -> Tensor:
+def permute_values(numbers: Tensor, order: Permutation) -> Tensor:
     """The number of each visit at its row, 0 where there is none: [t, k] -> [r]."""
     return _numbers_at(numbers.flatten(), order.visits)
 
 
-def numbers_back(numbers: Tensor, order: Order) -> Tensor:
+def unpermute_values(numbers: Tensor, order: Permutation) -> Tensor:
     """The number at each visit's row, 0 for a visit without one: [r] -> [t, k]."""
     return _numbers_at(numbers, order.places)
 
 
-def rows_at_reference(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x by number, and zeros for -1, whatever x holds: [n, h] and int64 [r] -> [r, h]."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
 
 
-def sums_at_reference(x: Tensor, index: Tensor) -> Tensor:
+def gather_sum_reference(x: Tensor, index: Tensor) -> Tensor:
     """Sums of rows of x by number, one after the other, without those of number -1: [n, h] and int64 [r, k] -> [r, h]."""
-    total = torch.zeros(len(index), x.shape[1], dtype=wide(x.dtype), device=x.device)
+    total = torch.zeros(len(index), x.shape[1], dtype=accumulation_dtype(x.dtype), device=x.device)
     for places in index.unbind(1):
-        total += rows_at_reference(x, places)
+        total += gather_rows_reference(x, places)
     return total.to(x.dtype)
 
 
 def _numbers_at(x: Tensor, index: Tensor) -> Tensor:
     if is_fused(x):
         return fused.numbers_at(x, index)
-    return rows_at_reference(x[:, None], index.flatten()).view(index.shape)
+    return gather_rows_reference(x[:, None], index.flatten()).view(index.shape)

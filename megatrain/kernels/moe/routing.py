@@ -3,7 +3,7 @@
     logits [t, E] ─> scores ─> (+ bias) ─> the best groups ─> the best experts ─> weights ─> within capacity
 
 Functions of tensors on any device, which no host waits for; autograd works through the weights. Arithmetic is
-that of `wide(logits.dtype)`; on GPUs a fused kernel picks experts where they are not in groups, whose scores are off by
+that of `accumulation_dtype(logits.dtype)`; on GPUs a fused kernel picks experts where they are not in groups, whose scores are off by
 a rounding or two. Of equal scores the expert of the lowest number is the better one, and of equal claims to room the
 earlier token, so that every layout picks alike.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import routing as fused
 from megatrain.kernels.fused.launching import is_fused
 
@@ -36,7 +36,7 @@ _SINKHORN_TOLERANCE = 1e-4
 _SINKHORN_EPSILON = 1e-8
 
 
-class Routes(NamedTuple):
+class Routing(NamedTuple):
     """Where tokens go; a token is a row of the hidden states flattened to [t, h]. Everything stays on the device."""
 
     experts: Tensor
@@ -67,7 +67,7 @@ class TopKRule:
         return self.score_function == "softmax" and not self.is_pre_softmax and self.num_groups is None
 
 
-def pick_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def select_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k best experts of each token, and their weights.
 
         softmax                    softmax of the picked logits; before: of all logits, picked, not normalised again
@@ -83,14 +83,14 @@ def pick_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> 
     if is_fused(logits) and rule.num_groups is None:
         picked: tuple[Tensor, Tensor] = _Picked.apply(logits, rule, bias)
         return picked
-    return pick_experts_reference(logits, rule, bias)
+    return select_experts_reference(logits, rule, bias)
 
 
-def pick_experts_reference(
+def select_experts_reference(
     logits: Tensor, rule: TopKRule, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same, written out."""
-    kind = wide(logits.dtype)
+    kind = accumulation_dtype(logits.dtype)
     if rule.score_function == "softmax":
         if rule.is_pre_softmax:
             scores = logits.softmax(-1, dtype=kind)
@@ -100,7 +100,7 @@ def pick_experts_reference(
             experts = _best_experts(logits, rule)
             weights = logits.gather(1, experts).softmax(-1, dtype=kind)
     else:
-        scores = expert_scores(logits, rule.score_function)
+        scores = router_scores(logits, rule.score_function)
         experts = _best_experts(scores if bias is None else scores + bias, rule)
         weights = scores.gather(1, experts)
         if rule.top_k > 1:
@@ -128,9 +128,9 @@ class _Picked(Function):
         return fused.pick_backward(grads[1], logits, experts, **ctx.rule), None, None
 
 
-def expert_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+def router_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
     """Softmax, sigmoid or sqrt(softplus) of the logits, wide [t, E]."""
-    kind = wide(logits.dtype)
+    kind = accumulation_dtype(logits.dtype)
     match score_function:
         case "softmax":
             return logits.softmax(-1, dtype=kind)
@@ -140,13 +140,13 @@ def expert_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
             return F.softplus(logits.to(kind)).sqrt()
 
 
-def score_shares(logits: Tensor, score_function: ScoreFunction) -> Tensor:
+def router_probs(logits: Tensor, score_function: ScoreFunction) -> Tensor:
     """Scores that sum to 1 for each token, by which losses and entropy know a router's preferences: wide [t, E]."""
-    scores = expert_scores(logits, score_function)
+    scores = router_scores(logits, score_function)
     return scores if score_function == "softmax" else scores / (scores.sum(-1, keepdim=True) + _LEAST_SUM)
 
 
-def top_experts(values: Tensor, k: int) -> Tensor:
+def top_k_experts(values: Tensor, k: int) -> Tensor:
     """Numbers of the k largest values of each row, the largest first, and of equal ones the lowest number: int64 [t, k]."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
@@ -154,30 +154,30 @@ def top_experts(values: Tensor, k: int) -> Tensor:
 def _best_experts(values: Tensor, rule: TopKRule) -> Tensor:
     values = values.detach()
     if rule.num_groups is None or rule.group_top_k is None:
-        return top_experts(values, rule.top_k)
-    return top_experts_of_groups(values, rule.top_k, num_groups=rule.num_groups, group_top_k=rule.group_top_k)
+        return top_k_experts(values, rule.top_k)
+    return group_limited_top_k(values, rule.top_k, num_groups=rule.num_groups, group_top_k=rule.group_top_k)
 
 
-def top_experts_of_groups(values: Tensor, k: int, *, num_groups: int, group_top_k: int) -> Tensor:
-    """As `top_experts`, of the experts in the best groups of each row.
+def group_limited_top_k(values: Tensor, k: int, *, num_groups: int, group_top_k: int) -> Tensor:
+    """As `top_k_experts`, of the experts in the best groups of each row.
 
     A group is as good as the sum of its k / group_top_k largest values (DeepSeek-V3, section 2.1.2).
     """
     groups = values.unflatten(-1, (num_groups, -1))
     worth = groups.topk(k // group_top_k, dim=-1).values.sum(-1)
-    is_open = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, top_experts(worth, group_top_k), True)
-    return top_experts(groups.masked_fill(~is_open[..., None], float("-inf")).flatten(1), k)
+    is_open = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, top_k_experts(worth, group_top_k), True)
+    return top_k_experts(groups.masked_fill(~is_open[..., None], float("-inf")).flatten(1), k)
 
 
-def pick_by_sinkhorn(logits: Tensor, plan: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def select_by_sinkhorn(logits: Tensor, plan: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The k largest entries of each row of a balanced plan; weights are sigmoids of the logits for k = 1, else softmax.
 
     Args:
         logits: [t, E].
         plan: of the same tokens by `sinkhorn_plan`; in evaluation, where nothing is balanced, the logits.
     """
-    experts = top_experts(plan, top_k)
-    scores = expert_scores(logits, "sigmoid" if top_k == 1 else "softmax")
+    experts = top_k_experts(plan, top_k)
+    scores = router_scores(logits, "sigmoid" if top_k == 1 else "softmax")
     return experts, scores.gather(1, experts).to(logits.dtype)
 
 
@@ -195,7 +195,7 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
 
     Source: Sinkhorn and Knopp (1967); Lewis et al., arXiv:2103.16716.
     """
-    values = logits.detach().to(wide(logits.dtype))
+    values = logits.detach().to(accumulation_dtype(logits.dtype))
     values = (values - values.amax(-1, keepdim=True)).exp()
     num_tokens, num_experts = values.shape
     rows, columns = values.new_ones(num_tokens), values.new_ones(num_experts)
@@ -210,7 +210,7 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
     return rows[:, None] * values * columns
 
 
-def expert_loads(experts: Tensor, num_experts: int) -> Tensor:
+def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
     """How many of the tokens go to each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E]."""
     picked = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.uint8, device=experts.device)
     return picked.scatter_(-1, experts, 1).sum(0, dtype=torch.int64)

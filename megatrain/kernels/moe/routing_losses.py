@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.fused import routing as fused
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.moe.routing import ScoreFunction, score_shares
+from megatrain.kernels.moe.routing import ScoreFunction, router_probs
 
 
 class ScoreSums(NamedTuple):
     """Sums over the tokens of a rank, wide."""
 
     shares: Tensor
-    """Of the tokens of each sample, by `score_shares`: [b, E]."""
+    """Of the tokens of each sample, by `router_probs`: [b, E]."""
     squares: Tensor
     """Of (log of the sum of exponentials of the logits)^2, a number."""
     entropy: Tensor
@@ -44,10 +44,10 @@ def score_sums(logits: Tensor, score_function: ScoreFunction, samples: int) -> S
 
 def score_sums_reference(logits: Tensor, score_function: ScoreFunction, samples: int) -> ScoreSums:
     """The same, written out."""
-    shares = score_shares(logits, score_function)
+    shares = router_probs(logits, score_function)
     return ScoreSums(
         shares.unflatten(0, (-1, samples)).sum(0),
-        logits.to(wide(logits.dtype)).logsumexp(-1).square().sum(),
+        logits.to(accumulation_dtype(logits.dtype)).logsumexp(-1).square().sum(),
         torch.special.entr(shares.detach()).sum(),
     )
 
@@ -76,7 +76,7 @@ class _ScoreSums(Function):
         )
 
 
-def balance_loss(shares: Tensor, loads: Tensor, *, top_k: int, num_tokens: int) -> Tensor:
+def load_balancing_loss(shares: Tensor, loads: Tensor, *, top_k: int, num_tokens: int) -> Tensor:
     """This rank's part of the loss, a number; of several sequences, the mean of theirs.
 
     Args:

@@ -1,8 +1,8 @@
 """One pass of AdamW over a flat shard.
 
-    main, exp_avg, exp_avg_sq, gradient  ->  main, exp_avg, exp_avg_sq, weight
+    master, exp_avg, exp_avg_sq, gradient  ->  master, exp_avg, exp_avg_sq, weight
 
-The moments may be bf16: they are widened, updated in the dtype of `main`, and rounded to the nearest.
+The moments may be bf16: they are widened, updated in the dtype of `master`, and rounded to the nearest.
 Source: Loshchilov and Hutter, arXiv:1711.05101 (decoupled weight decay).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.kernels.fused.adamw import adamw_fused
 from megatrain.kernels.fused.launching import is_fused
-from megatrain.kernels.optimizer.flat import FlatUpdate, Run
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 
 _CHUNK = 1 << 16
 """Elements that are worked on at once on a CPU: four of them in fp32 stay in its cache."""
@@ -42,7 +42,7 @@ def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: Adam
     """Update a shard in place; on a GPU in one launch, without a word to the host. A shard may have no runs left."""
     if not update.runs:
         return
-    if is_fused(update.main):
+    if is_fused(update.master):
         adamw_fused(
             update,
             exp_avg,
@@ -57,7 +57,7 @@ def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: Adam
 
 def adamw_reference(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
     """The same in plain operations, a piece at a time."""
-    if update.main.is_meta or not update.is_finite:
+    if update.master.is_meta or not update.is_finite:
         return
     for run in update.runs:
         for start in range(run.start, run.stop, _CHUNK):
@@ -66,17 +66,17 @@ def adamw_reference(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, num
 
 
 def _update_part(
-    update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, part: slice, run: Run, numbers: AdamwStep
+    update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, part: slice, run: HyperparamRange, numbers: AdamwStep
 ) -> None:
-    main = update.main[part]
-    scaled = update.grad[part].to(main.dtype) * update.grad_scale
-    mean, mean_sq = exp_avg.to(main.dtype), exp_avg_sq.to(main.dtype)  # the states themselves, where as wide
+    master = update.master[part]
+    scaled = update.grad[part].to(master.dtype) * update.grad_scale
+    mean, mean_sq = exp_avg.to(master.dtype), exp_avg_sq.to(master.dtype)  # the states themselves, where as wide
     mean.lerp_(scaled, 1 - numbers.beta1)
     mean_sq.mul_(numbers.beta2).addcmul_(scaled, scaled, value=1 - numbers.beta2)
-    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps * run.eps_share)
-    main.mul_(1 - run.lr * run.weight_decay).addcdiv_(mean, denominator, value=-run.lr / numbers.correction1)
+    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps * run.eps_scale)
+    master.mul_(1 - run.lr * run.weight_decay).addcdiv_(mean, denominator, value=-run.lr / numbers.correction1)
     for state, wide in ((exp_avg, mean), (exp_avg_sq, mean_sq)):
         if wide is not state:
             state.copy_(wide)
-    if update.is_main_apart:
-        update.weight[part].copy_(main)
+    if update.has_separate_weight:
+        update.weight[part].copy_(master)

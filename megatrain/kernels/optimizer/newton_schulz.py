@@ -49,7 +49,7 @@ def steps_of(kind: CoefficientType, num_steps: int) -> Iterator[tuple[float, flo
     return itertools.islice(itertools.chain(known, more), num_steps)
 
 
-def orthogonalized(x: Tensor, kind: CoefficientType, num_steps: int) -> Tensor:
+def orthogonalize(x: Tensor, kind: CoefficientType, num_steps: int) -> Tensor:
     """The matrix [m, n] with its singular values near 1, in the dtype of `x`, in which everything is computed.
 
     Needs memory for three matrices of its size, or fewer where it is far from square.

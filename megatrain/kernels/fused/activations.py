@@ -12,20 +12,20 @@ _BLOCK = 2048
 
 def activate(
     x: Tensor,
-    curve: str,
+    activation_fn: str,
     is_gated: bool,
     clamp: float | None,
     offset: float,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """As `kernels.activations.activate` or `activate_weighted`, with the curve by its name."""
+    """As `kernels.activations.activate` or `activate_weighted`, with the activation_fn by its name."""
     x = x.contiguous()
     columns = x.shape[-1] // (2 if is_gated else 1)
     y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     grid, block = _grid(y, columns)
     launch(
         _forward, grid, x, y, y if weights is None else weights.contiguous(), columns, offset, clamp or 0.0,
-        **_kind(curve, is_gated, clamp), IS_WEIGHTED=weights is not None, BLOCK=block,
+        **_kind(activation_fn, is_gated, clamp), IS_WEIGHTED=weights is not None, BLOCK=block,
     )  # fmt: skip
     return y
 
@@ -34,7 +34,7 @@ def activate_backward(
     dy: Tensor,
     x: Tensor,
     again: Tensor | None,
-    curve: str,
+    activation_fn: str,
     is_gated: bool,
     clamp: float | None,
     offset: float,
@@ -49,14 +49,14 @@ def activate_backward(
     grid, block = _grid(dy, columns)
     launch(
         _backward, grid, dy, x, dx, dx if again is None else again, columns, offset, clamp or 0.0,
-        **_kind(curve, is_gated, clamp), HAS_AGAIN=again is not None,
+        **_kind(activation_fn, is_gated, clamp), HAS_AGAIN=again is not None,
         IS_IN_PLACE=uses_up or again is not None, BLOCK=block,
     )  # fmt: skip
     return dx
 
 
 def activate_weighted_backward(
-    dy: Tensor, x: Tensor, weights: Tensor, curve: str, is_gated: bool, clamp: float | None, offset: float
+    dy: Tensor, x: Tensor, weights: Tensor, activation_fn: str, is_gated: bool, clamp: float | None, offset: float
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.activations.activate_weighted_backward`."""
     assert dy.is_contiguous()
@@ -65,7 +65,7 @@ def activate_weighted_backward(
     (num_rows, _), block = _grid(dy, dy.shape[-1])
     launch(
         _weighted_backward, (num_rows,), dy, x, weights, dx, dweights, dy.shape[-1], offset, clamp or 0.0,
-        **_kind(curve, is_gated, clamp), BLOCK=block,
+        **_kind(activation_fn, is_gated, clamp), BLOCK=block,
     )  # fmt: skip
     return dx, dweights
 
@@ -75,8 +75,8 @@ def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
     return (y.numel() // max(columns, 1), cdiv(columns, block)), block
 
 
-def _kind(curve: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
-    return {"CURVE": curve, "IS_GATED": is_gated, "HAS_CLAMP": is_gated and clamp is not None}
+def _kind(activation_fn: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
+    return {"FUNCTION": activation_fn, "IS_GATED": is_gated, "HAS_CLAMP": is_gated and clamp is not None}
 
 
 @jit
@@ -95,33 +95,33 @@ def _tanh(x):
 
 
 @jit
-def _value_and_slope(x, CURVE: tl.constexpr):
+def _value_and_derivative(x, FUNCTION: tl.constexpr):
     # One return at the end: Triton reads on behind a return that a constant decides about.
-    if CURVE == "silu":
+    if FUNCTION == "silu":
         sigmoid = 1 / (1 + tl.exp(-x))
-        value, slope = x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
-    elif CURVE == "quick_gelu":
+        value, derivative = x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+    elif FUNCTION == "quick_gelu":
         sigmoid = 1 / (1 + tl.exp(-1.702 * x))
-        value, slope = x * sigmoid, sigmoid * (1 + 1.702 * x * (1 - sigmoid))
-    elif CURVE == "gelu":
+        value, derivative = x * sigmoid, sigmoid * (1 + 1.702 * x * (1 - sigmoid))
+    elif FUNCTION == "gelu":
         share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-        value, slope = x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    elif CURVE == "gelu_tanh":
+        value, derivative = x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif FUNCTION == "gelu_tanh":
         near = _within(x, 10.0)  # where tanh is less than 1; further out x * x may be infinite
         tanh = _tanh(0.7978845608028654 * near * (1 + 0.044715 * near * near))
         inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
-        value, slope = 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
+        value, derivative = 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
     else:
-        tl.static_assert(CURVE == "squared_relu", "a curve that this kernel does not know")
+        tl.static_assert(FUNCTION == "squared_relu", "a activation_fn that this kernel does not know")
         positive = tl.where(x < 0, 0.0, x)  # a maximum would turn NaN into 0
-        value, slope = positive * positive, 2 * positive
-    return value, slope
+        value, derivative = positive * positive, 2 * positive
+    return value, derivative
 
 
 @jit
 def _forward(
     X, Y, W, columns, offset, clamp,
-    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, IS_WEIGHTED: tl.constexpr,
+    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, IS_WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -131,7 +131,7 @@ def _forward(
     x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
     if HAS_CLAMP:
         x = _at_most(x, clamp)
-    y, _ = _value_and_slope(x, CURVE)
+    y, _ = _value_and_derivative(x, FUNCTION)
     if IS_GATED:
         up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32)
         if HAS_CLAMP:
@@ -144,20 +144,20 @@ def _forward(
 
 @jit
 def _gradients(
-    dy, x, up, offset, clamp, CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr
+    dy, x, up, offset, clamp, FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr
 ):
     """Gradients of x and of up, and the activation."""
-    y, slope = _value_and_slope(_at_most(x, clamp) if HAS_CLAMP else x, CURVE)
+    y, derivative = _value_and_derivative(_at_most(x, clamp) if HAS_CLAMP else x, FUNCTION)
     if IS_GATED:
         kept = _within(up, clamp) if HAS_CLAMP else up
         dup = dy * y
-        dx = dy * (kept + offset) * slope
+        dx = dy * (kept + offset) * derivative
         if HAS_CLAMP:
             dup = tl.where(tl.abs(up) > clamp, 0.0, dup)
             dx = tl.where(x > clamp, 0.0, dx)
         y *= kept + offset
     else:
-        dx = dy * slope
+        dx = dy * derivative
         dup = dx
     return dx, dup, y
 
@@ -165,7 +165,7 @@ def _gradients(
 @jit
 def _backward(
     DY, X, DX, Y, columns, offset, clamp,
-    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_AGAIN: tl.constexpr,
+    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_AGAIN: tl.constexpr,
     IS_IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -177,7 +177,7 @@ def _backward(
     up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
     if IS_IN_PLACE:
         tl.debug_barrier()  # another thread may write where this one reads
-    dx, dup, y = _gradients(dy, x, up, offset, clamp, CURVE, IS_GATED, HAS_CLAMP)
+    dx, dup, y = _gradients(dy, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
     tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
     if IS_GATED:
         tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
@@ -188,7 +188,7 @@ def _backward(
 @jit
 def _weighted_backward(
     DY, X, W, DX, DW, columns, offset, clamp,
-    CURVE: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
+    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(W + row).to(tl.float32)
@@ -201,7 +201,7 @@ def _weighted_backward(
         dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
         up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
         tl.debug_barrier()  # the activation takes the place of dy
-        dx, dup, y = _gradients(dy * weight, x, up, offset, clamp, CURVE, IS_GATED, HAS_CLAMP)
+        dx, dup, y = _gradients(dy * weight, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
         total += tl.where(inside, dy * y, 0.0)
         tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
         if IS_GATED:

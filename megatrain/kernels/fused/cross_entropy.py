@@ -10,7 +10,7 @@ from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, t
 _BLOCK = 4096
 
 
-def row_statistics(logits: Tensor, columns: Tensor, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
+def logit_statistics(logits: Tensor, columns: Tensor, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logit, sum of exponentials less it, target's logit: fp32 [t] each, as in `kernels.softmax.Rows`."""
     assert logits.stride(1) == 1
     assert columns.is_contiguous()

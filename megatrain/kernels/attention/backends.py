@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.kernels.attention.blocks import AttentionKernel, Borders, View
-from megatrain.kernels.attention.eager import WrittenAttention
-from megatrain.kernels.attention.flash4 import flash4, order_of_sums
+from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.flash4 import determinism_options, flash4
+from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
 from megatrain.kernels.fused.launching import is_fake
 
 
@@ -24,7 +24,7 @@ def attention_kernel(backend: str, scale: float) -> AttentionKernel:
     In plans of memory FlashAttention-2 stands for Transformer Engine's kernels.
     """
     if backend == "math":
-        return WrittenAttention(scale=scale)
+        return EagerAttention(scale=scale)
     kernels: dict[str, Callable[[float], AttentionKernel]] = {
         "sdpa": CpuFlash,
         "flash4": Flash4,
@@ -45,7 +45,7 @@ class CpuFlash:
     def takes_masks(self) -> bool:
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = op(
@@ -62,7 +62,7 @@ class CpuFlash:
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (x.permute(1, 2, 0, 3) for x in (dout, q, k, v, out))
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -72,7 +72,7 @@ class CpuFlash:
         return dq, dk, dv
 
     @staticmethod
-    def _is_causal(q: Tensor, k: Tensor, view: View) -> bool:
+    def _is_causal(q: Tensor, k: Tensor, view: MaskSpec) -> bool:
         """The kernel lines the first query up with the first key."""
         is_causal = view.is_causal and view.mask is None
         assert not is_causal or q.shape[2] == k.shape[2], "a view that is not square has a mask"
@@ -89,7 +89,7 @@ class Flash2:
     def takes_masks(self) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         b = q.shape[1]
         q, k, v = (_laid(x, view.borders) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -98,7 +98,7 @@ class Flash2:
         return _unlaid(out, b), _unlaid_lse(lse, b)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         b = q.shape[1]
         dout, q, k, v, out = (_laid(x, view.borders) for x in (dout, q, k, v, out))
@@ -112,10 +112,10 @@ class Flash2:
         return dq, dk, dv
 
     @staticmethod
-    def _lengths(q: Tensor, k: Tensor, view: View) -> tuple[Tensor | None, Tensor | None, int, int]:
+    def _lengths(q: Tensor, k: Tensor, view: MaskSpec) -> tuple[Tensor | None, Tensor | None, int, int]:
         return view.borders or (None, None, q.shape[1], k.shape[1])
 
-    def _how(self, view: View) -> dict[str, Any]:
+    def _how(self, view: MaskSpec) -> dict[str, Any]:
         window = {} if view.window is None else {"window_size_left": view.window, "window_size_right": 0}
         return {"scale": self.scale, **window}
 
@@ -130,7 +130,7 @@ class CuDnn:
     def takes_masks(self) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         assert q.shape[0] == k.shape[0] or not view.is_causal, "a causal block that is not square"
         assert view.window is None, "no windows"
         assert view.borders is None, "no documents"
@@ -140,7 +140,7 @@ class CuDnn:
         return out.permute(2, 0, 1, 3), lse.squeeze(-1).permute(2, 0, 1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out = (x.permute(1, 2, 0, 3) for x in (dout, q, k, v, out))
         no_dropout = q.new_zeros((), dtype=torch.int64)
@@ -164,7 +164,7 @@ class Flash4:
     def takes_masks(self) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         s, b, n, _ = q.shape
         out = _room(q, view.borders, n)
         rows = (b, n, s) if view.borders is None else (n, b * s)
@@ -175,7 +175,7 @@ class Flash4:
         return _unlaid(out, b), _unlaid_lse(lse, b)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         if is_fake(q):  # stands in for what this kernel takes while it works
             Flash2(self.scale).backward(dout, q, k, v, out, lse, view)
@@ -186,12 +186,12 @@ class Flash4:
             dq, dk, dv = _room(q, borders, n), _room(k, borders, g), _room(k, borders, g)
         if not is_fake(q):
             q, k, v, out, dout = (_laid(x, borders) for x in (q, k, v, out, dout))
-            lse, how = _laid_lse(lse, borders), self._how(view) | order_of_sums()
+            lse, how = _laid_lse(lse, borders), self._how(view) | determinism_options()
             flash4().backward(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **how)
         dq, dk, dv = (_unlaid(x, b) for x in (dq, dk, dv))
         return dq, dk, dv
 
-    def _how(self, view: View) -> dict[str, Any]:
+    def _how(self, view: MaskSpec) -> dict[str, Any]:
         how: dict[str, Any] = {"softmax_scale": self.scale, "causal": view.is_causal}
         if view.window is not None:
             how |= {"window_size_left": view.window, "window_size_right": 0}
@@ -206,7 +206,7 @@ def _as_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if mask is None else torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
-def _room(like: Tensor, borders: Borders | None, heads: int) -> Tensor:
+def _room(like: Tensor, borders: CuSeqlens | None, heads: int) -> Tensor:
     """Memory for [s, b, heads, d], in the form that `_laid` gives."""
     s, b, _, d = like.shape
     if borders is not None:
@@ -214,7 +214,7 @@ def _room(like: Tensor, borders: Borders | None, heads: int) -> Tensor:
     return like.new_empty(s, b, heads, d).transpose(0, 1)
 
 
-def _laid(x: Tensor, borders: Borders | None) -> Tensor:
+def _laid(x: Tensor, borders: CuSeqlens | None) -> Tensor:
     """[s, b, n, d] -> [b, s, n, d], or samples end to end, [b * s, n, d]."""
     x = x.transpose(0, 1)
     return x if borders is None else x.flatten(0, 1)
@@ -225,7 +225,7 @@ def _unlaid(x: Tensor, b: int) -> Tensor:
     return (x if x.dim() == 4 else x.unflatten(0, (b, -1))).transpose(0, 1)
 
 
-def _laid_lse(lse: Tensor, borders: Borders | None) -> Tensor:
+def _laid_lse(lse: Tensor, borders: CuSeqlens | None) -> Tensor:
     """[s, b, n] -> [b, n, s], or samples end to end, [n, b * s]."""
     return (lse.permute(1, 2, 0) if borders is None else lse.permute(2, 1, 0).flatten(1)).contiguous()
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatrain.kernels.optimizer.squares import sum_of_squares
+from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 
 def parameter_norm(optimizer: ShardedOptimizer) -> Tensor:
-    """L2 norm of all main weights, one number on the device; called by all ranks."""
-    parts = [main[place] for main, place in _own_places(optimizer, optimizer.state(WEIGHT))]
+    """L2 norm of all master weights, one number on the device; called by all ranks."""
+    parts = [master[place] for master, place in _own_places(optimizer, optimizer.state(WEIGHT))]
     squares = sum_of_squares(parts, optimizer.device)
     return optimizer.parallel.sum_over_ranks(squares).sqrt()
 

@@ -1,7 +1,7 @@
 """Attention of a block of queries to a block of keys, with what it takes to join blocks: the log-sum-exp of the scores.
 
     out, lse = kernel.forward(q, k1, v1, view) ─┐
-    out, lse = kernel.forward(q, k2, v2, view) ─┴─ Joined ─> what all keys together give
+    out, lse = kernel.forward(q, k2, v2, view) ─┴─ SoftmaxMerge ─> what all keys together give
 
 The backward pass of a block gets the joined output and log-sum-exp, and so gives its share of the whole's gradients.
 Shapes: q and out [s, b, n, d], k and v [s, b, g, d], lse [s, b, n] in the wide dtype.
@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.dtypes import accumulation_dtype
 
 
-class Borders(NamedTuple):
+class CuSeqlens(NamedTuple):
     """Where documents lie in blocks whose samples lie end to end. A document may have keys and no query in a block."""
 
     queries: Tensor
@@ -33,7 +33,7 @@ class Borders(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class MaskSpec:
     """Which keys each query of a block sees: all of them, unless this says otherwise.
 
     A kernel that takes masks gets one where lengths, windows or documents ask for it; others get the rules.
@@ -43,7 +43,7 @@ class View:
     """None behind its own place. The last query (of each document) has the place of the last key."""
     window: int | None = None
     """Of a causal view: how many keys before its own; None: all."""
-    borders: Borders | None = None
+    borders: CuSeqlens | None = None
     """Only those of its own document."""
     mask: Tensor | None = None
     """True for those that it sees, bool [b or 1, 1, sq, sk], in place of all other rules."""
@@ -59,18 +59,18 @@ class AttentionKernel(Protocol):
         """Whether views are to have a mask where causal blocks are not square, and for windows and documents."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp; of a query that sees no key, 0 and -inf."""
         ...
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: View
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, view: MaskSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's share of the gradients of q, k and v; `out` and `lse` are those of all blocks joined."""
         ...
 
 
-class Joined:
+class SoftmaxMerge:
     """What queries got from the blocks of keys so far. Each query sees a key of the first block.
 
     Attributes:
@@ -85,7 +85,7 @@ class Joined:
     def add(self, out: Tensor, lse: Tensor, rows: slice = slice(None)) -> None:
         """Another block, for these rows of the queries."""
         if not self._is_own:
-            self.out, self.lse = self.out.to(wide(self.out.dtype), copy=True), self.lse.clone()
+            self.out, self.lse = self.out.to(accumulation_dtype(self.out.dtype), copy=True), self.lse.clone()
             self._is_own = True
         known = self.lse[rows]
         self.out[rows] = self.out[rows].lerp(out.to(self.out.dtype), torch.sigmoid(lse - known).unsqueeze(-1))

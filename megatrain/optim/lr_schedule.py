@@ -1,4 +1,4 @@
-"""What moves over a run, as functions of the samples consumed before the step: learning rates and weight decay.
+"""What moves over a run, as functions of the samples consumed before the step: learning hyperparams and weight decay.
 
     init ── warm-up ──> peak ── decay ──> floor           start ── increase ──> end
           learning rate (of each group)                         weight decay
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.derive.lr_groups import ParamKind
+from megatrain.config.derive.lr_schedule import ParamKind
 
 DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
@@ -22,7 +22,7 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearningRate:
+class LrSchedule:
     """Counted in samples."""
 
     style: DecayStyle
@@ -62,7 +62,7 @@ class LearningRate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightDecay:
+class WeightDecaySchedule:
     """Counted in samples. It may increase over a run."""
 
     style: IncreaseStyle
@@ -80,7 +80,7 @@ class WeightDecay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class Hyperparams:
     """The numbers of one step that schedules give."""
 
     lr: float
@@ -89,36 +89,36 @@ class Rates:
     """Of the parameters that decay."""
     by_kind: Mapping[ParamKind, float] = field(default_factory=dict)
     """Of kinds of parameters with a rate of their own."""
-    eps_shares: Mapping[ParamKind, float] = field(default_factory=dict)
+    eps_scales: Mapping[ParamKind, float] = field(default_factory=dict)
     """What Adam's eps is multiplied with, for kinds where this is not 1."""
 
     def of(self, kind: ParamKind) -> float:
         """Learning rate of a kind of parameters."""
         return self.by_kind.get(kind, self.lr)
 
-    def eps_share_of(self, kind: ParamKind) -> float:
+    def eps_scale_of(self, kind: ParamKind) -> float:
         """What Adam's eps is multiplied with for a kind of parameters."""
-        return self.eps_shares.get(kind, 1.0)
+        return self.eps_scales.get(kind, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedules:
+class HyperparamSchedules:
     """All that moves over a run."""
 
-    lr: LearningRate
-    weight_decay: WeightDecay
-    by_kind: Mapping[ParamKind, LearningRate] = field(default_factory=dict)
+    lr: LrSchedule
+    weight_decay: WeightDecaySchedule
+    by_kind: Mapping[ParamKind, LrSchedule] = field(default_factory=dict)
     """Of kinds of parameters with a rate of their own."""
-    eps_shares: Mapping[ParamKind, float] = field(default_factory=dict)
+    eps_scales: Mapping[ParamKind, float] = field(default_factory=dict)
     """What Adam's eps is multiplied with, for kinds where this is not 1; it does not move."""
 
-    def at(self, samples: int) -> Rates:
-        """The rates of the step that starts after `samples` samples of steps that were made."""
-        return Rates(
+    def at(self, samples: int) -> Hyperparams:
+        """The hyperparams of the step that starts after `samples` samples of steps that were made."""
+        return Hyperparams(
             lr=self.lr.at(samples),
             weight_decay=self.weight_decay.at(samples),
             by_kind={kind: rate.at(samples) for kind, rate in self.by_kind.items()},
-            eps_shares=self.eps_shares,
+            eps_scales=self.eps_scales,
         )
 
 

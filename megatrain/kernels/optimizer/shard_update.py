@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Run:
+class HyperparamRange:
     """Neighbouring elements, `start` to `stop`, with rates of their own."""
 
     start: int
     stop: int
     lr: float
     weight_decay: float
-    eps_share: float = 1.0
+    eps_scale: float = 1.0
     """What Adam's eps is multiplied with."""
 
     @property
@@ -29,18 +29,18 @@ class FlatUpdate:
     """One step of one shard, but for what a rule keeps beside the weights.
 
     Attributes:
-        main: the wide weights, updated in place.
+        master: the wide weights, updated in place.
         grad: in the same dtype, or a narrower one.
-        weight: gets the new `main` in its own dtype; it may be `main` itself.
+        weight: gets the new `master` in its own dtype; it may be `master` itself.
         runs: tile the shard, in order.
-        grad_scale: what gradients are multiplied with first: one number on their device, in the dtype of `main`.
+        grad_scale: what gradients are multiplied with first: one number on their device, in the dtype of `master`.
         is_finite: one truth value there; where it is false, nothing changes.
     """
 
-    main: Tensor
+    master: Tensor
     grad: Tensor
     weight: Tensor
-    runs: tuple[Run, ...]
+    runs: tuple[HyperparamRange, ...]
     grad_scale: Tensor
     is_finite: Tensor
 
@@ -49,7 +49,7 @@ class FlatUpdate:
         runs = (run for run in self.runs if run.stop > border)
         return dataclasses.replace(
             self,
-            main=self.main[border:],
+            master=self.master[border:],
             grad=self.grad[border:],
             weight=self.weight[border:],
             runs=tuple(
@@ -59,6 +59,6 @@ class FlatUpdate:
         )
 
     @property
-    def is_main_apart(self) -> bool:
+    def has_separate_weight(self) -> bool:
         """Whether `weight` has memory of its own."""
-        return self.weight.data_ptr() != self.main.data_ptr()
+        return self.weight.data_ptr() != self.master.data_ptr()

@@ -21,7 +21,7 @@ _ALIGNMENT = 8
 """Elements: widths are multiples of it where a single kernel does all groups."""
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Each row times the weight of its group.
 
     Args:
@@ -39,7 +39,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def grouped_product_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Gradient of x: [r, o] -> [r, i]."""
     if _is_one_kernel(weight):
         return _grouped(dy, weight, ends)

@@ -3,7 +3,7 @@
     logits ──> largest, sum of exponentials, target          (what ranks need of one another)
            ──> share * softmax - minus * onehot              (in the memory of the logits, on GPUs)
 
-On GPUs logits stay in their own dtype, and each line is one fused kernel; the references here compute in `wide(dtype)`.
+On GPUs logits stay in their own dtype, and each line is one fused kernel; the references here compute in `accumulation_dtype(dtype)`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatrain.kernels.dtypes import wide
-from megatrain.kernels.fused import softmax as fused
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.fused import cross_entropy as fused
 from megatrain.kernels.fused.launching import is_fused
 
 
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     """Logit of the label's column, 0 where it is not here."""
 
 
-def row_statistics(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
+def logit_statistics(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
     """Look at rows once; uses up `logits`.
 
     Args:
@@ -39,11 +39,11 @@ def row_statistics(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
         columns: of the labels, [t]; -1 where a label is not here.
     """
     if is_fused(logits):
-        return Rows(logits, *fused.row_statistics(logits, columns, num_real))
-    return row_statistics_reference(logits, columns, num_real)
+        return Rows(logits, *fused.logit_statistics(logits, columns, num_real))
+    return logit_statistics_reference(logits, columns, num_real)
 
 
-def rows_gradient(
+def cross_entropy_backward(
     rows: Rows,
     log_sums: Tensor,
     columns: Tensor,
@@ -61,12 +61,12 @@ def rows_gradient(
     if is_fused(rows.values):
         fused.write_gradient(rows.values, log_sums, columns, share, minus, num_real)
         return rows.values.to(dtype)
-    return rows_gradient_reference(rows, log_sums, columns, share, minus, dtype)
+    return cross_entropy_backward_reference(rows, log_sums, columns, share, minus, dtype)
 
 
-def row_statistics_reference(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
+def logit_statistics_reference(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
     """The same, written out."""
-    values = logits.to(wide(logits.dtype))
+    values = logits.to(accumulation_dtype(logits.dtype))
     values[:, num_real:] = float("-inf")
     largest = values.max(dim=-1).values.clamp(min=torch.finfo(values.dtype).min)
     targets = values.gather(1, columns.clamp(min=0)[:, None]).squeeze(1).masked_fill(columns < 0, 0)
@@ -74,7 +74,7 @@ def row_statistics_reference(logits: Tensor, columns: Tensor, num_real: int) -> 
     return Rows(exponentials, largest, exponentials.sum(dim=-1), targets)
 
 
-def rows_gradient_reference(
+def cross_entropy_backward_reference(
     rows: Rows, log_sums: Tensor, columns: Tensor, share: Tensor, minus: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The same, written out."""

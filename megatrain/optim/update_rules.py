@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
-from megatrain.kernels.optimizer.flat import FlatUpdate
 from megatrain.kernels.optimizer.sgd import sgd
+from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
 
 class UpdateRule(Protocol):
@@ -18,7 +18,7 @@ class UpdateRule(Protocol):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of what is kept for each element beside the main weight, as checkpoints have them."""
+        """Names of what is kept for each element beside the master weight, as checkpoints have them."""
 
     def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:
         """Update a shard, and what is kept for it, in place. `step` counts from 1."""

@@ -18,8 +18,9 @@ import torch
 
 from megatrain.parallel.buffers import Shard
 from megatrain.parallel.collectives import gather_json
-from megatrain.parallel.grid import Family, RankGrid, RankGroup
+from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Box, ParamLayout, Piece, box_shape
+from megatrain.parallel.rank_lists import Family
 
 
 @dataclass(frozen=True)
