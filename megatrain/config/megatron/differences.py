@@ -1,7 +1,7 @@
-"""Where megatrain differs from Megatron-LM: defaults, flags without a setting. Told at start, and made into a page.
+"""Differences from Megatron-LM: other defaults, and flags that are not settings.
 
-DIFFERENT_DEFAULTS ──> a note in the plan of each run that has one of them
-                  └──> docs/differences.md, with all that `megatron_table.py` says
+DIFFERENT_DEFAULTS ──> a note in the plan of every run that uses one
+                  └──> docs/differences.md, with the answers of `flag_table.py`
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,106 +15,105 @@ from megatrain.config.schema.tree import flag_of, settings
 
 @dataclass(frozen=True)
 class DifferentDefault:
-    """A default that is not Megatron-LM's."""
+    """A default that differs from Megatron-LM's."""
 
     path: str
-    there: str
-    """Megatron-LM's."""
-    why: str
-    only_with: str | None = None
-    """The setting without which this one plays no role."""
-    is_told: bool = True
-    """Whether the plan names it; not where another note does."""
-    is_of_replicas: bool = False
-    """Whether it plays a role with data parallelism alone."""
+    megatron_default: str
+    reason: str
+    requires: str | None = None
+    """The setting without which this one has no effect."""
+    is_noted: bool = True
+    """True: the plan has a note about it."""
+    requires_replicas: bool = False
+    """True: it has an effect only with data parallelism."""
 
 
 DIFFERENT_DEFAULTS: Final = (
     DifferentDefault(
-        "model.transformer_impl", "transformer_engine", "it runs everywhere, without another library"
+        "model.transformer_impl", "transformer_engine", "it runs on every device without another library"
     ),
     DifferentDefault(
         "model.num_query_groups",
         "1",
-        "one for each query head, so that --group-query-attention alone changes nothing; 1 is multi-query attention",
-        only_with="model.group_query_attention",
+        "one per query head, so that --group-query-attention alone has no effect; 1 is multi-query attention",
+        requires="model.group_query_attention",
     ),
     DifferentDefault(
-        "parallel.use_distributed_optimizer", "off", "it saves memory and changes no result (ZeRO-1)"
+        "parallel.use_distributed_optimizer", "off", "it saves memory without changing results (ZeRO-1)"
     ),
     DifferentDefault(
         "parallel.data_parallel_sharding_strategy",
         "optim_grads_params",
-        "there without effect but with --use-megatron-fsdp, with which it is the same here",
-        is_told=False,
+        "in Megatron-LM it requires --use-megatron-fsdp, with which the defaults are equal",
+        is_noted=False,
     ),
     DifferentDefault(
         "parallel.overlap_grad_reduce",
         "off",
-        "it hides communication and changes no bit of the result",
-        is_of_replicas=True,
+        "it hides communication; results are bitwise equal",
+        requires_replicas=True,
     ),
     DifferentDefault(
         "parallel.overlap_param_gather",
         "off",
-        "it hides communication and changes no bit of the result",
-        is_of_replicas=True,
+        "it hides communication; results are bitwise equal",
+        requires_replicas=True,
     ),
     DifferentDefault(
         "parallel.distributed_backend",
         "nccl",
-        "nccl on GPUs, gloo on CPUs, which nccl cannot use",
-        is_told=False,
+        "nccl on GPUs; gloo on CPUs, which nccl does not support",
+        is_noted=False,
     ),
     DifferentDefault(
         "parallel.cp_comm_type",
         "p2p",
-        "p2p; all_gather with windows or documents",
-        is_told=False,
+        "p2p; all_gather with sliding windows or document masks",
+        is_noted=False,
     ),
     DifferentDefault(
         "data.data_cache_path",
         "cache/GPTDataset_indices",
-        "files of a format of its own, beside the first dataset in `index_cache`",
-        only_with="data.data_path",
+        "`index_cache` next to the first dataset; the files have a different format",
+        requires="data.data_path",
     ),
 )
 
 
 def default_differences(plan: Plan) -> Iterator[str]:
-    """One note for all defaults of this run that are not Megatron-LM's; none where the user gave those values."""
+    """Yield one note about the defaults of this run that differ from Megatron-LM's and that the user did not set."""
     found = []
     for different in DIFFERENT_DEFAULTS:
         value = _shown(plan.config.get(different.path))
         is_given = plan.origins[different.path].kind in ("flag", "yaml")
-        plays_a_role = different.only_with is None or bool(plan.config.get(different.only_with))
-        plays_a_role &= not different.is_of_replicas or plan.derived.data_parallel_size > 1
-        if different.is_told and plays_a_role and not is_given and value != different.there:
-            found.append(f"{flag_of(different.path)} {value} (there: {different.there})")
+        has_effect = different.requires is None or bool(plan.config.get(different.requires))
+        has_effect &= not different.requires_replicas or plan.derived.data_parallel_size > 1
+        if different.is_noted and has_effect and not is_given and value != different.megatron_default:
+            found.append(f"{flag_of(different.path)} {value} (Megatron-LM: {different.megatron_default})")
     if found:
-        yield f"defaults that are not Megatron-LM's: {', '.join(found)}; docs/differences.md says why"
+        yield f"defaults that differ from Megatron-LM: {', '.join(found)}; docs/differences.md has the reasons"
 
 
 def docs_differences() -> str:
-    """The page of differences, in Markdown."""
-    here = {setting.path: setting for setting in settings()}
+    """Return docs/differences.md."""
+    by_path = {setting.path: setting for setting in settings()}
     flags = megatron_flags().values()
     lines = [
         "# Differences from Megatron-LM's command line",
         "",
-        "Made from `megatrain/config/` by `docs_differences()`: change it there. A flag means what it means in Megatron-LM",
-        "(core 0.20.0); [configuration.md](configuration.md) has all that are settings, [data.md](data.md) and",
-        "[architecture.md](architecture.md) what else differs.",
+        "Generated from `megatrain/config/` by `docs_differences()`: edit it there. A flag has the same meaning as in",
+        "Megatron-LM (core 0.20.0). [configuration.md](configuration.md) lists the settings; [data.md](data.md) and",
+        "[architecture.md](architecture.md) describe other differences.",
         "",
         "## Defaults",
         "",
-        "All others are Megatron-LM's. The plan that is printed at start names those of this list that a run has.",
+        "All other defaults are equal. The plan printed at start names those of this list that affect the run.",
         "",
-        "| flag | here | Megatron-LM | why |",
+        "| flag | megatrain | Megatron-LM | reason |",
         "|---|---|---|---|",
     ]
     lines += [
-        f"| `{flag_of(item.path)}` | {_shown(here[item.path].default).lower()} | {item.there} | {item.why} |"
+        f"| `{flag_of(item.path)}` | {_shown(by_path[item.path].default).lower()} | {item.megatron_default} | {item.reason} |"
         for item in DIFFERENT_DEFAULTS
     ]
     lines += ["", "## Other names", "", "| flag | stands for |", "|---|---|"]
@@ -124,12 +123,12 @@ def docs_differences() -> str:
     ]
     lines += [
         "",
-        "## Accepted without a setting",
+        "## Ignored",
         "",
-        "On here anyway, or without meaning here. The plan has a note for each that is given; values other than those shown",
-        "are refused.",
+        "megatrain always does what these flags ask for, or they have no meaning here. The plan has a note about each that is",
+        "given. Values other than those shown are refused.",
         "",
-        "| flags | because |",
+        "| flags | reason |",
         "|---|---|",
     ]
     lines += _rows(flag for flag in flags if flag.answer.kind == "accepted")
@@ -137,9 +136,9 @@ def docs_differences() -> str:
         "",
         "## Refused",
         "",
-        "Each is refused by name. A value that is shown is accepted: it asks for what is here.",
+        "Each is refused by name. A value that is shown is accepted, since it asks for the behavior of megatrain.",
         "",
-        "| flags | because | remedy |",
+        "| flags | reason | remedy |",
         "|---|---|---|",
     ]
     lines += _rows(flag for flag in flags if flag.answer.kind == "refused")
@@ -147,7 +146,7 @@ def docs_differences() -> str:
 
 
 def _rows(flags: Iterable[MegatronFlag]) -> list[str]:
-    """A row for each answer."""
+    """Return one table row per answer."""
     by_answer: dict[str, list[MegatronFlag]] = {}
     for flag in flags:
         by_answer.setdefault(flag.answer.flags, []).append(flag)

@@ -1,10 +1,16 @@
-"""Megatron-LM's flags that are no settings here: each is accepted with a line that says why, or refused with a remedy.
+"""Answers to Megatron-LM's flags that are not settings: a note if the flag is ignored, a problem if it is refused.
 
-    --use-mcore-models          note: --use-mcore-models: there is one model definition here
-    --wgrad-deferral-limit 0    note: --wgrad-deferral-limit 0: as it is here; overlap ... is not there yet
-    --wgrad-deferral-limit 4    problem: --wgrad-deferral-limit 4: overlap of communication ... is not there yet
+    --use-mcore-models          note: --use-mcore-models is ignored: megatrain has one model definition
+    --wgrad-deferral-limit 0    note: --wgrad-deferral-limit 0 has no effect: overlapping ... is not supported
+    --wgrad-deferral-limit 4    problem: --wgrad-deferral-limit 4: overlapping ... is not supported
 
-The flags are in `megatron_table.py`, by answer. A setting of the same name wins over its line there.
+Notation of the flags in the tables (`flag_table.py`); a setting of the same name takes precedence over its entry:
+
+    --name            a switch: accepted if the answer is `accepted`
+    --name=           one value; every value is refused
+    --name=a|b        one value; a and b are accepted because they ask for the behavior of megatrain, others are refused
+    --name=*          one value; every value is accepted
+    --name=+...       the same with several values; `a,b` stands for `a b`
 """
 
 import functools
@@ -13,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatrain.config.errors import Problem
-from megatrain.config.megatron.answers import Alias, Answer
+from megatrain.config.megatron.answer import Alias, Answer
 from megatrain.config.megatron.flag_table import ALIASES, ANSWERS
 from megatrain.config.schema.tree import near_name, settings
 
@@ -22,22 +28,23 @@ _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 @dataclass(frozen=True)
 class MegatronFlag:
-    """A flag of Megatron-LM's that is no setting."""
+    """A flag of Megatron-LM that is not a setting."""
 
     flag: str
     takes: Literal["nothing", "one", "several"]
     accepted: tuple[str, ...] | None
-    """Values that are accepted; of several words, joined by commas. None: whatever is given."""
+    """Accepted values, several words joined by commas; None: every value."""
     answer: Answer
 
 
 @dataclass(frozen=True)
-class AskedFlag:
-    """Such a flag as a user gave it. `place`: `file:line: ` of a YAML file, or nothing."""
+class GivenFlag:
+    """A flag of Megatron-LM as the user gave it."""
 
     flag: MegatronFlag
     words: tuple[str, ...]
     place: str = ""
+    """`file:line: ` in a YAML file; empty on the command line."""
 
     def __str__(self) -> str:
         if self.place:
@@ -47,15 +54,15 @@ class AskedFlag:
 
 @functools.cache
 def megatron_flags() -> dict[str, MegatronFlag]:
-    """All of them, by flag."""
-    flags = [_flag(word, answer) for answer in ANSWERS for word in answer.flags.split()]
+    """Return the flags of all tables that are neither settings nor aliases, by flag."""
+    flags = [_parse_entry(word, answer) for answer in ANSWERS for word in answer.flags.split()]
     taken = {*_flags_of_settings(), *aliases()}
     return {flag.flag: flag for flag in flags if flag.flag not in taken}
 
 
 @functools.cache
 def aliases() -> dict[str, Alias]:
-    """Other names of settings, by flag. Megatron-LM has `--disable-x` beside `--no-x`."""
+    """Return the other names of settings, by flag. Megatron-LM accepts `--disable-x` as well as `--no-x`."""
     switches = {f"--disable-{setting.flag[2:]}": setting for setting in settings() if setting.kind is bool}
     in_table = {word for answer in ANSWERS for word in answer.flags.split()}
     disabling = {flag: Alias(switches[flag].path, "false") for flag in sorted(in_table & switches.keys())}
@@ -63,14 +70,14 @@ def aliases() -> dict[str, Alias]:
     return {flag: alias for flag, alias in {**ALIASES, **disabling}.items() if flag not in taken}
 
 
-def asked_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str = "") -> AskedFlag:
-    """The flag with the words given after it. `value` None: no word."""
+def given_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str = "") -> GivenFlag:
+    """Return the flag with its values; `value` None means that there are none."""
     words = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    return AskedFlag(flag, words, place)
+    return GivenFlag(flag, words, place)
 
 
-def near_flag(word: str) -> str | None:
-    """The flag that a mistyped one was most likely meant to be. One that is refused must be very like it."""
+def closest_flag(word: str) -> str | None:
+    """Return the flag that a mistyped one most likely means. Refused flags must be more similar than others."""
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
     helpful |= {name for name, flag in megatron_flags().items() if flag.answer.kind == "accepted"}
     near = near_name(word, helpful)
@@ -78,19 +85,19 @@ def near_flag(word: str) -> str | None:
     return near_name(word, filter(None, (near, refused)))
 
 
-def answers(asked: Iterable[AskedFlag]) -> tuple[list[str], list[Problem]]:
-    """Notes about flags that are accepted, and problems of those that are not: one for all that share an answer."""
+def answers(given: Iterable[GivenFlag]) -> tuple[list[str], list[Problem]]:
+    """Return the notes about accepted flags and the problems of refused ones. Flags with the same answer share one."""
     notes: dict[str, list[str]] = {}
     problems: dict[tuple[str, str], list[str]] = {}
-    for item in asked:
-        told = _answer(item)
-        if isinstance(told, Problem):
-            problems.setdefault((told.text, told.fix), []).append(str(item))
+    for item in given:
+        answer = _answer(item)
+        if isinstance(answer, Problem):
+            problems.setdefault((answer.text, answer.fix), []).append(str(item))
         else:
-            notes.setdefault(told, []).append(str(item))
+            notes.setdefault(answer, []).append(str(item))
     return (
-        [f"{', '.join(said)}{text}" for text, said in notes.items()],
-        [Problem(f"{', '.join(said)}{text}", fix) for (text, fix), said in problems.items()],
+        [f"{', '.join(flags)}{text}" for text, flags in notes.items()],
+        [Problem(f"{', '.join(flags)}{text}", fix) for (text, fix), flags in problems.items()],
     )
 
 
@@ -99,8 +106,7 @@ def _flags_of_settings() -> set[str]:
     return {setting.flag for setting in settings()} | switches
 
 
-def _flag(word: str, answer: Answer) -> MegatronFlag:
-    """`--switch`, `--name=` and what is accepted of its one value, `--name=+` and the same of several (see the table)."""
+def _parse_entry(word: str, answer: Answer) -> MegatronFlag:
     name, sign, values = word.partition("=")
     if not sign:
         return MegatronFlag(name, "nothing", () if answer.kind == "refused" else None, answer)
@@ -111,31 +117,31 @@ def _flag(word: str, answer: Answer) -> MegatronFlag:
     )
 
 
-def _answer(asked: AskedFlag) -> str | Problem:
-    """A note or a problem, to be put behind the flag."""
-    flag, text = asked.flag, ",".join(" ".join(asked.words).split())
+def _answer(given: GivenFlag) -> str | Problem:
+    """Return a note or a problem whose text follows the flag."""
+    flag, text = given.flag, ",".join(" ".join(given.words).split())
     if text == "null" or (flag.takes == "nothing" and text.lower() in _FALSE):
-        return ": as if it were left out"
+        return " has no effect"
     if flag.takes == "nothing" and text and text.lower() not in _TRUE:
-        return Problem(" has a value, and takes none", f"use {flag.flag} alone, or leave it out")
+        return Problem(" has a value, but the flag takes none", f"use {flag.flag} alone, or remove it")
     is_missing = flag.takes != "nothing" and not text
     if is_missing and flag.accepted != ():
-        return Problem(" has no value", f"give {flag.flag} a value, or leave it out")
-    is_accepted = flag.accepted is None or any(_is_same(text, value) for value in flag.accepted)
+        return Problem(" has no value", f"give {flag.flag} a value, or remove it")
+    is_accepted = flag.accepted is None or any(_is_equal(text, value) for value in flag.accepted)
     if flag.answer.kind == "refused" and not is_accepted:
         return Problem(f": {flag.answer.text}", flag.answer.instead)
     if flag.answer.kind == "refused":
-        return f": as it is here; {flag.answer.text}"
+        return f" has no effect: {flag.answer.text}"
     if is_accepted:
-        return f": {flag.answer.text}"
+        return f" is ignored: {flag.answer.text}"
     values = " or ".join(flag.accepted or ()).replace(",", " ")
     return Problem(
-        f" is not to be had: {flag.answer.text}", flag.answer.instead or f"use {flag.flag} {values}"
+        f" is not supported: {flag.answer.text}", flag.answer.instead or f"use {flag.flag} {values}"
     )
 
 
-def _is_same(text: str, value: str) -> bool:
-    """Equal as numbers where both are numbers."""
+def _is_equal(text: str, value: str) -> bool:
+    """Compare as numbers if both are numbers."""
     try:
         return float(text) == float(value)
     except ValueError:

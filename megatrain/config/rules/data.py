@@ -5,11 +5,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.blends import parse_blend
-from megatrain.config.derive.splits import SPLIT_NAMES, require_sequences, split_shares
+from megatrain.config.derive.datasets import SPLIT_NAMES, parse_blend, require_sequences, split_fractions
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.plan import Draft
+from megatrain.config.schema.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
 from megatrain.config.schema.tree import flag_of
+
+Problems = Iterator[Problem]
 
 LARGEST_SEED: Final = 2**32 - 1
 """Of the generator that shuffles."""
@@ -23,7 +25,7 @@ def given_sources(draft: Draft) -> list[str]:
     return [path for path in _SOURCES if draft.config.get(path)]
 
 
-def data_has_one_source(draft: Draft) -> Iterator[Problem]:
+def data_has_one_source(draft: Draft) -> Problems:
     given = given_sources(draft)
     if not given:
         yield Problem(
@@ -57,7 +59,7 @@ def data_has_one_source(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def blends_have_positive_weights(draft: Draft) -> Iterator[Problem]:
+def blends_have_positive_weights(draft: Draft) -> Problems:
     for path in ("data.data_path", *_APART):
         try:
             parse_blend(draft.config.get(path), flag_of(path))
@@ -65,7 +67,7 @@ def blends_have_positive_weights(draft: Draft) -> Iterator[Problem]:
             yield from error.problems
 
 
-def split_has_up_to_three_shares(draft: Draft) -> Iterator[Problem]:
+def split_is_valid(draft: Draft) -> Problems:
     split = draft.config.data.split
     words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
     fix = "give up to three shares for training, validation and test, such as --split 969,30,1"
@@ -79,18 +81,18 @@ def split_has_up_to_three_shares(draft: Draft) -> Iterator[Problem]:
         yield Problem(f"--split {split!r} holds too large a number", fix)
 
 
-def splits_hold_sequences(draft: Draft) -> Iterator[Problem]:
+def splits_hold_sequences(draft: Draft) -> Problems:
     shared = {
         dataset.prefix: dataset.num_sequences for dataset in draft.facts.datasets if dataset.split == "all"
     }
-    if not shared or list(split_has_up_to_three_shares(draft)):
+    if not shared or list(split_is_valid(draft)):
         return
     split = draft.config.data.split
     plans = (draft.derived.train_plan, draft.derived.valid_plan, draft.derived.test_plan)
     # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
     is_asked = [
         plan != (0,) and (share > 0 or name == "train")
-        for name, share, plan in zip(SPLIT_NAMES, split_shares(split), plans, strict=True)
+        for name, share, plan in zip(SPLIT_NAMES, split_fractions(split), plans, strict=True)
     ]
     try:
         require_sequences(split, shared, is_asked)
@@ -98,7 +100,7 @@ def splits_hold_sequences(draft: Draft) -> Iterator[Problem]:
         yield from error.problems
 
 
-def weights_have_a_number_to_share_out(draft: Draft) -> Iterator[Problem]:
+def full_validation_excludes_weights(draft: Draft) -> Problems:
     weighted = any(
         dataset.weight is not None and dataset.split in ("all", "valid") for dataset in draft.facts.datasets
     )
@@ -109,7 +111,7 @@ def weights_have_a_number_to_share_out(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def validation_sets_are_apart(draft: Draft) -> Iterator[Problem]:
+def validation_sets_are_separate(draft: Draft) -> Problems:
     data = draft.config.data
     if not data.multiple_validation_sets:
         return
@@ -125,7 +127,7 @@ def validation_sets_are_apart(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def one_rule_says_where_documents_end(draft: Draft) -> Iterator[Problem]:
+def document_ends_have_one_source(draft: Draft) -> Problems:
     data = draft.config.data
     if data.dataloader_inter_document_masking and (data.reset_attention_mask or data.reset_position_ids):
         yield Problem(
@@ -135,7 +137,7 @@ def one_rule_says_where_documents_end(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def shuffles_have_a_seed(draft: Draft) -> Iterator[Problem]:
+def seed_is_in_range(draft: Draft) -> Problems:
     derived, seed = draft.derived, draft.config.training.seed
     plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
     most = LARGEST_SEED - max(map(len, plans)) + 1  # each further plan takes the next one
@@ -143,7 +145,7 @@ def shuffles_have_a_seed(draft: Draft) -> Iterator[Problem]:
         yield Problem(f"--seed {seed} is too large to shuffle data by", f"use a number from 0 to {most}")
 
 
-def sharding_is_about_cycles(draft: Draft) -> Iterator[Problem]:
+def no_data_sharding_requires_cyclic(draft: Draft) -> Problems:
     data = draft.config.data
     if data.no_data_sharding and data.dataloader_type != "cyclic":
         yield Problem(
@@ -152,14 +154,54 @@ def sharding_is_about_cycles(draft: Draft) -> Iterator[Problem]:
         )
 
 
-DATA_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+def vocabulary_is_known(draft: Draft) -> Problems:
+    tokenizer, facts = draft.config.tokenizer, draft.facts
+    is_size_alone = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
+    if is_size_alone and tokenizer.vocab_size is not None and draft.config.data.mock_data:
+        return
+    problems = list(tokenizer_problems(tokenizer))
+    yield from problems
+    is_read = facts.vocab_size is not None or tokenizer.tokenizer_type == "NullTokenizer"
+    if not (problems or is_read or facts.data_problems):
+        yield Problem(
+            f"--tokenizer-type {tokenizer.tokenizer_type}: the size of its vocabulary is not known",
+            "check that its files can be read",
+        )
+
+
+def end_of_document_is_known(draft: Draft) -> Problems:
+    data = draft.config.data
+    needs = {
+        "--eod-mask-loss": data.eod_mask_loss,
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--mock-data": data.mock_data,
+    }
+    for flag, is_on in needs.items():
+        if is_on and draft.derived.eod_id is None:
+            yield missing_end_of_document(draft.config.tokenizer, needed_by=flag)
+
+
+def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
+    rows, vocabulary = draft.config.model.padded_vocab_size, draft.derived.vocab_size
+    if rows < vocabulary:
+        yield Problem(
+            f"--padded-vocab-size {rows} is too small for {vocabulary} tokens",
+            "leave --padded-vocab-size out (or auto): it is derived then",
+        )
+
+
+DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     data_has_one_source,
     blends_have_positive_weights,
-    split_has_up_to_three_shares,
+    split_is_valid,
     splits_hold_sequences,
-    weights_have_a_number_to_share_out,
-    validation_sets_are_apart,
-    one_rule_says_where_documents_end,
-    shuffles_have_a_seed,
-    sharding_is_about_cycles,
+    full_validation_excludes_weights,
+    validation_sets_are_separate,
+    document_ends_have_one_source,
+    seed_is_in_range,
+    no_data_sharding_requires_cyclic,
+    vocabulary_is_known,
+    end_of_document_is_known,
+    padded_vocabulary_holds_all_tokens,
 )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.patterns import PatternError, layers_with_experts
+from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.schema.experts import ExpertsConfig
@@ -33,12 +33,12 @@ def expert_settings_have_an_effect(draft: Draft) -> Problems:
         )
 
 
-def layers_with_experts_are_understood(draft: Draft) -> Problems:
+def expert_layers_are_valid(draft: Draft) -> Problems:
     experts, model = draft.config.experts, draft.config.model
     if experts.num_experts is None:
         return
     try:
-        found = layers_with_experts(experts.moe_layer_freq, model.num_layers)
+        found = parse_expert_pattern(experts.moe_layer_freq, model.num_layers)
     except PatternError as error:
         yield Problem(
             f"--moe-layer-freq: {error}",
@@ -61,7 +61,7 @@ def experts_have_a_width(draft: Draft) -> Problems:
         )
 
 
-def tokens_have_enough_experts(draft: Draft) -> Problems:
+def topk_fits_num_experts(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.num_experts is not None and experts.moe_router_topk > experts.num_experts:
         yield Problem(
@@ -70,7 +70,7 @@ def tokens_have_enough_experts(draft: Draft) -> Problems:
         )
 
 
-def one_expert_needs_a_weight(draft: Draft) -> Problems:
+def top1_routing_has_a_gradient(draft: Draft) -> Problems:
     experts = draft.config.experts
     if (
         experts.num_experts is not None
@@ -86,7 +86,7 @@ def one_expert_needs_a_weight(draft: Draft) -> Problems:
         )
 
 
-def expert_groups_fit(draft: Draft) -> Problems:
+def expert_groups_are_valid(draft: Draft) -> Problems:
     experts = draft.config.experts
     num, groups, best = experts.num_experts, experts.moe_router_num_groups, experts.moe_router_group_topk
     if num is None or (groups is None and best is None):
@@ -118,7 +118,7 @@ def expert_groups_fit(draft: Draft) -> Problems:
         )
 
 
-def pre_softmax_is_for_softmax(draft: Draft) -> Problems:
+def pre_softmax_requires_softmax(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.moe_router_pre_softmax and experts.moe_router_score_function != "softmax":
         yield Problem(
@@ -127,7 +127,7 @@ def pre_softmax_is_for_softmax(draft: Draft) -> Problems:
         )
 
 
-def balancing_is_known(draft: Draft) -> Problems:
+def load_balancing_is_valid(draft: Draft) -> Problems:
     experts = draft.config.experts
     kinds, factors = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
     unknown = [kind for kind in kinds if kind not in BALANCING]
@@ -160,7 +160,7 @@ def balancing_is_known(draft: Draft) -> Problems:
         )
 
 
-def bias_is_for_sigmoid(draft: Draft) -> Problems:
+def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.moe_router_enable_expert_bias and experts.moe_router_score_function == "softmax":
         yield Problem(
@@ -175,7 +175,7 @@ def bias_is_for_sigmoid(draft: Draft) -> Problems:
         )
 
 
-def sinkhorn_stands_alone(draft: Draft) -> Problems:
+def sinkhorn_settings_have_an_effect(draft: Draft) -> Problems:
     experts = draft.config.experts
     if "sinkhorn" not in experts.moe_router_load_balancing_type:
         return
@@ -228,7 +228,7 @@ def shared_expert_has_a_size(draft: Draft) -> Problems:
         )
 
 
-def dispatcher_is_there(draft: Draft) -> Problems:
+def dispatcher_is_supported(draft: Draft) -> Problems:
     if draft.config.experts.moe_token_dispatcher_type == "flex":  # noqa: S105 (no password)
         yield Problem(
             "--moe-token-dispatcher-type flex stands for libraries (DeepEP, HybridEP) that are not used here",
@@ -243,7 +243,7 @@ def experts_have_no_biases(draft: Draft) -> Problems:
         )
 
 
-def experts_go_with_layers_alike(draft: Draft) -> Problems:
+def experts_require_uniform_layers(draft: Draft) -> Problems:
     model, experts = draft.config.model, draft.config.experts
     if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:
         yield Problem(
@@ -252,7 +252,7 @@ def experts_go_with_layers_alike(draft: Draft) -> Problems:
         )
 
 
-def experts_and_tensor_ranks_split_the_sequence(draft: Draft) -> Problems:
+def experts_require_sequence_parallel(draft: Draft) -> Problems:
     parallel = draft.config.parallel
     tp = parallel.tensor_model_parallel_size
     has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
@@ -263,9 +263,9 @@ def experts_and_tensor_ranks_split_the_sequence(draft: Draft) -> Problems:
         )
 
 
-def own_experts_fit_the_ranks(draft: Draft) -> Problems:
+def custom_experts_divide_over_ranks(draft: Draft) -> Problems:
     """Ranks and logs go by --num-experts; widths of layers of one's own are judged here, those of flags by their own rules."""
-    if draft.facts.own_layers is None:
+    if draft.facts.custom_layers is None:
         return
     number, tp = draft.config.experts.num_experts, draft.config.parallel.tensor_model_parallel_size
     etp = draft.derived.expert_tensor_parallel_size
@@ -342,24 +342,24 @@ def _divisor_near(number: int, wanted: int) -> int:
 
 EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_settings_have_an_effect,
-    layers_with_experts_are_understood,
+    expert_layers_are_valid,
     experts_have_a_width,
-    tokens_have_enough_experts,
-    one_expert_needs_a_weight,
-    expert_groups_fit,
-    pre_softmax_is_for_softmax,
-    balancing_is_known,
-    bias_is_for_sigmoid,
-    sinkhorn_stands_alone,
+    topk_fits_num_experts,
+    top1_routing_has_a_gradient,
+    expert_groups_are_valid,
+    pre_softmax_requires_softmax,
+    load_balancing_is_valid,
+    expert_bias_requires_sigmoid,
+    sinkhorn_settings_have_an_effect,
     capacity_settings_have_an_effect,
     shared_expert_has_a_size,
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,
-    dispatcher_is_there,
+    dispatcher_is_supported,
     experts_have_no_biases,
-    experts_go_with_layers_alike,
-    experts_and_tensor_ranks_split_the_sequence,
-    own_experts_fit_the_ranks,
+    experts_require_uniform_layers,
+    experts_require_sequence_parallel,
+    custom_experts_divide_over_ranks,
     shared_expert_divides_over_tp_ranks,
 )

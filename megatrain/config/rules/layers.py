@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.custom_layers import is_usual, layer_function
+from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
 from megatrain.config.derive.layer_sizes import LayersError, layer_table
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
@@ -12,7 +12,7 @@ from megatrain.config.schema.experts import ExpertsConfig
 Problems = Iterator[Problem]
 
 
-def layers_are_understood(draft: Draft) -> Problems:
+def layer_sizes_are_valid(draft: Draft) -> Problems:
     model = draft.config.model
     if model.heterogeneous_layers_config_encoded_json is None:
         return
@@ -69,7 +69,7 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
 def spec_names_a_function(draft: Draft) -> Problems:
     model = draft.config.model
     words = model.spec
-    if not words or is_usual(words):
+    if not words or is_plain_gpt_layer(words):
         return
     function = layer_function(words)
     if function is None:
@@ -77,7 +77,7 @@ def spec_names_a_function(draft: Draft) -> Problems:
             f"--spec {' '.join(words)} names no function of yours",
             "give file.py:function, module:function, or module and function; of Megatron-LM's own, the GPT layers alone",
         )
-    own = draft.facts.own_layers
+    own = draft.facts.custom_layers
     if function is not None and own is not None and model.spec_digest != own.digest:
         yield Problem(
             f"--spec {function}: the file has digest {own.digest}, and --spec-digest (of the saved configuration) is"
@@ -86,7 +86,7 @@ def spec_names_a_function(draft: Draft) -> Problems:
         )
 
 
-def stages_hold_something(draft: Draft) -> Problems:
+def stages_are_not_empty(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
     layers = draft.derived.layer_table.layers
     size = len(layers) // pp
@@ -108,8 +108,8 @@ def _source(draft: Draft) -> str:
 
 
 LAYER_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    layers_are_understood,
+    layer_sizes_are_valid,
     layers_divide_over_tp_ranks,
-    stages_hold_something,
+    stages_are_not_empty,
     spec_names_a_function,
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.derive.attention_backend import attention_backend_is_there, attention_has_a_kernel
-from megatrain.config.derive.patterns import PatternError, layers_with, window_of
+from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.schema.tree import flag_of
@@ -23,7 +23,7 @@ def mlp_has_one_activation(draft: Draft) -> Problems:
         yield Problem(f"{' and '.join(given)} all say how the MLP is activated", "give one of them")
 
 
-def gates_have_something_to_gate(draft: Draft) -> Problems:
+def gate_settings_have_an_effect(draft: Draft) -> Problems:
     model = draft.config.model
     if model.activation_func_clamp_value is not None and not model.quick_geglu:
         yield Problem(
@@ -38,7 +38,7 @@ def gates_have_something_to_gate(draft: Draft) -> Problems:
         )
 
 
-def learned_positions_have_a_table(draft: Draft) -> Problems:
+def learned_positions_have_a_length(draft: Draft) -> Problems:
     model = draft.config.model
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is None:
         reminder = (
@@ -64,7 +64,7 @@ def rotary_settings_have_an_effect(draft: Draft) -> Problems:
         )
 
 
-def yarn_knows_the_original_length(draft: Draft) -> Problems:
+def yarn_has_an_original_length(draft: Draft) -> Problems:
     model = draft.config.model
     if model.position_embedding_type == "yarn" and model.yarn_original_max_position_embeddings is None:
         yield Problem(
@@ -74,7 +74,7 @@ def yarn_knows_the_original_length(draft: Draft) -> Problems:
         )
 
 
-def rotary_channels_pair_up(draft: Draft) -> Problems:
+def rotary_channels_are_even(draft: Draft) -> Problems:
     model = draft.config.model
     turned = int(model.kv_channels * model.rotary_percent)
     if model.position_embedding_type not in ("rope", "yarn") or (turned and turned % 2 == 0):
@@ -93,12 +93,12 @@ def rotary_channels_pair_up(draft: Draft) -> Problems:
         )
 
 
-def layers_fit_their_patterns(draft: Draft) -> Problems:
+def layer_patterns_are_valid(draft: Draft) -> Problems:
     model = draft.config.model
     for name in ("window_attn_skip_freq", "no_rope_freq"):
         text = getattr(model, name)
         try:
-            layers_with(text, model.num_layers, one_means=True)
+            parse_layer_pattern(text, model.num_layers, one_means=True)
         except PatternError as error:
             yield Problem(
                 f"{flag_of(name)}: {error}",
@@ -106,10 +106,10 @@ def layers_fit_their_patterns(draft: Draft) -> Problems:
             )
 
 
-def window_looks_back(draft: Draft) -> Problems:
+def window_is_causal(draft: Draft) -> Problems:
     model = draft.config.model
     try:
-        window_of(model.window_size)
+        parse_window(model.window_size)
     except PatternError as error:
         yield Problem(
             f"--window-size: {error}", "give the tokens to the left and 0, such as --window-size 128,0"
@@ -121,7 +121,7 @@ def window_looks_back(draft: Draft) -> Problems:
         )
 
 
-def norm_over_all_heads_is_rms(draft: Draft) -> Problems:
+def all_heads_norm_is_rms(draft: Draft) -> Problems:
     model = draft.config.model
     if model.qk_layernorm_width != "all_heads":
         return
@@ -136,7 +136,7 @@ def norm_over_all_heads_is_rms(draft: Draft) -> Problems:
         )
 
 
-def width_settings_have_an_effect(draft: Draft) -> Problems:
+def mup_settings_have_an_effect(draft: Draft) -> Problems:
     model = draft.config.model
     neutral = {
         "mup_base_hidden_size": None,
@@ -160,7 +160,7 @@ def width_settings_have_an_effect(draft: Draft) -> Problems:
         )
 
 
-def width_multiplier_is_that_of_the_sizes(draft: Draft) -> Problems:
+def mup_width_mult_matches_sizes(draft: Draft) -> Problems:
     model = draft.config.model
     if not model.use_mup:
         return
@@ -177,7 +177,7 @@ def width_multiplier_is_that_of_the_sizes(draft: Draft) -> Problems:
         )
 
 
-def recomputation_says_what(draft: Draft) -> Problems:
+def recomputation_is_complete(draft: Draft) -> Problems:
     training = draft.config.training
     kind, method, layers = (
         training.recompute_granularity,
@@ -212,7 +212,7 @@ def recomputation_says_what(draft: Draft) -> Problems:
         )
 
 
-def recomputed_parts_are_there(draft: Draft) -> Problems:
+def recompute_modules_are_supported(draft: Draft) -> Problems:
     training = draft.config.training
     is_selective = training.recompute_granularity == "selective" or training.recompute_activations
     if training.recompute_modules and not is_selective:
@@ -237,18 +237,18 @@ def recomputed_parts_are_there(draft: Draft) -> Problems:
 
 MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     mlp_has_one_activation,
-    gates_have_something_to_gate,
-    learned_positions_have_a_table,
+    gate_settings_have_an_effect,
+    learned_positions_have_a_length,
     rotary_settings_have_an_effect,
-    yarn_knows_the_original_length,
-    rotary_channels_pair_up,
-    layers_fit_their_patterns,
-    window_looks_back,
-    norm_over_all_heads_is_rms,
-    width_settings_have_an_effect,
-    width_multiplier_is_that_of_the_sizes,
-    recomputation_says_what,
-    recomputed_parts_are_there,
+    yarn_has_an_original_length,
+    rotary_channels_are_even,
+    layer_patterns_are_valid,
+    window_is_causal,
+    all_heads_norm_is_rms,
+    mup_settings_have_an_effect,
+    mup_width_mult_matches_sizes,
+    recomputation_is_complete,
+    recompute_modules_are_supported,
     attention_backend_is_there,
     attention_has_a_kernel,
 )

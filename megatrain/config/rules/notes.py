@@ -4,12 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.context_parallel import rings_are_gathered
+from megatrain.config.derive.attention_features import layers_with_eager_attention
+from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.eager_attention import layers_written_out
 from megatrain.config.plan import Draft
-from megatrain.config.rules.logging import LOG_NOTES
-from megatrain.config.rules.parallel import PARALLEL_NOTES
 from megatrain.config.rules.resume import changed_settings
 from megatrain.config.schema.tree import flag_of
 
@@ -27,7 +25,7 @@ def context_settings_alone(draft: Draft) -> Iterator[str]:
         for path in paths:
             if draft.is_given(path):
                 yield f"{flag_of(path)} has no effect with --context-parallel-size 1"
-    elif draft.is_given(levels) and not any("+" in way for way in draft.derived.context_communication):
+    elif draft.is_given(levels) and not any("+" in way for way in draft.derived.cp_comm_types):
         yield f"{flag_of(levels)} has no effect without --cp-comm-type a2a+p2p"
 
 
@@ -57,14 +55,14 @@ def dropout_by_default(draft: Draft) -> Iterator[str]:
 
 
 def float32_by_default(draft: Draft) -> Iterator[str]:
-    is_float32 = draft.derived.params_dtype == "float32"
-    if is_float32 and draft.derived.device == "cuda" and not draft.is_given("precision.params_dtype"):
+    is_float32 = draft.config.precision.params_dtype == "float32"
+    if is_float32 and draft.config.training.device == "cuda" and not draft.is_given("precision.params_dtype"):
         yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
 
 
 def experts_one_by_one(draft: Draft) -> Iterator[str]:
-    """The single kernel is `kernels/moe/grouped.py`'s."""
-    if draft.derived.device != "cuda":
+    """The single kernel is `kernels/moe/grouped_gemm.py`'s."""
+    if draft.config.training.device != "cuda":
         return
     widths = {
         layer.experts.ffn_hidden_size // draft.derived.expert_tensor_parallel_size
@@ -72,7 +70,7 @@ def experts_one_by_one(draft: Draft) -> Iterator[str]:
         if layer.experts is not None
     }
     dtype, widths = (
-        draft.derived.params_dtype,
+        draft.config.precision.params_dtype,
         {*widths, draft.config.model.hidden_size} if widths else widths,
     )
     if widths and (dtype != "bfloat16" or any(width % 8 for width in widths)):
@@ -162,7 +160,7 @@ def positions_are_relative(draft: Draft) -> Iterator[str]:
 
 def attention_kernel(draft: Draft) -> Iterator[str]:
     is_asked_for = not draft.is_default("model.attention_backend")
-    if draft.derived.device == "cuda" or is_asked_for or layers_written_out(draft) != "none":
+    if draft.config.training.device == "cuda" or is_asked_for or layers_with_eager_attention(draft) != "none":
         yield draft.origins["derived.attention_backend"].detail
 
 
@@ -175,7 +173,7 @@ def memory_is_planned_with_local(draft: Draft) -> Iterator[str]:
 
 
 def layers_are_of_ones_own(draft: Draft) -> Iterator[str]:
-    function, own = layer_function(draft.config.model.spec), draft.facts.own_layers
+    function, own = layer_function(draft.config.model.spec), draft.facts.custom_layers
     if function is not None and own is not None:
         said = "; ".join(own.differences) or "those that the flags describe"
         yield f"--spec {function} (digest {own.digest}) gives the layers: {said}"
@@ -200,6 +198,55 @@ def output_layer_is_slow(draft: Draft) -> Iterator[str]:
         yield (
             f"--use-mup: an output layer of its own moves at {slow}, as in Megatron-LM; muP itself (arXiv:2203.03466, table 8)"
             f" has {right}, which --decoupled-lr {optimizer.lr * (m if is_sgd else 1):g} gives it"
+        )
+
+
+def wandb_without_a_project(draft: Draft) -> Iterator[str]:
+    logging = draft.config.logging
+    given = [name for name in ("exp_name", "save_dir", "entity") if draft.is_given(f"logging.wandb_{name}")]
+    if logging.wandb_project is None and given:
+        flags = ", ".join(f"--wandb-{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: without effect, as --wandb-project is not given"
+
+
+def tensorboard_without_a_folder(draft: Draft) -> Iterator[str]:
+    """W&B gets the same curves, so that the flags have an effect with it alone."""
+    logging = draft.config.logging
+    names = ("log_timers", "log_memory", "log_validation_ppl", "log_world_size")
+    given = [name for name in names if getattr(logging, f"{name}_to_tensorboard")]
+    if logging.tensorboard_dir is None and logging.wandb_project is None and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}-to-tensorboard" for name in given)
+        yield f"{flags}: without effect, as --tensorboard-dir is not given"
+
+
+def profiling_without_a_switch(draft: Draft) -> Iterator[str]:
+    names = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
+    given = [name for name in names if draft.is_given(f"logging.{name}")]
+    if not draft.config.logging.profile and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        yield f"{flags}: without effect, as --profile is not given"
+
+
+def profiling_ends_in_time(draft: Draft) -> Iterator[str]:
+    logging, train_iters = draft.config.logging, draft.derived.train_iters
+    if not logging.profile or train_iters is None:
+        return
+    if logging.profile_step_start >= train_iters:
+        yield (
+            f"--profile-step-start {logging.profile_step_start}: the run ends at iteration {train_iters}, and "
+            "nothing is profiled"
+        )
+    elif logging.profile_step_end > train_iters:
+        yield f"--profile-step-end {logging.profile_step_end}: the run ends at iteration {train_iters}, and so does the profile"
+
+
+def nothing_is_gathered(draft: Draft) -> Iterator[str]:
+    path = "parallel.overlap_param_gather"
+    is_whole = draft.config.parallel.data_parallel_sharding_strategy == "no_shard"
+    if draft.is_given(path) and draft.config.get(path) and is_whole:
+        yield (
+            "--overlap-param-gather has no effect without --use-distributed-optimizer: every rank updates all of its"
+            " weights, and none are gathered"
         )
 
 
@@ -229,7 +276,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     float32_by_default,
     sequence_parallel_alone,
     context_settings_alone,
-    rings_are_gathered,
+    ring_is_replaced,
     experts_one_by_one,
     strategy_without_fsdp,
     no_norm_runs_again,
@@ -249,8 +296,11 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     width_is_its_own_base,
     output_layer_is_slow,
     stop_without_saving,
-    *LOG_NOTES,
+    wandb_without_a_project,
+    tensorboard_without_a_folder,
+    profiling_without_a_switch,
+    profiling_ends_in_time,
     start_that_is_not_gone_on_with,
     changed_since_the_checkpoint,
-    *PARALLEL_NOTES,
+    nothing_is_gathered,
 )

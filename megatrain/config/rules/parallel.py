@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.context_parallel import CONTEXT_RULES
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 
 Problems = Iterator[Problem]
 
 
-def sharding_is_said_once(draft: Draft) -> Problems:
+def sharding_settings_agree(draft: Draft) -> Problems:
     parallel = draft.config.parallel
     strategy, is_on = parallel.data_parallel_sharding_strategy, parallel.use_distributed_optimizer
     flag = (
@@ -60,31 +60,20 @@ def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
         )
 
 
-def narrow_reduction_needs_narrow_weights(draft: Draft) -> Problems:
+def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
     precision = draft.config.precision
-    if precision.grad_reduce_in_bf16 and draft.derived.params_dtype != "bfloat16":
+    if precision.grad_reduce_in_bf16 and draft.config.precision.params_dtype != "bfloat16":
         yield Problem(
-            f"--grad-reduce-in-bf16 with {draft.derived.params_dtype} weights: sums over ranks would have fewer digits than"
+            f"--grad-reduce-in-bf16 with {draft.config.precision.params_dtype} weights: sums over ranks would have fewer digits than"
             " the weights that they move",
             "use --bf16, or leave it out",
         )
 
 
-def nothing_is_gathered(draft: Draft) -> Iterator[str]:
-    path = "parallel.overlap_param_gather"
-    is_whole = draft.config.parallel.data_parallel_sharding_strategy == "no_shard"
-    if draft.is_given(path) and draft.config.get(path) and is_whole:
-        yield (
-            "--overlap-param-gather has no effect without --use-distributed-optimizer: every rank updates all of its"
-            " weights, and none are gathered"
-        )
-
-
-PARALLEL_NOTES: Final = (nothing_is_gathered,)
 PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    sharding_is_said_once,
+    sharding_settings_agree,
     instances_divide_replicas,
     instances_divide_replicas_of_experts,
-    *CONTEXT_RULES,
-    narrow_reduction_needs_narrow_weights,
+    *CONTEXT_PARALLEL_RULES,
+    bf16_reduction_requires_bf16_weights,
 )

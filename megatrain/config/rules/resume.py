@@ -26,7 +26,7 @@ _LONGEST: Final = 160
 """Characters of a value that are shown."""
 
 
-def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
+def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
         of = _class_of(draft, path)
         if of is SCHEDULE or of.kind not in ("consent", "refused") or _consent_to(draft, of):
@@ -42,7 +42,7 @@ def run_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
+def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     """Training files may move; what is in them, their weights and their order may not change."""
     stored = draft.facts.checkpoint
     if stored is None:
@@ -74,7 +74,7 @@ def data_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
             )
 
 
-def cycles_keep_their_passes(draft: Draft) -> Iterator[Problem]:
+def cyclic_pass_size_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if draft.config.data.dataloader_type != "cyclic" or stored is None or stored.pass_size is None:
         return
@@ -97,7 +97,7 @@ def _splits(datasets: Sequence[DatasetFacts]) -> str:
     return ", ".join(f"{count} for {split}" for split, count in counts.items())
 
 
-def tokenizer_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
+def tokenizer_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     stored, now = draft.facts.checkpoint, draft.facts.tokenizer_fingerprint
     if stored and stored.tokenizer_fingerprint and now and stored.tokenizer_fingerprint != now:
         yield Problem(
@@ -107,7 +107,7 @@ def tokenizer_is_the_stored_one(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def schedules_are_the_stored_ones(draft: Draft) -> Iterator[Problem]:
+def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
     """As Megatron-LM asks: whoever changes a schedule half-way says so."""
     stored = draft.facts.checkpoint
     if stored is None or stored.schedule is None or not draft.continues_optimizer:
@@ -126,7 +126,7 @@ def schedules_are_the_stored_ones(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def checkpoint_holds_the_optimizer(draft: Draft) -> Iterator[Problem]:
+def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if stored is not None and not stored.has_optimizer and draft.continues_optimizer:
         yield Problem(
@@ -135,7 +135,7 @@ def checkpoint_holds_the_optimizer(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def optimizer_state_is_left_out_once(draft: Draft) -> Iterator[Problem]:
+def restarts_keep_training_state(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
     if checkpoint.save is None or checkpoint.save != checkpoint.load:
         return
@@ -151,7 +151,7 @@ def optimizer_state_is_left_out_once(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def finetuning_needs_weights(draft: Draft) -> Iterator[Problem]:
+def finetune_requires_load(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.load is None:
         yield Problem("--finetune is given without --load", "add --load FOLDER, or leave --finetune out")
@@ -229,13 +229,36 @@ def _spelled(path: str, value: Any) -> str:
     return f"without {flag}" if value is None or value == [] else f"{flag} {_bare(value)}"
 
 
+def save_interval_has_a_folder(draft: Draft) -> Iterator[Problem]:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.save_interval is not None and checkpoint.save is None:
+        yield Problem(
+            f"--save-interval {checkpoint.save_interval} is given without --save",
+            "add --save FOLDER, or leave --save-interval out",
+        )
+
+
+def missing_checkpoint_has_one_answer(draft: Draft) -> Iterator[Problem]:
+    checkpoint = draft.config.checkpoint
+    if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
+        yield Problem(
+            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "leave one of them out"
+        )
+    if checkpoint.load_or_start and checkpoint.load is None:
+        yield Problem(
+            "--load-or-start is given without --load", "add --load FOLDER, or leave --load-or-start out"
+        )
+
+
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
-    run_is_the_stored_one,
-    data_is_the_stored_one,
-    cycles_keep_their_passes,
-    tokenizer_is_the_stored_one,
-    schedules_are_the_stored_ones,
-    checkpoint_holds_the_optimizer,
-    optimizer_state_is_left_out_once,
-    finetuning_needs_weights,
+    settings_match_checkpoint,
+    data_matches_checkpoint,
+    cyclic_pass_size_matches_checkpoint,
+    tokenizer_matches_checkpoint,
+    schedules_match_checkpoint,
+    checkpoint_has_optimizer_state,
+    restarts_keep_training_state,
+    finetune_requires_load,
+    save_interval_has_a_folder,
+    missing_checkpoint_has_one_answer,
 )

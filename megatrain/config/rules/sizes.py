@@ -153,7 +153,7 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
         )
 
 
-def experts_have_the_pipelines_of_dense_layers(draft: Draft) -> Problems:
+def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
     """Where stages are closer than replicas, a stage's next one is as many ranks away as work on one micro-batch."""
     parallel = draft.config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
@@ -173,7 +173,7 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     batch, per_pass = training.global_batch_size, training.micro_batch_size * dp
     if training.step_batch_size_schedule is not None:
-        return  # The rule `batch_sizes_make_sense` looks at all of its batches.
+        return  # The rule `batch_sizes_are_valid` looks at all of its batches.
     if training.decrease_batch_size_if_needed and batch < per_pass:
         yield Problem(
             f"--global-batch-size {batch} is less than --micro-batch-size {training.micro_batch_size} *"
@@ -252,7 +252,7 @@ SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     layers_divide_over_stages,
     ranks_hold_whole_replicas,
     ranks_hold_all_experts,
-    experts_have_the_pipelines_of_dense_layers,
+    expert_ranks_match_dense_ranks,
     global_batch_divides_into_passes,
     evaluation_batch_divides_into_passes,
     sequence_divides_over_tp_ranks,

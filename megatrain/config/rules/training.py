@@ -20,7 +20,32 @@ def signal_number(text: str) -> int | None:
     return number
 
 
-def batch_sizes_make_sense(draft: Draft) -> Problems:
+def training_has_one_length(draft: Draft) -> Problems:
+    training = draft.config.training
+    if training.train_iters is None and training.train_samples is None:
+        yield Problem(
+            "neither --train-iters nor --train-samples is given",
+            "say how long to train, such as --train-iters 1000",
+        )
+    if training.train_iters is not None and training.train_samples is not None:
+        yield Problem(
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both say how long to train",
+            "give one of them",
+        )
+
+
+def samples_fill_a_batch(draft: Draft) -> Problems:
+    training = draft.config.training
+    samples, batch = training.train_samples, training.global_batch_size
+    is_growing = bool(training.rampup_batch_size) or training.step_batch_size_schedule is not None
+    if samples is not None and draft.derived.train_iters == 0:
+        yield Problem(
+            f"--train-samples {samples} do not fill one {'batch' if is_growing else f'--global-batch-size {batch}'}",
+            f"use --train-samples {batch} or more",
+        )
+
+
+def batch_sizes_are_valid(draft: Draft) -> Problems:
     training = draft.config.training
     if training.step_batch_size_schedule is not None:
         others = {
@@ -51,7 +76,7 @@ def batch_sizes_make_sense(draft: Draft) -> Problems:
         )
 
 
-def growing_batches_count_samples(draft: Draft) -> Problems:
+def changing_batches_require_samples(draft: Draft) -> Problems:
     training, schedule = draft.config.training, draft.config.schedule
     if not training.rampup_batch_size and not training.step_batch_size_schedule:
         return
@@ -70,68 +95,7 @@ def growing_batches_count_samples(draft: Draft) -> Problems:
             )
 
 
-def wsd_decay_has_one_length(draft: Draft) -> Problems:
-    schedule = draft.config.schedule
-    iterations, samples = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
-    if iterations is not None and samples is not None:
-        yield Problem(
-            f"--lr-wsd-decay-iters {iterations} and --lr-wsd-decay-samples {samples} both say how long the decay takes",
-            "give one of them",
-        )
-    if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
-        yield Problem(
-            "--lr-decay-style WSD does not say how long the decay at its end takes",
-            "give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
-        )
-
-
-def wsd_decay_fits_the_schedule(draft: Draft) -> Problems:
-    wsd, decay = draft.derived.lr_wsd_decay_samples, draft.derived.lr_decay_samples
-    if wsd is not None and wsd > decay:
-        yield Problem(
-            f"the decay of WSD takes {wsd} samples, and ends at sample {decay}",
-            "shorten it (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
-        )
-
-
-def weight_decay_says_how_it_moves(draft: Draft) -> Problems:
-    schedule = draft.config.schedule
-    start, end = schedule.start_weight_decay, schedule.end_weight_decay
-    if schedule.weight_decay_incr_style == "constant":
-        for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
-            if value is not None:
-                yield Problem(
-                    f"{flag} {value} is given, and --weight-decay-incr-style is constant",
-                    "use --weight-decay-incr-style linear or cosine, or --weight-decay alone",
-                )
-    elif start is None or end is None:
-        yield Problem(
-            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} does not say from where to where",
-            "give --start-weight-decay and --end-weight-decay",
-        )
-    elif end < start:
-        yield Problem(
-            f"--end-weight-decay {end} is below --start-weight-decay {start}", "let weight decay increase"
-        )
-
-
-def embedding_rates_are_in_order(draft: Draft) -> Problems:
-    optimizer, floor = draft.config.optimizer, draft.config.schedule.min_lr
-    top, bottom = optimizer.decoupled_lr, optimizer.decoupled_min_lr
-    if top is None:
-        if bottom is not None:
-            yield Problem(
-                f"--decoupled-min-lr {bottom} has no effect without --decoupled-lr", "add --decoupled-lr"
-            )
-        return
-    lowest, flag = (floor, "--min-lr") if bottom is None else (bottom, "--decoupled-min-lr")
-    if lowest > top:
-        yield Problem(
-            f"{flag} {lowest} is above --decoupled-lr {top}", f"use --decoupled-min-lr {top} or less"
-        )
-
-
-def moments_belong_to_adam(draft: Draft) -> Problems:
+def moments_require_adam(draft: Draft) -> Problems:
     optimizer = draft.config.optimizer
     given = {"--exp-avg-dtype": optimizer.exp_avg_dtype, "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype}
     for flag, dtype in given.items():
@@ -142,7 +106,7 @@ def moments_belong_to_adam(draft: Draft) -> Problems:
             )
 
 
-def an_offload_fraction_has_an_offload(draft: Draft) -> Problems:
+def offload_fraction_requires_offload(draft: Draft) -> Problems:
     optimizer = draft.config.optimizer
     if not optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction != 1:
         yield Problem(
@@ -152,16 +116,7 @@ def an_offload_fraction_has_an_offload(draft: Draft) -> Problems:
         )
 
 
-def schedules_have_one_source(draft: Draft) -> Problems:
-    schedule = draft.config.schedule
-    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-        yield Problem(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other",
-            "give one of them",
-        )
-
-
-def number_formats_agree(draft: Draft) -> Problems:
+def dtypes_agree(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.bf16 and precision.fp16:
         yield Problem("--bf16 and --fp16 contradict each other", "leave one of them out")
@@ -189,7 +144,7 @@ def loss_scale_is_in_range(draft: Draft) -> Problems:
         )
 
 
-def exit_signal_is_one(draft: Draft) -> Problems:
+def exit_signal_is_valid(draft: Draft) -> Problems:
     text = draft.config.resilience.exit_signal
     if signal_number(text) is None:
         yield Problem(
@@ -198,16 +153,13 @@ def exit_signal_is_one(draft: Draft) -> Problems:
 
 
 TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    batch_sizes_make_sense,
-    growing_batches_count_samples,
-    wsd_decay_has_one_length,
-    wsd_decay_fits_the_schedule,
-    weight_decay_says_how_it_moves,
-    embedding_rates_are_in_order,
-    moments_belong_to_adam,
-    an_offload_fraction_has_an_offload,
-    schedules_have_one_source,
-    number_formats_agree,
+    training_has_one_length,
+    samples_fill_a_batch,
+    batch_sizes_are_valid,
+    changing_batches_require_samples,
+    moments_require_adam,
+    offload_fraction_requires_offload,
+    dtypes_agree,
     loss_scale_is_in_range,
-    exit_signal_is_one,
+    exit_signal_is_valid,
 )

@@ -6,9 +6,10 @@ Nothing is done by `local` in its place: what the library does not have is a pro
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.context_parallel import exchanges, has_documents
+from megatrain.config.derive.attention_backend import version_key
+from megatrain.config.derive.attention_features import has_documents
+from megatrain.config.derive.context_parallel import head_exchanges
 from megatrain.config.derive.custom_layers import layer_function
-from megatrain.config.derive.versions import in_order
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -23,7 +24,7 @@ def is_asked_for(draft: Draft) -> bool:
     return draft.config.model.transformer_impl == _LIBRARY
 
 
-def transformer_engine_is_there(draft: Draft) -> Iterator[Problem]:
+def transformer_engine_is_installed(draft: Draft) -> Iterator[Problem]:
     """Plans of other machines do without it."""
     if not is_asked_for(draft) or draft.config.training.dry_run:
         return
@@ -33,21 +34,21 @@ def transformer_engine_is_there(draft: Draft) -> Iterator[Problem]:
             f"{_ASKED}: Transformer Engine is not installed",
             f"install it (pip install --no-build-isolation transformer_engine[pytorch], which is built for this CUDA), or {_LOCAL}",
         )
-    elif in_order(version) < in_order(_OLDEST):
+    elif version_key(version) < version_key(_OLDEST):
         yield Problem(
             f"{_ASKED}: Transformer Engine {version} is installed, and {_OLDEST} or later is needed",
             f"install a later one, or {_LOCAL}",
         )
 
 
-def transformer_engine_computes_this(draft: Draft) -> Iterator[Problem]:
+def transformer_engine_supports_this(draft: Draft) -> Iterator[Problem]:
     if not is_asked_for(draft):
         return
-    if draft.derived.device != "cuda":
-        yield Problem(f"{_ASKED} computes on GPUs, and this run on {draft.derived.device}", _LOCAL)
-    if draft.derived.params_dtype not in ("bfloat16", "float16"):
+    if draft.config.training.device != "cuda":
+        yield Problem(f"{_ASKED} computes on GPUs, and this run on {draft.config.training.device}", _LOCAL)
+    if draft.config.precision.params_dtype not in ("bfloat16", "float16"):
         yield Problem(
-            f"{_ASKED} computes in bf16 or fp16, and this run in {draft.derived.params_dtype}",
+            f"{_ASKED} computes in bf16 or fp16, and this run in {draft.config.precision.params_dtype}",
             f"add --bf16, or {_LOCAL}",
         )
     for said, is_used, instead in _missing(draft):
@@ -124,12 +125,12 @@ def _missing_over_context_ranks(draft: Draft) -> Iterator[tuple[str, bool, str]]
     )
     yield (
         "--cp-comm-type a2a+all_gather, which windows make of a2a+p2p, too",
-        "a2a+all_gather" in draft.derived.context_communication,
+        "a2a+all_gather" in draft.derived.cp_comm_types,
         "use --cp-comm-type all_gather",
     )
-    few = next((one for one in exchanges(draft) if one.groups % one.ranks), None)
+    few = next((one for one in head_exchanges(draft) if one.groups % one.ranks), None)
     if few is not None:
-        said = f"--cp-comm-type {few.way} between {few.ranks} ranks with {few.groups} query groups on each tensor rank"
+        said = f"--cp-comm-type {few.comm_type} between {few.ranks} ranks with {few.groups} query groups on each tensor rank"
         yield (
             f"{said} (layer {few.layer}, from 0): it copies no keys and values",
             True,
@@ -138,6 +139,6 @@ def _missing_over_context_ranks(draft: Draft) -> Iterator[tuple[str, bool, str]]
 
 
 TRANSFORMER_ENGINE_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
-    transformer_engine_is_there,
-    transformer_engine_computes_this,
+    transformer_engine_is_installed,
+    transformer_engine_supports_this,
 )

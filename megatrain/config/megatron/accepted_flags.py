@@ -1,0 +1,226 @@
+"""Flags of Megatron-LM that are ignored with a note: megatrain always does what they ask for, or they have no meaning here.
+
+`flags.py` defines the notation.
+"""
+
+from typing import Final
+
+from megatrain.config.megatron.answer import accepted
+
+ACCEPTED_FLAGS: Final = (
+    # The model
+    accepted(
+        "megatrain has one model definition",
+        "--use-mcore-models",
+    ),
+    accepted(
+        "--attention-backend selects the attention kernel, and auto is the fastest available one",
+        "--use-flash-attn",
+    ),
+    accepted(
+        "the attention softmax is always computed in fp32",
+        "--attention-softmax-in-fp32",
+    ),
+    accepted(
+        "attention scores are always kept in fp32, so only rounding would differ",
+        "--apply-query-key-layer-scaling",
+    ),
+    accepted(
+        "the output layer and its loss are always computed together, in chunks",
+        "--cross-entropy-loss-fusion",
+    ),
+    accepted(
+        "there is one implementation of the loss",
+        "--cross-entropy-fusion-impl=native",
+    ),
+    accepted(
+        "the loss is always computed in fp32",
+        "--output-logit-dtype=fp32",
+    ),
+    accepted(
+        "the implementation decides which operations are fused; only rounding may differ",
+        "--no-masked-softmax-fusion --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion"
+        " --no-persist-layer-norm --no-gradient-accumulation-fusion --no-gradient-reduce-div-fusion"
+        " --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --disable-jit-fuser",
+    ),
+    accepted(
+        "initial weights depend on --seed only, not on the device or the layout",
+        "--use-cpu-initialization --init-model-with-meta-device",
+    ),
+    accepted(
+        "the random number generators have no state to track",
+        "--te-rng-tracker --inference-rng-tracker",
+    ),
+    accepted(
+        "every feature has its own flag",
+        "--enable-experimental",
+    ),
+    # Experts
+    accepted(
+        "expert GEMMs are always grouped in bf16, and run one by one in other dtypes",
+        "--moe-grouped-gemm --moe-single-grouped-weight --moe-single-grouped-bias --moe-use-grouped-tensor"
+        " --use-grouped-gemm-for-shared-expert",
+    ),
+    accepted(
+        "the implementation decides which expert operations are fused; only rounding may differ",
+        "--moe-permute-fusion --moe-router-fusion --use-fused-weighted-squared-relu",
+    ),
+    # Parallelism
+    accepted(
+        "Muon always gathers whole matrices on one rank, under any layout",
+        "--muon-tp-mode=duplicated|distributed",
+        instead="remove the flag; orthogonalizing blocks of a matrix would be a different optimizer for each layout",
+    ),
+    accepted(
+        "parameters that are not matrices of a layer are always updated by Adam",
+        "--muon-scalar-optimizer=adam",
+        instead="remove the flag; lion is not supported",
+    ),
+    accepted(
+        "it changes how a product is computed, not its result",
+        "--muon-use-syrk",
+    ),
+    accepted(
+        "optimizer shards have the same layout for all optimizers",
+        "--no-use-layer-wise-param-layout",
+    ),
+    accepted(
+        "--exp-avg-dtype and --exp-avg-sq-dtype work without it, and without the distributed optimizer",
+        "--use-precision-aware-optimizer",
+    ),
+    accepted(
+        "transfers of --optimizer-cpu-offload always overlap with its updates",
+        "--overlap-cpu-optimizer-d2h-h2d",
+    ),
+    accepted(
+        "--optimizer-cpu-offload pins memory for two buckets in flight, never for all",
+        "--no-pin-cpu-grads --no-pin-cpu-params",
+    ),
+    accepted(
+        "--optimizer-cpu-offload always uses PyTorch operations",
+        "--use-torch-optimizer-for-cpu-offload",
+    ),
+    accepted(
+        "gradients are always accumulated in fp32 or fp64, and reduced in the same dtype without"
+        " --grad-reduce-in-bf16",
+        "--accumulate-allreduce-grads-in-fp32 --megatron-fsdp-main-grads-dtype=auto|fp32"
+        " --megatron-fsdp-main-params-dtype=auto|fp32",
+        instead="remove the flag",
+    ),
+    accepted(
+        "gradients are reduced in fp32, their accumulation dtype, without --grad-reduce-in-bf16",
+        "--megatron-fsdp-grad-comm-dtype=auto|fp32",
+        instead="use --grad-reduce-in-bf16 for bf16",
+    ),
+    accepted(
+        "losses are scaled beforehand, so a sum over replicas is an average",
+        "--ddp-average-in-collective",
+    ),
+    accepted(
+        "megatrain shards layer by layer, with memory for two layers in flight",
+        "--megatron-fsdp-version=1|2 --fsdp-double-buffer --fsdp-manual-registration"
+        " --fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-max-pool-double-buffer"
+        " --megatron-fsdp-enable-fine-grained-param-gather --suggested-communication-unit-size=*"
+        " --outer-dp-sharding-strategy=no_shard",
+        instead="use --num-distributed-optimizer-instances; state is not sharded across instances",
+    ),
+    accepted(
+        "a bucket holds the gradients of one layer",
+        "--ddp-bucket-size=* --ddp-num-buckets=*",
+    ),
+    accepted(
+        "each pipeline stage reduces gradients and gathers weights as soon as it can",
+        "--no-align-grad-reduce --disable-align-grad-reduce --no-align-param-gather",
+    ),
+    accepted(
+        "--overlap-param-gather, on by default, starts as soon as a layer is updated",
+        "--overlap-param-gather-with-optimizer-step",
+    ),
+    accepted(
+        "pipeline communication is not overlapped with computation",
+        "--no-overlap-p2p-communication",
+    ),
+    accepted(
+        "process groups use only the backend of --distributed-backend",
+        "--disable-gloo-process-groups",
+    ),
+    accepted(
+        "--profile always uses the PyTorch profiler",
+        "--use-pytorch-profiler",
+    ),
+    accepted(
+        "the launcher sets LOCAL_RANK",
+        "--local-rank=*",
+    ),
+    # Data and tokenizers
+    accepted(
+        "the data loader never builds an attention mask",
+        "--no-create-attention-mask-in-dataloader",
+    ),
+    accepted(
+        "one thread per rank builds the datasets",
+        "--num-dataset-builder-threads=1",
+    ),
+    accepted(
+        "the code that comes with a tokenizer is never run, only its files are read",
+        "--trust-remote-code",
+    ),
+    accepted(
+        "Multi-Storage Client is not used",
+        "--disable-msc",
+    ),
+    # Checkpoints
+    accepted(
+        "checkpoints have megatrain's own format (safetensors and a JSON manifest), which every layout can load",
+        "--ckpt-format=torch_dist|torch|torch_dcp|fsdp_dtensor --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr"
+        " --use-dist-ckpt --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable"
+        " --distrib-optim-fully-reshardable-mem-efficient",
+        instead="remove the flag, or use torch_dist",
+    ),
+    accepted(
+        "each rank always writes only its own shards and reads only what it needs",
+        "--ckpt-fully-parallel-save --ckpt-fully-parallel-load",
+    ),
+    accepted(
+        "the layout determines what each rank saves, and there is no plan to cache",
+        "--ckpt-assume-constant-structure",
+    ),
+    accepted(
+        "a checkpoint must hold exactly the tensors of the model, as with raise_all",
+        "--dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all",
+    ),
+    accepted(
+        "checksums are always written, and verified on load",
+        "--verify-integrity",
+    ),
+    accepted(
+        "a checkpoint has no RNG state: random numbers follow from --seed and the iteration",
+        "--no-load-rng --no-save-rng",
+    ),
+    accepted(
+        "a checkpoint stores the fingerprint of its tokenizer, and flags name the tokenizer",
+        "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args"
+        " --no-save-tokenizer-assets --disable-save-tokenizer-assets",
+    ),
+    # The run
+    accepted(
+        "SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and exit",
+        "--exit-signal-handler --exit-signal-handler-for-training",
+    ),
+    accepted(
+        "data is prefetched by threads, which end with their rank",
+        "--exit-signal-handler-for-dataloader",
+    ),
+    accepted(
+        "no barrier is used for timing",
+        "--no-barrier-with-level-1-timing",
+    ),
+    accepted(
+        "nothing is sent to NVIDIA one-logger",
+        "--no-one-logger",
+    ),
+    accepted(
+        "Megatron-LM does not read it either",
+        "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014",
+    ),
+)

@@ -1,0 +1,203 @@
+"""Flags of Megatron-LM that megatrain refuses by design, and flags of tasks that are not part of it.
+
+`flags.py` defines the notation.
+"""
+
+from typing import Final
+
+from megatrain.config.megatron.answer import refused
+
+REFUSED_FLAGS: Final = (
+    # Other names and old names
+    refused(
+        "the all-gather and the reduction in the backward pass of a column-parallel layer always overlap with its"
+        " GEMMs",
+        "--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad"
+        " --disable-tp-comm-bulk-wgrad",
+        instead="remove the flag; results are bitwise equal",
+    ),
+    refused(
+        "this is an old name",
+        "--batch-size=",
+        instead="use --micro-batch-size, the samples of one rank per pass",
+    ),
+    refused(
+        "this is an old name",
+        "--checkpoint-activations",
+        instead=(
+            "use --recompute-activations, or --recompute-granularity full --recompute-method uniform"
+            " --recompute-num-layers 1, which is equivalent"
+        ),
+    ),
+    refused(
+        "this is an old name",
+        "--model-parallel-size=",
+        instead="use --tensor-model-parallel-size",
+    ),
+    refused(
+        "this is an old name",
+        "--warmup=",
+        instead="use --lr-warmup-fraction",
+    ),
+    refused(
+        "this is an old name",
+        "--no-weight-decay-cond-type=",
+        instead="remove the flag; norms and biases have no weight decay",
+    ),
+    refused(
+        "it does not name a position embedding",
+        "--no-position-embedding",
+        instead="use --position-embedding-type none, or remove the flag and use --position-embedding-type rope",
+    ),
+    refused(
+        "the YAML files of Megatron-LM are not supported, since megatrain has its own sections and names",
+        "--yaml-cfg=",
+        instead="use --config FILE",
+    ),
+    refused(
+        "Megatron-LM does not read it",
+        "--onnx-safe=",
+    ),
+    # Different by design
+    refused(
+        "the loss is always computed in fp32",
+        "--fp16-lm-cross-entropy",
+    ),
+    refused(
+        "all replicas always start from the same weights",
+        "--data-parallel-random-init",
+        instead="remove the flag, and use --seed for other weights",
+    ),
+    refused(
+        "each rank always writes only its own shards",
+        "--no-ckpt-fully-parallel-save",
+    ),
+    refused(
+        "it configures the checkpoint format of Megatron-LM",
+        "--ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects"
+        " --ckpt-fully-parallel-load-process-group= --ckpt-fully-parallel-save-process-group="
+        " --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path= --ckpt-drop-redundant-extra-state"
+        " --dist-ckpt-workers= --no-ckpt-load-validate-sharding-integrity"
+        " --disable-ckpt-load-validate-sharding-integrity --ckpt-convert-format= --ckpt-convert-save="
+        " --ckpt-convert-update-legacy-dist-opt-format",
+    ),
+    refused(
+        "the vocabulary is always padded",
+        "--no-pad-vocab-size --disable-pad-vocab-size",
+        instead="use --make-vocab-size-divisible-by 1, or --padded-vocab-size",
+    ),
+    refused(
+        "tokenizers are loaded in another way",
+        "--tokenizer-metadata= --tokenizer-hf-no-use-fast --use-gigatoken",
+        instead="use --tokenizer-type and --tokenizer-model",
+    ),
+    refused(
+        "the plan printed at start has this information",
+        "--dump-param-to-param-group-map= --config-logger-dir=",
+    ),
+    refused(
+        "nothing is sent to NVIDIA services",
+        "--one-logger-async --one-logger-project= --one-logger-run-name= --app-tag-run-name="
+        " --app-tag-run-version= --adlr-autoresume --adlr-autoresume-interval= --run-workload-inspector-server",
+    ),
+    refused(
+        "NCCL is configured by its own environment variables",
+        "--nccl-communicator-config-path= --use-nccl-ub --use-sharp --sharp-enabled-group="
+        " --high-priority-stream-groups=+ --disable-symmetric-registration --create-all-gather-group"
+        " --symmetric-ar-type= --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend="
+        " --use-ring-exchange-p2p",
+        instead="remove the flag; set NCCL_... for all ranks if NCCL needs tuning",
+    ),
+    refused(
+        "the PyTorch flight recorder is configured by its own environment variables",
+        "--flight-recorder-dump-path= --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size="
+        " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
+        " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
+        " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
+        instead="remove the flag; set TORCH_NCCL_TRACE_BUFFER_SIZE and related variables",
+    ),
+    refused(
+        "the model is always built after the process groups are initialized",
+        "--lazy-mpu-init",
+    ),
+    refused(
+        "it is for Megatron-LM's own tests",
+        "--test-mode",
+    ),
+    # Not part of megatrain
+    refused(
+        "a checkpoint must hold exactly the tensors of the model",
+        "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
+    ),
+    refused(
+        "BERT, T5 and retrieval models are not part of megatrain",
+        "--decoder-num-layers= --decoder-seq-length= --bert-no-binary-head --mask-prob= --short-seq-prob="
+        " --sample-rate= --bert-load= --biencoder-projection-dim= --biencoder-shared-query-context-model"
+        " --block-data-path= --embedding-path= --evidence-data-path= --ict-head-size= --ict-load="
+        " --indexer-batch-size= --indexer-log-interval= --query-in-block-prob="
+        " --retriever-report-topk-accuracies=+ --retriever-score-scaling --titles-data-path= --use-one-sent-docs"
+        " --bert-embedder-type= --output-bert-embeddings",
+        instead="remove the flag and train a GPT",
+    ),
+    refused(
+        "vision models are not part of megatrain",
+        "--img-h= --img-w= --patch-dim= --num-classes= --num-channels= --classes-fraction="
+        " --data-per-class-fraction= --dino-bottleneck-size= --dino-freeze-last-layer= --dino-head-hidden-size="
+        " --dino-local-crops-number= --dino-local-img-size= --dino-norm-last-layer --dino-teacher-temp="
+        " --dino-warmup-teacher-temp= --dino-warmup-teacher-temp-epochs= --head-lr-mult= --iter-per-epoch="
+        " --mask-factor= --mask-type= --swin-backbone-type= --vision-backbone-type= --vision-pretraining"
+        " --vision-pretraining-type=",
+        instead="remove the flag and train a GPT",
+    ),
+    refused(
+        "serving a model is not part of pretraining",
+        "--inference-batch-times-seqlen-threshold= --inference-coordinator-port="
+        " --inference-cuda-graph-all-prefills --inference-cuda-graph-max-tokens= --inference-cuda-graph-scope="
+        " --inference-disable-ep-consensus --no-inference-disable-ep-consensus"
+        " --inference-disable-triton-nvls-kernels --inference-dynamic-batching"
+        " --inference-dynamic-batching-async-sched-mode= --inference-dynamic-batching-block-size="
+        " --inference-dynamic-batching-buffer-size-gb="
+        " --inference-dynamic-batching-cuda-graph-mixed-prefill-count="
+        " --inference-dynamic-batching-cuda-graph-sizing-distribution= --inference-dynamic-batching-prefix-caching"
+        " --no-inference-dynamic-batching-prefix-caching --inference-dynamic-batching-logprobs-mode="
+        " --inference-dynamic-batching-mamba-memory-ratio= --inference-dynamic-batching-max-requests="
+        " --inference-dynamic-batching-max-tokens= --inference-dynamic-batching-num-cuda-graphs="
+        " --inference-dynamic-batching-paused-buffer-size-gb="
+        " --inference-dynamic-batching-prefix-caching-coordinator-policy="
+        " --inference-dynamic-batching-prefix-caching-eviction-policy="
+        " --inference-dynamic-batching-prefix-caching-mamba-gb="
+        " --inference-dynamic-batching-prefix-caching-routing-alpha="
+        " --inference-dynamic-batching-sampling-backend= --inference-dynamic-batching-track-generated-token-events"
+        " --inference-dynamic-batching-track-paused-request-events"
+        " --inference-dynamic-batching-unified-memory-level= --inference-fuse-tp-communication"
+        " --inference-grouped-gemm-backend= --inference-logging-step-interval= --inference-max-requests="
+        " --inference-max-seq-length= --inference-moe-disable-fused-quant-kernels"
+        " --inference-moe-token-dispatcher-type= --inference-shards= --inference-text-gen-server-logging"
+        " --no-inference-text-gen-server-logging --inference-use-synchronous-zmq-collectives"
+        " --no-inference-use-synchronous-zmq-collectives --inference-wandb-logging --no-inference-wandb-logging"
+        " --mamba-inference-conv-states-dtype= --mamba-inference-ssm-states-dtype= --num-speculative-tokens="
+        " --use-same-sampling-seed-across-dp-ranks --use-legacy-static-engine --decode-only-cuda-graphs"
+        " --enable-chunked-prefill --flash-decode --mlp-chunks-for-prefill= --nccl-all-reduce-for-prefill",
+    ),
+    refused(
+        "reinforcement learning is not part of pretraining",
+        "--grpo-clamp-eps-lower= --grpo-clamp-eps-upper= --grpo-entropy-term-weight="
+        " --grpo-filter-groups-with-same-reward --grpo-group-size= --grpo-iterations= --grpo-kl-beta="
+        " --grpo-prompts-per-step= --langrl-env-config= --perform-rl-step --refit-method="
+        " --rl-consumption-granularity= --rl-default-temperature= --rl-default-top-k= --rl-default-top-p="
+        " --rl-durable-rollout-bank --rl-generation-lag= --rl-importance-sampling-truncation-coef="
+        " --rl-inference-expert-model-parallel-size= --rl-inference-expert-tensor-model-parallel-size="
+        " --rl-inference-logprobs-is-correction= --no-rl-inference-logprobs-is-correction="
+        " --rl-inference-model-unified-memory-level= --rl-inference-parsers=+"
+        " --rl-inference-pipeline-model-parallel-size= --rl-inference-tensor-model-parallel-size="
+        " --rl-kv-cache-management-mode= --rl-max-inflight-requests="
+        " --rl-offload-inference-model-weights-when-idle --no-rl-offload-inference-model-weights-when-idle"
+        " --rl-offload-optimizer-during-inference --rl-partial-rollouts --no-rl-partial-rollouts"
+        " --rl-persist-cuda-graphs= --no-rl-persist-cuda-graphs= --rl-profile --rl-profile-dir="
+        " --rl-prompts-per-eval= --rl-rollout-bank-dir= --rl-rollout-bank-max-bytes= --rl-sequence-packing-algo="
+        " --rl-sequence-packing-max-sequences-per-bin= --rl-skip-bos-token= --no-rl-skip-bos-token="
+        " --rl-submission-granularity= --rl-training-cuda-graphs= --no-rl-training-cuda-graphs="
+        " --rl-use-sequence-packing= --no-rl-use-sequence-packing= --no-rl-verify-model-weights-swap"
+        " --rl-verify-model-weights-swap",
+    ),
+)

@@ -1,0 +1,352 @@
+"""Flags of Megatron-LM whose features megatrain does not support.
+
+`flags.py` defines the notation. Remove a flag here when a setting of its name is added.
+"""
+
+from typing import Final
+
+from megatrain.config.megatron.answer import refused
+
+UNSUPPORTED_FLAGS: Final = (
+    # Parallelism
+    refused(
+        "context parallelism with a different number of ranks per sample is not supported",
+        "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
+        instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
+    ),
+    refused(
+        "overlapping expert communication with computation is not supported",
+        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm"
+        " --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release"
+        " --high-priority-a2a-comm-stream",
+        instead="remove the flag; results are the same, and steps take longer",
+    ),
+    refused(
+        "token dispatchers other than allgather and alltoall are not supported",
+        "--moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-enable-deepep --moe-deepep-num-sms="
+        " --moe-hybridep-num-sms= --moe-hybridep-num-sms-preprocessing= --moe-hybridep-num-blocks-permute="
+        " --moe-hybridep-num-blocks-unpermute= --moe-hybridep-pad-uneven-dispatch-inputs"
+        " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy --moe-expert-rank-capacity-factor="
+        " --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
+        instead="use --moe-token-dispatcher-type alltoall",
+    ),
+    refused(
+        "storing expert activations outside the PyTorch allocator is not supported",
+        "--moe-paged-stash --moe-paged-stash-page-size= --moe-paged-stash-buffer-size-factor-cpu="
+        " --moe-paged-stash-buffer-size-factor-cuda=",
+        instead="use --recompute-granularity selective --recompute-modules moe_act, or moe",
+    ),
+    refused(
+        "recomputing whole MoE layers has another flag",
+        "--moe-layer-recompute",
+        instead="use --recompute-granularity selective --recompute-modules moe",
+    ),
+    refused(
+        "this variant of expert layers is not supported",
+        "--moe-latent-size= --moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
+        " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
+    ),
+    refused(
+        "recording or forcing routing decisions is not supported",
+        "--moe-router-force-biased= --moe-enable-routing-replay --moe-router-quantile-balancing-ema=0|0.0"
+        " --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits"
+        " --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-path="
+        " --moe-per-layer-logging --save-tokens-per-expert-interval=",
+    ),
+    refused(
+        "fp8 experts and CUDA graphs of experts are not supported",
+        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8"
+        " --moe-pad-experts-for-cuda-graph-inference",
+        instead="remove the flag and train in bf16",
+    ),
+    refused(
+        "overlapping tensor-parallel communication within one GEMM, and thus in the forward pass, is not"
+        " supported",
+        "--tp-comm-overlap --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend="
+        " --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs"
+        " --disable-tp-comm-overlap-rs --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs"
+        " --disable-tp-comm-split-rs",
+        instead=(
+            "remove the flag; the backward pass overlaps the input all-gather and the gradient reduction of a layer"
+            " with its GEMMs anyway, and results are the same"
+        ),
+    ),
+    refused(
+        "overlapping pipeline communication with computation, such as delayed weight gradients, is not supported",
+        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=0"
+        " --overlap-p2p-communication-warmup-flush",
+        instead="remove the flag; results are the same, and steps take longer",
+    ),
+    refused(
+        "several model chunks per stage and uneven stages are not supported",
+        "--num-layers-per-virtual-pipeline-stage= --num-virtual-stages-per-pipeline-rank=1"
+        " --microbatch-group-size-per-virtual-pipeline-stage= --decoder-first-pipeline-num-layers="
+        " --decoder-last-pipeline-num-layers= --account-for-embedding-in-pipeline-split"
+        " --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout= --mtp-standalone",
+        instead="remove the flag; --pipeline-model-parallel-size splits the layers into equal stages",
+    ),
+    refused(
+        "this way of splitting work across ranks is not supported",
+        "--tensor-parallel-num-weight-shards=1 --expert-tensor-parallel-num-weight-shards=1"
+        " --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub --gtp-remat-opt-in-modules=+"
+        " --gtp-remat-reduce-scatter-with-fp32-accumulation",
+        instead="remove the flag; use --tensor-model-parallel-size and --pipeline-model-parallel-size",
+    ),
+    refused(
+        "keeping gathered weights between forward and backward, or sharding them across instances, is not"
+        " supported",
+        "--torch-fsdp2-no-reshard-after-forward --enable-full-sharding-in-hsdp",
+        instead="remove the flag, or use --data-parallel-sharding-strategy optim_grads, which does not shard weights",
+    ),
+    refused(
+        "choosing the arithmetic of the gradient reduction is not supported",
+        "--ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=+",
+        instead="remove the flag; gradients are summed in fp32",
+    ),
+    refused(
+        "simulating process groups is not supported",
+        "--fake-process-group",
+        instead="use --dry-run with --world-size",
+    ),
+    # The model
+    refused(
+        "multi-latent attention (MLA) is not supported",
+        "--multi-latent-attention --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim="
+        " --v-head-dim= --cache-mla-latents --mla-down-proj-fusion --rope-type=",
+        instead="remove the flag; --group-query-attention also makes keys and values smaller",
+    ),
+    refused(
+        "multi-token prediction (MTP) is not supported",
+        "--mtp-num-layers=0 --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
+        " --mtp-hybrid-override-pattern=",
+    ),
+    refused(
+        "Mamba and linear-attention layers are not supported",
+        "--hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --mamba-num-heads="
+        " --mamba-head-dim= --mamba-num-groups= --mamba-state-dim= --mamba-training-ssm-states-dtype="
+        " --disable-mamba-mem-eff-path --linear-attention-freq= --linear-conv-kernel-dim= --linear-key-head-dim="
+        " --linear-num-key-heads= --linear-num-value-heads= --linear-value-head-dim= --gdp-cutedsl-kernel"
+        " --gdp-num-chunk-states-to-recompute= --gdp-num-householder= --experimental-attention-variant=",
+        instead="remove the flag; all --num-layers layers have attention and an MLP",
+    ),
+    refused(
+        "sparse attention is not supported",
+        "--dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32"
+        " --dsa-indexer-loss-coeff= --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved"
+        " --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu"
+        " --disable-dsa-indexer-scoring-relu --dsa-indexer-skip-topk-offset= --dsa-indexer-topk="
+        " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
+    ),
+    refused(
+        "this attention variant is not supported",
+        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --attention-output-gate"
+        " --log-max-attention-logit",
+    ),
+    refused(
+        "this position embedding is not supported",
+        "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
+        instead="remove the flag, and use --position-embedding-type rope",
+    ),
+    refused(
+        "this kind of MLP is not supported",
+        "--openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
+        instead="remove the flag, and use --swiglu",
+    ),
+    refused(
+        "this kind of norm or residual connection is not supported",
+        "--apply-residual-connection-post-layernorm --fused-residual-rmsnorm --enable-mhc-connections"
+        " --mhc-init-gating-factor= --mhc-num-residual-streams= --mhc-recompute-layer-num="
+        " --mhc-sinkhorn-iterations=",
+    ),
+    refused(
+        "this weight initialization is not supported",
+        "--init-method-xavier-uniform --no-initialization",
+        instead="remove the flag, and use --init-method-std",
+    ),
+    # Data and tokenizers
+    refused(
+        "fill-in-the-middle data is not supported",
+        "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate= --fim-middle-token="
+        " --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample= --fim-suffix-token=",
+    ),
+    refused(
+        "supervised fine-tuning on conversations is not supported",
+        "--sft --sft-tokenizer-prompt-format= --chat-template=",
+    ),
+    refused(
+        "this shortcut for faster startup is not supported",
+        "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
+        instead="remove the flag; sample indices are cached in --data-cache-path",
+    ),
+    refused(
+        "changing the data during a run is not supported",
+        "--phase-transition-iterations=",
+    ),
+    refused(
+        "reading from an object store is not supported",
+        "--object-storage-cache-path= --enable-msc",
+        instead="remove the flag, and copy the data to a file system",
+    ),
+    refused(
+        "naming validation sets is not supported",
+        "--validation-set-names=+",
+        instead="remove the flag; validation sets are named by their paths",
+    ),
+    refused(
+        "a separate micro-batch size for evaluation is not supported",
+        "--eval-micro-batch-size=",
+    ),
+    refused(
+        "this tokenizer option is not supported",
+        "--tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
+        " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
+        " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
+    ),
+    # Precision, memory, speed
+    refused(
+        "fp8 and fp4 are not supported",
+        "--fp8-format= --fp8-recipe= --fp8-param-gather --fp8-amax-compute-algo= --fp8-amax-history-len="
+        " --fp8-interval= --fp8-margin= --fp8-output-proj --fp8-quantizer-factory= --no-fp8-wgrad"
+        " --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-end-in-bf16= --num-layers-at-start-in-bf16="
+        " --fp4-format= --fp4-recipe= --fp4-param-gather --fp4-quantizer-factory= --te-precision-config-file="
+        " --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
+        instead="use --bf16",
+    ),
+    refused(
+        "master weights and gradient sums in a dtype other than fp32 are not supported",
+        "--main-grads-dtype=fp32 --main-params-dtype=fp32",
+    ),
+    refused(
+        "sharding saved activations across tensor-parallel ranks is not supported",
+        "--distribute-saved-activations",
+        instead="use --recompute-granularity; --sequence-parallel shards what is saved anyway",
+    ),
+    refused(
+        "offloading activations to the host is not supported",
+        "--cpu-offloading-num-layers=0 --cpu-offloading-retain-pinned-cpu-buffers"
+        " --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads="
+        " --activation-offload-fraction= --offload-modules=+ --delay-offload-until-cuda-graph"
+        " --delta-offload-bytes-across-pp-ranks=0 --min-offloaded-tensor-size=",
+        instead=(
+            "remove the flag; --recompute-granularity, --optimizer-cpu-offload, --use-distributed-optimizer and"
+            " --tensor-model-parallel-size save memory too"
+        ),
+    ),
+    refused(
+        "CUDA graphs are not supported",
+        "--cuda-graph-impl=none --cuda-graph-modules=+ --cuda-graph-scope=+ --cuda-graph-warmup-steps="
+        " --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
+    ),
+    refused(
+        "choosing this kernel is not supported",
+        "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend="
+        " --use-transformer-engine-op-fuser --disable-bf16-reduced-precision-matmul --batch-invariant-backend="
+        " --batch-invariant-mode --mlp-chunks-for-training=1",
+    ),
+    refused(
+        "freeing cached memory between steps is not supported",
+        "--empty-unused-memory-level=0",
+    ),
+    # Optimizer and schedule
+    refused(
+        "this optimizer is not supported",
+        "--lion-beta1= --lion-beta2=",
+        instead="remove the flag, and use --optimizer adam or sgd",
+    ),
+    refused(
+        "freezing weights is not supported",
+        "--freeze-all-layers",
+    ),
+    # Checkpoints
+    refused(
+        "asynchronous saving is not supported",
+        "--async-save --use-persistent-ckpt-worker --async-strategy= --async-ckpt-cpu-priority="
+        " --async-ckpt-io-priority= --async-ckpt-use-cpu-shm",
+        instead="remove the flag; the run waits while it saves",
+    ),
+    refused(
+        "this way of starting from the weights of another run is not supported",
+        "--load-main-params-from-ckpt",
+        instead="use --load with --finetune",
+    ),
+    refused(
+        "choosing the iteration to load, or overriding its number, is not supported",
+        "--ckpt-step= --override-ckpt-iteration=",
+        instead="remove the flag; the newest complete checkpoint is loaded",
+    ),
+    refused(
+        "taking the model configuration from a checkpoint is not supported",
+        "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
+        instead="give --config FOLDER/config.yaml: every run writes that file to its --save folder",
+    ),
+    refused(
+        "removing older checkpoints is not supported",
+        "--save-retain-interval=",
+    ),
+    refused(
+        "checkpoints in addition to those of --save are not supported",
+        "--non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-algo="
+        " --non-persistent-local-ckpt-dir= --non-persistent-save-interval= --replication --replication-factor="
+        " --replication-jump=",
+        instead="use --save and --save-interval",
+    ),
+    refused(
+        "saving gradients, activations or weights separately is not supported",
+        "--save-activations-interval= --save-dgrads-interval= --save-params-interval= --save-wgrads-interval=",
+    ),
+    # The run and its logs
+    refused(
+        "this TensorBoard option is not supported",
+        "--disable-log-loss-scale-to-tensorboard",
+        instead="remove the flag; metrics.jsonl in --save (or --metrics-file) has the values",
+    ),
+    refused(
+        "logging this is not supported",
+        "--log-memory-interval= --log-device-memory-used --log-energy --log-progress --logging-level=",
+        instead="remove the flag; metrics.jsonl in --save has losses, norms, rates and times",
+    ),
+    refused(
+        "this profiling option is not supported",
+        "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack"
+        " --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes --record-memory-history"
+        " --record-shapes",
+    ),
+    refused(
+        "OpenTelemetry is not supported",
+        "--otel-enabled --otel-service-name= --otel-span-groups=",
+    ),
+    refused(
+        "detecting faulty or slow hardware is not supported",
+        "--check-weight-hash-across-dp-replicas-interval= --gpu-sniff-test-interval= --log-straggler"
+        " --disable-straggler-on-startup --straggler-ctrlr-port= --straggler-minmax-count= --rerun-mode=disabled"
+        " --result-rejected-tracker-filename= --train-sync-interval=",
+    ),
+    refused(
+        "skipping iterations is not supported",
+        "--iterations-to-skip=+",
+    ),
+    refused(
+        "fault injection is not supported",
+        "--error-injection-rate=0 --error-injection-type= --fault-injector-delay-start-iteration="
+        " --fault-injector-fault-delay= --fault-injector-fault-probabilities= --fault-injector-fault-types="
+        " --fault-injector-mtti-seconds= --fault-injector-num-ranks= --fault-injector-offset-seconds="
+        " --fault-injector-ranks= --fault-injector-seed=",
+    ),
+    refused(
+        "restarting within a process is not supported",
+        "--inprocess-active-world-size= --inprocess-barrier-timeout= --inprocess-completion-timeout="
+        " --inprocess-empty-cuda-cache --inprocess-granularity= --inprocess-hard-timeout="
+        " --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= --inprocess-last-call-wait="
+        " --inprocess-max-iterations= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
+        " --inprocess-progress-watchdog-interval= --inprocess-restart --inprocess-soft-timeout="
+        " --inprocess-termination-grace-time= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
+        instead="remove the flag; torchrun --max-restarts restarts the run, which resumes from its last checkpoint",
+    ),
+    refused(
+        "distillation from logits is not supported",
+        "--logits-load-decode-threads= --logits-load-dir= --logits-load-ignore-errors"
+        " --logits-load-kd-loss-alpha= --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor="
+        " --logits-save-dir= --logits-save-dtype= --logits-save-top-k= --logits-save-top-p="
+        " --logits-save-top-p-min-k=",
+    ),
+)

@@ -1,0 +1,1 @@
+"""The features that `megatrain parity` verifies, and the combinations that are refused."""

@@ -1,0 +1,76 @@
+"""Parity features of number formats other than the dtype of the weights: they change results by rounding."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from megatrain.config.parity_features.feature import REPLICAS, Feature, Option, PlanOrDraft
+
+
+def _moments(plan: PlanOrDraft) -> set[str]:
+    return {plan.config.optimizer.exp_avg_dtype, plan.config.optimizer.exp_avg_sq_dtype}
+
+
+NUMBER_FORMATS: Final[tuple[Option, ...]] = (
+    Option(
+        "gradient reduction dtype",
+        ("precision.grad_reduce_in_bf16",),
+        (
+            Feature("sumsfp32", "", lambda p: not p.config.precision.grad_reduce_in_bf16),
+            Feature(
+                "sumsbf16",
+                "--grad-reduce-in-bf16",
+                lambda p: p.config.precision.grad_reduce_in_bf16,
+                needs=REPLICAS,
+            ),
+        ),
+    ),
+    Option(
+        "moments",
+        ("optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"),
+        (
+            Feature("momentsfp32", "", lambda p: _moments(p) == {"fp32"}),
+            Feature(
+                "momentsbf16",
+                "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+                lambda p: "bf16" in _moments(p),
+                needs=("adam", "muon"),
+            ),
+        ),
+    ),
+    Option(
+        "Muon matmul precision",
+        ("optimizer.muon_fp32_matmul_prec",),
+        (
+            Feature("muonbf16", "", lambda p: p.config.optimizer.muon_fp32_matmul_prec == "medium"),
+            Feature(
+                "muonfp32",
+                "--muon-fp32-matmul-prec highest",
+                lambda p: p.config.optimizer.muon_fp32_matmul_prec in ("high", "highest"),
+                needs=("muon",),
+                rows={
+                    "muontf32": "--muon-fp32-matmul-prec high",
+                    "muonfp32": "--muon-fp32-matmul-prec highest",
+                },
+            ),
+        ),
+    ),
+    Option(
+        "router dtype",
+        ("experts.moe_router_dtype",),
+        (
+            Feature("routersdefault", "", lambda p: p.config.experts.moe_router_dtype is None),
+            Feature(
+                "routershigh",
+                "--moe-router-dtype fp32",
+                lambda p: p.config.experts.moe_router_dtype in ("fp32", "fp64"),
+                needs=("experts",),
+                rows={
+                    "routersfp32": "--moe-router-dtype fp32",
+                    "routersfp64": "--moe-router-dtype fp64",
+                },
+            ),
+        ),
+    ),
+)
+"""fp64 rows leave them out; low-precision rows are compared with a noise level that includes them."""

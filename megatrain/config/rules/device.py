@@ -1,0 +1,92 @@
+"""Rules about devices: GPUs, ranks, compilation, --deterministic-mode (`training/launch/determinism.py`)."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+
+_CUBLAS_WORKSPACES: Final = (":4096:8", ":16:8")
+
+Problems = Iterator[Problem]
+
+
+def device_is_available(draft: Draft) -> Problems:
+    if draft.config.training.device == "cuda" and draft.facts.device != "cuda":
+        yield Problem(
+            "--device cuda is asked for, and no GPU was found", "use --device cpu, or check `nvidia-smi`"
+        )
+
+
+def each_rank_has_a_gpu(draft: Draft) -> Problems:
+    ranks, gpus = draft.facts.ranks_per_node, draft.facts.devices_per_node
+    if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
+        yield Problem(
+            f"{ranks} ranks were started on a node on which {gpus} GPUs are visible",
+            f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def world_size_is_for_dry_runs(draft: Draft) -> Problems:
+    size = draft.config.parallel.world_size
+    if size is not None and draft.config.training.dry_run is None:
+        yield Problem(
+            f"--world-size {size} is for --dry-run alone: a run has the ranks that are started",
+            "add --dry-run, or leave --world-size out and start the ranks (torchrun --nproc-per-node, --nnodes)",
+        )
+
+
+def gpus_require_nccl(draft: Draft) -> Problems:
+    if draft.config.training.device == "cuda" and draft.config.parallel.distributed_backend == "gloo":
+        yield Problem(
+            "--distributed-backend gloo does not carry the collectives of --device cuda",
+            "leave --distributed-backend out (or auto), or use --device cpu",
+        )
+
+
+def kernels_can_be_compiled(draft: Draft) -> Problems:
+    """Plans of other machines do without the compiler."""
+    training = draft.config.training
+    if (
+        draft.config.training.device == "cuda"
+        and training.compile
+        and not (draft.facts.has_triton or training.dry_run)
+    ):
+        yield Problem(
+            "Triton, which compiles the kernels of a run on GPUs, is not installed",
+            "install the triton that this torch names as its requirement, or use --no-compile, which is slower",
+        )
+
+
+def cublas_is_deterministic(draft: Draft) -> Iterator[Problem]:
+    given = draft.facts.cublas_workspace
+    if _is_deterministic(draft) and given is not None and given not in _CUBLAS_WORKSPACES:
+        yield Problem(
+            f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which matrix products may give other bits"
+            " each time",
+            f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
+        )
+
+
+def implementation_is_deterministic(draft: Draft) -> Iterator[Problem]:
+    implementation = draft.config.model.transformer_impl
+    if _is_deterministic(draft) and implementation != "local":
+        yield Problem(
+            f"--deterministic-mode with --transformer-impl {implementation} is not there yet on a GPU",
+            "use --transformer-impl local, or leave --deterministic-mode out",
+        )
+
+
+def _is_deterministic(draft: Draft) -> bool:
+    return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
+
+
+DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    device_is_available,
+    each_rank_has_a_gpu,
+    world_size_is_for_dry_runs,
+    gpus_require_nccl,
+    kernels_can_be_compiled,
+    cublas_is_deterministic,
+    implementation_is_deterministic,
+)

@@ -1,0 +1,40 @@
+"""The list of all rules: what must hold between settings, and between settings and facts, one function per rule.
+
+A rule yields problems. Each has the flag, its value and a value that works. A rule may compute freely: if a value that it
+reads is missing or invalid, `resolve` skips the rest of the rule, since that problem is reported elsewhere.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.parity_features.table import features_are_verified
+from megatrain.config.plan import Draft
+from megatrain.config.rules.data import DATA_RULES
+from megatrain.config.rules.device import DEVICE_RULES
+from megatrain.config.rules.experts import EXPERT_RULES
+from megatrain.config.rules.layers import LAYER_RULES
+from megatrain.config.rules.logging import LOGGING_RULES
+from megatrain.config.rules.model import MODEL_RULES
+from megatrain.config.rules.parallel import PARALLEL_RULES
+from megatrain.config.rules.resume import RESUME_RULES
+from megatrain.config.rules.schedule import SCHEDULE_RULES
+from megatrain.config.rules.sizes import SIZE_RULES
+from megatrain.config.rules.training import TRAINING_RULES
+from megatrain.config.rules.transformer_engine import TRANSFORMER_ENGINE_RULES
+
+RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+    *SIZE_RULES,
+    *PARALLEL_RULES,
+    *MODEL_RULES,
+    *LAYER_RULES,
+    *TRANSFORMER_ENGINE_RULES,
+    *EXPERT_RULES,
+    *TRAINING_RULES,
+    *SCHEDULE_RULES,
+    *DATA_RULES,
+    *DEVICE_RULES,
+    *LOGGING_RULES,
+    *RESUME_RULES,
+    features_are_verified,
+)

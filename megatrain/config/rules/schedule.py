@@ -1,0 +1,130 @@
+"""Rules about learning-rate and weight-decay schedules."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+
+Problems = Iterator[Problem]
+
+
+def warmup_has_one_length(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    given = {
+        "--lr-warmup-fraction": schedule.lr_warmup_fraction,
+        "--lr-warmup-iters": schedule.lr_warmup_iters or None,
+        "--lr-warmup-samples": schedule.lr_warmup_samples or None,
+    }
+    said = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+    if len(said) > 1:
+        yield Problem(f"{' and '.join(said)} all say how long warm-up takes", "give one of them")
+
+
+def decay_has_one_length(draft: Draft) -> Problems:
+    iterations, samples = draft.config.schedule.lr_decay_iters, draft.config.schedule.lr_decay_samples
+    if iterations is not None and samples is not None:
+        yield Problem(
+            f"--lr-decay-iters {iterations} and --lr-decay-samples {samples} both say when the decay ends",
+            "give one of them",
+        )
+
+
+def warmup_ends_before_decay(draft: Draft) -> Problems:
+    warmup, decay = draft.derived.lr_warmup_samples, draft.derived.lr_decay_samples
+    if warmup >= decay:
+        yield Problem(
+            f"warm-up takes {warmup} samples, and the decay ends at {decay}",
+            "shorten warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction), or end the decay later"
+            " (--lr-decay-iters, --lr-decay-samples)",
+        )
+
+
+def learning_rates_are_in_order(draft: Draft) -> Problems:
+    schedule, top = draft.config.schedule, draft.config.optimizer.lr
+    for flag, value in (("--min-lr", schedule.min_lr), ("--lr-warmup-init", schedule.lr_warmup_init)):
+        if value > top:
+            yield Problem(f"{flag} {value} is above --lr {top}", f"use {flag} {top} or less")
+
+
+def decoupled_rates_are_in_order(draft: Draft) -> Problems:
+    optimizer, floor = draft.config.optimizer, draft.config.schedule.min_lr
+    top, bottom = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if top is None:
+        if bottom is not None:
+            yield Problem(
+                f"--decoupled-min-lr {bottom} has no effect without --decoupled-lr", "add --decoupled-lr"
+            )
+        return
+    lowest, flag = (floor, "--min-lr") if bottom is None else (bottom, "--decoupled-min-lr")
+    if lowest > top:
+        yield Problem(
+            f"{flag} {lowest} is above --decoupled-lr {top}", f"use --decoupled-min-lr {top} or less"
+        )
+
+
+def wsd_decay_has_one_length(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    iterations, samples = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
+    if iterations is not None and samples is not None:
+        yield Problem(
+            f"--lr-wsd-decay-iters {iterations} and --lr-wsd-decay-samples {samples} both say how long the decay takes",
+            "give one of them",
+        )
+    if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
+        yield Problem(
+            "--lr-decay-style WSD does not say how long the decay at its end takes",
+            "give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+        )
+
+
+def wsd_decay_fits_the_schedule(draft: Draft) -> Problems:
+    wsd, decay = draft.derived.lr_wsd_decay_samples, draft.derived.lr_decay_samples
+    if wsd is not None and wsd > decay:
+        yield Problem(
+            f"the decay of WSD takes {wsd} samples, and ends at sample {decay}",
+            "shorten it (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
+        )
+
+
+def weight_decay_schedule_is_complete(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    start, end = schedule.start_weight_decay, schedule.end_weight_decay
+    if schedule.weight_decay_incr_style == "constant":
+        for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
+            if value is not None:
+                yield Problem(
+                    f"{flag} {value} is given, and --weight-decay-incr-style is constant",
+                    "use --weight-decay-incr-style linear or cosine, or --weight-decay alone",
+                )
+    elif start is None or end is None:
+        yield Problem(
+            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} does not say from where to where",
+            "give --start-weight-decay and --end-weight-decay",
+        )
+    elif end < start:
+        yield Problem(
+            f"--end-weight-decay {end} is below --start-weight-decay {start}", "let weight decay increase"
+        )
+
+
+def schedules_have_one_source(draft: Draft) -> Problems:
+    schedule = draft.config.schedule
+    if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
+        yield Problem(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler contradict each other",
+            "give one of them",
+        )
+
+
+SCHEDULE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    warmup_has_one_length,
+    decay_has_one_length,
+    warmup_ends_before_decay,
+    learning_rates_are_in_order,
+    decoupled_rates_are_in_order,
+    wsd_decay_has_one_length,
+    wsd_decay_fits_the_schedule,
+    weight_decay_schedule_is_complete,
+    schedules_have_one_source,
+)
