@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from megatrain.config.derive.blends import Blend
+from megatrain.config.derive.datasets import Blend
 from megatrain.data.indexed.reader import HEADER, MAGIC, VERSION, IndexedDataset
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions

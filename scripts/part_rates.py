@@ -18,8 +18,8 @@ from benchmark_optimizer import milliseconds
 from roofline import plan_of
 
 from megatrain.config import Plan
-from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.kernels.attention.backends import attention_kernel
+from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 WARM_UP, REPEATS = 5, 20
@@ -50,7 +50,7 @@ def products(plan: Plan) -> float:
         (h, inner, often),
         (width * (2 if layer.is_gated else 1), h, often),
         (h, width, often),
-        (plan.derived.padded_vocab_size, h, 1),
+        (plan.config.model.padded_vocab_size, h, 1),
     ]
     flops = seconds = 0.0
     for outputs, inputs, times in shapes:

@@ -93,8 +93,8 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
         attention += 2 * s * inner
         moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
         moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
-    head = h * derived.padded_vocab_size
-    moved += 6 * derived.padded_vocab_size
+    head = h * model.padded_vocab_size
+    moved += 6 * model.padded_vocab_size
     weights = linear + unmet + head * (2 if model.untie_embeddings_and_output_weights else 1)
     shares = derived.model_parallel_size
     expert_shares = (

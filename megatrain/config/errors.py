@@ -28,7 +28,7 @@ class MegatrainError(Exception):
     """An error whose message is meant for the user: the entry points print it without a traceback."""
 
     exit_code = 1
-    is_told = False
+    is_reported = False
     """Whether another rank tells the user, so that this one ends without a word."""
 
     def __init__(self, problem: str, *, fix: str) -> None:

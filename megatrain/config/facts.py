@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatrain.config.derive.custom_layers import OwnLayers
+from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.derive.layer_sizes import LayerSizes
 from megatrain.config.errors import Problem
 
@@ -57,7 +57,7 @@ class StoredRun:
     """Whether a run begins with its weights, and does not continue it."""
 
     @property
-    def weights_alone(self) -> StoredRun:
+    def weights_only(self) -> StoredRun:
         """What it means to a run that begins with its weights."""
         stored = {
             "model": self.config.get("model", {}),
@@ -110,7 +110,7 @@ class Facts:
     tokenizer_note: str | None = None
     """What a user should hear about it, such as how its end-of-document token was found."""
     checkpoint: StoredRun | None = None
-    own_layers: OwnLayers | None = None
+    custom_layers: CustomLayers | None = None
     """What --spec gives."""
     layers_config: str | None = None
     """What --heterogeneous-layers-config-path names holds."""
@@ -133,10 +133,10 @@ class Facts:
             stored = values["checkpoint"]
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
-        if values["own_layers"] is not None:
-            own = values["own_layers"]
+        if values["custom_layers"] is not None:
+            own = values["custom_layers"]
             layers, differences = map(LayerSizes.from_dict, own["layers"]), own["differences"]
-            values["own_layers"] = OwnLayers(
+            values["custom_layers"] = CustomLayers(
                 **{**own, "layers": tuple(layers), "differences": tuple(differences)}
             )
         values["datasets"] = tuple(DatasetFacts(**dataset) for dataset in values["datasets"])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatrain.config.derive.layer_sizes import LayerTable
-from megatrain.config.derive.lr_groups import RateGroups
-from megatrain.config.derive.schedule_values import ScheduleValues
+from megatrain.config.derive.lr_schedule import LRGroups, ScheduleValues
 from megatrain.config.facts import Facts
 from megatrain.config.schema.tree import Config, Origin
 from megatrain.config.schema.values import INVALID, CheckedSection
@@ -21,7 +20,7 @@ Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh",
 
 
 @dataclass(frozen=True)
-class Answer:
+class DerivedValue:
     """A derived value, and the reason with its numbers."""
 
     value: Any
@@ -32,7 +31,6 @@ class Answer:
 class Derived(CheckedSection):
     """What follows from configuration and facts, and is no setting itself or is wanted in one place."""
 
-    device: Literal["cpu", "cuda"] = INVALID
     world_size: int = INVALID
     activation: Activation = INVALID
     layer_table: LayerTable = INVALID
@@ -41,7 +39,7 @@ class Derived(CheckedSection):
     """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
     attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math", "transformer_engine"] = INVALID
     """The kernel of attention."""
-    context_communication: tuple[str, ...] = INVALID
+    cp_comm_types: tuple[str, ...] = INVALID
     """How context ranks share keys and values: one way for all layers, or one for each."""
     matrix_init_std: float = INVALID
     """Standard deviation of initial matrices, before what the depth asks for."""
@@ -80,14 +78,12 @@ class Derived(CheckedSection):
     """None: the decay is not WSD."""
     schedule: ScheduleValues = INVALID
     """The schedules that are followed: of the command line, or of the checkpoint where that is asked for."""
-    rate_groups: RateGroups = INVALID
+    lr_groups: LRGroups = INVALID
     """Learning rate of each kind of parameter."""
     vocab_size: int = INVALID
     """Tokens of the tokenizer, before padding."""
-    padded_vocab_size: int = INVALID
     eod_id: int | None = INVALID
     """The end-of-document token, if there is one."""
-    params_dtype: DType = INVALID
     master_dtype: DType = INVALID
     """Number format of the optimizer's copies of weights, of its state and of gradient sums."""
     tokens_per_iteration: int = INVALID

@@ -15,7 +15,7 @@ from megatrain.config.cli.parse_value import BadValueError, require_in_range
 from megatrain.config.derive.table import DERIVATIONS, OVERRIDES
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.facts import Facts
-from megatrain.config.plan import Answer, Derived, Draft, Plan
+from megatrain.config.plan import Derived, DerivedValue, Draft, Plan
 from megatrain.config.request import Request
 from megatrain.config.rules.notes import NOTES
 from megatrain.config.rules.rule_list import RULES
@@ -81,14 +81,14 @@ def _example(path: str) -> str:
     }.get(path, "it has no default")
 
 
-def _with_derived(draft: Draft, path: str, derive: Callable[[Draft], Answer]) -> Draft:
+def _with_derived(draft: Draft, path: str, derive: Callable[[Draft], DerivedValue]) -> Draft:
     """The draft with this value filled in, unless the user gave it."""
     if not path.startswith("derived.") and draft.config.raw(path) is not AUTO:
         return draft
-    return _with_answer(draft, path, _tried(derive, draft) or Answer(INVALID, "not known"))
+    return _with_answer(draft, path, _tried(derive, draft) or DerivedValue(INVALID, "not known"))
 
 
-def _with_answer(draft: Draft, path: str, answer: Answer) -> Draft:
+def _with_answer(draft: Draft, path: str, answer: DerivedValue) -> Draft:
     section, name = path.split(".")
     origins = {**draft.origins, path: Origin("derived", answer.reason)}
     if section == "derived":

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.config.derive.lr_groups import ParamKind
+from megatrain.config.derive.lr_schedule import ParamKind
+from megatrain.model.specs import AttentionSpec, GptSpec, NormPosition, NormSpec
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, ParamLayout, Piece
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,17 @@ def columns_bias_layout(
     pieces = _cut_columns(tensors, (), tp.group)
     rows = sum(piece.local_shape[0] for piece in pieces)
     return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=decays, kind="vector")
+
+
+def qkv_columns(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
+    """Return the outputs of the QKV projection: queries, keys and values."""
+    queries, keys = spec.num_heads * spec.head_channels, spec.num_query_groups * spec.head_channels
+    copies = tp.kv if spec.num_query_groups < tp.size else None
+    return [
+        Columns(f"{prefix}.q.{kind}", queries),
+        Columns(f"{prefix}.k.{kind}", keys, copies=copies),
+        Columns(f"{prefix}.v.{kind}", keys, copies=copies),
+    ]
 
 
 def expert_columns_layout(
@@ -130,6 +142,26 @@ def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> Param
         decays=False,
         kind="vector",
     )
+
+
+def norm_weights(name: str, size: int, spec: NormSpec, tp: TensorParallel) -> Weights:
+    """Return the layouts of a norm of the residual stream or of a branch's output."""
+    return Weights(
+        stream_layout(f"{name}.weight", size, unit_gain(spec), tp),
+        stream_layout(f"{name}.bias", size, Init(), tp) if spec.kind == "LayerNorm" else None,
+    )
+
+
+def unit_gain(spec: NormSpec) -> Init:
+    """Return the initial weight of a norm, a gain of 1 as it is stored."""
+    return Init(mean=0.0 if spec.is_stored_minus_one else 1.0)
+
+
+def branch_norm_weights(
+    gpt: GptSpec, position: NormPosition, prefix: str, tp: TensorParallel
+) -> Weights | None:
+    """Return the layouts of the norm that begins a branch, if it has one."""
+    return None if position == "post" else norm_weights(f"{prefix}.norm", gpt.hidden_size, gpt.norm, tp)
 
 
 def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays: bool) -> ParamLayout:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes, layer_table
-from megatrain.config.derive.model import activation_of
-from megatrain.config.derive.mup import attention_scale, matrix_init_std
-from megatrain.config.derive.patterns import layers_with, window_of
+from megatrain.config.derive.model import activation_of, attention_scale, matrix_init_std
+from megatrain.config.derive.patterns import parse_layer_pattern, parse_window
 from megatrain.config.plan import Activation
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
-from megatrain.kernels.activations import Curve
+from megatrain.kernels.activations import ActivationFunction
 from megatrain.kernels.rotary import LlamaScaling, RotarySpec, YarnScaling
 
 NormPosition = Literal["pre", "post", "both"]
@@ -71,9 +70,9 @@ class MlpSpec:
 
     ffn_hidden_size: int
     activation: Activation = "swiglu"
-    """Says whether there is a gate, and which curve it or the layer has."""
-    curve: Curve | None = None
-    """A curve of one's own in place of that."""
+    """Activation of the MLP: gate and function."""
+    activation_fn: ActivationFunction | None = None
+    """Custom activation function that replaces the one of `activation`."""
     clamp: float | None = None
     """Largest gate, and largest size of what it gates."""
     offset: float = 0.0
@@ -84,8 +83,13 @@ class MlpSpec:
     def is_gated(self) -> bool:
         return self.activation in ("swiglu", "geglu_tanh", "quick_geglu")
 
+    @property
+    def fc1_names(self) -> list[str]:
+        """Canonical names of the tensors that the first linear layer fuses."""
+        return ["gate", "up"] if self.is_gated else ["up"]
 
-Balancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
+
+BalancingLoss = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
 """Over which tokens a loss keeps the loads of experts even: a micro-batch's, a sequence's, a global batch's."""
 
 
@@ -105,7 +109,7 @@ class RouterSpec:
     """Of the weights."""
     dtype: Literal["fp32", "fp64"] | None = None
     """Of logits and scores; None: logits in that of the model."""
-    losses: tuple[tuple[Balancing, float], ...] = ()
+    losses: tuple[tuple[BalancingLoss, float], ...] = ()
     """What keeps loads even, each with its factor."""
     is_sinkhorn: bool = False
     """Whether experts are picked by scores that Sinkhorn's iteration has evened out."""
@@ -175,7 +179,7 @@ class GptSpec:
     """Another one, as it is (muP)."""
     hidden_dropout: float = 0.0
     """Share of what the branches and the embedding add to the residual stream that training drops."""
-    is_residual_wide: bool = False
+    is_residual_fp32: bool = False
     """Whether the residual stream is fp32 whatever the weights are."""
     logit_scale: float = 1.0
     """Factor of the logits."""
@@ -221,7 +225,7 @@ def gpt_spec(
         embedding_multiplier=model.embedding_multiplier,
         width_multiplier=model.mup_embedding_mult if model.use_mup else 1.0,
         hidden_dropout=model.hidden_dropout,
-        is_residual_wide=model.fp32_residual_connection,
+        is_residual_fp32=model.fp32_residual_connection,
         logit_scale=model.mup_output_mult if model.use_mup else 1.0,
         logit_softcap=model.final_logit_softcapping,
         z_loss_coeff=model.z_loss_coeff,
@@ -231,9 +235,9 @@ def gpt_spec(
 def _layers(
     model: ModelConfig, experts: ExpertsConfig, scale: float | None, does_qk_norm_decay: bool
 ) -> tuple[LayerSpec, ...]:
-    has_window = layers_with(model.window_attn_skip_freq, model.num_layers, one_means=True)
-    has_rotary = layers_with(model.no_rope_freq, model.num_layers, one_means=False)
-    left = window_of(model.window_size)
+    has_window = parse_layer_pattern(model.window_attn_skip_freq, model.num_layers, one_means=True)
+    has_rotary = parse_layer_pattern(model.no_rope_freq, model.num_layers, one_means=False)
+    left = parse_window(model.window_size)
     rotary = _rotary(model)
     has_bias = not model.disable_bias_linear
     layers = []
@@ -295,7 +299,7 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
         group_top_k=experts.moe_router_group_topk,
         scaling_factor=experts.moe_router_topk_scaling_factor,
         dtype=experts.moe_router_dtype,
-        losses=tuple((loss, factors[loss]) for loss in get_args(Balancing) if factors.get(loss)),
+        losses=tuple((loss, factors[loss]) for loss in get_args(BalancingLoss) if factors.get(loss)),
         is_sinkhorn="sinkhorn" in kinds,
         z_loss_coeff=experts.moe_z_loss_coeff or 0.0,
         has_expert_bias=experts.moe_router_enable_expert_bias,
@@ -334,7 +338,7 @@ def _rotary(model: ModelConfig) -> RotarySpec | None:
         scaling = LlamaScaling(factor=model.rope_scaling_factor)
     return RotarySpec(
         base=float(model.rotary_base),
-        share=model.rotary_percent,
+        rotary_percent=model.rotary_percent,
         is_interleaved=model.rotary_interleaved,
         interpolation=float(model.rotary_seq_len_interpolation_factor or 1),
         scaling=scaling,

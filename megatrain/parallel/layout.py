@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatrain.config.derive.lr_groups import ParamKind
+from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.parallel.rank_lists import Family
 
 Box = tuple[tuple[int, int], ...]

@@ -209,8 +209,8 @@ def own(**attention):
     ("layers", "kernels"),
     [
         (own(), "flash4 cudnn sdpa cudnn"),
-        (own(have_windows=True), "flash4 flash2 flash2 refused"),
-        (own(have_sinks=True), "flash4 cudnn flash2 cudnn"),
+        (own(has_windows=True), "flash4 flash2 flash2 refused"),
+        (own(has_sinks=True), "flash4 cudnn flash2 cudnn"),
         (own(eager_attention="some"), "flash4 cudnn refused refused"),
         (own(eager_attention="all"), "math math refused refused"),
     ],
@@ -269,6 +269,6 @@ def test_a_deterministic_run_takes_kernels_that_can_order_their_sums():
 
 def test_facts_come_back_from_json_with_the_capability():
     facts = Facts(
-        device="cuda", device_capability=(9, 0), custom_layers=own(eager_attention="some", have_sinks=True)
+        device="cuda", device_capability=(9, 0), custom_layers=own(eager_attention="some", has_sinks=True)
     )
     assert Facts.from_json(facts.to_json()) == facts

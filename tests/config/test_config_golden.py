@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ModelConfig
-from megatrain.config.derive.flops import padded_vocabulary, training_flops
 from megatrain.config.derive.layer_sizes import layer_table
+from megatrain.config.derive.model import padded_vocabulary, training_flops
 from megatrain.config.schema.experts import ExpertsConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -66,7 +66,7 @@ CASES = {
         (f"{GQA} --num-query-groups 3", "", None,
          "--num-attention-heads 4 do not divide over --num-query-groups 3\n  fix: use --num-query-groups 2"),
     ],
-    "moments_belong_to_adam": [
+    "moments_require_adam": [
         ("--optimizer sgd --exp-avg-sq-dtype bf16", "", None,
          ("--exp-avg-sq-dtype bf16 has no effect with --optimizer sgd, which keeps no such mean\n"
           "  fix: leave --exp-avg-sq-dtype out, or use --optimizer adam")),
@@ -127,7 +127,7 @@ CASES = {
          ("--moe-router-topk has no effect without --num-experts\n"
           "  fix: add --num-experts, or leave this out")),
     ],
-    "layers_with_experts_are_understood": [
+    "expert_layers_are_valid": [
         ("--num-experts 4 --moe-layer-freq [0]*2+[1]", "", None,
          ("--moe-layer-freq: [0]*2+[1] has 3 entries, and there are 4 layers\n"
           "  fix: give a number N for every Nth layer, or a list such as [0]*1+[1]*3")),
@@ -139,16 +139,16 @@ CASES = {
         ("--num-experts 4 --moe-ffn-hidden-size none", "", None,
          "--moe-ffn-hidden-size none leaves experts without a width\n  fix: leave it out"),
     ],
-    "tokens_have_enough_experts": [
+    "topk_fits_num_experts": [
         ("--num-experts 4 --moe-router-topk 6", "", None,
          "--moe-router-topk 6 is more than --num-experts 4\n  fix: use --moe-router-topk 2"),
     ],
-    "one_expert_needs_a_weight": [
+    "top1_routing_has_a_gradient": [
         ("--num-experts 4 --moe-router-topk 1", "", None,
          ("its weight is always 1, and the router never learns\n"
           "  fix: add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid")),
     ],
-    "expert_groups_fit": [
+    "expert_groups_are_valid": [
         ("--num-experts 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "", None,
          "--num-experts 6 do not divide into --moe-router-num-groups 4\n  fix: use --moe-router-num-groups 3"),
         ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5", "", None,
@@ -160,12 +160,12 @@ CASES = {
          ("--moe-router-num-groups is given without --moe-router-group-topk\n"
           "  fix: give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1")),
     ],
-    "pre_softmax_is_for_softmax": [
+    "pre_softmax_requires_softmax": [
         ("--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid", "", None,
          ("--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid\n"
           "  fix: leave one of them out")),
     ],
-    "balancing_is_known": [
+    "load_balancing_is_valid": [
         ("--num-experts 4 --moe-router-load-balancing-type even", "", None,
          ("--moe-router-load-balancing-type even: not there\n"
           "  fix: use some of aux_loss seq_aux_loss global_aux_loss, or sinkhorn, or none")),
@@ -181,14 +181,14 @@ CASES = {
         ("--num-experts 4 --moe-aux-loss-coeff -1", "", None,
          "--moe-aux-loss-coeff -1.0 rewards uneven loads\n  fix: use 1e-2"),
     ],
-    "bias_is_for_sigmoid": [
+    "expert_bias_requires_sigmoid": [
         ("--num-experts 4 --moe-router-enable-expert-bias", "", None,
          ("--moe-router-enable-expert-bias does not go with --moe-router-score-function softmax, as in Megatron-LM\n"
           "  fix: use --moe-router-score-function sigmoid")),
         ("--num-experts 4 --moe-router-bias-update-rate 0.01", "", None,
          "--moe-router-bias-update-rate 0.01 has no effect without --moe-router-enable-expert-bias\n  fix: add that"),
     ],
-    "sinkhorn_stands_alone": [
+    "sinkhorn_settings_have_an_effect": [
         (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
           " --moe-router-score-function sigmoid"), "", None,
          "both decide which experts a token goes to\n  fix: use one of them"),
@@ -196,7 +196,7 @@ CASES = {
          ("--moe-router-topk-scaling-factor has no effect with --moe-router-load-balancing-type sinkhorn\n"
           "  fix: leave this out, or use --moe-router-load-balancing-type aux_loss")),
     ],
-    "own_experts_fit_the_ranks": [
+    "custom_experts_divide_over_ranks": [
         ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers(digest="1", layers=(OF_EXPERTS,) * 4, differences=())),
          ("--spec gives layer 0 (from 0) 6 experts, and --num-experts is left out\n"
           "  fix: use --num-experts 6, and as many experts in each layer that has any")),
@@ -220,7 +220,7 @@ CASES = {
          ("--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size\n"
           "  fix: give the width of the shared MLP, or leave the gate out")),
     ],
-    "dispatcher_is_there": [
+    "dispatcher_is_supported": [
         ("--num-experts 4 --moe-token-dispatcher-type flex", "", None,
          ("--moe-token-dispatcher-type flex stands for libraries (DeepEP, HybridEP) that are not used here\n"
           "  fix: use --moe-token-dispatcher-type alltoall")),
@@ -229,12 +229,12 @@ CASES = {
         ("--num-experts 4", "--disable-bias-linear", None,
          "--num-experts with biases of linear layers is not there yet\n  fix: add --disable-bias-linear"),
     ],
-    "experts_go_with_layers_alike": [
+    "experts_require_uniform_layers": [
         (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
          ("--num-experts and --heterogeneous-layers-config-path do not go together yet: the file names no experts\n"
           "  fix: use --moe-layer-freq")),
     ],
-    "experts_and_tensor_ranks_split_the_sequence": [
+    "experts_require_sequence_parallel": [
         ("--num-experts 4 --tensor-model-parallel-size 2", "", Facts(world_size=2),
          ("a layer with experts under --tensor-model-parallel-size 2 needs --sequence-parallel, as in Megatron-LM\n"
           "  fix: add --sequence-parallel")),
@@ -262,7 +262,7 @@ CASES = {
     "ffn_size_is_positive": [
         ("--hidden-size 16", "", None, "gives an MLP of width 0, down to a multiple of 64\n  fix: give --ffn-hidden-size"),
     ],
-    "rotary_channels_pair_up": [
+    "rotary_channels_are_even": [
         ("--kv-channels 15", "", None, ("--kv-channels 15 is odd, and rotary embeddings turn pairs of channels\n"
          "  fix: use --kv-channels 16")),
         ("--rotary-percent 0.2", "", None, ("--rotary-percent 0.2 of --kv-channels 16 is 3 channels, and rotary embeddings"
@@ -289,7 +289,7 @@ CASES = {
          ("12 ranks were started, which is no multiple of --expert-tensor-parallel-size 1 *"
           " --expert-model-parallel-size 4 * --pipeline-model-parallel-size 2 = 8\n  fix: start 16 ranks")),
     ],
-    "experts_have_the_pipelines_of_dense_layers": [
+    "expert_ranks_match_dense_ranks": [
         ((f"{FOUR} --sequence-parallel --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
           " --expert-tensor-parallel-size 1 --use-tp-pp-dp-mapping"), "", Facts(world_size=8),
          ("--expert-tensor-parallel-size 1 * --expert-model-parallel-size 4 = 4 must be --tensor-model-parallel-size 2 *"
@@ -326,7 +326,7 @@ CASES = {
          ("--global-batch-size 3 is less than --micro-batch-size 2 * data-parallel size 2 = 4:"
          " --decrease-batch-size-if-needed leaves nothing of it\n  fix: use --global-batch-size 4")),
     ],
-    "sharding_is_said_once": [
+    "sharding_settings_agree": [
         ("--no-use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "", Facts(world_size=4),
          ("--data-parallel-sharding-strategy optim_grads spreads optimizer state, and --no-use-distributed-optimizer does"
           " not\n  fix: leave one of them out")),
@@ -348,14 +348,14 @@ CASES = {
          ("--num-distributed-optimizer-instances 3 do not divide 4 replicas (data-parallel 2 * context-parallel 2)\n"
           "  fix: use --num-distributed-optimizer-instances 2")),
     ],
-    "communication_is_known": [
+    "cp_comm_type_is_known": [
         ("--cp-comm-type ring", "", None,
          ("--cp-comm-type ring is none of p2p, all_gather, a2a, a2a+p2p, a2a+all_gather\n"
           "  fix: use --cp-comm-type p2p")),
     ],
-    "levels_make_up_the_context_ranks": [
+    "levels_multiply_to_context_ranks": [
         ("--cp-comm-type a2a+p2p --context-parallel-size 4", "", Facts(world_size=4),
-         ("--cp-comm-type a2a+p2p takes two sizes of at least 2 whose product is --context-parallel-size 4, not none\n"
+         ("--cp-comm-type a2a+p2p needs two sizes of at least 2 whose product is --context-parallel-size 4, not none\n"
           "  fix: use --hierarchical-context-parallel-sizes 2 2")),
         ("--cp-comm-type a2a+p2p --context-parallel-size 8 --hierarchical-context-parallel-sizes 3 2", "",
          Facts(world_size=8),
@@ -364,30 +364,30 @@ CASES = {
         ("--cp-comm-type a2a+p2p --context-parallel-size 2 --hierarchical-context-parallel-sizes 2 1", "",
          Facts(world_size=2), "not --hierarchical-context-parallel-sizes 2 1\n  fix: use --cp-comm-type p2p"),
     ],
-    "heads_divide_over_exchanging_ranks": [
+    "heads_divide_over_context_ranks": [
         ("--cp-comm-type a2a --context-parallel-size 8", "", Facts(world_size=8),
-         ("--cp-comm-type a2a exchanges heads between 8 context ranks, over which the 4 heads and 4 query groups that a"
-          " tensor rank has of layer 0 (from 0) do not divide\n  fix: use --cp-comm-type p2p")),
+         ("layer 0 (from 0) has 4 heads and 4 query groups per tensor-parallel rank, which do not divide over them\n"
+          "  fix: use --cp-comm-type p2p")),
     ],
-    "communication_is_said_for_each_layer": [
+    "cp_comm_type_is_given_per_layer": [
         ("--cp-comm-type all_gather all_gather all_gather", "", None,
-         ("--cp-comm-type names 3 ways for 4 layers\n"
-          "  fix: name one for all layers, such as --cp-comm-type all_gather, or one for each")),
+         ("--cp-comm-type has 3 entries for 4 layers\n"
+          "  fix: give one for all layers, such as --cp-comm-type all_gather, or one for each layer")),
     ],
-    "chunk_means_are_means": [
+    "chunk_means_exclude_per_token_loss": [
         ("--context-parallel-chunk-means --calculate-per-token-loss", "", None,
-         "--calculate-per-token-loss one over all tokens\n  fix: leave one of them out"),
+         "--calculate-per-token-loss averages all tokens\n  fix: leave one of them out"),
     ],
     "sequence_divides_over_context_ranks": [
         ("--context-parallel-size 4 --seq-length 20", "", Facts(world_size=4),
-         ("--seq-length 20 is no multiple of 8, as two chunks for each of --context-parallel-size 4 need\n"
+         ("--seq-length 20 is no multiple of 8: --context-parallel-size 4 needs two chunks per rank\n"
           "  fix: use --seq-length 24")),
         ("--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 12", "",
          Facts(world_size=8),
-         ("--seq-length 12 is no multiple of 8, as two chunks for each of --context-parallel-size 2 and"
-          " --sequence-parallel over --tensor-model-parallel-size 4 need\n  fix: use --seq-length 16")),
+         ("--seq-length 12 is no multiple of 8: --context-parallel-size 2 needs two chunks per rank and"
+          " --sequence-parallel over --tensor-model-parallel-size 4\n  fix: use --seq-length 16")),
     ],
-    "narrow_reduction_needs_narrow_weights": [
+    "bf16_reduction_requires_bf16_weights": [
         ("--grad-reduce-in-bf16", "", None, "--grad-reduce-in-bf16 with float32 weights: sums over ranks would have fewer digits"),
     ],
     "sequence_divides_over_tp_ranks": [
@@ -432,7 +432,7 @@ CASES = {
         ("--min-lr 1", "", None, "--min-lr 1.0 is above --lr 0.001\n  fix: use --min-lr 0.001 or less"),
         ("--lr-warmup-init 1", "", None, "--lr-warmup-init 1.0 is above --lr 0.001"),
     ],
-    "batch_sizes_make_sense": [
+    "batch_sizes_are_valid": [
         ("--global-batch-size 16 --rampup-batch-size 4 4 --train-samples 99", "--train-iters", None,
          "--rampup-batch-size 4 4: these are not three whole numbers\n  fix: give start, increment and samples"),
         ("--global-batch-size 16 --rampup-batch-size 4 0 9 --train-samples 99", "--train-iters", None, "a number is 0"),
@@ -451,7 +451,7 @@ CASES = {
         ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
          "--step-batch-size-schedule '1k:8': no threshold is 0\n  fix: say which batch comes first"),
     ],
-    "growing_batches_count_samples": [
+    "changing_batches_require_samples": [
         ("--global-batch-size 16 --rampup-batch-size 4 4 9", "", None,
          ("--train-iters 10 counts iterations, which differ in size with --rampup-batch-size\n"
          "  fix: use --train-samples, as Megatron-LM asks for too")),
@@ -468,7 +468,7 @@ CASES = {
         ("--lr-decay-style WSD --lr-wsd-decay-iters 20", "", None,
          "the decay of WSD takes 40 samples, and ends at sample 20\n  fix: shorten it"),
     ],
-    "weight_decay_says_how_it_moves": [
+    "weight_decay_schedule_is_complete": [
         ("--start-weight-decay 0.1", "", None,
          ("--start-weight-decay 0.1 is given, and --weight-decay-incr-style is constant\n"
          "  fix: use --weight-decay-incr-style linear or cosine")),
@@ -477,13 +477,13 @@ CASES = {
         ("--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1", "", None,
          "--end-weight-decay 0.1 is below --start-weight-decay 0.2"),
     ],
-    "embedding_rates_are_in_order": [
+    "decoupled_rates_are_in_order": [
         ("--decoupled-min-lr 0.1", "", None, "--decoupled-min-lr 0.1 has no effect without --decoupled-lr"),
         ("--decoupled-lr 1e-4 --min-lr 5e-4", "", None,
          "--min-lr 0.0005 is above --decoupled-lr 0.0001\n  fix: use --decoupled-min-lr 0.0001 or less"),
         ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "", None, "--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001"),
     ],
-    "an_offload_fraction_has_an_offload": [
+    "offload_fraction_requires_offload": [
         ("--optimizer-offload-fraction 0.5", "", None,
          "--optimizer-offload-fraction 0.5 has no effect without --optimizer-cpu-offload\n  fix: add --optimizer-cpu-offload"),
     ],
@@ -495,7 +495,7 @@ CASES = {
         ("--fp16 --initial-loss-scale 4 --min-loss-scale 8", "", None,
          "--min-loss-scale 8 is above --initial-loss-scale 4\n  fix: use --min-loss-scale 4 or less"),
     ],
-    "exit_signal_is_one": [
+    "exit_signal_is_valid": [
         ("--exit-signal SIGKILL", "", None, "--exit-signal SIGKILL is no signal that can be caught\n  fix: use a name"),
         ("--exit-signal 99", "", None, "--exit-signal 99 is no signal that can be caught"),
     ],
@@ -523,25 +523,25 @@ CASES = {
         (f"{NULL} --data-path 1 d 1 e --split 0,1,1", "--mock-data", Facts(datasets=(dataset("d", 300), dataset("e", 400))),
          "train 0, valid 150, test 150: samples are asked of train, which has none (1 other datasets"),
     ],
-    "weights_have_a_number_to_share_out": [
+    "full_validation_excludes_weights": [
         (f"{NULL} --data-path 1 d --full-validation", "--mock-data", Facts(datasets=(dataset("d", 9999, weight=1.0),)),
          "--full-validation reads validation data whole, and weights ask for shares of a number of samples\n  fix: leave out"),
     ],
-    "validation_sets_are_apart": [
+    "validation_sets_are_separate": [
         (f"{NULL} --data-path d --full-validation --multiple-validation-sets", "--mock-data", Facts(datasets=(dataset("d", 9999),)),
          "--multiple-validation-sets is given, but no validation data of its own\n  fix: name the sets with --valid-data-path"),
         (f"{NULL} --train-data-path d --valid-data-path e --multiple-validation-sets", "--mock-data",
          Facts(datasets=(dataset("d", 9, split="train"), dataset("e", 9, split="valid"))),
          "--multiple-validation-sets is given without --full-validation\n  fix: add --full-validation"),
     ],
-    "one_rule_says_where_documents_end": [
+    "document_ends_have_one_source": [
         ("--dataloader-inter-document-masking --reset-attention-mask", "", None,
          "--dataloader-inter-document-masking takes documents as they are stored"),
     ],
-    "shuffles_have_a_seed": [
+    "seed_is_in_range": [
         (f"--seed {2**32}", "", None, "--seed 4294967296 is too large to shuffle data by\n  fix: use a number from 0 to 4294967295"),
     ],
-    "sharding_is_about_cycles": [
+    "no_data_sharding_requires_cyclic": [
         ("--no-data-sharding", "", None,
          "--no-data-sharding has no effect with --dataloader-type single\n  fix: add --dataloader-type cyclic"),
     ],
@@ -549,7 +549,7 @@ CASES = {
         ("--eval-global-batch-size 7", "", None,
          "--eval-global-batch-size 7 is no multiple of --micro-batch-size 2 * data-parallel size 1 = 2\n  fix: use"),
     ],
-    "split_has_up_to_three_shares": [
+    "split_is_valid": [
         (f"{NULL} --data-path a --split 1,2,3,4", "--mock-data", None, "--split '1,2,3,4' has 4 shares\n  fix: give up to"),
         (f"{NULL} --data-path a --split 1,-2", "--mock-data", None, "'1,-2' holds something that is no number of 0 or more"),
         (f"{NULL} --data-path a --split 0,0", "--mock-data", None, "--split '0,0' gives no data to any split"),
@@ -585,17 +585,17 @@ CASES = {
     "padded_vocabulary_holds_all_tokens": [
         ("--padded-vocab-size 99", "", None, "--padded-vocab-size 99 is too small for 100 tokens\n  fix: leave"),
     ],
-    "device_is_there": [
+    "device_is_available": [
         ("--device cuda", "", None, "--device cuda is asked for, and no GPU was found\n  fix: use --device cpu"),
     ],
     "each_rank_has_a_gpu": [
         ("", "", Facts(device="cuda", world_size=8, ranks_per_node=8, devices_per_node=4),
          "8 ranks were started on a node on which 4 GPUs are visible\n  fix: use torchrun --nproc-per-node 4"),
     ],
-    "gpus_are_for_nccl": [
+    "gpus_require_nccl": [
         ("--distributed-backend gloo", "", CUDA, "--distributed-backend gloo does not carry the collectives of --device cuda"),
     ],
-    "number_formats_agree": [
+    "dtypes_agree": [
         ("--bf16 --params-dtype float32", "", None, "--bf16 and --params-dtype float32 contradict each other"),
         ("--params-dtype bfloat16", "", None, "--params-dtype bfloat16 is given without --bf16\n  fix: add --bf16"),
         ("--params-dtype float16", "", None, "--params-dtype float16 is given without --fp16\n  fix: add --fp16"),
@@ -610,7 +610,7 @@ CASES = {
          "--load-or-start and --exit-on-missing-checkpoint contradict each other"),
         ("--load-or-start", "", None, "--load-or-start is given without --load\n  fix: add --load FOLDER"),
     ],
-    "optional_packages_are_there": [
+    "optional_packages_are_installed": [
         ("--tensorboard-dir tb", "", None,
          "--tensorboard-dir tb needs the package tensorboard, which is not installed\n  fix: pip install tensorboard, or"),
         ("--wandb-project p", "", Facts(libraries={"tensorboard": "2"}),
@@ -622,7 +622,7 @@ CASES = {
         ("--profile --profile-ranks 0 2", "", None,
          "--profile-ranks names rank 2, and there are 1 ranks\n  fix: name ranks from 0 to 0"),
     ],
-    "transformer_engine_is_there": [
+    "transformer_engine_is_installed": [
         (f"{ENGINE} --bf16", "", CUDA,
          ("--transformer-impl transformer_engine: Transformer Engine is not installed\n"
          "  fix: install it (pip install --no-build-isolation transformer_engine[pytorch],")),
@@ -630,7 +630,7 @@ CASES = {
          ("--transformer-impl transformer_engine: Transformer Engine 2.9.0 is installed, and 2.20 or later is needed\n"
          "  fix: install a later one, or use --transformer-impl local")),
     ],
-    "transformer_engine_computes_this": [
+    "transformer_engine_supports_this": [
         (f"{ENGINE} --bf16 --context-parallel-size 2 --reset-attention-mask", "", TWO_WITH_ENGINE,
          ("--transformer-impl transformer_engine does not have documents in attention with --context-parallel-size 2: it"
          " divides each of them over the ranks, which hold parts of whole samples here\n"
@@ -675,14 +675,14 @@ CASES = {
     "mlp_has_one_activation": [
         ("--squared-relu", "", None, "--swiglu and --squared-relu all say how the MLP is activated\n  fix: give one of them"),
     ],
-    "gates_have_something_to_gate": [
+    "gate_settings_have_an_effect": [
         ("--activation-func-clamp-value 7", "", None,
          ("--activation-func-clamp-value 7.0 has no effect without --quick-geglu, as in Megatron-LM\n"
          "  fix: leave it out, or add --quick-geglu")),
         ("--glu-linear-offset 1", "--swiglu", None,
          "--glu-linear-offset 1.0 has no effect on an MLP without a gate\n  fix: leave it out, or add --quick-geglu"),
     ],
-    "learned_positions_have_a_table": [
+    "learned_positions_have_a_length": [
         ("", "--position-embedding-type", None,
          ("--position-embedding-type learned_absolute (the default, as in Megatron-LM) has no number of positions\n"
          "  fix: give --max-position-embeddings 128, or use --position-embedding-type rope")),
@@ -694,12 +694,12 @@ CASES = {
         ("--position-embedding-type none --no-rope-freq 4", "", None,
          "--no-rope-freq 4 has no effect with --position-embedding-type none"),
     ],
-    "yarn_knows_the_original_length": [
+    "yarn_has_an_original_length": [
         ("--position-embedding-type yarn", "", None,
          ("--position-embedding-type yarn is given without --yarn-original-max-position-embeddings\n"
          "  fix: give the longest sequence that the model was trained on before")),
     ],
-    "layers_fit_their_patterns": [
+    "layer_patterns_are_valid": [
         ("--no-rope-freq [1]*3", "", None,
          ("--no-rope-freq: [1]*3 has 3 entries, and there are 4 layers\n"
          "  fix: give a number N for every Nth layer, or a list such as [1]*3+[0]")),
@@ -707,21 +707,21 @@ CASES = {
          "--window-attn-skip-freq: 'x' is neither a number nor a list"),
         ("--window-size 8,0 --window-attn-skip-freq 0", "", None, "--window-attn-skip-freq: 0 is not 1 or more"),
     ],
-    "window_looks_back": [
+    "window_is_causal": [
         ("--window-size 128", "", None, ("--window-size: '128' is not two numbers, tokens to the left and to the right\n"
          "  fix: give the tokens to the left and 0, such as --window-size 128,0")),
         ("--window-size 128,4", "", None, "'128,4' looks ahead: tokens to the right must be 0"),
         ("--window-attn-skip-freq 2", "", None,
          "--window-attn-skip-freq 2 has no effect without --window-size\n  fix: add --window-size"),
     ],
-    "norm_over_all_heads_is_rms": [
+    "all_heads_norm_is_rms": [
         ("--qk-layernorm-width all_heads", "", None,
          "--qk-layernorm-width all_heads has no effect without --qk-layernorm\n  fix: add --qk-layernorm"),
         ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,
          ("--qk-layernorm-width all_heads is not there for --normalization LayerNorm\n"
          "  fix: use --normalization RMSNorm")),
     ],
-    "layers_are_understood": [
+    "layer_sizes_are_valid": [
         (f"{LAYERS} [{{}}]", "", None, "--heterogeneous-layers-config-encoded-json: there is no list `block_configs`"),
     ],
     "layers_divide_over_tp_ranks": [
@@ -736,7 +736,7 @@ CASES = {
          ("the query groups 1 (layer 0) and 2 (layer 1) are both fewer than --tensor-model-parallel-size 4, and key and"
          " value heads with different numbers of copies are not there yet\n  fix: use --tensor-model-parallel-size 1")),
     ],
-    "stages_hold_something": [
+    "stages_are_not_empty": [
         (f"{LAYERS} {NO_SECOND} --pipeline-model-parallel-size 4 --global-batch-size 8", "", Facts(world_size=4),
          ("layers 1 to 1 (from 0) have no parts, and are all of stage 1 of --pipeline-model-parallel-size 4\n"
          "  fix: use fewer stages")),
@@ -750,21 +750,21 @@ CASES = {
          ("--spec my.py:layers: the file has digest 34, and --spec-digest (of the saved configuration) is 12: it has"
          " changed since\n  fix: use the file of that run, or leave --spec-digest out")),
     ],
-    "width_settings_have_an_effect": [
+    "mup_settings_have_an_effect": [
         ("--mup-embedding-mult 2", "", None,
          "--mup-embedding-mult 2.0 has no effect without --use-mup\n  fix: add --use-mup"),
         ("--mup-base-hidden-size 32", "", None, "--mup-base-hidden-size 32 has no effect without --use-mup"),
         ("--use-mup --mup-base-head-dim 8 --softmax-scale 0.5", "", None,
          "--mup-base-head-dim 8 has no effect with --softmax-scale 0.5\n  fix: give one of them"),
     ],
-    "width_multiplier_is_that_of_the_sizes": [
+    "mup_width_mult_matches_sizes": [
         ("--use-mup --mup-base-hidden-size 32 --mup-width-mult 4", "", None,
          ("--mup-width-mult 4 is not --hidden-size 64 / --mup-base-hidden-size 32 (Megatron-LM ignores it silently)\n"
          "  fix: leave it out, or use --mup-width-mult 2")),
         ("--use-mup --mup-base-hidden-size none --mup-width-mult 1 --mup-output-mult 1", "", None,
          "--mup-base-hidden-size none leaves --use-mup without a base"),
     ],
-    "recomputation_says_what": [
+    "recomputation_is_complete": [
         ("--recompute-granularity full", "", None,
          ("--recompute-granularity full is given without --recompute-method and --recompute-num-layers\n"
          "  fix: add --recompute-method uniform --recompute-num-layers 1")),
@@ -779,7 +779,7 @@ CASES = {
         ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
          "--recompute-granularity full and --recompute-activations (which is selective) contradict each other"),
     ],
-    "recomputed_parts_are_there": [
+    "recompute_modules_are_supported": [
         ("--recompute-modules mlp", "", None, "--recompute-modules mlp has no effect without --recompute-granularity selective"),
         ("--recompute-activations --recompute-modules mlp mla_up_proj", "", None,
          ("--recompute-modules mla_up_proj: not there yet\n"
@@ -787,7 +787,7 @@ CASES = {
         ("--recompute-activations --recompute-modules mlp moe_act", "", None,
          "--recompute-modules moe_act has no effect without --num-experts\n  fix: leave it out, or use mlp"),
     ],
-    "cublas_orders_its_sums": [
+    "cublas_is_deterministic": [
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
          ("--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is ':0:0', with which matrix products may give other bits each"
           " time\n  fix: unset CUBLAS_WORKSPACE_CONFIG, or set it to :4096:8")),
@@ -798,23 +798,23 @@ CASES = {
          ("--deterministic-mode with --transformer-impl transformer_engine is not there yet on a GPU\n"
           "  fix: use --transformer-impl local, or leave --deterministic-mode out")),
     ],
-    "optimizer_state_is_left_out_once": [
+    "restarts_keep_training_state": [
         ("--save r --load r --no-load-optim", "", None,
          "would drop the optimizer's state at every restart\n  fix: load from another folder"),
         ("--save r --load r --finetune", "", None,
          "would begin at iteration 0 at every restart\n  fix: load from another folder, or leave out --finetune"),
     ],
-    "finetuning_needs_weights": [
+    "finetune_requires_load": [
         ("--finetune", "", None, "--finetune is given without --load\n  fix: add --load FOLDER"),
     ],
 }  # fmt: skip
 ELSEWHERE = {
-    "cycles_keep_their_passes",
-    "data_is_the_stored_one",
-    "run_is_the_stored_one",
-    "tokenizer_is_the_stored_one",
-    "schedules_are_the_stored_ones",
-    "checkpoint_holds_the_optimizer",
+    "cyclic_pass_size_matches_checkpoint",
+    "data_matches_checkpoint",
+    "settings_match_checkpoint",
+    "tokenizer_matches_checkpoint",
+    "schedules_match_checkpoint",
+    "checkpoint_has_optimizer_state",
     "features_are_verified",
 }
 

@@ -9,7 +9,7 @@ import pytest
 from megatrain.config import parse, render_plan
 from megatrain.config.cli.parse_value import load_value
 from megatrain.config.megatron.differences import DIFFERENT_DEFAULTS
-from megatrain.config.megatron.flag_table import ALIASES, ANSWERS, CHOICES_ELSEWHERE, CHOICES_TO_COME
+from megatrain.config.megatron.flag_table import ALIASES, ANSWERS, REPLACED_CHOICES, UNSUPPORTED_CHOICES
 from megatrain.config.megatron.flags import aliases, megatron_flags
 from megatrain.config.megatron.removed_flags import FORMER_FLAGS
 from megatrain.config.schema.tree import flag_of, settings
@@ -84,7 +84,7 @@ def test_settings_take_what_megatrons_take(megatron):
         assert (flag, setting.kind is bool) == (flag, row["type"].startswith("flag"))
         assert (flag, setting.is_list) == (flag, bool(row["nargs"]))
         choices = filter(None, row["choices"].split("|")) if setting.choices else []
-        others = {*CHOICES_TO_COME.get(flag, ()), *CHOICES_ELSEWHERE.get(flag, ())}
+        others = {*UNSUPPORTED_CHOICES.get(flag, ()), *REPLACED_CHOICES.get(flag, ())}
         assert set(choices) <= {*setting.choices, *others}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.config.derive.patterns import PatternError, layers_with, window_of
+from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 
 YES, NO = True, False
 
@@ -21,13 +21,13 @@ YES, NO = True, False
     ],
 )
 def test_a_pattern_says_which_layers(text: str | None, expected: tuple[bool, ...]) -> None:
-    assert layers_with(text, 4, one_means=True) == expected
+    assert parse_layer_pattern(text, 4, one_means=True) == expected
 
 
 def test_a_list_may_name_the_layers_that_have_it_not_and_a_number_stays_the_same() -> None:
     assert (
-        layers_with("[0]*3+[1]", 4, one_means=False)
-        == layers_with("4", 4, one_means=False)
+        parse_layer_pattern("[0]*3+[1]", 4, one_means=False)
+        == parse_layer_pattern("4", 4, one_means=False)
         == (YES, YES, YES, NO)
     )
 
@@ -39,7 +39,7 @@ def test_a_list_may_name_the_layers_that_have_it_not_and_a_number_stays_the_same
 )  # fmt: skip
 def test_what_is_no_pattern_is_an_error(text: str) -> None:
     with pytest.raises(PatternError):
-        layers_with(text, 4, one_means=True)
+        parse_layer_pattern(text, 4, one_means=True)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_what_is_no_pattern_is_an_error(text: str) -> None:
     [(None, None), ("128,0", 128), ("(128, 0)", 128), ("-1,0", None), ("0,0", 0), ("[4,0]", 4)],
 )
 def test_a_window_is_the_tokens_to_the_left(text: str | None, expected: int | None) -> None:
-    assert window_of(text) == expected
+    assert parse_window(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "128", "128,1", "128,-1", "-2,0", "a,0", "1,2,3"])
 def test_what_is_no_window_is_an_error(text: str) -> None:
     with pytest.raises(PatternError):
-        window_of(text)
+        parse_window(text)

@@ -3,7 +3,7 @@
 import pytest
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.config.derive.recompute import percent_of_norms
+from megatrain.config.derive.model import percent_of_norms
 
 SHAPE = (
     "--num-layers 1 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"

@@ -81,9 +81,9 @@ def test_flops_are_those_of_the_formula(plan_of):
 
 
 def test_formats_follow_bf16(plan_of):
-    assert plan_of().derived.params_dtype == "float32"
+    assert plan_of().config.precision.params_dtype == "float32"
     plan = plan_of("--bf16")
-    assert (plan.derived.params_dtype, plan.derived.master_dtype) == ("bfloat16", "float32")
+    assert (plan.config.precision.params_dtype, plan.derived.master_dtype) == ("bfloat16", "float32")
     assert plan_of("--params-dtype float64").derived.master_dtype == "float64"
 
 
@@ -109,10 +109,18 @@ def test_the_device_decides_the_backend(plan_of):
 def test_the_tokenizer_decides_the_vocabulary(plan_of):
     facts = Facts(vocab_size=3000, eod_id=7)
     flags = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x --tensor-model-parallel-size 1"
-    derived = plan_of(flags, without="--vocab-size", facts=facts).derived
-    assert (derived.vocab_size, derived.padded_vocab_size, derived.eod_id) == (3000, 3072, 7)
-    derived = plan_of("--padded-vocab-size 100").derived
-    assert (derived.vocab_size, derived.padded_vocab_size, derived.eod_id) == (100, 100, 99)
+    tokens = plan_of(flags, without="--vocab-size", facts=facts)
+    assert (tokens.derived.vocab_size, tokens.config.model.padded_vocab_size, tokens.derived.eod_id) == (
+        3000,
+        3072,
+        7,
+    )
+    given = plan_of("--padded-vocab-size 100")
+    assert (given.derived.vocab_size, given.config.model.padded_vocab_size, given.derived.eod_id) == (
+        100,
+        100,
+        99,
+    )
 
 
 def test_a_checkpoint_says_where_to_start(plan_of):

@@ -249,7 +249,7 @@ def test_a_refusal_names_values_with_units_and_the_way_out(problems_of, stored, 
 
 
 def test_consent_lets_a_change_pass_and_names_it(plan_of, stored):
-    begun = Facts(checkpoint=stored.checkpoint.weights_alone)
+    begun = Facts(checkpoint=stored.checkpoint.weights_only)
     notes = plan_of(f"{BASE} --load c --finetune --rotary-base 500000", facts=begun).notes
     assert (
         "changed since the checkpoint, with consent (--finetune): --rotary-base 10000.0 -> 500000.0" in notes
@@ -337,7 +337,7 @@ def test_weights_that_were_saved_alone_are_a_start(plan_of, problems_of, stored)
 
 
 def test_finetuning_begins_anew(plan_of, problems_of, stored):
-    facts = dataclasses.replace(stored, checkpoint=stored.checkpoint.weights_alone)
+    facts = dataclasses.replace(stored, checkpoint=stored.checkpoint.weights_only)
     flags = f"{BASE} --load c --finetune --lr 5e-3 --seed 3 --global-batch-size 4 --seq-length 64"
     plan = plan_of(flags, facts=facts)
     assert (plan.derived.start_iteration, plan.derived.start_consumed_samples) == (0, 0)

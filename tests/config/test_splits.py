@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 
-from megatrain.config.derive.splits import require_sequences, split_ranges, split_shares, working_split
+from megatrain.config.derive.datasets import require_sequences, split_fractions, split_ranges, working_split
 from megatrain.config.errors import ConfigError
 
 
 def test_recorded_splits(expected):
     for case in expected["splits"]:
-        shares = split_shares(case["split"])
+        shares = split_fractions(case["split"])
         assert list(shares) == case["normalized"]
         exists = [ends is not None for ends in case["book_ends"]]
         assert [share > 0 for share in shares] == exists
@@ -34,7 +34,7 @@ def test_recorded_splits(expected):
 )
 def test_splits_without_meaning_are_refused(split, message):
     with pytest.raises(ConfigError, match=message):
-        split_shares(split)
+        split_fractions(split)
 
 
 def test_an_empty_split_is_an_error_when_samples_are_asked_of_it():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from recorded import write_dataset
 
-from megatrain.config.derive.blends import Blend
+from megatrain.config.derive.datasets import Blend
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.sources import inspect_datasets

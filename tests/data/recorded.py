@@ -1,4 +1,4 @@
-"""What the tests of data share: the recorded numbers and how arrays compare with them."""
+"""Shared by data tests: recorded numbers, and the comparison of arrays with them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ if TYPE_CHECKING:
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())
+GPT_CASES = [
+    case
+    for case in EXPECTED["gpt"]
+    if case["add_extra_token_to_sequence"] and case["drop_last_partial_validation_sequence"]
+]
+"""The cases with Megatron-LM's defaults, which its command line cannot change."""
 
 
 def digest(array: Any) -> str:
-    """SHA-256 of an array as the recording takes it: of int64, little endian, row by row."""
+    """Return the SHA-256 of an array in the recording's form: int64, little endian, row-major."""
     return hashlib.sha256(np.ascontiguousarray(array).astype("<i8").tobytes()).hexdigest()
 
 
 def check_array(array: Any, recorded: dict[str, Any]) -> None:
-    """An array is the recorded one, in values and in shape."""
+    """Assert that an array equals the recorded one, in values and shape."""
     array = np.asarray(array)
     assert list(array.shape) == recorded["shape"]
     flat = array.reshape(-1)
@@ -38,7 +44,7 @@ def check_array(array: Any, recorded: dict[str, Any]) -> None:
 
 
 def recorded_lengths(name: str) -> np.ndarray:
-    """The lengths of sequences from an .idx whose .bin is not part of the project."""
+    """Return the sequence lengths of an .idx whose .bin is not part of the project."""
     content = (GOLDEN / f"{name}.idx").read_bytes()
     return np.frombuffer(content, "<i4", int.from_bytes(content[18:26], "little"), 34)
 

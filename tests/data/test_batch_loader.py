@@ -13,7 +13,7 @@ from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.dataset import Sample
 from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.loader import BatchLoader
-from megatrain.data.samples.sampler import CyclicSampler, DataShard, SingleSampler, FullSampler
+from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, SingleSampler
 from megatrain.parallel.batch import Documents
 
 

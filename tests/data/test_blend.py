@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import EXPECTED, check_array, digest
 
-from megatrain.config.derive.blends import Blend, parse_blend
-from megatrain.config.derive.splits import SPLIT_NAMES
+from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, parse_blend
 from megatrain.config.errors import ConfigError
 from megatrain.data.samples.blend import (
-    SHORTEST_CHUNK,
+    MIN_CHUNK,
     BlendedDataset,
     BlendIndex,
     blend_counts,
-    build_exhaustive_blend_index,
     build_blend_index,
+    build_exhaustive_blend_index,
     counts_with_surplus,
     normalized,
 )
@@ -40,16 +39,16 @@ def test_a_weight_is_a_positive_number(weight):
 
 @pytest.mark.parametrize("case", EXPECTED["blending_indices"]["weighted"])
 def test_recorded_weighted_draws(case):
-    draw = build_blend_index(case["weights"], case["size"])
-    check_array(draw.dataset, case["dataset_index"])
-    check_array(draw.sample, case["dataset_sample_index"])
+    index = build_blend_index(case["weights"], case["size"])
+    check_array(index.dataset_index, case["dataset_index"])
+    check_array(index.dataset_sample_index, case["dataset_sample_index"])
 
 
 @pytest.mark.parametrize("case", EXPECTED["blending_indices"]["exhaustive"])
 def test_recorded_exhaustive_draws(case):
-    draw = build_exhaustive_blend_index(case["sizes"])
-    check_array(draw.dataset, case["dataset_index"])
-    check_array(draw.sample, case["dataset_sample_index"])
+    index = build_exhaustive_blend_index(case["sizes"])
+    check_array(index.dataset_index, case["dataset_index"])
+    check_array(index.dataset_sample_index, case["dataset_sample_index"])
 
 
 @pytest.mark.parametrize("case", EXPECTED["blending_indices"]["sizes_per_dataset"])
@@ -76,11 +75,13 @@ def one_by_one(weights, size):
 
 
 def check_draw(weights, size):
-    draw = build_blend_index(weights, size)
-    assert list(zip(draw.dataset.tolist(), draw.sample.tolist(), strict=True)) == one_by_one(weights, size)
+    index = build_blend_index(weights, size)
+    assert list(
+        zip(index.dataset_index.tolist(), index.dataset_sample_index.tolist(), strict=True)
+    ) == one_by_one(weights, size)
 
 
-LONG = 6 * SHORTEST_CHUNK + 17
+LONG = 6 * MIN_CHUNK + 17
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_chunks_drawn_side_by_side_are_as_drawn_one_by_one(weights):
 @settings(max_examples=25, deadline=None)
 @given(
     weights=st.lists(st.floats(1e-7, 1e3) | st.sampled_from([0.25, 1.0, 3.0]), min_size=1, max_size=9),
-    size=st.integers(2 * SHORTEST_CHUNK, 4 * SHORTEST_CHUNK),
+    size=st.integers(2 * MIN_CHUNK, 4 * MIN_CHUNK),
 )
 def test_any_weights_in_chunks(weights, size):
     check_draw(weights, size)
@@ -111,23 +112,27 @@ def test_any_weights_in_chunks(weights, size):
 
 def test_an_exhaustive_draw_takes_each_sample_once():
     sizes = [3000, 1, 40, 5000, 999]
-    draw = build_exhaustive_blend_index(sizes)
+    index = build_exhaustive_blend_index(sizes)
     for number, size in enumerate(sizes):
-        assert draw.sample[draw.dataset == number].tolist() == list(range(size))
+        assert index.dataset_sample_index[index.dataset_index == number].tolist() == list(range(size))
+
+
+BLENDS = [
+    case for case in EXPECTED["blends"] if case["options"].get("add_extra_token_to_sequence", True)
+]
 
 
 def builder_of(case, *, surplus=None):
     options = case["options"]
-    rules = SampleOptions(
+    sample_options = SampleOptions(
         seq_length=case["sequence_length"],
         eod=case["eod"],
         pad=case["pad"],
-        add_extra_token=options.get("add_extra_token_to_sequence", True),
     )
     named = (
         {"surplus": options["mid_level_dataset_surplus"]} if "mid_level_dataset_surplus" in options else {}
     )
-    return SplitBuilder(rules, **named)
+    return SplitBuilder(sample_options, **named)
 
 
 def blend_of(folder, blend):
@@ -150,9 +155,9 @@ def check_split(samples, recorded, folder):
     else:
         assert isinstance(samples, BlendedDataset)
         assert len(samples) == recorded["length"]
-        check_array(samples.order.dataset, recorded["dataset_index"])
-        check_array(samples.order.sample, recorded["dataset_sample_index"])
-        assert samples.order.counts(len(samples.datasets)).tolist() == recorded["counts"]
+        check_array(samples.index.dataset_index, recorded["dataset_index"])
+        check_array(samples.index.dataset_sample_index, recorded["dataset_sample_index"])
+        assert samples.index.counts(len(samples.datasets)).tolist() == recorded["counts"]
         for dataset, described in zip(samples.datasets, recorded["mid_level"], strict=True):
             check_gpt(dataset, described, folder)
     for item in recorded["samples"]:
@@ -161,10 +166,10 @@ def check_split(samples, recorded, folder):
         assert digest(sample.labels) == item["labels_sha256"]
         assert sample.loss_mask.sum() == item["loss_mask_sum"]
         if "dataset_id" in item:
-            assert samples.order.dataset[item["k"]] == item["dataset_id"]
+            assert samples.index.dataset_index[item["k"]] == item["dataset_id"]
 
 
-@pytest.mark.parametrize("case", EXPECTED["blends"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", BLENDS, ids=lambda case: case["name"])
 def test_recorded_blends(golden_text, case):
     plans = SamplePlans(
         **{name: (size,) for name, size in zip(SPLIT_NAMES, case["sizes"], strict=True)}, seed=case["seed"]
@@ -193,9 +198,9 @@ def test_recorded_blends(golden_text, case):
 
 def test_a_blend_that_needs_more_than_there_is_is_refused():
     datasets = [range(5), range(3)]
-    draw = BlendIndex(np.array([0, 1, 1, 1, 1], np.int16), np.array([0, 0, 1, 2, 3]))
+    index = BlendIndex(np.array([0, 1, 1, 1, 1], np.int16), np.array([0, 0, 1, 2, 3]))
     with pytest.raises(ConfigError, match="dataset 1 of the blend has 3 samples, and its weight asks for 4"):
-        BlendedDataset(datasets, draw)
+        BlendedDataset(datasets, index)
 
 
 @pytest.mark.parametrize(

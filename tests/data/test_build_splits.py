@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recorded import write_dataset
 
-from megatrain.config.derive.blends import Blend
+from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.samples.build import SamplePlans, SplitBuilder

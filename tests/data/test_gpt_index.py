@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import EXPECTED, check_array, recorded_lengths
+from recorded import EXPECTED, GPT_CASES, check_array, recorded_lengths
 
-from megatrain.config.derive.splits import SPLIT_NAMES, split_ranges
+from megatrain.config.derive.datasets import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import ConfigError
 from megatrain.data.samples.gpt_index import CUT_ROWS, build_index, build_sample_index
 
 WALKS = EXPECTED["sample_index_walk"]
+USES_DEFAULTS = {"add_extra_token_to_sequence": True, "drop_last_partial_sequence": True}
 SPLITS = [
     pytest.param(case, name, id=f"{case['name']}-{name}")
-    for case in EXPECTED["gpt"]
+    for case in GPT_CASES
     for name in SPLIT_NAMES
     if case["splits"][name]
 ]
@@ -36,8 +37,6 @@ def test_recorded_order(case, name):
         seq_length=case["sequence_length"],
         seed=case["seed"],
         num_samples=recorded["num_samples_requested"],
-        add_extra_token=case["add_extra_token_to_sequence"],
-        drop_last_partial=case["drop_last_partial_validation_sequence"] or name != "valid",
     )
     assert index.epochs.count == recorded["num_epochs"]
     assert index.epochs.is_last_separate == recorded["separate_final_epoch"]
@@ -47,14 +46,15 @@ def test_recorded_order(case, name):
         assert getattr(index, array).dtype.name == recorded[array]["dtype"]
 
 
-@pytest.mark.parametrize("walk", WALKS["small"] + WALKS["float32_rounding"])
+@pytest.mark.parametrize(
+    "walk",
+    [walk for walk in WALKS["small"] + WALKS["float32_rounding"] if walk.items() >= USES_DEFAULTS.items()],
+)
 def test_recorded_walks(walk):
     found = build_sample_index(
         np.array(walk["sequence_lengths"]),
         np.array(walk["document_index"]),
         walk["sequence_length"],
-        add_extra_token=walk["add_extra_token_to_sequence"],
-        drop_last_partial=walk["drop_last_partial_sequence"],
     )
     if isinstance(walk["sample_index"], list):
         assert found.tolist() == walk["sample_index"]
@@ -62,17 +62,13 @@ def test_recorded_walks(walk):
         check_array(found, walk["sample_index"])
 
 
-def walked(lengths, order, seq_length, extra):
-    """The borders found by counting tokens one by one."""
+def walked(lengths, order, seq_length):
+    """Return the sample boundaries, found by counting tokens one by one."""
     places = [
         (position, offset) for position, number in enumerate(order) for offset in range(lengths[number])
     ]
-    count = (len(places) - extra) // seq_length
-    if extra:
-        return [(0, 0)] + [places[j * seq_length] for j in range(1, count + 1)]
-    return [(0, 0)] + [
-        (places[j * seq_length - 1][0], places[j * seq_length - 1][1] + 1) for j in range(1, count + 1)
-    ]
+    count = (len(places) - 1) // seq_length
+    return [(0, 0)] + [places[j * seq_length] for j in range(1, count + 1)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -81,26 +77,24 @@ def walked(lengths, order, seq_length, extra):
     seq_length=st.integers(1, 7),
     num_samples=st.none() | st.integers(0, 40),
     seed=st.integers(0, 2**32 - 1),
-    extra=st.booleans(),
 )
-def test_any_order_is_whole(lengths, seq_length, num_samples, seed, extra):
+def test_any_order_is_whole(lengths, seq_length, num_samples, seed):
     index = build_index(
         np.array(lengths, np.int32),
         range(len(lengths)),
         seq_length=seq_length,
         seed=seed,
         num_samples=num_samples,
-        add_extra_token=extra,
     )
     assert len(index) >= (num_samples or 0)
     assert sorted(index.document_index) == sorted(list(range(len(lengths))) * index.epochs.count)
     assert sorted(index.shuffle_index) == list(range(len(index)))
     assert [tuple(row) for row in index.sample_index.tolist()] == walked(
-        lengths, index.document_index, seq_length, extra
+        lengths, index.document_index, seq_length
     )
 
 
-def test_borders_are_the_same_across_the_scratch_memory_limit():
+def test_boundaries_are_the_same_across_the_scratch_memory_limit():
     lengths = np.array([7, 0, 3 * CUT_ROWS, 5], np.int32)
     found = build_sample_index(lengths, np.array([2, 0, 1, 3]), 2)
     assert found[-1].tolist() == [3, 3]
@@ -119,16 +113,14 @@ def test_splits_of_one_dataset_do_not_share_their_generator():
 
 @pytest.mark.parametrize("part", [range(2, 2), range(1, 3)])
 def test_a_range_without_tokens_is_an_error(part):
-    with pytest.raises(ConfigError, match="hold no token"):
+    with pytest.raises(ConfigError, match="contain no tokens"):
         build_index(np.array([3, 0, 0, 4], np.int32), part, seq_length=2, seed=1, num_samples=1)
 
 
 def test_the_number_of_epochs_is_the_smallest_that_suffices():
     lengths = np.array([5, 8], np.int32)
-    for num_samples, seq_length, extra in itertools.product(range(30), (1, 3, 14), (True, False)):
-        index = build_index(
-            lengths, range(2), seq_length=seq_length, seed=1, num_samples=num_samples, add_extra_token=extra
-        )
-        needed = num_samples * seq_length + extra
+    for num_samples, seq_length in itertools.product(range(30), (1, 3, 14)):
+        index = build_index(lengths, range(2), seq_length=seq_length, seed=1, num_samples=num_samples)
+        needed = num_samples * seq_length + 1
         assert index.epochs.count * 13 >= needed
         assert index.epochs.count == 1 or (index.epochs.count - 1) * 13 < needed

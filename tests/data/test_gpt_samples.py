@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recorded import EXPECTED, digest, write_dataset
+from recorded import EXPECTED, GPT_CASES, digest, write_dataset
 
-from megatrain.config.derive.splits import SPLIT_NAMES, split_ranges
+from megatrain.config.derive.datasets import SPLIT_NAMES, split_ranges
 from megatrain.config.errors import InputError
 from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions, attention_block_starts, effective_pad
+from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions, document_starts, effective_pad
 from megatrain.data.samples.gpt_index import build_index
 
-WITHOUT_TEXT = [case for case in EXPECTED["gpt"] if case["dataset"].startswith("dtypes/")]
+WITHOUT_TEXT = [case for case in GPT_CASES if case["dataset"].startswith("dtypes/")]
 
 
 def recorded_samples(folder, case, name):
@@ -23,16 +23,13 @@ def recorded_samples(folder, case, name):
         seq_length=case["sequence_length"],
         seed=case["seed"],
         num_samples=case["splits"][name]["num_samples_requested"],
-        add_extra_token=case["add_extra_token_to_sequence"],
-        drop_last_partial=case["drop_last_partial_validation_sequence"] or name != "valid",
     )
-    rules = SampleOptions(
+    sample_options = SampleOptions(
         seq_length=case["sequence_length"],
         eod=case["eod"],
         pad=case["pad"],
-        add_extra_token=case["add_extra_token_to_sequence"],
     )
-    return GPTDataset(dataset, index, rules)
+    return GPTDataset(dataset, index, sample_options)
 
 
 def check_samples(folder, case):
@@ -53,19 +50,9 @@ def test_recorded_samples_of_numbers(golden, case):
     check_samples(golden, case)
 
 
-@pytest.mark.parametrize("case", EXPECTED["gpt"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", GPT_CASES, ids=lambda case: case["name"])
 def test_recorded_samples(golden_text, case):
     check_samples(golden_text, case)
-
-
-FULL = [case for case in EXPECTED["gpt"] if "full_samples" in case]
-
-
-@pytest.mark.parametrize("case", FULL, ids=lambda case: case["name"])
-def test_recorded_whole_samples(golden_text, case):
-    for recorded in case["full_samples"]:
-        sample = recorded_samples(golden_text, case, recorded.get("split", "valid"))[recorded["k"]]
-        check_sample(sample, recorded)
 
 
 def check_sample(sample, recorded):
@@ -84,13 +71,15 @@ def test_recorded_masks(golden_text, variant):
         sample = samples[recorded["k"]]
         assert text["k"] == recorded["k"]
         check_sample(sample, text | recorded)
-        assert sample.document_starts.tolist() == recorded["attention_block_starts"]
+        assert sample.document_starts.tolist() == recorded["document_starts"]
 
 
-@pytest.mark.parametrize("case", EXPECTED["masks"]["inter_document_masking"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in EXPECTED["masks"]["inter_document_masking"] if case["add_extra_token_to_sequence"]],
+)
 def test_recorded_documents_by_stored_sequences(golden_text, case):
     options = case | {"inter_document_masking": True}
-    options["add_extra_token_to_sequence"] = case["add_extra_token_to_sequence"]
     samples = mask_samples(golden_text, case, case["pad"], options, case.get("num_samples"))
     for recorded in case["samples"]:
         sample = samples[recorded["k"]]
@@ -99,7 +88,11 @@ def test_recorded_documents_by_stored_sequences(golden_text, case):
         assert np.diff(recorded["cu_seqlens"]).max() == recorded["max_seqlen"]
 
 
-@pytest.mark.parametrize("case", EXPECTED["pad"]["cases"], ids=lambda case: case["label"])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in EXPECTED["pad"]["cases"] if case["options"].get("add_extra_token_to_sequence", True)],
+    ids=lambda case: case["label"],
+)
 def test_recorded_pads(golden_text, case):
     recorded, options = EXPECTED["pad"], case["options"]
     pad = effective_pad(
@@ -114,7 +107,6 @@ def test_recorded_pads(golden_text, case):
 
 def mask_samples(folder, described, pad, options, num_samples):
     dataset = IndexedDataset(folder / described["dataset"])
-    extra = options.get("add_extra_token_to_sequence", True)
     seq_length = described["sequence_length"]
     index = build_index(
         dataset.lengths,
@@ -122,17 +114,15 @@ def mask_samples(folder, described, pad, options, num_samples):
         seq_length=seq_length,
         seed=described["seed"],
         num_samples=num_samples,
-        add_extra_token=extra,
     )
     masks = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "inter_document_masking")
-    rules = SampleOptions(
+    sample_options = SampleOptions(
         seq_length=seq_length,
         eod=described["eod"],
         pad=pad,
-        add_extra_token=extra,
         **{name: options[name] for name in masks if name in options},
     )
-    return GPTDataset(dataset, index, rules)
+    return GPTDataset(dataset, index, sample_options)
 
 
 EOD = 0
@@ -143,16 +133,13 @@ def dataset(tmp_path):
     return write_dataset(tmp_path / "data", [[[5, 6, EOD]], [], [[7, EOD], [8, 9, 10, EOD]], [[EOD]]])
 
 
-def samples_of(dataset, *, seq_length=4, keep_partial=False, **options):
-    extra = options.get("add_extra_token", True)
+def samples_of(dataset, *, seq_length=4, **options):
     index = build_index(
         dataset.lengths,
         range(len(dataset)),
         seq_length=seq_length,
         seed=1,
         num_samples=None,
-        add_extra_token=extra,
-        drop_last_partial=not keep_partial,
     )
     return GPTDataset(dataset, index, SampleOptions(seq_length=seq_length, eod=EOD, **options))
 
@@ -187,22 +174,6 @@ def test_reading_a_sample_changes_nothing(tmp_path, mmap):
     ]
 
 
-def test_the_last_partial_sample_is_padded_and_masked(dataset):
-    samples = samples_of(dataset, seq_length=6, keep_partial=True)
-    text = text_of(samples)
-    assert len(samples) == 2
-    sample = samples[samples.index.shuffle_index.tolist().index(1)]
-    assert sample.tokens.tolist() == [*text[6:], 0, 0]
-    assert sample.labels.tolist() == [*text[7:], 0, 0, 0]
-    assert sample.loss_mask.tolist() == [1, 1, 1, 0, 0, 0]
-
-
-def test_without_the_extra_token_the_last_label_is_masked(dataset):
-    sample = samples_of(dataset, add_extra_token=False)[0]
-    assert sample.labels.tolist() == [*sample.tokens.tolist()[1:], 0]
-    assert sample.loss_mask.tolist() == [1, 1, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("tokens", "starts"),
     [
@@ -214,22 +185,20 @@ def test_without_the_extra_token_the_last_label_is_masked(dataset):
     ],
 )
 def test_blocks_start_behind_ends_of_documents(tokens, starts):
-    assert attention_block_starts(np.array(tokens), EOD).tolist() == starts
+    assert document_starts(np.array(tokens), EOD).tolist() == starts
 
 
 def test_ids_outside_the_vocabulary_name_their_document(dataset):
     good = samples_of(dataset, vocab_size=11)
     assert [good[k].tokens.max() <= 10 for k in range(len(good))]
     bad = samples_of(dataset, vocab_size=10)
-    with pytest.raises(
-        InputError, match=r"data.bin: document 2 \(sequence 2, token 2\) holds id 10, .* of 10"
-    ):
+    with pytest.raises(InputError, match=r"data.bin: document 2 \(sequence 2, token 2\) has id 10, .* of 10"):
         [bad[k] for k in range(len(bad))]
 
 
 def test_negative_ids_are_errors(tmp_path):
     samples = samples_of(write_dataset(tmp_path / "data", [[[1, 2, 3, -7, 4]]], "int32"), vocab_size=10)
-    with pytest.raises(InputError, match=r"document 0 \(sequence 0, token 3\) holds id -7"):
+    with pytest.raises(InputError, match=r"document 0 \(sequence 0, token 3\) has id -7"):
         samples[0]
 
 

@@ -69,7 +69,9 @@ def test_writes_what_it_reads(golden_text, tmp_path):
     for name in [*WITHOUT_TEXT, *WITH_TEXT]:
         source = IndexedDataset(golden_text / name)
         with IndexedWriter(tmp_path / "copy", source.dtype) as writer:
-            for start, end in zip(source.document_boundaries[:-1], source.document_boundaries[1:], strict=True):
+            for start, end in zip(
+                source.document_boundaries[:-1], source.document_boundaries[1:], strict=True
+            ):
                 modes = None if source.modes is None else source.modes[start:end].tolist()
                 writer.add_document([source.read(number) for number in range(start, end)], modes)
         for suffix in (".bin", ".idx"):

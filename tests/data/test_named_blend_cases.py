@@ -11,10 +11,10 @@ from named_pairs import VOCAB, all_tokens, write_pair
 from recorded import write_dataset
 
 from megatrain.config import parse, resolve
-from megatrain.config.derive.blends import Blend, parse_blend
+from megatrain.config.derive.datasets import Blend, parse_blend
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError
-from megatrain.data.samples.blend import MOST_DATASETS, BlendedDataset, BlendIndex, build_blend_index
+from megatrain.data.samples.blend import MAX_DATASETS, BlendedDataset, BlendIndex, build_blend_index
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.dataset import PlannedDataset
 from megatrain.data.samples.gpt_dataset import SampleOptions
@@ -193,15 +193,15 @@ def test_weights_are_of_any_scale():
 
 
 def test_a_blend_that_takes_too_much_names_the_dataset():
-    draw = BlendIndex(np.array([0, 1, 1], np.int16), np.array([0, 0, 1]))
+    index = BlendIndex(np.array([0, 1, 1], np.int16), np.array([0, 0, 1]))
     words = r"dataset 1 of the blend \(b\.bin\) has 1 samples, .* asks for 2\n  fix: use a larger --mid-level-dataset-surplus"
     with pytest.raises(ConfigError, match=words):
-        BlendedDataset([range(5), range(1)], draw, ["a.bin", "b.bin"])
+        BlendedDataset([range(5), range(1)], index, ["a.bin", "b.bin"])
 
 
 def test_more_datasets_than_a_draw_can_number_are_refused():
     with pytest.raises(ConfigError, match="the blend has 32769 datasets, and can have 32768\n  fix: merge"):
-        build_blend_index(np.ones(MOST_DATASETS + 1), 10)
+        build_blend_index(np.ones(MAX_DATASETS + 1), 10)
 
 
 def test_a_former_plan_that_the_data_does_not_fill_is_refused():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from named_pairs import VOCAB, write_pair
 
-from megatrain.config.derive.blends import Blend
+from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import InputError
 from megatrain.data.samples import index_cache
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
@@ -66,8 +66,6 @@ def only_file(folder):
         {"num_samples": 1},
         {"num_samples": 1000},
         {"part": range(20, 90)},
-        {"add_extra_token": False},
-        {"drop_last_partial": False, "num_samples": None},
         {"lengths": np.full(9, 1000, np.int32)},
     ],
     ids=str,
@@ -91,11 +89,9 @@ def test_the_cached_index_is_the_uncached_one(cached, changed):
         {"num_samples": 800},
         {"num_samples": 520},
         {"num_samples": None},
-        {"add_extra_token": False},
-        {"drop_last_partial": False},
     ],
     ids=["seed", "seq_length", "range end", "range start", "order of lengths", "a length", "epochs", "last epoch apart",
-         "one epoch", "extra token", "last partial"],
+         "one epoch"],
 )  # fmt: skip
 def test_what_an_index_depends_on_is_in_its_key(cached, changed):
     check_equal(cached(), plain())
@@ -180,7 +176,7 @@ def test_a_folder_that_cannot_be_written(cached, tmp_path):
 RACER = """
 import sys
 import numpy as np
-from megatrain.data.samples.dataset import index_cache
+from megatrain.data.samples import index_cache
 from megatrain.data.samples.gpt_index import build_index
 
 index_cache.WORTH_ROWS = 0

@@ -38,10 +38,10 @@ from named_pairs import (
 )
 from recorded import write_dataset
 
-from megatrain.config.derive.blends import Blend
+from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import InputError
 from megatrain.config.facts import Facts, StoredRun
-from megatrain.config.rules.resume import data_is_the_stored_one
+from megatrain.config.rules.resume import data_matches_checkpoint
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.sources import inspect_datasets, open_token_ids
 
@@ -297,7 +297,7 @@ def test_ids_outside_the_vocabulary_are_refused_when_they_are_read(prefix, name,
 
 
 def facts_of(prefix):
-    facts, problems = inspect(
+    facts, problems = inspect_datasets(
         {"all": Blend((str(prefix),))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT
     )
     assert not problems
@@ -308,7 +308,7 @@ def problems_on_resume(before, now):
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={}, datasets=before)
     return [
         str(problem)
-        for problem in data_is_the_stored_one(SimpleNamespace(facts=Facts(checkpoint=stored, datasets=now)))
+        for problem in data_matches_checkpoint(SimpleNamespace(facts=Facts(checkpoint=stored, datasets=now)))
     ]
 
 

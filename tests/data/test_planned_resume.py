@@ -14,7 +14,7 @@ import itertools
 import pytest
 from named_pairs import VOCAB, write_pair
 
-from megatrain.config.derive.blends import Blend
+from megatrain.config.derive.datasets import Blend
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
 from megatrain.data.samples.gpt_dataset import SampleOptions
 from megatrain.data.samples.loader import BatchLoader
@@ -38,7 +38,9 @@ def build(tmp_path_factory):
         rules = SampleOptions(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
         blend = Blend(prefixes, (0.375, 0.625))
         builder = SplitBuilder(rules)
-        return builder.build({"all": blend}, "1,0,0", SamplePlans(train=plans, valid=(0,), test=(0,), seed=1)).train
+        return builder.build(
+            {"all": blend}, "1,0,0", SamplePlans(train=plans, valid=(0,), test=(0,), seed=1)
+        ).train
 
     return made
 

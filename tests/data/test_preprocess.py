@@ -19,12 +19,11 @@ from recorded import EXPECTED
 
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.preprocess import progress
 from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.preprocess import encoder
+from megatrain.data.preprocess import encoder, progress
 from megatrain.data.preprocess import run as preprocess_module
-from megatrain.data.preprocess.flags import parse_settings
 from megatrain.data.preprocess.documents import parse_line, sentences_of
+from megatrain.data.preprocess.flags import parse_settings
 from megatrain.data.preprocess.run import main, preprocess
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import load_tokenizer

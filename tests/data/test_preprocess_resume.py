@@ -345,7 +345,7 @@ def test_a_complete_run_is_done_only_if_its_files_are_there(
 
 
 def test_files_removed_while_a_run_completes_are_an_error(words, tmp_path, capsys, monkeypatch):
-    real = IndexedWriter.publish
+    real = IndexedWriter.commit
 
     def commit(self):
         for path in tmp_path.glob("*.bin.partial"):
@@ -353,7 +353,7 @@ def test_files_removed_while_a_run_completes_are_an_error(words, tmp_path, capsy
         real(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(IndexedWriter, "publish", publish)
+        patched.setattr(IndexedWriter, "commit", commit)
         assert run(*words, prefix=tmp_path / "out") == 1
     assert "out_text_document.bin: is not there, and 6000 bytes were written" in capsys.readouterr().err
     assert run(*words, prefix=tmp_path / "out") == 0
@@ -465,7 +465,7 @@ def test_a_lock_whose_holder_ends_while_it_is_taken_is_taken_anew(tmp_path):
 def test_a_full_disk_keeps_the_former_dataset_and_what_is_done(words, tmp_path, capsys, monkeypatch):
     assert run(*words, prefix=tmp_path / "out") == 0
     former = content_of(tmp_path)
-    for step in ("_offsets", "seal", "state"):
+    for step in ("_offsets", "finalize", "state"):
         with monkeypatch.context() as patched:
 
             def fail(self):

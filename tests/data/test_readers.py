@@ -15,8 +15,8 @@ from preprocessing import NULL, run
 
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.data import files
-from megatrain.data.preprocess.inputs import find_inputs
 from megatrain.data.preprocess.documents import Position
+from megatrain.data.preprocess.inputs import find_inputs
 from megatrain.data.preprocess.readers import ChunkReader, LineBlock, whole_lines
 
 LINES = [b'{"text": "%d %d"}\n' % (number % 98, number * 7 % 98) for number in range(3000)]

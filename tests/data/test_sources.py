@@ -9,17 +9,17 @@ import pytest
 from named_pairs import FINGERPRINT, VOCAB, bin_, describe, write_pair
 from recorded import write_dataset
 
-from megatrain.config.derive.blends import Blend, number_of
+from megatrain.config.derive.datasets import Blend, parse_weight
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.config.facts import DatasetFacts, Facts
 from megatrain.config.schema.data import DataConfig
 from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.samples.sources import (
     SAMPLED_BYTES,
+    blends_from_config,
     blends_from_facts,
     content_digest,
-    inspect,
-    blends_from_config,
+    inspect_datasets,
     read_description,
     used_eod,
 )
@@ -113,7 +113,9 @@ def test_mock_data_has_no_blends():
 
 
 def test_a_dataset_is_described_as_it_is(names):
-    (facts,), _ = inspect_datasets({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    (facts,), _ = inspect_datasets(
+        {"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT
+    )
     dataset = IndexedDataset(names[0])
     assert facts == DatasetFacts(
         split="all",
@@ -140,7 +142,9 @@ def test_everything_wrong_is_told_once(names, tmp_path):
 
 def test_another_tokenizer_is_told_before_its_ids(names):
     describe(names[0], tokenizer_fingerprint="other", largest_id=VOCAB)
-    _, (problem,) = inspect_datasets({"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT)
+    _, (problem,) = inspect_datasets(
+        {"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=FINGERPRINT
+    )
     assert "another tokenizer" in problem.text
 
 
@@ -155,7 +159,7 @@ def test_another_tokenizer_is_told_before_its_ids(names):
 )
 def test_an_end_of_documents_that_the_data_does_not_have_is_told(names, made_with, eod, fix):
     describe(names[0], tokenizer_fingerprint=FINGERPRINT, eod=3)
-    _, problems = inspect(
+    _, problems = inspect_datasets(
         {"all": Blend((names[0],))}, vocab_size=VOCAB, tokenizer_fingerprint=made_with, eod=eod
     )
     assert len(problems) == (fix is not None)
@@ -184,7 +188,7 @@ def test_the_end_of_documents_matters_where_a_flag_uses_it(flag):
     ("word", "number"), [("3", 3.0), ("1e-3", 0.001), ("-1", -1.0), ("a", None), ("1a", None)]
 )
 def test_a_weight_is_what_reads_as_a_number(word, number):
-    assert number_of(word) == number
+    assert parse_weight(word) == number
 
 
 def test_a_description_is_what_is_beside_the_dataset(names, tmp_path):

@@ -10,7 +10,7 @@ from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.muon_matrices import Matrix, assign
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
@@ -56,7 +56,7 @@ def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedO
         )
         module.add_weight(name, layout, dtype)
     grid = build_grid(GridShape(has_matrices=True), 0)
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         ParamRegistry.of([module]),
         grid=grid,
         weight_dtype=dtype,
@@ -71,20 +71,20 @@ def optimizer_of(rule: MuonRule, dtype: torch.dtype = torch.float32) -> ShardedO
         master_dtype=torch.float32,
     )
     optimizer.fill("weight", InitialWeights(1))
-    optimizer.publish_weights()
+    optimizer.sync_model_weights()
     return optimizer
 
 
 def take_steps(optimizer: ShardedOptimizer, gradients: list[dict[str, torch.Tensor]]) -> None:
     for one in gradients:
-        for placed in optimizer.buffers.buckets[0].placed:
-            entry = placed.entry
+        for param in optimizer.buffers.buckets[0].params:
+            entry = param.entry
             entry.module.weight_grads[entry.attribute].copy_(one[entry.attribute])
         optimizer.step(HYPERPARAMS, norm=torch.tensor(1.0, dtype=torch.float64))
 
 
 def weights(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
-    return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.placed}
+    return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.params}
 
 
 def drawn(optimizer: ShardedOptimizer, steps: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -154,7 +154,7 @@ def test_steps_are_scaled_by_shape(mode: str, tall: float, wide: float) -> None:
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
     optimizer = optimizer_of(TORCHS)
     before = [flat.clone() for kind in optimizer.kinds for flat in optimizer.state(kind)]
-    optimizer.buffers.gradients[0].fill_(float("nan"))
+    optimizer.buffers.gradients.full[0].fill_(float("nan"))
     norm = optimizer.gradient_norm()
     optimizer.step(HYPERPARAMS, norm=norm, is_finite=norm.isfinite())
     after = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]

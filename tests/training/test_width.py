@@ -6,14 +6,13 @@ from typing import get_args
 import pytest
 import torch
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, Plan, parse, resolve
-from megatrain.config.derive.lr_groups import ParamKind
+from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
-from megatrain.training.engine import Engine
 from megatrain.training.build import build_schedules
+from megatrain.training.engine import Engine
 
 VOCAB, SEQ, MICRO_BATCH, STEPS = 97, 16, 8, 5
 WIDTHS = (64, 128, 256)
@@ -100,8 +99,8 @@ def test_an_output_layer_of_its_own_wants_a_rate_of_its_own() -> None:
 
 
 def rates_and_shares(plan: Plan) -> dict[str, tuple[float, float]]:
-    groups = plan.derived.rate_groups
-    return {kind: (groups.of(kind).lr, groups.of(kind).eps_share) for kind in get_args(ParamKind)}
+    groups = plan.derived.lr_groups
+    return {kind: (groups.of(kind).lr, groups.of(kind).eps_scale) for kind in get_args(ParamKind)}
 
 
 def test_adam_scales_matrices_and_the_output_layer() -> None:
@@ -114,8 +113,8 @@ def test_adam_scales_matrices_and_the_output_layer() -> None:
         "positions": base,
         "output": slow,
     }
-    assert plan.derived.rate_groups.of("matrix").min_lr == 2.5e-4
-    assert str(plan.derived.rate_groups) == "matrix, output: 0.0025; vector, embedding, positions: 0.01"
+    assert plan.derived.lr_groups.of("matrix").min_lr == 2.5e-4
+    assert str(plan.derived.lr_groups) == "matrix, output: 0.0025; vector, embedding, positions: 0.01"
 
 
 def test_muons_matrices_keep_their_rate() -> None:
@@ -152,13 +151,13 @@ def test_each_parameter_steps_at_the_rate_of_its_kind() -> None:
     """Adam's first step is its rate, whatever the gradient."""
     plan = plan_of(2 * BASE, f"--untie-embeddings-and-output-weights {MUP}")
     engine = engine_of(plan)
-    before = [weights.clone() for weights in engine.buffers.weights]
+    before = [weights.clone() for weights in engine.buffers.weights.full]
     engine.step([batch_of(0)], build_schedules(plan).at(0))
     steps: dict[str, float] = {}
-    for bucket, old, new in zip(engine.buffers.buckets, before, engine.buffers.weights, strict=True):
-        for placed in bucket.placed:
-            part = slice(placed.start, placed.stop)
-            steps[placed.entry.layout.pieces[0].name] = (new[part] - old[part]).abs().max().item()
+    for bucket, old, new in zip(engine.buffers.buckets, before, engine.buffers.weights.full, strict=True):
+        for param in bucket.params:
+            part = slice(param.start, param.stop)
+            steps[param.entry.layout.pieces[0].name] = (new[part] - old[part]).abs().max().item()
     for name, step in steps.items():
         is_slow = name == "output_layer.weight" or ("norm" not in name and name.startswith("decoder.layers"))
         assert step == pytest.approx(5e-3 if is_slow else 1e-2, rel=1e-2), name
@@ -169,7 +168,7 @@ def test_initial_matrices_shrink_with_the_width(flags: str) -> None:
     engine = engine_of(plan_of(4 * BASE, f"{flags} {MUP}"))
     found = {
         box.piece.name: flat[place].std()
-        for shard, flat in zip(engine.buffers.shards, engine.buffers.weight_shards, strict=True)
+        for shard, flat in zip(engine.buffers.shards, engine.buffers.weights.shards, strict=True)
         for _, box, place in shard.owned()
     }
     expected = {
@@ -189,7 +188,7 @@ def test_scores_logits_and_embeddings_are_scaled() -> None:
     assert plan.config.model.mup_output_mult == 0.25
     plain = engine_of(plan_of(4 * BASE, f"{MUP} --mup-embedding-mult 1 --mup-output-mult 0.5"))
     ours = engine_of(plan)
-    for mine, theirs in zip(ours.buffers.weights, plain.buffers.weights, strict=True):
+    for mine, theirs in zip(ours.buffers.weights.full, plain.buffers.weights.full, strict=True):
         assert torch.equal(mine, theirs)
     found, other = activations(ours, batch_of(0)), activations(plain, batch_of(0))
     torch.testing.assert_close(found["embedding"], other["embedding"] * 3)

@@ -19,7 +19,14 @@ from megatrain.config.cli.help_text import field_help, section_help
 from megatrain.config.cli.parse_value import BadValueError, accepted_values, load_value
 from megatrain.config.cli.yaml_file import read_yaml
 from megatrain.config.errors import Problem
-from megatrain.config.megatron.flags import AskedFlag, aliases, answers, asked_flag, megatron_flags, near_flag
+from megatrain.config.megatron.flags import (
+    GivenFlag,
+    aliases,
+    answers,
+    closest_flag,
+    given_flag,
+    megatron_flags,
+)
 from megatrain.config.request import Given, Request
 from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, settings
 from megatrain.config.schema.values import INVALID
@@ -37,7 +44,7 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
         print(f"megatrain {__version__}")
         raise SystemExit(0)
     flags, strays = _typed_flags(_parser(program, {}, foreign=_spellings(argv)), argv)
-    found: list[Given | AskedFlag | Problem] = list(_stray_problems(strays))
+    found: list[Given | GivenFlag | Problem] = list(_stray_problems(strays))
     for flag in flags:
         if flag.dest == "config":
             found += _yaml_values(flag)
@@ -45,7 +52,7 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
     for flag in last.values():
         found += _flag_value(flag)
     given = [item for item in found if isinstance(item, Given)]
-    asked = {item.flag.flag: item for item in found if isinstance(item, AskedFlag)}
+    asked = {item.flag.flag: item for item in found if isinstance(item, GivenFlag)}
     notes, refusals = answers(asked.values())
     notes += [_alias_note(flag.spelling) for flag in last.values() if flag.spelling in aliases()]
     problems = [*(item for item in found if isinstance(item, Problem)), *refusals]
@@ -226,15 +233,15 @@ def _tidied(argv: Sequence[str], known: set[str]) -> list[str]:
     return tidy
 
 
-def _yaml_values(flag: _TypedFlag) -> list[Given | AskedFlag | Problem]:
+def _yaml_values(flag: _TypedFlag) -> list[Given | GivenFlag | Problem]:
     if flag.value is _NO_VALUE:
         return [Problem("--config has no value", "name a YAML file after it")]
     return read_yaml(flag.value)
 
 
-def _flag_value(flag: _TypedFlag) -> Iterator[Given | AskedFlag | Problem]:
+def _flag_value(flag: _TypedFlag) -> Iterator[Given | GivenFlag | Problem]:
     if flag.dest in megatron_flags():
-        yield asked_flag(megatron_flags()[flag.dest], None if flag.value is _NO_VALUE else flag.value)
+        yield given_flag(megatron_flags()[flag.dest], None if flag.value is _NO_VALUE else flag.value)
         return
     (setting,) = (setting for setting in settings() if setting.path == flag.dest)
     value = INVALID
@@ -292,7 +299,7 @@ def _stray_problems(strays: Sequence[str]) -> Iterator[Problem]:
         if word.startswith("-") and not _NEGATIVE_NUMBER.match(word):
             flag = word.partition("=")[0]
             spelling = flag.lower().replace("_", "-")
-            near = near_flag(spelling)
+            near = closest_flag(spelling)
             fix = f"did you mean {near}?" if near else "leave it out; --help lists the flags that exist"
             yield Problem(f"{flag} is not a flag", fix)
         elif flag is None:

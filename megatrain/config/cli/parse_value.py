@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from megatrain.config.megatron.flag_table import CHOICES_ELSEWHERE, CHOICES_TO_COME
+from megatrain.config.megatron.flag_table import REPLACED_CHOICES, UNSUPPORTED_CHOICES
 from megatrain.config.schema.tree import Setting, near_name
 from megatrain.config.schema.values import AUTO
 
@@ -83,10 +83,10 @@ def _choice(setting: Setting, text: str) -> str:
     if text in setting.choices:
         return text
     by_lower = {choice.lower(): choice for choice in setting.choices}
-    elsewhere = CHOICES_ELSEWHERE.get(setting.flag, {})
+    elsewhere = REPLACED_CHOICES.get(setting.flag, {})
     if text in elsewhere:
         raise BadValueError("is no choice of its own here", fix=elsewhere[text])
-    if text in CHOICES_TO_COME.get(setting.flag, ()):
+    if text in UNSUPPORTED_CHOICES.get(setting.flag, ()):
         raise BadValueError("is not there yet", fix=f"{setting.flag} takes {accepted_values(setting)}")
     near = near_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""

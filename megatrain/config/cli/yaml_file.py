@@ -16,13 +16,13 @@ import yaml
 
 from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
 from megatrain.config.errors import Problem
-from megatrain.config.megatron.flags import AskedFlag, aliases, asked_flag, megatron_flags, near_flag
+from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, given_flag, megatron_flags
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, near_name, settings
 from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
 
-def read_yaml(file: str) -> list[Given | AskedFlag | Problem]:
+def read_yaml(file: str) -> list[Given | GivenFlag | Problem]:
     """The values that a file gives, Megatron-LM's names in it that set nothing here, and what is wrong with it."""
     try:
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -57,7 +57,7 @@ class _Reader:
     def __init__(self, file: str) -> None:
         self.file = file
 
-    def values(self, root: yaml.Node) -> Iterator[Given | AskedFlag | Problem]:
+    def values(self, root: yaml.Node) -> Iterator[Given | GivenFlag | Problem]:
         sections = {setting.section for setting in settings()}
         if not isinstance(root, yaml.MappingNode):
             yield Problem(
@@ -77,7 +77,7 @@ class _Reader:
                     "indent its fields below it, such as `  name: value`",
                 )
 
-    def section_values(self, section: str, root: yaml.MappingNode) -> Iterator[Given | AskedFlag | Problem]:
+    def section_values(self, section: str, root: yaml.MappingNode) -> Iterator[Given | GivenFlag | Problem]:
         fields = {setting.name: setting for setting in settings() if setting.section == section}
         for key, node, problem in self.entries(root):
             if problem:
@@ -87,7 +87,7 @@ class _Reader:
             else:
                 yield from self.value(fields[key.value], key, node)
 
-    def foreign_field(self, key: yaml.Node, node: yaml.Node) -> AskedFlag | Problem | None:
+    def foreign_field(self, key: yaml.Node, node: yaml.Node) -> GivenFlag | Problem | None:
         """A name of Megatron-LM's that is no setting, in whatever section; None where it is not one either."""
         spelling = flag_of(key.value)
         if spelling in aliases():
@@ -103,7 +103,7 @@ class _Reader:
             words = [_shown(item) for item in node.value]
         else:
             words = ["null" if _is_null(node) else _shown(node)]
-        return asked_flag(megatron_flags()[spelling], words, f"{self.place(key)}: ")
+        return given_flag(megatron_flags()[spelling], words, f"{self.place(key)}: ")
 
     def value(self, setting: Setting, key: yaml.Node, node: yaml.Node) -> Iterator[Given | Problem]:
         value = INVALID
@@ -146,7 +146,7 @@ class _Reader:
 
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
-        elsewhere = near_flag(flag_of(key.value).lower())
+        elsewhere = closest_flag(flag_of(key.value).lower())
         meant = [near_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
         near = near_name(key.value.lower(), filter(None, meant))
         if owners:

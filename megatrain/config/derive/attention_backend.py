@@ -6,19 +6,22 @@ kernels by name         flash4 (flash-attn-4), flash2 and cudnn (torch's), sdpa 
 All layers run on one kernel that takes what each of them asks for. A kernel that is named and cannot be had is an error.
 """
 
+import re
+import sys
 from collections.abc import Iterator
 from typing import Final
 
-from megatrain.config.derive.context_parallel import has_documents, have_windows
-from megatrain.config.derive.eager_attention import (
-    WRITTEN_OUT,
-    is_for_gpu_kernels,
-    layers_written_out,
-    what_is_written_out,
+from megatrain.config.derive.attention_features import (
+    EAGER_BACKENDS,
+    eager_attention_cause,
+    fits_gpu_kernels,
+    has_documents,
+    has_sinks,
+    has_windows,
+    layers_with_eager_attention,
 )
-from megatrain.config.derive.versions import to_sequence_order
 from megatrain.config.errors import Problem
-from megatrain.config.plan import Answer, Draft
+from megatrain.config.plan import DerivedValue, Draft
 
 _KERNELS: Final = {
     "flash4": "flash-attn-4",
@@ -54,29 +57,29 @@ _GENERATIONS: Final = {"flash4": (9, 10, 11), "cudnn": range(8, 100), "flash2": 
 """First numbers of the compute capabilities that they and their backward passes run on: Hopper is 9, Blackwell 10 and 11."""
 
 
-def attention_backend(draft: Draft) -> Answer:
+def attention_backend(draft: Draft) -> DerivedValue:
     """The kernel of all layers, but for those of --spec that have softcaps or dropout of scores."""
     words = f"--attention-backend {draft.config.model.attention_backend}"
     if draft.config.model.transformer_impl == _OTHERS:
         version = draft.facts.libraries.get(_OTHERS, "(not installed here)")
-        return Answer(_OTHERS, f"{words}: the choice of Transformer Engine {version}")
+        return DerivedValue(_OTHERS, f"{words}: the choice of Transformer Engine {version}")
     kernel, why = _chosen(draft)
-    if kernel != "math" and layers_written_out(draft) == "some":
-        why += f"; layers with {what_is_written_out(draft)} hold all scores in memory"
-    return Answer(kernel, f"{words}: {_KERNELS[kernel]}{why}")
+    if kernel != "math" and layers_with_eager_attention(draft) == "some":
+        why += f"; layers with {eager_attention_cause(draft)} hold all scores in memory"
+    return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}")
 
 
 def _chosen(draft: Draft) -> tuple[str, str]:
     """The kernel, and what kept others away."""
     asked = draft.config.model.attention_backend
-    if asked in WRITTEN_OUT:
+    if asked in EAGER_BACKENDS:
         return "math", ""
     if why := _why_written_out(draft):
         return "math", f", as {why}: memory and time grow with the square of --seq-length"
     if asked in _FOR_GPUS:
         return asked, ""
-    if not is_for_gpu_kernels(draft):
-        return "sdpa", f", for {draft.derived.params_dtype} on {draft.derived.device}"
+    if not fits_gpu_kernels(draft):
+        return "sdpa", f", for {draft.config.precision.params_dtype} on {draft.config.training.device}"
     last = "flash2" if _why_not("sdpa", draft) else "sdpa"
     refused = []
     for kernel in _FIRST[asked]:
@@ -95,19 +98,19 @@ def attention_backend_is_there(draft: Draft) -> Iterator[Problem]:
     words = f"--attention-backend {asked}"
     if asked not in (*_FOR_GPUS, "sdpa"):
         return
-    if asked in _FOR_GPUS and not is_for_gpu_kernels(draft):
+    if asked in _FOR_GPUS and not fits_gpu_kernels(draft):
         yield Problem(
             f"{words} computes in bf16 or fp16 on a GPU, and this run in"
-            f" {draft.derived.params_dtype} on {draft.derived.device}",
+            f" {draft.config.precision.params_dtype} on {draft.config.training.device}",
             "use --attention-backend auto",
         )
     elif asked in _FOR_GPUS and (why_not := _why_not(asked, draft)):
         is_library = asked == "flash4" and why_not == _why_no_library(draft)
         remedy = f"install it (pip install '{_LIBRARY}>={_OLDEST}'), or " if is_library else ""
         yield Problem(f"{words}: {_KERNELS[asked]} {why_not}", f"{remedy}use --attention-backend auto")
-    why = _no_fused_kernel(draft) if layers_written_out(draft) == "some" else _why_written_out(draft)
+    why = _no_fused_kernel(draft) if layers_with_eager_attention(draft) == "some" else _why_written_out(draft)
     if why:
-        is_dropout = what_is_written_out(draft) == f"--attention-dropout {model.attention_dropout}"
+        is_dropout = eager_attention_cause(draft) == f"--attention-dropout {model.attention_dropout}"
         remedy = "--attention-dropout 0, or " if is_dropout else ""
         yield Problem(
             f"{words}: {why}", f"use {remedy}--attention-backend auto, which holds scores in memory"
@@ -128,16 +131,18 @@ def attention_has_a_kernel(draft: Draft) -> Iterator[Problem]:
 
 def _why_written_out(draft: Draft) -> str:
     """Why no layer has a fused kernel although one was asked for; empty if some have one."""
-    if layers_written_out(draft) == "all":
+    if layers_with_eager_attention(draft) == "all":
         return _no_fused_kernel(draft)
     joined = [what for what in _asked_for(draft) if what in _JOINED]
-    if joined and draft.derived.device == "cuda" and not is_for_gpu_kernels(draft):
-        return f"no fused kernel of {draft.derived.params_dtype} on a GPU is for {' and '.join(joined)}"
+    if joined and draft.config.training.device == "cuda" and not fits_gpu_kernels(draft):
+        return (
+            f"no fused kernel of {draft.config.precision.params_dtype} on a GPU is for {' and '.join(joined)}"
+        )
     return ""
 
 
 def _no_fused_kernel(draft: Draft) -> str:
-    return f"no fused kernel has {what_is_written_out(draft)}"
+    return f"no fused kernel has {eager_attention_cause(draft)}"
 
 
 def _why_not(kernel: str, draft: Draft) -> str:
@@ -170,7 +175,7 @@ def _why_no_library(draft: Draft) -> str:
     version = draft.facts.libraries.get(_LIBRARY)
     if version is None:
         return "is not installed"
-    return f"{version} is older than {_OLDEST}" if to_sequence_order(version) < to_sequence_order(_OLDEST) else ""
+    return f"{version} is older than {_OLDEST}" if version_key(version) < version_key(_OLDEST) else ""
 
 
 def _lacking(kernel: str, draft: Draft) -> str:
@@ -180,12 +185,19 @@ def _lacking(kernel: str, draft: Draft) -> str:
 
 def _asked_for(draft: Draft) -> list[str]:
     """What some layers ask for, of what not all kernels have."""
-    own = draft.facts.custom_layers
     asked = {
         "documents": has_documents(draft),
-        "windows": have_windows(draft),
-        "gathered keys": any("all_gather" in way for way in draft.derived.context_communication),
-        "sinks": draft.config.model.softmax_type != "vanilla" if own is None else own.have_sinks,
+        "windows": has_windows(draft),
+        "gathered keys": any("all_gather" in way for way in draft.derived.cp_comm_types),
+        "sinks": has_sinks(draft),
         "context ranks": draft.config.parallel.context_parallel_size > 1,
     }
     return [what for what, is_asked in asked.items() if is_asked]
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """Versions such as 4.0.0b36 in their order: a beta comes before its release."""
+    release, _, beta = version.partition("b")
+    numbers = [int(number) for number in re.findall(r"\d+", release)[:3]]
+    found = re.match(r"\d+", beta)
+    return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if found else sys.maxsize)

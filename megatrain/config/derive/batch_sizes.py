@@ -31,7 +31,7 @@ class BatchRule(Protocol):
         """All sizes, in their order."""
 
     @property
-    def settled_at(self) -> int:
+    def constant_from(self) -> int:
         """Consumed samples from which on the size is the last one."""
 
 
@@ -40,7 +40,7 @@ class ConstantBatch:
     """One size."""
 
     size: int
-    settled_at: int = 0
+    constant_from: int = 0
 
     def at(self, consumed: int) -> int:  # noqa: ARG002
         """See `BatchRule`."""
@@ -74,7 +74,7 @@ class RampedBatch:
         return tuple(range(self.start, self.target + 1, self.increment))
 
     @property
-    def settled_at(self) -> int:
+    def constant_from(self) -> int:
         """See `BatchRule`."""
         return self.samples + 1
 
@@ -96,7 +96,7 @@ class SteppedBatch:
         return tuple(size for _, size in self.steps)
 
     @property
-    def settled_at(self) -> int:
+    def constant_from(self) -> int:
         """See `BatchRule`."""
         return self.steps[-1][0]
 
@@ -145,7 +145,7 @@ class BatchSizes:
     def _walk(self, consumed: int, goes_on: Callable[[int, int], bool]) -> tuple[int, int]:
         """Iterations and consumed samples at which the size is settled, or where `goes_on` says to stop."""
         count = 0
-        while consumed < self.rule.settled_at and goes_on(count, consumed):
+        while consumed < self.rule.constant_from and goes_on(count, consumed):
             consumed += self.at(consumed)
             count += 1
         return count, consumed

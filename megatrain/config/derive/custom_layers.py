@@ -31,7 +31,7 @@ class LayerFunction:
         return f"{self.module}:{self.function}"
 
 
-Share = Literal["none", "some", "all"]
+LayerShare = Literal["none", "some", "all"]
 """Of the layers with attention."""
 
 
@@ -44,11 +44,11 @@ class CustomLayers:
     layers: tuple[LayerSizes, ...]
     differences: tuple[str, ...]
     """From the layers that the flags describe."""
-    have_windows: bool = False
+    has_windows: bool = False
     """Whether the attention of one sees near keys alone."""
-    have_sinks: bool = False
+    has_sinks: bool = False
     """Whether the softmax of one sums over more than the keys."""
-    eager_attention: Share = "none"
+    eager_attention: LayerShare = "none"
     """Those with a softcap or dropout of scores."""
 
 
@@ -57,7 +57,7 @@ def _apart(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[0].split()) if len(words) == 1 and ":" not in words[0] else tuple(words)
 
 
-def is_usual(words: Sequence[str]) -> bool:
+def is_plain_gpt_layer(words: Sequence[str]) -> bool:
     """Whether Megatron-LM's name of a plain GPT layer is given."""
     return _apart(words) in _USUAL
 

@@ -10,8 +10,8 @@ longer draws the samples beyond it by a further plan: nothing that was seen come
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.config.derive.splits import SPLIT_NAMES
-from megatrain.config.plan import Answer, Draft, Plan
+from megatrain.config.derive.datasets import SPLIT_NAMES
+from megatrain.config.plan import DerivedValue, Draft, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +76,20 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
     )
 
 
-def requested_train_samples(draft: Draft) -> Answer:
+def requested_train_samples(draft: Draft) -> DerivedValue:
     training, read = draft.config.training, draft.derived.train_samples
     if training.train_samples is not None and training.train_samples >= read:
-        return Answer(training.train_samples, "--train-samples")
+        return DerivedValue(training.train_samples, "--train-samples")
     if training.decrease_batch_size_if_needed and training.train_iters is not None:
         iterations, batch = draft.derived.train_iters, training.global_batch_size
         if iterations * batch > read:  # as in Megatron-LM, which plans for what was asked for
-            return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
-    return Answer(read, draft.origins["derived.train_samples"].detail)
+            return DerivedValue(iterations * batch, f"{iterations} iterations * global batch {batch}")
+    return DerivedValue(read, draft.origins["derived.train_samples"].detail)
 
 
-def requested_valid_samples(draft: Draft) -> Answer:
+def requested_valid_samples(draft: Draft) -> DerivedValue:
     if draft.config.data.full_validation:
-        return Answer(None, "all, with --full-validation")
+        return DerivedValue(None, "all, with --full-validation")
     of_run, stored = evaluations(draft), draft.facts.checkpoint
     each = f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}"
     consumed = stored.consumed_valid_samples if stored else 0
@@ -97,43 +97,45 @@ def requested_valid_samples(draft: Draft) -> Answer:
     to_come += bool(stored and stored.is_evaluation_left)
     needed = consumed + to_come * of_run.samples
     if of_run.samples and needed > of_run.planned * of_run.samples:  # they came more often before, say
-        return Answer(needed, f"{consumed} so far, and {to_come} to come * {each}")
-    return Answer(of_run.planned * of_run.samples, f"{of_run.planned} * {each}")
+        return DerivedValue(needed, f"{consumed} so far, and {to_come} to come * {each}")
+    return DerivedValue(of_run.planned * of_run.samples, f"{of_run.planned} * {each}")
 
 
-def requested_test_samples(draft: Draft) -> Answer:
+def requested_test_samples(draft: Draft) -> DerivedValue:
     of_run = evaluations(draft)
-    return Answer(of_run.samples, f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}")
+    return DerivedValue(of_run.samples, f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}")
 
 
-def train_plan(draft: Draft) -> Answer:
+def train_plan(draft: Draft) -> DerivedValue:
     return _plan(draft, "train")
 
 
-def valid_plan(draft: Draft) -> Answer:
+def valid_plan(draft: Draft) -> DerivedValue:
     return _plan(draft, "valid")
 
 
-def test_plan(draft: Draft) -> Answer:
+def test_plan(draft: Draft) -> DerivedValue:
     return _plan(draft, "test")
 
 
-def _plan(draft: Draft, split: str) -> Answer:
+def _plan(draft: Draft, split: str) -> DerivedValue:
     assert split in SPLIT_NAMES
     requested = getattr(draft.derived, f"requested_{split}_samples")
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
     former = [count for count in plans if count]
     if requested is None:
-        return Answer((None,), "all of one epoch")
+        return DerivedValue((None,), "all of one epoch")
     if not former:
-        return Answer((requested,), "one plan for all samples")
+        return DerivedValue((requested,), "one plan for all samples")
     if draft.config.data.dataloader_type == "cyclic":
-        return Answer(tuple(former), "the checkpoint's; the cyclic order goes round in it")
+        return DerivedValue(tuple(former), "the checkpoint's; the cyclic order goes round in it")
     plan = extended(former, requested)
     if len(plan) > len(former):
-        return Answer(plan, f"the checkpoint's {_sum(former)}, and {plan[-1]} more with another seed")
-    return Answer(plan, "the checkpoint's" + (", of which fewer are read" if requested < sum(former) else ""))
+        return DerivedValue(plan, f"the checkpoint's {_sum(former)}, and {plan[-1]} more with another seed")
+    return DerivedValue(
+        plan, "the checkpoint's" + (", of which fewer are read" if requested < sum(former) else "")
+    )
 
 
 def extended(former: Sequence[int], requested: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.config.derive.patterns import PatternError, layers_with_experts
+from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 
@@ -114,7 +114,7 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
         shared_ffn_hidden_size=experts.moe_shared_expert_intermediate_size or 0,
     )
     try:
-        has_experts = layers_with_experts(experts.moe_layer_freq, model.num_layers)
+        has_experts = parse_expert_pattern(experts.moe_layer_freq, model.num_layers)
     except PatternError as error:
         raise LayersError(f"--moe-layer-freq {error}") from error
     return LayerTable(

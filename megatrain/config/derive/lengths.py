@@ -4,89 +4,96 @@ import dataclasses
 import os.path
 
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes, parse_steps
-from megatrain.config.derive.lr_groups import rate_groups
-from megatrain.config.derive.schedule_values import ScheduleValues
+from megatrain.config.derive.lr_schedule import ScheduleValues, lr_groups
 from megatrain.config.errors import ConfigError
-from megatrain.config.plan import Answer, Draft
+from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.values import UnresolvedError, whole
 
 
-def split(draft: Draft) -> Answer:
+def split(draft: Draft) -> DerivedValue:
     if draft.config.data.mock_data:
-        return Answer("1,1,1", "always so for mock data")
-    return Answer("969, 30, 1", "Megatron-LM's default for files")
+        return DerivedValue("1,1,1", "always so for mock data")
+    return DerivedValue("969, 30, 1", "Megatron-LM's default for files")
 
 
-def data_cache_path(draft: Draft) -> Answer:
+def data_cache_path(draft: Draft) -> DerivedValue:
     if not draft.facts.datasets:
-        return Answer(None, "there are no files")
+        return DerivedValue(None, "there are no files")
     folder = os.path.dirname(draft.facts.datasets[0].prefix)  # noqa: PTH120 (a path such as `./a` stays as it is)
-    return Answer(os.path.join(folder, "index_cache"), "beside the first dataset")  # noqa: PTH118
+    return DerivedValue(os.path.join(folder, "index_cache"), "beside the first dataset")  # noqa: PTH118
 
 
-def even_split_of_mock_data(draft: Draft) -> Answer | None:
+def even_split_of_mock_data(draft: Draft) -> DerivedValue | None:
     given = draft.config.data.split
     if not draft.config.data.mock_data or given == "1,1,1":
         return None
-    return Answer("1,1,1", f"--split {given} has no effect: mock data is split 1,1,1, as in Megatron-LM")
+    return DerivedValue(
+        "1,1,1", f"--split {given} has no effect: mock data is split 1,1,1, as in Megatron-LM"
+    )
 
 
-def start_iteration(draft: Draft) -> Answer:
+def start_iteration(draft: Draft) -> DerivedValue:
     stored = draft.facts.checkpoint
-    return Answer(stored.iteration, f"{stored.path}") if stored else Answer(0, "a fresh run")
+    return DerivedValue(stored.iteration, f"{stored.path}") if stored else DerivedValue(0, "a fresh run")
 
 
-def start_consumed_samples(draft: Draft) -> Answer:
+def start_consumed_samples(draft: Draft) -> DerivedValue:
     stored = draft.facts.checkpoint
-    return Answer(stored.consumed_train_samples, f"{stored.path}") if stored else Answer(0, "a fresh run")
+    return (
+        DerivedValue(stored.consumed_train_samples, f"{stored.path}")
+        if stored
+        else DerivedValue(0, "a fresh run")
+    )
 
 
-def global_batch_size(draft: Draft) -> Answer:
+def global_batch_size(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     if training.step_batch_size_schedule is not None:
         try:
             steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
         except ConfigError:
-            raise UnresolvedError from None  # The rule `batch_sizes_make_sense` reports it.
-        return Answer(steps.sizes[-1], "the last of --step-batch-size-schedule")
-    return Answer(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
+            raise UnresolvedError from None  # The rule `batch_sizes_are_valid` reports it.
+        return DerivedValue(steps.sizes[-1], "the last of --step-batch-size-schedule")
+    return DerivedValue(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
 
 
-def num_microbatches(draft: Draft) -> Answer:
+def num_microbatches(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     return _passes(draft, training.global_batch_size, dp)
 
 
-def eval_global_batch_size(draft: Draft) -> Answer:
+def eval_global_batch_size(draft: Draft) -> DerivedValue:
     batch = draft.config.training.global_batch_size
     if draft.config.training.decrease_batch_size_if_needed:
         per_pass = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
-        return Answer(batch // per_pass * per_pass, f"global batch {batch} down to a multiple of {per_pass}")
-    return Answer(batch, "equals --global-batch-size")
+        return DerivedValue(
+            batch // per_pass * per_pass, f"global batch {batch} down to a multiple of {per_pass}"
+        )
+    return DerivedValue(batch, "equals --global-batch-size")
 
 
-def num_eval_microbatches(draft: Draft) -> Answer:
+def num_eval_microbatches(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     return _passes(draft, training.eval_global_batch_size, dp)
 
 
-def _passes(draft: Draft, batch: int, dp: int) -> Answer:
+def _passes(draft: Draft, batch: int, dp: int) -> DerivedValue:
     micro = draft.config.training.micro_batch_size
     is_decreased = draft.config.training.decrease_batch_size_if_needed
     count = batch // (micro * dp) if is_decreased else whole(batch, micro * dp)
     rounded = ", rounded down" if batch % (micro * dp) else ""
-    return Answer(count, f"global batch {batch} / (micro-batch {micro} * dp {dp}){rounded}")
+    return DerivedValue(count, f"global batch {batch} / (micro-batch {micro} * dp {dp}){rounded}")
 
 
-def tokens_per_iteration(draft: Draft) -> Answer:
+def tokens_per_iteration(draft: Draft) -> DerivedValue:
     batch, length = draft.config.training.global_batch_size, draft.config.data.seq_length
-    return Answer(batch * length, f"global batch {batch} * {length} tokens")
+    return DerivedValue(batch * length, f"global batch {batch} * {length} tokens")
 
 
-def train_iters(draft: Draft) -> Answer:
+def train_iters(draft: Draft) -> DerivedValue:
     training, derived = draft.config.training, draft.derived
     if training.train_iters is not None:
-        return Answer(training.train_iters, "--train-iters")
+        return DerivedValue(training.train_iters, "--train-iters")
     if training.train_samples is None:
         raise UnresolvedError  # The rule `training_has_one_length` reports it.
     sizes = _batch_sizes(draft)
@@ -98,7 +105,7 @@ def train_iters(draft: Draft) -> Answer:
     done = f"{derived.start_iteration} done, and " if derived.start_iteration else ""
     samples = f"{training.train_samples - derived.start_consumed_samples if done else training.train_samples} samples"
     is_constant = len(sizes.rule.sizes) == 1
-    return Answer(
+    return DerivedValue(
         derived.start_iteration + to_come,
         f"{done}{samples} // global batch {sizes.at(0)}"
         if is_constant
@@ -106,58 +113,58 @@ def train_iters(draft: Draft) -> Answer:
     )
 
 
-def train_samples(draft: Draft) -> Answer:
+def train_samples(draft: Draft) -> DerivedValue:
     derived, sizes = draft.derived, _batch_sizes(draft)
     to_come = max(derived.train_iters - derived.start_iteration, 0)
     samples = sizes.samples_after(to_come, consumed=derived.start_consumed_samples)
     if len(sizes.rule.sizes) > 1:
-        return Answer(samples, f"what {derived.train_iters} iterations read, as the batch grows")
+        return DerivedValue(samples, f"what {derived.train_iters} iterations read, as the batch grows")
     if samples != derived.train_iters * sizes.at(0):
-        return Answer(
+        return DerivedValue(
             samples,
             f"{derived.start_consumed_samples} so far + {to_come} iterations * global batch {sizes.at(0)}",
         )
-    return Answer(samples, f"{derived.train_iters} iterations * global batch {sizes.at(0)}")
+    return DerivedValue(samples, f"{derived.train_iters} iterations * global batch {sizes.at(0)}")
 
 
-def lr_decay_samples(draft: Draft) -> Answer:
+def lr_decay_samples(draft: Draft) -> DerivedValue:
     schedule = draft.config.schedule
     if schedule.lr_decay_samples is not None:
-        return Answer(schedule.lr_decay_samples, "--lr-decay-samples")
+        return DerivedValue(schedule.lr_decay_samples, "--lr-decay-samples")
     if schedule.lr_decay_iters is not None:
         return _samples_of(draft, schedule.lr_decay_iters)
-    return Answer(_samples_of_training(draft).value, "to the end of training")
+    return DerivedValue(_samples_of_training(draft).value, "to the end of training")
 
 
-def lr_warmup_samples(draft: Draft) -> Answer:
+def lr_warmup_samples(draft: Draft) -> DerivedValue:
     schedule = draft.config.schedule
     if schedule.lr_warmup_fraction is not None:
         decay = draft.derived.lr_decay_samples
-        return Answer(
+        return DerivedValue(
             schedule.lr_warmup_fraction * decay, f"{schedule.lr_warmup_fraction} of {decay} decay samples"
         )
     if schedule.lr_warmup_samples:
-        return Answer(schedule.lr_warmup_samples, "--lr-warmup-samples")
+        return DerivedValue(schedule.lr_warmup_samples, "--lr-warmup-samples")
     return _samples_of(draft, schedule.lr_warmup_iters)
 
 
-def lr_wsd_decay_samples(draft: Draft) -> Answer:
+def lr_wsd_decay_samples(draft: Draft) -> DerivedValue:
     schedule = draft.config.schedule
     if schedule.lr_decay_style != "WSD":
-        return Answer(None, "the decay is not WSD")
+        return DerivedValue(None, "the decay is not WSD")
     if schedule.lr_wsd_decay_samples is not None:
-        return Answer(schedule.lr_wsd_decay_samples, "--lr-wsd-decay-samples")
+        return DerivedValue(schedule.lr_wsd_decay_samples, "--lr-wsd-decay-samples")
     if schedule.lr_wsd_decay_iters is None:
         raise UnresolvedError  # The rule `wsd_decay_has_one_length` reports it.
     return _samples_of(draft, schedule.lr_wsd_decay_iters)
 
 
-def schedule(draft: Draft) -> Answer:
+def schedule(draft: Draft) -> DerivedValue:
     config, derived, optimizer = draft.config.schedule, draft.derived, draft.config.optimizer
     is_constant = config.weight_decay_incr_style == "constant"
     start, end = config.start_weight_decay, config.end_weight_decay
     if not is_constant and (start is None or end is None):
-        raise UnresolvedError  # The rule `weight_decay_says_how_it_moves` reports it.
+        raise UnresolvedError  # The rule `weight_decay_schedule_is_complete` reports it.
     own = ScheduleValues(
         lr=optimizer.lr,
         min_lr=config.min_lr,
@@ -176,24 +183,24 @@ def schedule(draft: Draft) -> Answer:
     )
     stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
     if stored and draft.continues_optimizer and config.use_checkpoint_opt_param_scheduler:
-        return Answer(dataclasses.replace(own, **stored), "the checkpoint's")
-    return Answer(own, "of this run")
+        return DerivedValue(dataclasses.replace(own, **stored), "the checkpoint's")
+    return DerivedValue(own, "of this run")
 
 
-def rates(draft: Draft) -> Answer:
-    return Answer(*rate_groups(draft.config.model, draft.config.optimizer, draft.derived.schedule))
+def rates(draft: Draft) -> DerivedValue:
+    return DerivedValue(*lr_groups(draft.config.model, draft.config.optimizer, draft.derived.schedule))
 
 
-def _samples_of(draft: Draft, iterations: int) -> Answer:
+def _samples_of(draft: Draft, iterations: int) -> DerivedValue:
     batch = draft.config.training.global_batch_size
-    return Answer(iterations * batch, f"{iterations} iterations * global batch {batch}")
+    return DerivedValue(iterations * batch, f"{iterations} iterations * global batch {batch}")
 
 
-def _samples_of_training(draft: Draft) -> Answer:
+def _samples_of_training(draft: Draft) -> DerivedValue:
     """As schedules count it: whether or not samples are left over, or the batch was another one before."""
     training = draft.config.training
     if training.train_samples is not None:
-        return Answer(training.train_samples, "--train-samples")
+        return DerivedValue(training.train_samples, "--train-samples")
     return _samples_of(draft, draft.derived.train_iters)
 
 

@@ -15,7 +15,7 @@ class PatternError(Exception):
     """A text that is none of these."""
 
 
-def layers_with(text: str | None, num_layers: int, *, one_means: bool) -> tuple[bool, ...]:
+def parse_layer_pattern(text: str | None, num_layers: int, *, one_means: bool) -> tuple[bool, ...]:
     """Whether each layer has what a pattern is about.
 
     Args:
@@ -41,7 +41,7 @@ def layers_with(text: str | None, num_layers: int, *, one_means: bool) -> tuple[
     return tuple(bool(entry) == one_means for entry in entries)
 
 
-def layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
+def parse_expert_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has experts.
 
     Args:
@@ -49,17 +49,17 @@ def layers_with_experts(text: str, num_layers: int) -> tuple[bool, ...]:
         num_layers: of the model.
 
     Raises:
-        PatternError: as in `layers_with`.
+        PatternError: as in `parse_layer_pattern`.
     """
     if re.fullmatch(r"[0-9]{1,6}", text.strip()):
         step = int(text)
         if step < 1:
             raise PatternError(f"{text} is not 1 or more")
         return tuple(number % step == 0 for number in range(num_layers))
-    return layers_with(text, num_layers, one_means=True)
+    return parse_layer_pattern(text, num_layers, one_means=True)
 
 
-def window_of(text: str | None) -> int | None:
+def parse_window(text: str | None) -> int | None:
     """How many tokens to the left attention sees; None: all.
 
     Raises:

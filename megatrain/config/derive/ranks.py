@@ -2,110 +2,104 @@
 
 from typing import Final
 
-from megatrain.config.plan import Answer, Draft
+from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.values import whole
 
 _LEAST_STARTUP_MINUTES: Final = 60
 
 
-def device(draft: Draft) -> Answer:
+def device(draft: Draft) -> DerivedValue:
     name = draft.facts.device_name
     if draft.facts.device == "cuda" and name is None and draft.config.training.dry_run is not None:
-        return Answer("cuda", "what a run elsewhere is taken to have")
-    return Answer(draft.facts.device, f"the device that was found{f', {name}' if name else ''}")
+        return DerivedValue("cuda", "what a run elsewhere is taken to have")
+    return DerivedValue(draft.facts.device, f"the device that was found{f', {name}' if name else ''}")
 
 
-def resolved_device(draft: Draft) -> Answer:
-    return Answer(draft.config.training.device, "equals --device")
-
-
-def params_dtype(draft: Draft) -> Answer:
+def params_dtype(draft: Draft) -> DerivedValue:
     if draft.config.precision.bf16:
-        return Answer("bfloat16", "--bf16")
+        return DerivedValue("bfloat16", "--bf16")
     if draft.config.precision.fp16:
-        return Answer("float16", "--fp16")
-    return Answer("float32", "without --bf16 and --fp16")
+        return DerivedValue("float16", "--fp16")
+    return DerivedValue("float32", "without --bf16 and --fp16")
 
 
-def resolved_params_dtype(draft: Draft) -> Answer:
-    return Answer(draft.config.precision.params_dtype, "equals --params-dtype")
-
-
-def master_dtype(draft: Draft) -> Answer:
+def master_dtype(draft: Draft) -> DerivedValue:
     weights = draft.config.precision.params_dtype
-    return Answer("float64" if weights == "float64" else "float32", f"for {weights} weights")
+    return DerivedValue("float64" if weights == "float64" else "float32", f"for {weights} weights")
 
 
-def distributed_backend(draft: Draft) -> Answer:
+def distributed_backend(draft: Draft) -> DerivedValue:
     where = draft.config.training.device
-    return Answer("nccl" if where == "cuda" else "gloo", f"for {where}")
+    return DerivedValue("nccl" if where == "cuda" else "gloo", f"for {where}")
 
 
-def data_parallel_sharding_strategy(draft: Draft) -> Answer:
+def data_parallel_sharding_strategy(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.use_megatron_fsdp:
-        return Answer("optim_grads_params", "what --use-megatron-fsdp spreads: all (ZeRO-3)")
+        return DerivedValue("optim_grads_params", "what --use-megatron-fsdp spreads: all (ZeRO-3)")
     if parallel.use_distributed_optimizer:
-        return Answer("optim", "--use-distributed-optimizer")
-    return Answer("no_shard", "--no-use-distributed-optimizer")
+        return DerivedValue("optim", "--use-distributed-optimizer")
+    return DerivedValue("no_shard", "--no-use-distributed-optimizer")
 
 
-def world_size(draft: Draft) -> Answer:
-    return Answer(draft.facts.world_size, "ranks that were started")
+def world_size(draft: Draft) -> DerivedValue:
+    return DerivedValue(draft.facts.world_size, "ranks that were started")
 
 
-def model_parallel_size(draft: Draft) -> Answer:
+def model_parallel_size(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    return Answer(tp * pp, f"tp {tp} * pp {pp}")
+    return DerivedValue(tp * pp, f"tp {tp} * pp {pp}")
 
 
-def data_parallel_size(draft: Draft) -> Answer:
+def data_parallel_size(draft: Draft) -> DerivedValue:
     world, replica = draft.derived.world_size, draft.derived.model_parallel_size
     cp = draft.config.parallel.context_parallel_size
     if cp == 1:
-        return Answer(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
-    return Answer(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
+        return DerivedValue(whole(world, replica), f"{world} ranks / (tp * pp = {replica})")
+    return DerivedValue(whole(world, replica * cp), f"{world} ranks / (tp * cp * pp = {replica * cp})")
 
 
-def expert_tensor_parallel_size(draft: Draft) -> Answer:
+def expert_tensor_parallel_size(draft: Draft) -> DerivedValue:
     given = draft.config.parallel.expert_tensor_parallel_size
     if given is not None:
-        return Answer(given, "--expert-tensor-parallel-size")
-    return Answer(draft.config.parallel.tensor_model_parallel_size, "--tensor-model-parallel-size")
+        return DerivedValue(given, "--expert-tensor-parallel-size")
+    return DerivedValue(draft.config.parallel.tensor_model_parallel_size, "--tensor-model-parallel-size")
 
 
-def startup_timeout_seconds(draft: Draft) -> Answer:
+def startup_timeout_seconds(draft: Draft) -> DerivedValue:
     minutes = draft.config.parallel.distributed_timeout_minutes
     if minutes > _LEAST_STARTUP_MINUTES:
-        return Answer(60 * minutes, "--distributed-timeout-minutes")
-    return Answer(
+        return DerivedValue(60 * minutes, "--distributed-timeout-minutes")
+    return DerivedValue(
         60 * _LEAST_STARTUP_MINUTES, "an hour at least: ranks wait for each other's indices and caches"
     )
 
 
-def collective_timeout_seconds(draft: Draft) -> Answer:
+def collective_timeout_seconds(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.distributed_timeout_seconds_after_init is not None:
-        return Answer(
+        return DerivedValue(
             parallel.distributed_timeout_seconds_after_init,
             "--distributed-timeout-seconds-after-init",
         )
-    return Answer(60 * parallel.distributed_timeout_minutes, "--distributed-timeout-minutes")
+    return DerivedValue(60 * parallel.distributed_timeout_minutes, "--distributed-timeout-minutes")
 
 
-def gloo_without_gpu(draft: Draft) -> Answer | None:
+def gloo_without_gpu(draft: Draft) -> DerivedValue | None:
     is_misfit = draft.config.training.device == "cpu" and draft.config.parallel.distributed_backend == "nccl"
     return (
-        Answer("gloo", "--distributed-backend nccl needs GPUs; on CPUs gloo is used") if is_misfit else None
+        DerivedValue("gloo", "--distributed-backend nccl needs GPUs; on CPUs gloo is used")
+        if is_misfit
+        else None
     )
 
 
-def nothing_is_sharded(draft: Draft) -> Answer | None:
+def nothing_is_sharded(draft: Draft) -> DerivedValue | None:
     path, parallel = "parallel.use_distributed_optimizer", draft.config.parallel
     is_open = parallel.use_distributed_optimizer and draft.is_default(path)
     if parallel.data_parallel_sharding_strategy != "no_shard" or not is_open:
         return None
-    return Answer(
+    return DerivedValue(
         False, "--data-parallel-sharding-strategy no_shard: optimizer state is not spread over ranks"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from megatrain.config.derive.attention_backend import attention_backend
-from megatrain.config.derive.context_parallel import context_communication
+from megatrain.config.derive.context_parallel import cp_comm_types
 from megatrain.config.derive.data_plans import (
     requested_test_samples,
     requested_train_samples,
@@ -53,7 +53,7 @@ from megatrain.config.derive.model import (
     output_multiplier_by_width,
     padded_vocab_size,
     plain_gpt_layers,
-    resolved_padded_vocab_size,
+    recompute_norms,
     scale_of_attention,
     sizes_of_layers,
     spec_digest,
@@ -71,17 +71,13 @@ from megatrain.config.derive.ranks import (
     model_parallel_size,
     nothing_is_sharded,
     params_dtype,
-    resolved_device,
-    resolved_params_dtype,
     startup_timeout_seconds,
     world_size,
 )
-from megatrain.config.derive.recompute import recompute_norms
-from megatrain.config.plan import Answer, Draft
+from megatrain.config.plan import DerivedValue, Draft
 
-DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
+DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("training.device", device),
-    ("derived.device", resolved_device),
     ("parallel.distributed_backend", distributed_backend),
     ("parallel.data_parallel_sharding_strategy", data_parallel_sharding_strategy),
     ("model.kv_channels", kv_channels),
@@ -101,9 +97,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("data.split", split),
     ("data.data_cache_path", data_cache_path),
     ("precision.params_dtype", params_dtype),
-    ("derived.params_dtype", resolved_params_dtype),
     ("derived.master_dtype", master_dtype),
-    ("derived.context_communication", context_communication),
+    ("derived.cp_comm_types", cp_comm_types),
     ("derived.attention_backend", attention_backend),
     ("training.recompute_norms", recompute_norms),
     ("derived.world_size", world_size),
@@ -130,16 +125,15 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], Answer]], ...]] = (
     ("derived.lr_warmup_samples", lr_warmup_samples),
     ("derived.lr_wsd_decay_samples", lr_wsd_decay_samples),
     ("derived.schedule", schedule),
-    ("derived.rate_groups", rates),
+    ("derived.lr_groups", rates),
     ("derived.vocab_size", vocab_size),
     ("derived.eod_id", eod_id),
     ("model.padded_vocab_size", padded_vocab_size),
-    ("derived.padded_vocab_size", resolved_padded_vocab_size),
     ("derived.tokens_per_iteration", tokens_per_iteration),
     ("derived.flops_per_iteration", flops_per_iteration),
 )
 
-OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], Answer | None]], ...]] = (
+OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], DerivedValue | None]], ...]] = (
     ("model.spec", plain_gpt_layers),
     ("model.mup_output_mult", output_multiplier_by_width),
     ("parallel.distributed_backend", gloo_without_gpu),

@@ -1,4 +1,4 @@
-"""What must hold for layers of different sizes: one small function a rule, as in `rules.py`."""
+"""Rules about layers with individual sizes: --heterogeneous-layers-config-path and --spec."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -21,8 +21,8 @@ def layer_sizes_are_valid(draft: Draft) -> Problems:
     except LayersError as error:
         yield Problem(
             f"{_source(draft)}: {error}",
-            "give each layer an object such as {attention: {num_query_groups: 4}, mlp: {ffn_hidden_size: 512}}, or"
-            " {no_op: true} for a part that it has not",
+            "give each layer an object such as {attention: {num_query_groups: 4}, mlp: {ffn_hidden_size: 512}}, with"
+            " {no_op: true} for a part that it does not have",
         )
 
 
@@ -30,38 +30,38 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
     tp = draft.config.parallel.tensor_model_parallel_size
     model = draft.config.model
     if model.heterogeneous_layers_config_encoded_json is None and not model.spec:
-        return  # The rules about --num-query-groups and --ffn-hidden-size hold for all layers.
+        return  # The rules about --num-query-groups and --ffn-hidden-size cover all layers.
     copies: dict[int, int] = {}
     for number, layer in enumerate(draft.derived.layer_table.layers):
         groups, width = layer.num_query_groups, layer.ffn_hidden_size
         where = f"{_source(draft)}: layer {number} (from 0)"
         if layer.num_heads % tp:
             yield Problem(
-                f"{where} has {layer.num_heads} heads, which do not divide over --tensor-model-parallel-size {tp}",
-                f"use {-(-layer.num_heads // tp) * tp}",
+                f"{where} has {layer.num_heads} heads, not divisible by --tensor-model-parallel-size {tp}",
+                f"use {-(-layer.num_heads // tp) * tp} heads",
             )
         if layer.num_heads and layer.num_heads % groups:
             yield Problem(
                 f"{where} has {groups} query groups, which do not divide its {layer.num_heads} heads",
-                "use a divisor",
+                f"use a divisor of {layer.num_heads}",
             )
         if layer.num_heads and groups % tp and tp % groups:
             yield Problem(
-                f"{where} has {groups} query groups, which do not divide over --tensor-model-parallel-size {tp}",
-                "use a multiple or a divisor of it",
+                f"{where} has {groups} query groups, neither a multiple nor a divisor of --tensor-model-parallel-size {tp}",
+                f"use a multiple or a divisor of {tp}",
             )
         elif layer.num_heads and groups < tp:
             copies.setdefault(groups, number)
         if width % tp:
             yield Problem(
-                f"{where} has an MLP of width {width}, which does not divide over --tensor-model-parallel-size {tp}",
-                f"use {-(-width // tp) * tp}",
+                f"{where} has an MLP of width {width}, not divisible by --tensor-model-parallel-size {tp}",
+                f"use a width of {-(-width // tp) * tp}",
             )
     if len(copies) > 1:
-        said = " and ".join(f"{groups} (layer {number})" for groups, number in copies.items())
+        counts = " and ".join(f"{groups} (layer {number})" for groups, number in copies.items())
         yield Problem(
-            f"{_source(draft)}: the query groups {said} are both fewer than --tensor-model-parallel-size {tp}, and key"
-            " and value heads with different numbers of copies are not there yet",
+            f"{_source(draft)}: the query groups {counts} are all fewer than --tensor-model-parallel-size {tp}, which would"
+            " replicate key and value heads a different number of times per layer; this is not supported",
             f"use --tensor-model-parallel-size {min(copies)}",
         )
 
@@ -74,15 +74,16 @@ def spec_names_a_function(draft: Draft) -> Problems:
     function = layer_function(words)
     if function is None:
         yield Problem(
-            f"--spec {' '.join(words)} names no function of yours",
-            "give file.py:function, module:function, or module and function; of Megatron-LM's own, the GPT layers alone",
+            f"--spec {' '.join(words)} does not name a function",
+            "give file.py:function, module:function, or module and function; of Megatron-LM's specs only the GPT layers"
+            " are supported",
         )
     own = draft.facts.custom_layers
     if function is not None and own is not None and model.spec_digest != own.digest:
         yield Problem(
-            f"--spec {function}: the file has digest {own.digest}, and --spec-digest (of the saved configuration) is"
-            f" {model.spec_digest}: it has changed since",
-            "use the file of that run, or leave --spec-digest out",
+            f"--spec {function}: the file has changed, its digest is {own.digest} and --spec-digest (from the saved"
+            f" configuration) is {model.spec_digest}",
+            "use the file of that run, or remove --spec-digest",
         )
 
 
@@ -94,9 +95,9 @@ def stages_are_not_empty(draft: Draft) -> Problems:
         own = layers[stage * size : (stage + 1) * size]
         if not any(layer.num_heads or layer.has_mlp for layer in own):
             yield Problem(
-                f"{_source(draft)}: layers {stage * size} to {(stage + 1) * size - 1} (from 0) have no parts, and are all"
-                f" of stage {stage} of --pipeline-model-parallel-size {pp}",
-                "use fewer stages",
+                f"{_source(draft)}: stage {stage} of --pipeline-model-parallel-size {pp} has only layers without parts,"
+                f" {stage * size} to {(stage + 1) * size - 1} (from 0)",
+                "use a smaller --pipeline-model-parallel-size",
             )
 
 

@@ -1,4 +1,4 @@
-"""What is wrong, or without effect, about what a run shall show."""
+"""Rules about logging and profiling."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -15,8 +15,8 @@ def optional_packages_are_installed(draft: Draft) -> Iterator[Problem]:
     ):
         if value is not None and package not in libraries:
             yield Problem(
-                f"{flag} {value} needs the package {package}, which is not installed",
-                f"pip install {package}, or leave {flag} out: metrics.jsonl has the same numbers",
+                f"{flag} {value} requires the package {package}, which is not installed",
+                f"run pip install {package}, or remove {flag}: metrics.jsonl has the same values",
             )
 
 
@@ -32,8 +32,8 @@ def profiled_iterations_and_ranks_exist(draft: Draft) -> Iterator[Problem]:
     for rank in logging.profile_ranks:
         if not 0 <= rank < world_size:
             yield Problem(
-                f"--profile-ranks names rank {rank}, and there are {world_size} ranks",
-                f"name ranks from 0 to {world_size - 1}",
+                f"--profile-ranks {rank} does not exist: there are {world_size} ranks",
+                f"use --profile-ranks from 0 to {world_size - 1}",
             )
 
 

@@ -1,4 +1,4 @@
-"""What must hold between settings of data parallelism, and which of them have no effect."""
+"""Rules about data parallelism."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,12 +21,13 @@ def sharding_settings_agree(draft: Draft) -> Problems:
     )
     if strategy != "no_shard" and not is_on:
         yield Problem(
-            f"{flag} spreads optimizer state, and --no-use-distributed-optimizer does not",
-            "leave one of them out",
+            f"{flag} shards optimizer state, which contradicts --no-use-distributed-optimizer",
+            f"remove {flag} or --no-use-distributed-optimizer",
         )
     if strategy == "no_shard" and is_on:
         yield Problem(
-            f"{flag} spreads nothing, and --use-distributed-optimizer does", "leave one of them out"
+            f"{flag} does not shard optimizer state, which contradicts --use-distributed-optimizer",
+            f"remove {flag} or --use-distributed-optimizer",
         )
 
 
@@ -38,7 +39,7 @@ def instances_divide_replicas(draft: Draft) -> Problems:
         known = [number for number in range(1, replicas + 1) if replicas % number == 0]
         ranks = "data-parallel ranks" if cp == 1 else f"replicas (data-parallel {dp} * context-parallel {cp})"
         yield Problem(
-            f"--num-distributed-optimizer-instances {instances} do not divide {replicas} {ranks}",
+            f"--num-distributed-optimizer-instances {instances} does not divide the {replicas} {ranks}",
             f"use --num-distributed-optimizer-instances {max(number for number in known if number <= instances)}",
         )
 
@@ -53,7 +54,7 @@ def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
     instances = parallel.num_distributed_optimizer_instances
     if not rest and replicas % instances:
         yield Problem(
-            f"--num-distributed-optimizer-instances {instances} do not divide {replicas} replicas of experts"
+            f"--num-distributed-optimizer-instances {instances} does not divide the {replicas} replicas of experts"
             f" ({draft.derived.world_size} ranks / (expert-model-parallel {ep} * expert-tensor-parallel {etp} *"
             f" pipeline-model-parallel {parallel.pipeline_model_parallel_size}))",
             f"use --num-distributed-optimizer-instances {math.gcd(replicas, instances)}",

@@ -1,8 +1,4 @@
-"""Sizes that must fit one another: what divides over ranks, stages, heads and batches. One small function a rule.
-
-A rule yields problems, each with the flag, its value and a value that works. It may compute freely: where something
-that it needs is wrong already, `resolve` skips it.
-"""
+"""Rules about sizes: divisibility by ranks, stages, heads and batches."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +14,7 @@ def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
     heads, tp = draft.config.model.num_attention_heads, draft.config.parallel.tensor_model_parallel_size
     if heads % tp:
         yield Problem(
-            f"--num-attention-heads {heads} do not divide over --tensor-model-parallel-size {tp}",
+            f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}",
             f"use --tensor-model-parallel-size {_divisor_near(heads, tp)}, or --num-attention-heads {_multiple_near(heads, tp)}",
         )
 
@@ -30,12 +26,12 @@ def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
         return
     if tp > groups:
         yield Problem(
-            f"--num-query-groups {groups} are not held by equally many of --tensor-model-parallel-size {tp} ranks each",
+            f"--tensor-model-parallel-size {tp} is not divisible by --num-query-groups {groups}, nor the other way round",
             f"use --tensor-model-parallel-size {tp // groups * groups}, or --num-query-groups {_divisor_near(tp, groups)}",
         )
     else:
         yield Problem(
-            f"--num-query-groups {groups} do not divide over --tensor-model-parallel-size {tp}",
+            f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}",
             f"use --tensor-model-parallel-size {_divisor_near(groups, tp)}, or"
             f" --num-query-groups {_multiple_near(groups, tp)}",
         )
@@ -46,16 +42,16 @@ def heads_divide_over_query_groups(draft: Draft) -> Problems:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if model.group_query_attention and heads % groups:
         yield Problem(
-            f"--num-attention-heads {heads} do not divide over --num-query-groups {groups}",
+            f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}",
             f"use --num-query-groups {_divisor_near(heads, groups)}",
         )
 
 
 def query_groups_are_given(draft: Draft) -> Problems:
-    """Asks what the user typed: a group count that cannot be derived is INVALID by now."""
+    """Check what the user gave, since a group count that cannot be derived is unresolved here."""
     if draft.config.model.group_query_attention and not draft.is_given("model.num_query_groups"):
         yield Problem(
-            "--group-query-attention is on, and --num-query-groups is missing",
+            "--group-query-attention requires --num-query-groups, which is missing",
             "give --num-query-groups, the number of key and value heads; Megatron-LM's default is 1",
         )
 
@@ -66,7 +62,7 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
         yield Problem(
             f"--num-query-groups {model.num_query_groups} has no effect without --group-query-attention"
             " (Megatron-LM ignores it silently)",
-            "add --group-query-attention, or leave --num-query-groups out",
+            "add --group-query-attention, or remove --num-query-groups",
         )
 
 
@@ -75,8 +71,8 @@ def hidden_size_divides_over_heads(draft: Draft) -> Problems:
     if not draft.is_given("model.kv_channels") and model.hidden_size % model.num_attention_heads:
         size = _multiple_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
-            f"--hidden-size {model.hidden_size} does not divide over --num-attention-heads {model.num_attention_heads}",
-            f"use --hidden-size {size}, or give the channels of a head with --kv-channels",
+            f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}",
+            f"use --hidden-size {size}, or give the channels per head with --kv-channels",
         )
 
 
@@ -84,7 +80,7 @@ def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     size, tp = draft.config.model.hidden_size, draft.config.parallel.tensor_model_parallel_size
     if size % tp:
         yield Problem(
-            f"--hidden-size {size} does not divide over --tensor-model-parallel-size {tp}",
+            f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
             f"use --hidden-size {_multiple_near(size, tp)}, or --tensor-model-parallel-size {_divisor_near(size, tp)}",
         )
 
@@ -93,7 +89,7 @@ def ffn_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     size, tp = draft.config.model.ffn_hidden_size, draft.config.parallel.tensor_model_parallel_size
     if size % tp:
         yield Problem(
-            f"--ffn-hidden-size {size} does not divide over --tensor-model-parallel-size {tp}",
+            f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
             f"use --ffn-hidden-size {_multiple_near(size, tp)}",
         )
 
@@ -102,8 +98,8 @@ def ffn_size_is_positive(draft: Draft) -> Problems:
     model = draft.config.model
     if model.ffn_hidden_size == 0:
         yield Problem(
-            f"--hidden-size {model.hidden_size} with a gate gives an MLP of width 0, down to a multiple of 64",
-            f"give --ffn-hidden-size, such as --ffn-hidden-size {4 * model.hidden_size}",
+            f"--hidden-size {model.hidden_size} gives a gated MLP of width 0, rounded down to a multiple of 64",
+            f"give a width, such as --ffn-hidden-size {4 * model.hidden_size}",
         )
 
 
@@ -111,7 +107,7 @@ def layers_divide_over_stages(draft: Draft) -> Problems:
     layers, pp = draft.config.model.num_layers, draft.config.parallel.pipeline_model_parallel_size
     if layers % pp:
         yield Problem(
-            f"--num-layers {layers} do not divide over --pipeline-model-parallel-size {pp}",
+            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}",
             f"use --pipeline-model-parallel-size {_divisor_near(layers, pp)}, or --num-layers {_multiple_near(layers, pp)}",
         )
 
@@ -143,28 +139,28 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
     world, product = draft.derived.world_size, math.prod(sizes.values())
     if world % product:
         fits = _multiple_near(world, product)
-        is_asked = draft.config.parallel.world_size is not None
+        is_given = draft.config.parallel.world_size is not None
         yield Problem(
-            f"{f'--world-size {world}' if is_asked else f'{world} ranks were started, which'} is no multiple of"
+            f"{f'--world-size {world}' if is_given else f'the number of ranks, {world},'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
             f"use --world-size {fits}, or lower these sizes"
-            if is_asked
+            if is_given
             else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or lower these sizes",
         )
 
 
 def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
-    """Where stages are closer than replicas, a stage's next one is as many ranks away as work on one micro-batch."""
+    """With stages numbered before replicas, the distance to the next stage is the ranks that share a micro-batch."""
     parallel = draft.config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ep, etp = parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size
-    is_apart = parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1
-    if is_apart and draft.config.experts.num_experts is not None and tp * cp != etp * ep:
+    is_pp_first = parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1
+    if is_pp_first and draft.config.experts.num_experts is not None and tp * cp != etp * ep:
         yield Problem(
-            f"with --use-tp-pp-dp-mapping and stages, --expert-tensor-parallel-size {etp} *"
-            f" --expert-model-parallel-size {ep} = {etp * ep} must be --tensor-model-parallel-size {tp} *"
+            f"--use-tp-pp-dp-mapping with pipeline stages requires --expert-tensor-parallel-size {etp} *"
+            f" --expert-model-parallel-size {ep} = {etp * ep} to equal --tensor-model-parallel-size {tp} *"
             f" --context-parallel-size {cp} = {tp * cp}",
-            "leave --use-tp-pp-dp-mapping out, or make them equal"
+            "remove --use-tp-pp-dp-mapping, or make the products equal"
             f" (--expert-tensor-parallel-size 1 --expert-model-parallel-size {tp * cp})",
         )
 
@@ -173,16 +169,16 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
     training, dp = draft.config.training, draft.derived.data_parallel_size
     batch, per_pass = training.global_batch_size, training.micro_batch_size * dp
     if training.step_batch_size_schedule is not None:
-        return  # The rule `batch_sizes_are_valid` looks at all of its batches.
+        return  # The rule `batch_sizes_are_valid` checks all of its batch sizes.
     if training.decrease_batch_size_if_needed and batch < per_pass:
         yield Problem(
             f"--global-batch-size {batch} is less than --micro-batch-size {training.micro_batch_size} *"
-            f" data-parallel size {dp} = {per_pass}: --decrease-batch-size-if-needed leaves nothing of it",
+            f" data-parallel size {dp} = {per_pass}: --decrease-batch-size-if-needed would decrease it to 0",
             f"use --global-batch-size {per_pass}",
         )
     if batch % per_pass and not training.decrease_batch_size_if_needed:
         yield Problem(
-            f"--global-batch-size {batch} is no multiple of --micro-batch-size {training.micro_batch_size} *"
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
             f"use --global-batch-size {_multiple_near(batch, per_pass)}",
         )
@@ -194,7 +190,7 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
     is_rounded = training.decrease_batch_size_if_needed and batch >= per_pass
     if batch % per_pass and batch != training.global_batch_size and not is_rounded:
         yield Problem(
-            f"--eval-global-batch-size {batch} is no multiple of --micro-batch-size {training.micro_batch_size} *"
+            f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
             f"use --eval-global-batch-size {_multiple_near(batch, per_pass)}",
         )
@@ -205,8 +201,8 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     tp = parallel.tensor_model_parallel_size
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
-            f"--seq-length {length} does not divide over --tensor-model-parallel-size {tp}, as --sequence-parallel needs",
-            f"use --seq-length {_multiple_near(length, tp)}, or leave --sequence-parallel out",
+            f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
+            f"use --seq-length {_multiple_near(length, tp)}, or remove --sequence-parallel",
         )
 
 
@@ -223,19 +219,19 @@ def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
     rows, tp = draft.config.model.padded_vocab_size, draft.config.parallel.tensor_model_parallel_size
     if rows % tp:
         yield Problem(
-            f"--padded-vocab-size {rows} does not divide over --tensor-model-parallel-size {tp}",
-            f"use --padded-vocab-size {_multiple_near(rows, tp)}, or leave it out (or auto)",
+            f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
+            f"use --padded-vocab-size {_multiple_near(rows, tp)}, or remove it (or set it to auto)",
         )
 
 
 def _divisor_near(number: int, limit: int) -> int:
-    """The largest divisor up to `limit`, and up to what anyone would use."""
+    """Return the largest divisor up to `limit`, which is capped to bound the search."""
     largest = min(number, limit, 2**16)
     return next(candidate for candidate in range(largest, 0, -1) if number % candidate == 0)
 
 
 def _multiple_near(number: int, factor: int) -> int:
-    """The next multiple from `number` on."""
+    """Return the smallest multiple of `factor` that is at least `number`."""
     return -(-number // factor) * factor
 
 

@@ -33,7 +33,7 @@ class OptimizerConfig(CheckedSection):
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
     """Number format in which Adam's mean of squared gradients is kept."""
     optimizer_cpu_offload: bool = False
-    """Keep main weights and what the optimizer keeps beside them in the host's memory, where the CPU updates them, while gradients and new weights travel beside it."""
+    """Keep master weights and what the optimizer keeps beside them in the host's memory, where the CPU updates them, while gradients and new weights travel beside it."""
     optimizer_offload_fraction: float = field(default=1.0, metadata=in_range(at_least=0, at_most=1))
     """With --optimizer-cpu-offload: fraction of a rank's elements, at the least, for which this holds; whole buckets (layers) are taken from the last one on."""
     sgd_momentum: float = field(default=0.9, metadata=in_range(at_least=0, below=1))

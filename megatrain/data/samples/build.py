@@ -1,9 +1,9 @@
-"""From what a run reads to the samples of train, valid and test.
+"""Build the train, valid and test samples of a run from its datasets.
 
-Sources -> for each split: a dataset for each prefix (its sequences, build_index) -> blended -> one plan by another
+Sources -> for each split: a dataset per prefix (its sequences, build_index) -> blend -> the run's plans, concatenated
 
 one prefix                  its samples
-weights and prefixes        a blend, each dataset built for its share of the samples wanted
+weights and prefixes        a blend, each dataset built with its share of the requested samples
 prefixes                    a blend of one epoch of each, in proportion to their sizes
 """
 
@@ -15,22 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatrain.config.derive.blends import Blend
-from megatrain.config.derive.splits import SPLIT_NAMES, require_sequences, split_ranges
+from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, require_sequences, split_ranges
 from megatrain.config.errors import ConfigError, InputError
 from megatrain.data.indexed.reader import IndexedDataset, SequenceSource
 from megatrain.data.samples.blend import (
     SURPLUS,
-    BlendedSamples,
-    Draw,
+    BlendedDataset,
+    BlendIndex,
     blend_counts,
-    draw_exhaustive,
-    draw_weighted,
-    longer_counts,
+    build_blend_index,
+    build_exhaustive_blend_index,
+    counts_with_surplus,
     normalized,
 )
-from megatrain.data.samples.dataset import PlannedSamples, Samples
-from megatrain.data.samples.gpt import GptSamples, SampleRules
+from megatrain.data.samples.dataset import PlannedDataset, SampleDataset
+from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions
 from megatrain.data.samples.gpt_index import build_index
 from megatrain.data.samples.index_cache import Arrays, IndexCache
 from megatrain.data.samples.mock import MOCK_SPLIT, MockSequences
@@ -40,12 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-Built = GptSamples | BlendedSamples
-
 
 @dataclass(frozen=True, kw_only=True)
-class Plans:
-    """How many samples of each split are wanted, plan by plan; None: one epoch. Plan k shuffles with seed + k."""
+class SamplePlans:
+    """Requested samples of each split, plan by plan; None: one epoch. Plan k shuffles with seed + k."""
 
     train: tuple[int | None, ...]
     valid: tuple[int | None, ...]
@@ -54,14 +51,14 @@ class Plans:
 
 
 @dataclass(frozen=True)
-class Splits:
-    """Samples by purpose. None: none were asked for, or no share of the data is theirs."""
+class SplitDatasets:
+    """Datasets by split; None: no samples are requested, or the split is empty."""
 
-    train: Samples | None
-    valid: Samples | None
-    test: Samples | None
-    named_valid: Mapping[str, Samples] = field(default_factory=dict)
-    """Instead of `valid`: each validation dataset on its own."""
+    train: SampleDataset | None
+    valid: SampleDataset | None
+    test: SampleDataset | None
+    named_valid: Mapping[str, SampleDataset] = field(default_factory=dict)
+    """The validation datasets one by one, in place of `valid`."""
 
 
 Outcome = Literal["found", "built", "small"]
@@ -69,86 +66,82 @@ Outcome = Literal["found", "built", "small"]
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIndex:
-    """An order of samples that is ready: a dataset's, or that of a blend."""
+    """Facts about a sample index or a blend index that is ready."""
 
     split: str
     seed: int
     source: str
-    """Where the tokens come from, or `blend of 3`."""
+    """`SequenceSource.name` of the dataset, or such as `blend of 3`."""
     num_sequences: int | None
-    """None, here and below: a blend has none of its own."""
+    """None, here and below, for a blend."""
     num_tokens: int | None
-    """Of one epoch."""
+    """Tokens of one epoch."""
     num_epochs: int | None
     num_samples: int
     seconds: float
     outcome: Outcome
-    """Found in the cache, built (and kept there if that is possible), or too small to be kept."""
+    """Found in the cache, built (and cached if possible), or too small to cache."""
 
 
 class SplitBuilder:
-    """Builds the samples of a run. Datasets are opened once, whatever number of splits read them."""
+    """Builds the datasets of a run. Each file is opened once, however many splits read it."""
 
     def __init__(
         self,
-        rules: SampleRules,
+        options: SampleOptions,
         *,
         cache_folder: str | Path | None = None,
         mmap: bool = True,
         surplus: float = SURPLUS,
         digests: Mapping[str, str] | None = None,
-        keeps_partial_valid: bool = False,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         on_built: Callable[[BuiltIndex], None] | None = None,
     ) -> None:
-        """Say how samples are made.
+        """Configure the builder.
 
         Args:
-            rules: of all samples.
-            cache_folder: where sample indices are kept between runs; None: they are computed at each start.
+            options: options of all samples.
+            cache_folder: folder of cached indices; None: compute them at each start.
             mmap: see `IndexedDataset`.
-            surplus: share by which a blend's datasets are built longer.
-            digests: of what must lie under each prefix, see `content_digest`; None: anything may.
-            keeps_partial_valid: give the last tokens of validation data a padded sample of their own.
-            say: gets a line for what went otherwise than expected.
-            on_built: told of each index as soon as it is there.
+            surplus: share of extra samples that a blend's datasets are built with.
+            digests: expected `content_digest` of the data under each prefix; None: not checked.
+            log: receives a line for each unexpected condition that is not an error.
+            on_built: called with each index when it is ready.
         """
-        self.rules = rules
-        self.cache = _WatchedCache(cache_folder, say)
-        self._say = say
+        self.options = options
+        self.cache = _RecordingCache(cache_folder, log)
+        self._log = log
         self._on_built = on_built
         self._mmap = mmap
         self._surplus = surplus
         self._digests = digests or {}
-        self._keeps_partial_valid = keeps_partial_valid
         self._opened: dict[str, IndexedDataset] = {}
 
     def build(
-        self, blends: Mapping[str, Blend], split: str, plans: Plans, *, named_valid: bool = False
-    ) -> Splits:
-        """The samples of the three splits.
+        self, blends: Mapping[str, Blend], split: str, plans: SamplePlans, *, named_valid: bool = False
+    ) -> SplitDatasets:
+        """Build the three splits.
 
         Args:
-            blends: one under `all`, shared out by `split`, or those of `train`, `valid`, `test`; empty: mock data,
-                which always split evenly.
+            blends: one blend under `all`, divided by `split`, or blends under `train`, `valid`, `test`; empty: mock
+                data, divided evenly.
             split: such as `969,30,1`.
-            plans: the samples that are wanted.
-            named_valid: keep the datasets of the validation blend apart, under the names of their files.
+            plans: the requested samples.
+            named_valid: keep the datasets of the validation blend separate, under the names of their files.
 
         Raises:
-            ConfigError: samples are asked of a split without sequences, or a blend is not one.
-            InputError: files are missing, broken or hold no token ids.
+            ConfigError: samples are requested from a split without sequences, or a blend is invalid.
+            InputError: files are missing, damaged or contain no token ids.
         """
         if not blends:
-            mock = MockSequences(vocab_size=self.rules.vocab_size or 1, eod=self.rules.eod or 0)
-            return self._shared([mock], None, MOCK_SPLIT, plans)
+            mock = MockSequences(vocab_size=self.options.vocab_size or 1, eod=self.options.eod or 0)
+            return self._divide([mock], None, MOCK_SPLIT, plans)
         if "all" in blends:
             blend = blends["all"]
-            return self._shared(
-                [self._open(prefix) for prefix in blend.prefixes], blend.weights, split, plans
-            )
-        built: dict[str, Samples | None] = dict.fromkeys(SPLIT_NAMES)
-        named: dict[str, Samples] = {}
+            sources = [self._open(prefix) for prefix in blend.prefixes]
+            return self._divide(sources, blend.weights, split, plans)
+        built: dict[str, SampleDataset | None] = dict.fromkeys(SPLIT_NAMES)
+        named: dict[str, SampleDataset] = {}
         for name in SPLIT_NAMES:
             wanted = getattr(plans, name)
             if name not in blends or wanted == (0,):
@@ -158,20 +151,23 @@ class SplitBuilder:
             parts = [range(len(source.lengths)) for source in sources]
             if named_valid and name == "valid":
                 for label, source, part in zip(dataset_names(blend.prefixes), sources, parts, strict=True):
-                    named[label] = self._planned([source], [part], None, wanted, plans.seed, name)
+                    named[label] = self._build_split([source], [part], None, wanted, plans.seed, name)
             else:
-                weights = (
-                    blend.weights if len(sources) > 1 else None
-                )  # as in Megatron-LM, one needs no weight here
-                built[name] = self._planned(sources, parts, weights, wanted, plans.seed, name)
-        return Splits(built["train"], built["valid"], built["test"], named)
+                # As in Megatron-LM, the weight of a single dataset is ignored here.
+                weights = blend.weights if len(sources) > 1 else None
+                built[name] = self._build_split(sources, parts, weights, wanted, plans.seed, name)
+        return SplitDatasets(built["train"], built["valid"], built["test"], named)
 
-    def _shared(
-        self, sources: Sequence[SequenceSource], weights: tuple[float, ...] | None, split: str, plans: Plans
-    ) -> Splits:
-        """Splits that share their datasets."""
+    def _divide(
+        self,
+        sources: Sequence[SequenceSource],
+        weights: tuple[float, ...] | None,
+        split: str,
+        plans: SamplePlans,
+    ) -> SplitDatasets:
+        """Divide the same datasets between the three splits."""
         ranges = [split_ranges(split, len(source.lengths)) for source in sources]
-        built: dict[str, Samples | None] = dict.fromkeys(SPLIT_NAMES)
+        built: dict[str, SampleDataset | None] = dict.fromkeys(SPLIT_NAMES)
         # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
         is_asked = [
             getattr(plans, name) != (0,) and (ranges[0][number] is not None or name == "train")
@@ -181,10 +177,12 @@ class SplitBuilder:
         for number, name in enumerate(SPLIT_NAMES):
             if is_asked[number]:
                 parts = [found[number] or range(0) for found in ranges]
-                built[name] = self._planned(sources, parts, weights, getattr(plans, name), plans.seed, name)
-        return Splits(built["train"], built["valid"], built["test"])
+                built[name] = self._build_split(
+                    sources, parts, weights, getattr(plans, name), plans.seed, name
+                )
+        return SplitDatasets(built["train"], built["valid"], built["test"])
 
-    def _planned(
+    def _build_split(
         self,
         sources: Sequence[SequenceSource],
         parts: Sequence[range],
@@ -192,19 +190,20 @@ class SplitBuilder:
         wanted: Sequence[int | None],
         seed: int,
         name: str,
-    ) -> Samples:
-        """The plans of one split, one by another."""
+    ) -> SampleDataset:
+        """Build all plans of one split and concatenate them."""
         if weights is None and len(sources) > 1 and None not in wanted:
-            # Each dataset is read once, in an order that does not depend on how many samples are planned.
+            # Each dataset is read once, in an order that does not depend on the number of planned samples.
             wanted = [sum(number or 0 for number in wanted)]
         plans = [
-            self._one_plan(sources, parts, weights, number, seed + k, name) for k, number in enumerate(wanted)
+            self._build_plan(sources, parts, weights, number, seed + k, name)
+            for k, number in enumerate(wanted)
         ]
         if len(plans) == 1:
             return plans[0]
-        return PlannedSamples(plans, [number or 0 for number in wanted])
+        return PlannedDataset(plans, [number or 0 for number in wanted])
 
-    def _one_plan(
+    def _build_plan(
         self,
         sources: Sequence[SequenceSource],
         parts: Sequence[range],
@@ -212,9 +211,9 @@ class SplitBuilder:
         wanted: int | None,
         seed: int,
         name: str,
-    ) -> Built:
-        def dataset(number: int, num_samples: int | None) -> GptSamples:
-            return self._samples(sources[number], parts[number], num_samples, seed, name)
+    ) -> GPTDataset | BlendedDataset:
+        def dataset(number: int, num_samples: int | None) -> GPTDataset:
+            return self._build_dataset(sources[number], parts[number], num_samples, seed, name)
 
         if weights is None and len(sources) == 1:
             alone = dataset(0, wanted)
@@ -228,41 +227,39 @@ class SplitBuilder:
                 raise self._too_short(name, *sources)
             for source, size in zip(sources, sizes, strict=True):
                 if not size:
-                    self._say(f"{source.name}: left out, its {name} data is shorter than a sample")
+                    self._log(f"{source.name}: left out, its {name} data is shorter than one sample")
             num_samples = sum(sizes) if wanted is None else min(wanted, sum(sizes))
-            draw = self._draw(sizes, num_samples, seed, name, is_exhaustive=wanted is None)
-            return BlendedSamples(datasets, draw)
+            index = self._build_blend_index(sizes, num_samples, seed, name, is_exhaustive=wanted is None)
+            return BlendedDataset(datasets, index)
         if wanted is None:
             raise ConfigError(
-                f"weights ask for shares of a number of samples, and {name} data is read whole",
-                fix="leave out the weights, or --full-validation",
+                f"weights divide a number of samples, but all {name} data is read",
+                fix="leave out the weights, or leave out --full-validation",
             )
         counts = blend_counts(normalized(weights), wanted)
-        longer = longer_counts(counts, self._surplus)
-        datasets = [dataset(number, count) for number, count in enumerate(longer)]
-        draw = self._draw(normalized(weights).tolist(), sum(counts), seed, name)
-        return BlendedSamples(datasets, draw, [source.name for source in sources])
+        counts_to_build = counts_with_surplus(counts, self._surplus)
+        datasets = [dataset(number, count) for number, count in enumerate(counts_to_build)]
+        index = self._build_blend_index(normalized(weights).tolist(), sum(counts), seed, name)
+        return BlendedDataset(datasets, index, [source.name for source in sources])
 
     def _too_short(self, name: str, *sources: SequenceSource) -> ConfigError:
         return ConfigError(
-            f"{' and '.join(source.name for source in sources)}: the {name} data is shorter than one sample of"
-            f" --seq-length {self.rules.seq_length} and a token",
-            fix="use more data, or a --split that gives it more",
+            f"{' and '.join(source.name for source in sources)}: the {name} data is shorter than one sample"
+            f" (--seq-length {self.options.seq_length} and one token)",
+            fix="use more data, or a larger share in --split",
         )
 
-    def _samples(
+    def _build_dataset(
         self, source: SequenceSource, part: range, num_samples: int | None, seed: int, name: str
-    ) -> GptSamples:
-        start = self.cache.watch()
+    ) -> GPTDataset:
+        start = self.cache.start()
         try:
             index = build_index(
                 source.lengths,
                 part,
-                seq_length=self.rules.seq_length,
+                seq_length=self.options.seq_length,
                 seed=seed,
                 num_samples=num_samples,
-                add_extra_token=self.rules.add_extra_token,
-                drop_last_partial=not (self._keeps_partial_valid and name == "valid"),
                 cache=self.cache,
             )
         except ConfigError as error:
@@ -281,25 +278,23 @@ class SplitBuilder:
                 outcome=self.cache.outcome,
             )
             self._on_built(built)
-        return GptSamples(source, index, self.rules)
+        return GPTDataset(source, index, self.options)
 
-    def _draw(
+    def _build_blend_index(
         self, weights: Sequence[float], num_samples: int, seed: int, name: str, *, is_exhaustive: bool = False
-    ) -> Draw:
-        def arrays() -> Arrays:
-            draw = (
-                draw_exhaustive([int(size) for size in weights])
-                if is_exhaustive
-                else draw_weighted(weights, num_samples)
-            )
-            return {"dataset": draw.dataset, "sample": draw.sample}
+    ) -> BlendIndex:
+        def build() -> BlendIndex:
+            if is_exhaustive:
+                return build_exhaustive_blend_index([int(size) for size in weights])
+            return build_blend_index(weights, num_samples)
 
-        start = self.cache.watch()
-        if self.cache.is_worth(num_samples):
+        start = self.cache.start()
+        if self.cache.should_cache(num_samples):
             key = {"weights": list(weights), "samples": num_samples, "is_exhaustive": is_exhaustive}
-            draw = Draw(**self.cache.find_or_make("blend", key, arrays))
+            arrays = self.cache.get_or_build("blend", key, lambda: _arrays_of(build()))
+            index = BlendIndex(dataset_index=arrays["dataset"], dataset_sample_index=arrays["sample"])
         else:
-            draw = Draw(**arrays())
+            index = build()
         if self._on_built is not None:
             built = BuiltIndex(
                 split=name,
@@ -313,14 +308,14 @@ class SplitBuilder:
                 outcome=self.cache.outcome,
             )
             self._on_built(built)
-        return draw
+        return index
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
             opened = open_token_ids(prefix, mmap=self._mmap)
             if prefix in self._digests and content_digest(opened) != self._digests[prefix]:
                 raise InputError(
-                    f"{opened.name}: is not what rank 0 has under this path, on this host:"
+                    f"{opened.name}: the file on this host differs from rank 0's:"
                     f" {len(opened)} sequences of {opened.num_tokens} tokens here",
                     fix="give all hosts the same files",
                 )
@@ -328,29 +323,34 @@ class SplitBuilder:
         return self._opened[prefix]
 
 
-class _WatchedCache(IndexCache):
-    """Knows what became of the last index that was asked for."""
+class _RecordingCache(IndexCache):
+    """An index cache that records the outcome of the last request."""
 
     outcome: Outcome = "small"
 
-    def watch(self) -> float:
-        """From now on; returns the time."""
+    def start(self) -> float:
+        """Reset the outcome; return the time."""
         self.outcome = "small"
         return time.perf_counter()
 
-    def find_or_make(self, kind: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
+    def get_or_build(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
         """See `IndexCache`."""
 
-        def made() -> Arrays:
+        def recorded() -> Arrays:
             self.outcome = "built"
-            return make()
+            return build()
 
         self.outcome = "found"
-        return super().find_or_make(kind, key, made)
+        return super().get_or_build(kind, key, recorded)
+
+
+def _arrays_of(index: BlendIndex) -> Arrays:
+    """Return the arrays of a blend index under their names in cache files."""
+    return {"dataset": index.dataset_index, "sample": index.dataset_sample_index}
 
 
 def dataset_names(prefixes: Sequence[str]) -> list[str]:
-    """Short names of datasets, none twice: the end of each path, as far as it takes to tell them apart."""
+    """Return unique short names of datasets: the last components of each path, as many as make them differ."""
     parts = [prefix.strip("/").split("/") for prefix in prefixes]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

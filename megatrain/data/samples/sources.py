@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from megatrain.config.derive.blends import Blend, number_of, parse_blend
-from megatrain.config.derive.splits import SPLIT_NAMES
+from megatrain.config.derive.datasets import SPLIT_NAMES, Blend, parse_blend, parse_weight
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
@@ -34,7 +33,7 @@ WHOLE_BYTES: Final = 1 << 22
 """Up to this size, all of a .bin does."""
 
 
-def named_blends(data: DataConfig) -> dict[str, Blend]:
+def blends_from_config(data: DataConfig) -> dict[str, Blend]:
     """The blends that a configuration names, under `all` or under `train`, `valid` and `test`.
 
     Raises:
@@ -51,7 +50,7 @@ def named_blends(data: DataConfig) -> dict[str, Blend]:
     return {name: parse_blend(found, f"--{name}-data-path") for name, found in words.items() if found}
 
 
-def blends_of(datasets: Iterable[DatasetFacts]) -> dict[str, Blend]:
+def blends_from_facts(datasets: Iterable[DatasetFacts]) -> dict[str, Blend]:
     """The blends that these datasets form."""
     blends = {}
     for split, group in itertools.groupby(datasets, key=lambda dataset: dataset.split):
@@ -67,7 +66,7 @@ def used_eod(data: DataConfig, eod: int | None) -> int | None:
     return eod if is_used else None
 
 
-def inspect(
+def inspect_datasets(
     blends: Mapping[str, Blend],
     *,
     vocab_size: int | None,
@@ -77,7 +76,7 @@ def inspect(
     """What is known about every dataset, and everything that is wrong with any of them.
 
     Args:
-        blends: as `named_blends` gives them.
+        blends: as `blends_from_config` gives them.
         vocab_size: of the tokenizer; None: ids are not checked.
         tokenizer_fingerprint: of the tokenizer that training uses; None: it reads any ids (NullTokenizer).
         eod: as `used_eod` gives it; None: any end of documents will do.
@@ -186,7 +185,7 @@ def _naming(prefix: str) -> Iterator[None]:
 
 def _with_hint_at_weights(problem: Problem, prefix: str) -> Problem:
     """A number that is taken for a prefix was often meant to be a weight."""
-    if number_of(prefix) is None or os.path.lexists(f"{prefix}.idx"):
+    if parse_weight(prefix) is None or os.path.lexists(f"{prefix}.idx"):
         return problem
     hint = f"if {prefix} is a weight: each dataset has its own, before its prefix, such as 0.3 a 0.7 b"
     return Problem(problem.text, f"{hint}; if it is a prefix: {problem.fix}")

@@ -169,7 +169,7 @@ def grid_shape(plan: Plan) -> GridShape:
         kv_copies=plan.derived.kv_copies,
         cp=parallel.context_parallel_size,
         cp_heads=parallel.hierarchical_context_parallel_sizes[0]
-        if any("+" in way for way in plan.derived.context_communication)
+        if any("+" in way for way in plan.derived.cp_comm_types)
         else 1,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
@@ -211,7 +211,7 @@ def _join_store(environment: LaunchEnvironment) -> dist.Store:
 
 
 def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
-    if plan.derived.device == "cpu":
+    if plan.config.training.device == "cpu":
         return torch.device("cpu")
     is_alone = environment.binds_gpus and torch.cuda.device_count() == 1
     device = torch.device("cuda", 0 if is_alone else environment.local_rank)

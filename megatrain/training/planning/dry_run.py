@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, Request, resolve
-from megatrain.config.derive.flops import training_flops
+from megatrain.config.derive.model import training_flops
 from megatrain.config.environment import LaunchEnvironment, read_environment
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.training.engine import Engine
@@ -53,7 +53,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     shape = grid_shape(plan)
     pipeline = _pipeline(plan)
     engines = [
-        Engine(plan, RankGrid.build(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
+        Engine(plan, build_grid(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
     ]
     memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
     return DryRun(
@@ -139,7 +139,7 @@ def _flops(plan: Plan) -> Flops:
 
 
 def _device_memory(plan: Plan) -> int | None:
-    if plan.derived.device == "cpu" or not torch.cuda.is_available():
+    if plan.config.training.device == "cpu" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(0).total_memory)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatrain.config import Facts, Plan
-from megatrain.config.derive.splits import SPLIT_NAMES, split_shares
+from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
 from megatrain.config.facts import DatasetFacts
 from megatrain.data.samples.blend import blend_counts, normalized
 from megatrain.data.samples.mock import MOCK_SPLIT
@@ -40,13 +40,13 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
         if wanted == 0 or (split == "train" and plan.config.training.skip_train):
             continue
         if not facts.datasets:
-            if split_shares(MOCK_SPLIT)[number]:
+            if split_fractions(MOCK_SPLIT)[number]:
                 yield DatasetUse(
                     split=split, dataset="mock data", samples=wanted, plans=plans, tokens=None, epochs=None
                 )
             continue
         read = [dataset for dataset in facts.datasets if dataset.split in (split, "all")]
-        shares = [split_shares(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read]
+        shares = [split_fractions(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read]
         tokens = [round(one.num_tokens * share) for one, share in zip(read, shares, strict=True)]
         if not any(shares):
             continue

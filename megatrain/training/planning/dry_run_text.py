@@ -115,7 +115,7 @@ def _memory_rows(memory: Sequence[StageMemory]) -> Iterator[tuple[str, ...]]:
         numbers = (
             held.weights,
             held.gradients,
-            held.main_weights,
+            held.master_weights,
             held.optimizer_state,
             stage.activations,
             stage.temporaries,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
 from megatrain.config.derive.data_plans import evaluations
-from megatrain.training.updates import schedules_of
+from megatrain.training.build import build_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
     # Schedules that start anew, as with --no-load-optim, count from here.
     goes_on = facts.checkpoint is not None and not plan.config.checkpoint.no_load_optim
     offset = 0 if goes_on or facts.checkpoint is None else start
-    rates = schedules_of(plan)
+    schedules = build_schedules(plan)
     if left <= 0 or plan.config.training.skip_train:
         return
     marks: list[tuple[str, int]] = [("start", 0)]
@@ -98,7 +98,7 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
                 what=what,
                 iteration=derived.start_iteration + iterations + 1,
                 consumed_samples=consumed,
-                lr=rates.at(consumed - offset).lr,
+                lr=schedules.at(consumed - offset).lr,
                 global_batch_size=sizes.at(consumed),
             )
 
@@ -106,7 +106,7 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
 def _growth(sizes: BatchSizes, consumed: int, limit: int) -> Iterator[tuple[int, int]]:
     """Iterations from here at which the batch has another size than before, and that size."""
     before, count = sizes.at(consumed), 0
-    while consumed < sizes.rule.settled_at and count < limit:
+    while consumed < sizes.rule.constant_from and count < limit:
         consumed += sizes.at(consumed)
         count += 1
         if sizes.at(consumed) != before:

@@ -24,13 +24,13 @@ from megatrain.parallel import bucket_memory, collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline import executor
-from megatrain.parallel.pipeline.executor import SegmentHooks, Use
-from megatrain.parallel.pipeline.schedule import Kind
+from megatrain.parallel.pipeline.executor import SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline.schedule import ActionKind
+from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import shadow
 from megatrain.training.planning.model_tree import layer_numbers, segment_name
 from megatrain.training.planning.storage_ledger import Ledger, Peak, Run, Storage, run_as_it_is
-from megatrain.training.updates import schedules_of
 
 CUBLAS_BYTES: Final = 32 << 20
 """Work space of cuBLAS on Hopper, which torch takes from its allocator. Source: torch's notes on CUBLAS_WORKSPACE_CONFIG."""
@@ -42,16 +42,16 @@ class Held:
 
     weights: int
     gradients: int
-    main_weights: int
+    master_weights: int
     """0 where they are the weights themselves."""
     optimizer_state: int
     on_host: int
-    """Of main weights and optimizer state in the host's memory, and of room for what travels. Not in `total`."""
+    """Of master weights and optimizer state in the host's memory, and of room for what travels. Not in `total`."""
 
     @property
     def total(self) -> int:
         """On the device."""
-        return self.weights + self.gradients + self.main_weights + self.optimizer_state
+        return self.weights + self.gradients + self.master_weights + self.optimizer_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +86,14 @@ def held_by(engine: Engine) -> Held:
 def _held_tensors(engine: Engine) -> dict[str, list[Tensor]]:
     optimizer, buffers = engine.optimizer, engine.buffers
     first = optimizer.num_on_device
-    has_main = optimizer.main[0].dtype != buffers.weight_memory.dtype
+    has_main = optimizer.master_weights[0].dtype != buffers.weights.dtype
     on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
     return {
-        "weights": buffers.weight_memory.kept,
-        "gradients": buffers.gradient_memory.kept,
-        "main_weights": optimizer.main[:first] if has_main else [],
+        "weights": buffers.weights.kept,
+        "gradients": buffers.gradients.kept,
+        "master_weights": optimizer.master_weights[:first] if has_main else [],
         "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
-        "on_host": on_host + (optimizer.host.travelling if optimizer.host is not None else []),
+        "on_host": on_host + (optimizer.host_updates.staging_buffers if optimizer.host_updates is not None else []),
     }
 
 
@@ -125,7 +125,7 @@ def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
         engines: of one rank of each stage, without memory.
         in_flight: for each stage, how many micro-batches it holds at most between forward and backward.
     """
-    of_gpu, device = plan.derived.device == "cuda", torch.device("meta")
+    of_gpu, device = plan.config.training.device == "cuda", torch.device("meta")
     found: list[StageMemory] = []
     with shadow(of_gpu=of_gpu) as sizes:
         for run in _alike(plan, engines, in_flight):
@@ -173,21 +173,21 @@ def follow_step(
         engine.executor.hooks, ledger.moment = watched, lambda: watched.moment
         ledger.peak = Peak()  # of the step, whatever building took
         began = ledger.num_events
-        engine.step(batches, schedules_of(plan).at(0))
+        engine.step(batches, build_schedules(plan).at(0))
     by_class = dict.fromkeys(("activations", "temporaries", "communication", "other"), 0)
     for storage in ledger.living_at_peak():
         by_class["other" if storage.born <= began else _class_of(storage)] += storage.num_bytes
     by_class["other"] += (plan.derived.num_microbatches - num_microbatches) * of_a_batch
-    by_class["other"] += (CUBLAS_BYTES if plan.derived.device == "cuda" else 0) - held_by(engine).total
+    by_class["other"] += (CUBLAS_BYTES if plan.config.training.device == "cuda" else 0) - held_by(engine).total
     by_class["temporaries"] += ledger.peak.work_space
     return FollowedStep(engine=engine, by_class=by_class, peak=ledger.peak)
 
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """One use of a segment; another object for each."""
+    """One segment_pass of a segment; another object for each."""
 
-    kind: Kind
+    kind: ActionKind
     segment: int
 
 
@@ -200,16 +200,16 @@ class _Watched:
         """A `Moment`; between them something else, None before and after all passes."""
         self._left = 0
 
-    def expect(self, uses: Sequence[Use]) -> None:
-        self._left = len(uses)
-        self.hooks.expect(uses)
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
+        self._left = len(passes)
+        self.hooks.on_schedule(passes)
 
-    def before(self, use: Use) -> None:
-        self.moment = Moment(use.kind, use.segment)
-        self.hooks.before(use)
+    def before(self, segment_pass: SegmentPass) -> None:
+        self.moment = Moment(segment_pass.kind, segment_pass.segment)
+        self.hooks.before(segment_pass)
 
-    def after(self, use: Use) -> None:
-        self.hooks.after(use)
+    def after(self, segment_pass: SegmentPass) -> None:
+        self.hooks.after(segment_pass)
         self._left -= 1
         self.moment = object() if self._left else None
 
@@ -320,7 +320,7 @@ def _class_of(storage: Storage) -> str:
     """Of what a step makes."""
     if storage.maker is not None and storage.maker.co_filename == bucket_memory.__file__:
         return "communication"
-    is_forward = isinstance(storage.moment, Moment) and storage.moment.kind is Kind.FORWARD
+    is_forward = isinstance(storage.moment, Moment) and storage.moment.kind is ActionKind.FORWARD
     if is_forward and storage.outlives_moment:
         return "activations"
     if storage.maker is not None and storage.maker.co_filename in _COMMUNICATION:
@@ -337,5 +337,5 @@ def _told(engine: Engine, moment: object, maker: CodeType | None) -> str:
     function = "" if maker is None else f", in {maker.co_name}"
     if not isinstance(moment, Moment):
         return f"{'optimizer' if moment is None else 'between segments'}{function}"
-    names = {Kind.FORWARD: "forward pass", Kind.BACKWARD: "backward pass", Kind.WEIGHT: "weight gradients"}
+    names = {ActionKind.FORWARD: "forward pass", ActionKind.BACKWARD: "backward pass", ActionKind.WEIGHT: "weight gradients"}
     return f"{names[moment.kind]} of {segment_name(engine.model.registry, moment.segment)}{function}"

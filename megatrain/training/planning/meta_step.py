@@ -1,55 +1,102 @@
-"""A step without memory: tensors on the meta device that pass for those of a GPU or a CPU.
+"""Runs a training step on the meta device and records the storages that a real step would allocate.
 
-    plan ─> Engine on the meta device ─> its own step, inside a `shadow` ─> the storages that a real one would make
+    with meta_device_as(as_cuda=True) as operations:       torch is patched, see below
+        with StorageLedger(run=operations.run) as ledger:  every operation passes through the ledger
+            engine.step(...)                               the engine's own code
+    ledger.peak, ledger.live_at_peak()                     which storages are live when, and what allocated them
 
-Sizes are all that there is: numbers read from a tensor are 1. Kernels see `is_cuda` as on the device that is planned
-for, and attention makes there what the fused kernel of that device makes. For that, a few names of torch mean something else inside, for the whole process.
+Meta tensors have sizes and no memory. Values read from them are 1. A ledger works on real tensors, too. It does not
+see what an operation allocates and frees before it returns; its `workspace` function returns that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
-from unittest import mock
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.training.planning.storage_ledger import storage_key
-
-_READ = torch.ops.aten._local_scalar_dense.default
+_PACKAGE: Final = __name__.partition(".")[0] + "."
+_READ_SCALAR: Final = torch.ops.aten._local_scalar_dense.default
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs an operation: (operation, positional arguments, keyword arguments) -> its result."""
 
 
 @contextlib.contextmanager
-def shadow(*, of_gpu: bool) -> Iterator[Sizes]:
-    """Everything inside that works on the meta device passes for work on a GPU, or on a CPU; `Sizes` is to run it."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, stand_in in (
-            (Tensor, "is_cuda", property(lambda _: of_gpu)),
-            (Tensor, "data_ptr", _address),
-            (torch.UntypedStorage, "data_ptr", storage_key),
-            (Tensor, "tolist", _ones),
-            (F, "scaled_dot_product_attention", functools.partial(_attention, of_gpu)),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
-        yield Sizes()
+def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Set attributes (owner, name, value) inside the context, for the whole process; restore them on exit."""
+    saved = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
+    try:
+        for owner, name, value in replacements:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(saved):
+            if value is None:  # inherited from a base class
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def meta_device_as(*, as_cuda: bool) -> Iterator[MetaOperations]:
+    """Let the engine's code run on meta tensors as on a GPU, or as on a CPU.
+
+    Inside the context torch is patched for the whole process; no other thread may compute. Patched are:
+
+        Tensor.is_cuda                                `as_cuda`: kernels are chosen by it
+        Tensor.data_ptr, UntypedStorage.data_ptr      numbers that differ by storage: code compares addresses to find views
+        Tensor.tolist                                 ones in place of values
+        functional.scaled_dot_product_attention       the kernel that torch chooses on the planned device; on the meta
+                                                      device it would choose another one, which saves other tensors
+
+    TorchFunctionMode could replace the same functions for one thread, but torch disables it during backward passes.
+
+    Yields:
+        what runs the operations of the step.
+    """
+    with patched(
+        (Tensor, "is_cuda", property(lambda _: as_cuda)),
+        (Tensor, "data_ptr", _address),
+        (torch.UntypedStorage, "data_ptr", storage_id),
+        (Tensor, "tolist", _ones_list),
+        (F, "scaled_dot_product_attention", functools.partial(_attention, as_cuda)),
+    ):
+        yield MetaOperations()
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a live storage, also one without memory."""
+    number: int = storage._cdata
+    return number
 
 
 def _address(x: Tensor) -> int:
-    """Another number for each storage and each place in it."""
-    return storage_key(x.untyped_storage()) + int(x.storage_offset()) * x.element_size()
+    return storage_id(x.untyped_storage()) + int(x.storage_offset()) * x.element_size()
 
 
-def _ones(x: Tensor) -> Any:
-    """As `tolist` gives it."""
-    return _one(x.dtype) if x.dim() == 0 else [_ones(row) for row in x]
+def _ones_list(x: Tensor) -> Any:
+    """Return nested lists of ones, as `Tensor.tolist` nests them."""
+    return _one(x.dtype) if x.dim() == 0 else [_ones_list(row) for row in x]
+
+
+def _one(dtype: torch.dtype) -> float | int | bool:
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
 
 
 def _attention(
-    of_gpu: bool,
+    as_cuda: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -59,13 +106,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch's own choice makes: [b, n, s, d], laid out as the kernel of that device lays it out.
+    """Call the kernel that torch chooses on the planned device: [b, n, s, d], in that kernel's memory layout.
 
-    On a GPU the flash kernel (cuDNN's keeps the same) in 16 bits, the memory-efficient one in fp32, both written out in fp64.
+    On a GPU: flash attention in 16 bits (cuDNN saves the same tensors), the memory-efficient kernel in fp32, the
+    unfused one in fp64.
     """
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(q.dtype)  # kept in place of the mask
-    if not of_gpu:
+        attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(q.dtype)  # saved in place of the mask
+    if not as_cuda:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out = kernel(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     elif q.dtype in (torch.bfloat16, torch.float16) and attn_mask is None:
@@ -84,89 +132,87 @@ def _attention(
     return out
 
 
-class Sizes:
-    """Runs an operation once for arguments of the same sizes, and makes results of the sizes that it found after that.
+class MetaOperations:
+    """Runs operations on meta tensors, with a cache of result sizes by operation and argument sizes.
 
-    What changes tensors in place changes no size and is not run at all. Tensors with memory are left to torch.
+    An operation runs once for each combination of argument sizes; afterwards its result is allocated from the cache.
+    In-place operations change no size and are skipped. Operations on real tensors are passed to torch.
     """
 
     def __init__(self) -> None:
-        self.found: dict[Any, Any] = {}
-        self.kinds: dict[Any, _Kind] = {}
+        self._factories: dict[Any, Any] = {}
+        self._effects: dict[Any, _MemoryEffect] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of an operation."""
-        if func is _READ and args[0].is_meta:
+        """Return the result of an operation."""
+        if func is _READ_SCALAR and args[0].is_meta:
             return _one(args[0].dtype)
-        if func not in self.kinds:
-            self.kinds[func] = _Kind(func)
-        kind = self.kinds[func]
-        if kind.writes is not None and all(_are_meta(target) for target in kind.targets(args, kwargs)):
-            return kind.written(args, kwargs)
-        if not kind.makes_new:
+        if func not in self._effects:
+            self._effects[func] = _MemoryEffect(func)
+        effect = self._effects[func]
+        if effect.is_in_place and all(_is_meta(target) for target in effect.targets(args, kwargs)):
+            return effect.in_place_result(args, kwargs)
+        if not effect.allocates_results:
             return func(*args, **kwargs)
         key = (func, _key(args), _key(tuple(kwargs.items())))
-        if key in self.found:
-            return _made(self.found[key])
+        if key in self._factories:
+            return _created(self._factories[key])
         result = func(*args, **kwargs)
-        if _are_meta(result):
-            self.found[key] = _form(result)
+        if _is_meta(result):
+            self._factories[key] = _factory(result)
         return result
 
 
-class _Kind:
-    """What an operation does with memory, by its schema.
+class _MemoryEffect:
+    """The effect of an operation on memory, by its schema.
 
     Attributes:
-        makes_new: whether it returns tensors, and all of them new.
-        writes: place and name of the arguments that it writes into, if it does nothing else.
+        allocates_results: it returns tensors, and all of them have new storages.
+        is_in_place: it only writes into arguments, and returns some of them or nothing.
     """
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         has_tensors = any("Tensor" in str(part.type) for part in schema.returns)
-        self.makes_new = has_tensors and not any(
+        self.allocates_results = has_tensors and not any(
             part.alias_info for part in (*schema.arguments, *schema.returns)
         )
         written = {
-            frozenset(argument.alias_info.before_set): (place, argument.name)
-            for place, argument in enumerate(schema.arguments)
+            frozenset(argument.alias_info.before_set): (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         }
         returned = [
             frozenset(one.alias_info.before_set) if one.alias_info else None for one in schema.returns
         ]
-        is_plain = torch.Tag.inplace_view not in func.tags and all(one in written for one in returned)
-        self.writes = list(written.values()) if written and is_plain else None
-        self._returned = [written[one] for one in returned if one is not None] if self.writes else []
+        self.is_in_place = (
+            bool(written)
+            and torch.Tag.inplace_view not in func.tags
+            and all(one in written for one in returned)
+        )
+        self._written = list(written.values())
+        self._returned = [written[one] for one in returned if one is not None] if self.is_in_place else []
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """What it writes into."""
-        assert self.writes is not None
-        return [_argument(args, kwargs, one) for one in self.writes]
+        """Return the arguments that the operation writes into."""
+        return [_argument(args, kwargs, one) for one in self._written]
 
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What it returns."""
+    def in_place_result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments that an in-place operation returns."""
         found = [_argument(args, kwargs, one) for one in self._returned]
         return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[int, str]) -> Any:
-    place, name = where
-    return kwargs[name] if name in kwargs else args[place]
+    position, name = where
+    return kwargs[name] if name in kwargs else args[position]
 
 
-def _one(dtype: torch.dtype) -> float | int | bool:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
-
-
-def _are_meta(value: Any) -> bool:
-    """Whether a tensor, or all of several, have no memory. None has none to have."""
+def _is_meta(value: Any) -> bool:
+    """Return whether a tensor, or every tensor of several, is on the meta device. None counts as meta."""
     if isinstance(value, Tensor):
         return value.is_meta
-    return not isinstance(value, (tuple, list)) or all(_are_meta(item) for item in value)
+    return not isinstance(value, (tuple, list)) or all(_is_meta(item) for item in value)
 
 
 def _key(value: Any) -> Any:
@@ -177,16 +223,172 @@ def _key(value: Any) -> Any:
     return (type(value), value)
 
 
-def _form(result: Any) -> Any:
-    """A function that makes such a result anew, for each tensor in it."""
+def _factory(result: Any) -> Any:
+    """Return the result with each tensor replaced by a function that creates such a tensor."""
     if isinstance(result, Tensor):
         return functools.partial(
             torch.empty_strided, result.shape, result.stride(), dtype=result.dtype, device="meta"
         )
-    return type(result)(_form(item) for item in result) if isinstance(result, (tuple, list)) else result
+    return type(result)(_factory(item) for item in result) if isinstance(result, (tuple, list)) else result
 
 
-def _made(form: Any) -> Any:
-    if isinstance(form, functools.partial):
-        return form()
-    return type(form)(_made(item) for item in form) if isinstance(form, (tuple, list)) else form
+def _created(factory: Any) -> Any:
+    if isinstance(factory, functools.partial):
+        return factory()
+    return (
+        type(factory)(_created(item) for item in factory) if isinstance(factory, (tuple, list)) else factory
+    )
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """The memory of one tensor, or of several that are views of it."""
+
+    num_bytes: int
+    """As the allocator rounds it."""
+    allocated_at: int
+    """Number of the event. Events are allocations and frees, counted from 1."""
+    activity: object
+    """What ran at the time, by `StorageLedger.current_activity`."""
+    creator: CodeType | None
+    """The innermost function of megatrain on the stack."""
+    freed_at: int | None = None
+    outlives_activity: bool = True
+    """True unless it was freed during the same activity."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The time at which the most bytes are live."""
+
+    num_bytes: int = 0
+    event: int = 0
+    activity: object = None
+    creator: CodeType | None = None
+    workspace: int = 0
+    """Bytes of `num_bytes` that are the workspace of the operation at the peak."""
+
+
+def run_with_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation without changes."""
+    return func(*args, **kwargs)
+
+
+class StorageLedger(TorchDispatchMode):
+    """Record of all storages that are allocated and freed while it is entered.
+
+    It also patches `UntypedStorage.resize_` while it is entered, as resizing a storage allocates or frees its memory.
+
+    Args:
+        run: runs an operation.
+        round_bytes: bytes that the allocator takes for a tensor of this many bytes.
+        workspace: bytes that an operation allocates and frees while it runs.
+        host_creators: functions of megatrain whose tensors are in host memory and do not count.
+
+    Attributes:
+        num_bytes: bytes that are live now.
+        current_activity: returns what runs now; activities are compared by identity.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: Run = run_with_torch,
+        round_bytes: Callable[[int], int] = int,
+        workspace: Callable[[Any, tuple[Any, ...]], int] = lambda *_: 0,
+        host_creators: Sequence[CodeType] = (),
+    ) -> None:
+        super().__init__()
+        self.current_activity: Callable[[], object] = lambda: None
+        self.storages: list[Storage] = []
+        self.peak = Peak()
+        self.num_bytes = self.num_events = 0
+        self._run = run
+        self._round_bytes = round_bytes
+        self._workspace = workspace
+        self._host_creators = host_creators
+        self._on_host: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}
+        self._patches = contextlib.ExitStack()
+
+    def live_at_peak(self) -> list[Storage]:
+        """Return the storages that are live at the peak."""
+        event = self.peak.event
+        return [
+            s for s in self.storages if s.allocated_at <= event and (s.freed_at is None or s.freed_at > event)
+        ]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = self._run(func, args, kwargs or {})
+        for tensor in _tensors(result):
+            self._record_allocation(tensor.untyped_storage())
+        extra = self._workspace(func, args)
+        if self.num_bytes + extra > self.peak.num_bytes:
+            self.peak = Peak(
+                self.num_bytes + extra, self.num_events, self.current_activity(), _creator(), extra
+            )
+        return result
+
+    def __enter__(self) -> Self:
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_record(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+            result = resize(storage, num_bytes)
+            self._record_free(storage_id(storage))
+            self._record_allocation(storage)
+            return result
+
+        self._patches.enter_context(patched((torch.UntypedStorage, "resize_", resize_and_record)))
+        entered: Self = super().__enter__()
+        return entered
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _record_allocation(self, storage: torch.UntypedStorage) -> None:
+        """Record a storage, unless it is known or empty."""
+        key = storage_id(storage)
+        if key in self._live or key in self._on_host or not storage.nbytes():
+            return
+        creator = _creator()
+        if creator in self._host_creators:
+            self._on_host[key] = weakref.ref(storage, lambda _: self._on_host.pop(key, None))
+            return
+        self.num_events += 1
+        record = Storage(
+            self._round_bytes(storage.nbytes()), self.num_events, self.current_activity(), creator
+        )
+        self.storages.append(record)
+        self._live[key] = record, weakref.ref(storage, lambda _: self._record_free(key))
+        self.num_bytes += record.num_bytes
+
+    def _record_free(self, key: int) -> None:
+        if key not in self._live:
+            return  # its memory was freed before by resizing
+        record, _ = self._live.pop(key)
+        self.num_events += 1
+        record.freed_at = self.num_events
+        record.outlives_activity = record.activity is not self.current_activity()
+        self.num_bytes -= record.num_bytes
+
+
+def _tensors(result: Any) -> Iterator[Tensor]:
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors(item)
+
+
+def _creator() -> CodeType | None:
+    """Return the innermost function of megatrain on the stack, without those of this file."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(_PACKAGE) and name != __name__:
+            return frame.f_code
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,28 +1,64 @@
-"""Which sequences train, which validate, which test: the split string `969, 30, 1`.
-
-    "969, 30, 1" -> shares 0.969, 0.03, 0.001 -> borders 0, 0.969, 0.999, 1 -> ranges of sequence numbers
-
-Sequences are split, not documents: a document of several sequences may be cut.
-
-Source: Megatron-LM, core/datasets/blended_megatron_dataset_config.py; rules in tests/golden.
-"""
+"""Datasets of a run: blends of them, and the split into training, validation and test data."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from megatrain.config.errors import ConfigError
+from megatrain.config.errors import ConfigError, Problem
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets that are read as one."""
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    """As given, not normalised. None: by size."""
+
+
+def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
+    """The blend that a list of words describes: pairs of weight and prefix, or prefixes alone.
+
+    Raises:
+        ConfigError: a weight is no positive number.
+    """
+    words = [word.strip() for word in words]
+    firsts = [parse_weight(word) for word in words[::2]]
+    if len(words) % 2 or None in firsts:
+        return Blend(tuple(words))
+    weights = tuple(weight for weight in firsts if weight is not None)
+    problems = [
+        Problem(
+            f"{flag}: the weight of {prefix} is {weight:g}",
+            "give every dataset a weight above 0, and leave out those that should not be read",
+        )
+        for weight, prefix in zip(weights, words[1::2], strict=True)
+        if not 0 < weight < math.inf
+    ]
+    if not problems and not math.isfinite(sum(weights)):
+        problems = [Problem(f"{flag}: the weights add up to infinity", "divide them by their largest")]
+    if problems:
+        raise ConfigError.of(problems)
+    return Blend(tuple(words[1::2]), weights)
+
+
+def parse_weight(word: str) -> float | None:
+    """The weight that a word may be; None: it is none."""
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
 
 SPLIT_NAMES: Final = ("train", "valid", "test")
 
 
-def split_shares(split: str) -> tuple[float, float, float]:
+def split_fractions(split: str) -> tuple[float, float, float]:
     """The numbers of a split string over their sum. Missing ones are 0; all but digits and dots separates them."""
     try:
         numbers = [float(word) for word in re.findall(r"[.0-9]+", split)]
@@ -43,7 +79,7 @@ def split_shares(split: str) -> tuple[float, float, float]:
 
 def split_ranges(split: str, num_sequences: int) -> tuple[range | None, range | None, range | None]:
     """The sequence numbers of train, valid and test. None: its share is 0. A range may be empty by rounding."""
-    shares = split_shares(split)
+    shares = split_fractions(split)
     borders = [0.0, *itertools.accumulate(shares)]
     # Python's round, ties to even, is the rule; it is not numpy's or C's.
     train, valid, test = (

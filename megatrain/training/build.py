@@ -1,0 +1,207 @@
+"""Builds the parts of an engine from a plan: model, buffers, optimizer, loss scaler, schedules, executor.
+
+plan ─> model ─> buffers ─> data parallelism ─> optimizer
+└──> executor
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from megatrain.config import Plan
+from megatrain.model.custom_layers import with_custom_layers
+from megatrain.model.gpt import Model, build_model
+from megatrain.model.recompute import Recompute
+from megatrain.model.specs import gpt_spec
+from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
+from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
+from megatrain.optim.muon import Muon, MuonRule
+from megatrain.optim.sharded import ShardedOptimizer
+from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
+from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.pipeline.executor import Executor
+
+
+def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
+    """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
+    config = plan.config
+    return build_model(
+        with_custom_layers(
+            gpt_spec(
+                config.model,
+                config.experts,
+                vocab_size=plan.derived.vocab_size,
+                does_qk_norm_decay=config.optimizer.apply_wd_to_qk_layernorm,
+            ),
+            config.model,
+        ),
+        grid,
+        seq_length=config.data.seq_length,
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=getattr(torch, plan.config.precision.params_dtype),
+        device=device,
+        seed=config.training.seed,
+        # Plans build on the meta device, where nothing is computed: Transformer Engine is not imported.
+        implementation="local" if device.type == "meta" else config.model.transformer_impl,
+        attention=plan.derived.attention_backend,
+        cp_comm_types=plan.derived.cp_comm_types or ("p2p",),
+        recompute=_recompute(plan),
+        dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
+    )
+
+
+def build_buffers(plan: Plan, model: Model, grid: RankGrid, device: torch.device) -> FlatBuffers:
+    """Allocate the flat buffers of weights and gradients, and point the model's parameters into them."""
+    strategy = plan.config.parallel.data_parallel_sharding_strategy
+    return allocate_buffers(
+        model.registry,
+        grid=grid,
+        keep_full_weights=strategy != "optim_grads_params",
+        keep_full_gradients=strategy in ("no_shard", "optim"),
+        weight_dtype=getattr(torch, plan.config.precision.params_dtype),
+        grad_dtype=getattr(torch, plan.derived.master_dtype),
+        device=device,
+    )
+
+
+def build_data_parallel(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> DataParallel:
+    """Build the communication of gradients and weights between replicas."""
+    config = plan.config
+    return DataParallel(
+        buffers,
+        grid,
+        DataParallelOptions(
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+            grad_dtype=torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
+        ),
+    )
+
+
+def build_optimizer(plan: Plan, data_parallel: DataParallel, grid: RankGrid) -> ShardedOptimizer:
+    """Build the optimizer over this rank's shards of the buffers."""
+    optimizer = plan.config.optimizer
+    return ShardedOptimizer(
+        data_parallel,
+        _update_rule(plan),
+        muon=_muon(plan, data_parallel.buffers, grid),
+        clip_grad=optimizer.clip_grad,
+        master_dtype=getattr(torch, plan.derived.master_dtype),
+        moment_dtypes=_optimizer_state_dtypes(plan),
+        offload_fraction=optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else 0.0,
+    )
+
+
+def build_executor(
+    plan: Plan, model: Model, data_parallel: DataParallel, grid: RankGrid, device: torch.device
+) -> Executor:
+    """Build the executor that runs pipeline schedules over the model's segments."""
+    config = plan.config
+    rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)
+    return Executor(
+        model.segments,
+        grid,
+        hidden_shape=(rows, config.training.micro_batch_size, config.model.hidden_size),
+        dtype=model.hidden_dtype,
+        device=device,
+        hooks=data_parallel,
+    )
+
+
+def build_loss_scaler(plan: Plan) -> LossScaler:
+    """Build the loss scaler: constant with --loss-scale, dynamic with --fp16 alone, 1 otherwise."""
+    precision, is_checked = plan.config.precision, plan.config.training.check_for_nan_in_loss_and_grad
+    if precision.fp16 and precision.loss_scale is None:
+        return DynamicLossScale(
+            scale=precision.initial_loss_scale,
+            minimum=precision.min_loss_scale,
+            window=precision.loss_scale_window,
+            hysteresis=precision.hysteresis,
+            skips_all=not is_checked,
+        )
+    return ConstantLossScale(
+        precision.loss_scale or 1.0,
+        skips_gradients=precision.fp16 and precision.loss_scale is not None,
+        skips_all=not is_checked,
+    )
+
+
+def build_schedules(plan: Plan) -> HyperparamSchedules:
+    """Build the schedules of learning rates and weight decay."""
+    values = plan.derived.schedule
+    rate = LrSchedule(
+        style=values.lr_decay_style,
+        peak=values.lr,
+        floor=values.min_lr,
+        init=values.lr_warmup_init,
+        warmup_samples=values.lr_warmup_samples,
+        decay_samples=values.lr_decay_samples,
+        wsd_style=values.lr_wsd_decay_style,
+        wsd_samples=values.lr_wsd_decay_samples,
+    )
+    of_kind = {kind: group for group in plan.derived.lr_groups.groups for kind in group.kinds}
+    return HyperparamSchedules(
+        lr=rate,
+        by_kind={
+            kind: dataclasses.replace(rate, peak=group.lr, floor=group.min_lr)
+            for kind, group in of_kind.items()
+        },
+        eps_scales={kind: group.eps_scale for kind, group in of_kind.items()},
+        weight_decay=WeightDecaySchedule(
+            style=values.weight_decay_incr_style,
+            start=values.start_weight_decay,
+            end=values.end_weight_decay,
+            increase_samples=values.weight_decay_incr_samples,
+        ),
+    )
+
+
+def _recompute(plan: Plan) -> Recompute:
+    """Return the parts that the plan recomputes in the backward pass."""
+    training = plan.config.training
+    if training.recompute_granularity == "full":
+        assert training.recompute_method is not None, "a rule asks for it"
+        return Recompute(kind=training.recompute_method, num_layers=training.recompute_num_layers or 1)
+    is_selective = training.recompute_granularity == "selective" or training.recompute_activations
+    parts = (training.recompute_modules or ("core_attn",)) if is_selective else ()
+    if training.recompute_norms:
+        parts += ("layernorm",)
+    return Recompute(kind="parts", parts=parts) if parts else Recompute()
+
+
+def _update_rule(plan: Plan) -> UpdateRule:
+    """Return the update rule: SGD, or AdamW, which with Muon updates all but the matrices of layers."""
+    optimizer = plan.config.optimizer
+    if optimizer.optimizer == "sgd":
+        return SgdRule(momentum=optimizer.sgd_momentum)
+    return AdamwRule(beta1=optimizer.adam_beta1, beta2=optimizer.adam_beta2, eps=optimizer.adam_eps)
+
+
+def _muon(plan: Plan, buffers: FlatBuffers, grid: RankGrid) -> Muon | None:
+    """Return the Muon update of the layers' matrices, or None without `--optimizer muon`."""
+    optimizer = plan.config.optimizer
+    if optimizer.optimizer != "muon":
+        return None
+    rule = MuonRule(
+        momentum=optimizer.muon_momentum,
+        is_nesterov=optimizer.muon_nesterov,
+        num_steps=optimizer.muon_num_ns_steps,
+        coefficients=optimizer.muon_coefficient_type,
+        scale_mode=optimizer.muon_scale_mode,
+        extra_scale=optimizer.muon_extra_scale_factor,
+        splits_qkv=not optimizer.muon_no_split_qkv,
+        dtype=torch.bfloat16 if optimizer.muon_fp32_matmul_prec == "medium" else torch.float32,
+        has_tf32=optimizer.muon_fp32_matmul_prec == "high",
+    )
+    return Muon(rule, buffers.shards, grid)
+
+
+def _optimizer_state_dtypes(plan: Plan) -> dict[str, torch.dtype]:
+    """Return the dtype of each kind of optimizer state that is kept in lower precision than the master weights."""
+    optimizer = plan.config.optimizer
+    dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
+    return {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16"}
