@@ -27,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(request: Request) -> int:
     """What the run would be."""
-    from megatrain.training.planning.dry_run import dry_run
+    from megatrain.training.planning.dry_run_output import print_dry_run
 
-    return dry_run(request)
+    return print_dry_run(request)
 
 
 def train(request: Request, phases: Phases) -> int:

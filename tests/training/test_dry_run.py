@@ -17,18 +17,16 @@ import torch
 from test_broken_command_lines import ROOT, command_line
 
 import pretrain
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.indexed.writer import IndexedWriter
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
-from megatrain.training.planning.dry_run import examine
-from megatrain.training.planning.dry_run_report import DryRun
-from megatrain.training.planning.dry_run_text import as_text
-from megatrain.training.planning.memory_plan import held_by
-from megatrain.training.planning.meta_step import Sizes
+from megatrain.training.planning.dry_run import DryRun, examine
+from megatrain.training.planning.dry_run_output import as_text
+from megatrain.training.planning.memory_plan import resident_memory
+from megatrain.training.planning.meta_step import MetaOperations
 
 LARGE = {
     "--num-layers": "128", "--hidden-size": "16384", "--ffn-hidden-size": "53248", "--num-attention-heads": "128",
@@ -55,13 +53,13 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told by the operations that are followed, 0.1 ms each: times of a busy machine tell nothing."""
-    run, num_operations = Sizes.run, itertools.count()
+    run, num_operations = MetaOperations.run, itertools.count()
 
     def counted(*arguments: Any) -> Any:
         next(num_operations)
         return run(*arguments)
 
-    monkeypatch.setattr(Sizes, "run", counted)
+    monkeypatch.setattr(MetaOperations, "run", counted)
     found = printed(capsys, {**LARGE, "--world-size": "4096"})
     assert 10_000 < next(num_operations) < 100_000
     model = found["model"]
@@ -101,8 +99,8 @@ def test_a_stage_holds_what_its_engine_makes(tied: str | None) -> None:
     for rank in range(4):
         grid = build_grid(GridShape(dp=2, pp=2), rank)
         engine = Engine(found.plan, grid, torch.device("cpu"))
-        assert held_by(engine) == found.memory[grid.pp.rank].held
-    assert found.memory[0].held.main_weights > 0
+        assert resident_memory(engine) == found.memory[grid.pp.rank].held
+    assert found.memory[0].held.master_weights > 0
 
 
 def test_ranks_are_shown_in_the_order_that_is_asked_for() -> None:
@@ -149,10 +147,10 @@ def test_problems_are_those_of_a_real_start(capsys: pytest.CaptureFixture[str]) 
 def test_world_size_has_a_reason() -> None:
     layout = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
     alone = examined(layout).ranks
-    assert (alone.world_size, alone.reason.partition(";")[0]) == (4, "as many as hold the model once")
+    assert (alone.world_size, alone.reason.partition(";")[0]) == (4, "smallest number for this layout")
     assert examined({**layout, "--world-size": "8"}).ranks.reason == "--world-size"
     started = examine(parse(command_line({"--dry-run": ""})), LaunchEnvironment(world_size=2)).ranks
-    assert (started.world_size, started.reason) == (2, "the ranks that were started")
+    assert (started.world_size, started.reason) == (2, "number of launched ranks")
 
 
 def test_only_rank_0_prints() -> None:
@@ -166,9 +164,9 @@ def test_only_rank_0_prints() -> None:
 
 def test_a_plan_for_gpus_is_made_anywhere() -> None:
     found = examined({"--device": None, "--bf16": "", "--world-size": "8"})
-    assert found.plan.derived.device == "cuda"
+    assert found.plan.config.training.device == "cuda"
     assert found.plan.config.parallel.distributed_backend == "nccl"
-    assert examined({"--device": "cpu", "--world-size": "8"}).plan.derived.device == "cpu"
+    assert examined({"--device": "cpu", "--world-size": "8"}).plan.config.training.device == "cpu"
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -187,7 +185,7 @@ def test_text_has_every_paragraph() -> None:
     for start in ("given on the command line", "model:", "FLOPs:", "memory of a rank", "ranks:", "pipeline:",
                   "data:", "timeline:"):  # fmt: skip
         assert re.search(f"^{start}", text, re.MULTILINE), start
-    assert "layers 8 to 15, each of them" in text
+    assert "layers 8 to 15, each" in text
     assert "512 groups of 8: 0 1 2 3 4 5 6 7 | ... | 4088" in text
 
 
@@ -228,7 +226,7 @@ def test_datasets_are_read_as_often_as_samples_take(tmp_path: Path) -> None:
 def test_memory_is_held_against_this_hosts_gpu() -> None:
     found = examined(LARGE)
     for limit, words in (
-        (10**9, "the largest is more than the 1.00 GB"),
-        (10**12, "the largest fits into the 1000.00 GB"),
+        (10**9, "the largest total exceeds the 1.00 GB"),
+        (10**12, "the largest total fits into the 1000.00 GB"),
     ):
         assert words in as_text(dataclasses.replace(found, device_memory_bytes=limit))

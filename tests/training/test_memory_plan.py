@@ -10,15 +10,15 @@ import pytest
 import torch
 from test_broken_command_lines import command_line
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Plan, parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel import collectives
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import Transfer
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import tiny_plan
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.rows import OPTIONS, Layout
@@ -27,27 +27,26 @@ from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.dry_run import examine
 from megatrain.training.planning.memory_plan import (
     CUBLAS_BYTES,
-    FollowedStep,
+    RecordedStep,
     StageMemory,
-    allocated,
-    counting_ledger,
-    follow_step,
+    allocator_bytes,
+    device_ledger,
     planned_memory,
+    record_step,
 )
-from megatrain.training.planning.meta_step import shadow
-from megatrain.training.planning.storage_ledger import Ledger
+from megatrain.training.planning.meta_step import StorageLedger, meta_device_as
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def followed(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches: int = 2) -> FollowedStep:
+def followed(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches: int = 2) -> RecordedStep:
     """A step on a CPU, with memory or without."""
     if device == CPU:
-        ledger = counting_ledger(of_gpu=False)
-        return follow_step(plan, grid, CPU, num_microbatches=num_microbatches, ledger=ledger)
-    with shadow(of_gpu=False) as sizes:
-        ledger = counting_ledger(of_gpu=False, run=sizes.run)
-        return follow_step(plan, grid, META, num_microbatches=num_microbatches, ledger=ledger)
+        ledger = device_ledger(as_cuda=False)
+        return record_step(plan, grid, CPU, num_microbatches=num_microbatches, ledger=ledger)
+    with meta_device_as(as_cuda=False) as operations:
+        ledger = device_ledger(as_cuda=False, run=operations.run)
+        return record_step(plan, grid, META, num_microbatches=num_microbatches, ledger=ledger)
 
 
 OF_EXPERTS = {"recomputemoe", "recomputeshared"}
@@ -147,18 +146,18 @@ def test_other_dtypes_and_optimizers_too(flags: dict[str, str | None]) -> None:
 
 
 def test_state_on_the_host_takes_no_memory_of_the_device() -> None:
-    """Main weights and two moments in fp32, and room for two buckets' gradients in fp32 and weights in bf16."""
+    """Master weights and two moments in fp32, and room for two buckets' gradients in fp32 and weights in bf16."""
     here, away = planned({"--bf16": ""}), planned(OFFLOAD)
-    state = here.held.main_weights + here.held.optimizer_state
-    assert (away.held.main_weights, away.held.optimizer_state) == (0, 0)
+    state = here.held.master_weights + here.held.optimizer_state
+    assert (away.held.master_weights, away.held.optimizer_state) == (0, 0)
     assert here.total - away.total == state
     assert here.held.on_host == 0
     travelling = away.held.on_host - state
     largest = max(shard.numel for shard in engine_of(OFFLOAD).buffers.shards)
     assert travelling == 2 * largest * (4 + 2)
     half = planned({**OFFLOAD, "--optimizer-offload-fraction": "0.5"}).held
-    assert half.main_weights + half.optimizer_state + half.on_host - travelling == state
-    assert 0 < half.main_weights + half.optimizer_state <= state / 2
+    assert half.master_weights + half.optimizer_state + half.on_host - travelling == state
+    assert 0 < half.master_weights + half.optimizer_state <= state / 2
 
 
 def engine_of(changed: dict[str, str | None]) -> Engine:
@@ -243,21 +242,21 @@ def test_stages_between_the_first_and_last_of_a_kind_are_as_if_followed(*, is_fe
 
 
 def test_a_ledger_sees_births_deaths_and_the_peak() -> None:
-    with Ledger(work_space=lambda func, args: 1000 if func is torch.ops.aten.mul.Tensor else 0) as ledger:
-        ledger.moment = lambda: "first"
+    with StorageLedger(workspace=lambda func, args: 1000 if func is torch.ops.aten.mul.Tensor else 0) as ledger:
+        ledger.current_activity = lambda: "first"
         kept = torch.ones(10, dtype=torch.float64)
         view = kept[2:]
         gone = view + 1
         del gone
-        ledger.moment = lambda: "second"
+        ledger.current_activity = lambda: "second"
         again = kept * 2
         del kept
         gc.collect()
-    assert [(s.num_bytes, s.moment, s.died is None) for s in ledger.storages] == [
+    assert [(s.num_bytes, s.activity, s.freed_at is None) for s in ledger.storages] == [
         (80, "first", True), (64, "first", False), (80, "second", True),
     ]  # fmt: skip
     assert ledger.peak.num_bytes == 80 + 80 + 1000
-    assert [s.num_bytes for s in ledger.living_at_peak()] == [80, 80]
+    assert [s.num_bytes for s in ledger.live_at_peak()] == [80, 80]
     assert (view.numel(), again.numel()) == (8, 10)
 
 
@@ -269,4 +268,4 @@ def test_a_ledger_sees_births_deaths_and_the_peak() -> None:
     ],
 )  # fmt: skip
 def test_bytes_are_counted_as_the_allocator_counts_them(asked: int, given: int) -> None:
-    assert allocated(asked) == given
+    assert allocator_bytes(asked) == given

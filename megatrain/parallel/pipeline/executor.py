@@ -100,8 +100,8 @@ class Executor:
         """Run a schedule; sums for the log stay in the infos."""
         flights = [_Flight(info) for info in infos]
         formed = [0] * len(self.segments)
-        forward_sends = _Sends(self.grid.pp, 1)
-        backward_sends = _Sends(self.grid.pp_backward, -1)
+        forward_sends = PendingSends(self.grid.pp, 1)
+        backward_sends = PendingSends(self.grid.pp_backward, -1)
         splits_backward = any(action.kind is ActionKind.WEIGHT for action in actions)
         for info in infos:
             info.splits_backward = splits_backward
@@ -198,7 +198,7 @@ def segment_passes(actions: Sequence[Action], num_segments: int) -> list[Segment
     return passes
 
 
-class _Sends:
+class PendingSends:
     """What is on its way in one direction: no more messages than there are stages, as no schedule runs further ahead."""
 
     def __init__(self, group: RankGroup, step: int) -> None:

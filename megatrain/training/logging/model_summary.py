@@ -11,13 +11,13 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Piece
 from megatrain.training.engine import Engine
-from megatrain.training.planning.memory_plan import held_by
+from megatrain.training.planning.memory_plan import resident_memory
 from megatrain.training.planning.model_tree import active_numbers
 
 
 def model_summary(engine: Engine) -> str:
     """The model and this rank's part of it; called by all ranks, as the whole is summed over them."""
-    held = held_by(engine)
+    held = resident_memory(engine)
     parts = [
         f"weights {_size(held.weights)}",
         f"gradients {_size(held.gradients)}",

@@ -1,54 +1,108 @@
-"""`--dry-run`: what a run would be, for any number of ranks, without a GPU and without memory for the model.
+"""`--dry-run`: the model, FLOPs, memory, ranks, data and timeline of a run, for any number of ranks and without a GPU.
 
-    request ─> facts, plan ─> a step of each pipeline stage without memory ─> DryRun ─> text, or one JSON object
+    request ─> facts, plan ─> a step of each pipeline stage on the meta device ─> DryRun ─> text, or one JSON object
 
-Problems are those of a real start. Nothing is written, no process group is joined, and no index is built.
+Errors are those of a real start. A dry run writes no files, joins no process group and builds no index.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, Request, resolve
 from megatrain.config.derive.model import training_flops
-from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.planning.dry_run_data import dataset_uses
-from megatrain.training.planning.dry_run_report import Axis, DryRun, Flops, Pipeline, RankLayout
-from megatrain.training.planning.dry_run_text import as_text
-from megatrain.training.planning.dry_run_timeline import timeline_of
-from megatrain.training.planning.memory_plan import planned_memory
-from megatrain.training.planning.model_tree import model_tree
+from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
+from megatrain.training.planning.memory_plan import StageMemory, planned_memory
+from megatrain.training.planning.model_tree import ModelTree, model_tree
 
 
-def dry_run(request: Request) -> int:
-    """Print what the run would be, on rank 0; returns the exit code.
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """Floating-point operations by Megatron-LM's formula, without recomputation."""
+
+    per_iteration: int
+    """FLOPs of an iteration with the full global batch."""
+    per_token: float
+    per_rank_and_iteration: float
+    whole_run: int
+    """FLOPs of all samples that remain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """The process groups of one axis: `count` groups of `size` ranks each, with `stride` between the ranks of a group."""
+
+    size: int
+    count: int
+    stride: int
+    first: tuple[int, ...]
+    """Ranks of the first group; for more than eight the first three and the last."""
+    last: tuple[int, ...]
+    """Ranks of the last group, in the same form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """The process groups of the run."""
+
+    world_size: int
+    reason: str
+    """Source of the world size."""
+    axes: dict[str, Axis]
+    """By axis: tp, dp, pp and, where used, cp, etp and ep."""
+    stages: tuple[tuple[int, ...], ...]
+    """Ranks of each pipeline stage; for more than eight the first three and the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Cost of the pipeline schedule, from the simulator: forward 1, backward 2, messages 0."""
+
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    bubble_share: float
+    """Fraction of all stages' time spent waiting."""
+    microbatches_in_flight: tuple[int, ...]
+    """Peak number by stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The content of a dry run. Field names are the keys of the JSON object."""
+
+    plan: Plan
+    model: ModelTree
+    flops: Flops
+    memory: tuple[StageMemory, ...]
+    """Memory of one rank of each pipeline stage."""
+    device_memory_bytes: int | None
+    """Memory of this host's GPU; None: unknown."""
+    ranks: RankLayout
+    data: tuple[DatasetUse, ...]
+    timeline: Timeline
+    pipeline: Pipeline
+
+
+def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
+    """Plan the run and return the content of the dry run.
 
     Raises:
         MegatrainError: the run would not start.
     """
-    environment = read_environment()
-    if environment.rank == 0:
-        found = examine(request, environment)
-        is_json = found.plan.config.training.dry_run == "json"
-        print(json.dumps(to_dict(found)) if is_json else as_text(found), end="\n" if is_json else "")
-    return 0
-
-
-def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
-    """All that a dry run shows."""
     world_size, reason = _world_size(request, environment)
-    elsewhere = dataclasses.replace(environment, world_size=world_size, local_world_size=1)
-    facts = gather_facts(request, elsewhere)
+    environment = dataclasses.replace(environment, world_size=world_size, local_world_size=1)
+    facts = gather_facts(request, environment)
     plan = _plan(request, facts)
     shape = grid_shape(plan)
     pipeline = _pipeline(plan)
@@ -71,50 +125,22 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     )
 
 
-def to_dict(found: DryRun) -> dict[str, Any]:
-    """The JSON object."""
-    plan = found.plan
-    values = {
-        field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "plan"
-    }
-    memory = [
-        dataclasses.asdict(stage) | {"held_total": stage.held.total, "total": stage.total}
-        for stage in found.memory
-    ]
-    shown = {
-        "config": plan.config.to_dict(),
-        "derived": dataclasses.asdict(plan.derived),
-        "origins": {path: str(origin) for path, origin in plan.origins.items()},
-        "notes": list(plan.notes),
-    }
-    return {"plan": shown} | {name: _plain(value) for name, value in values.items()} | {"memory": memory}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
 def _world_size(request: Request, environment: LaunchEnvironment) -> tuple[int, str]:
     given = request.known("parallel.world_size")
     if given is not None:
         return given, "--world-size"
     if environment.world_size > 1:
-        return environment.world_size, "the ranks that were started"
-    return request.fewest_ranks(), "as many as hold the model once; --world-size changes it"
+        return environment.world_size, "number of launched ranks"
+    return request.fewest_ranks(), "smallest number for this layout; change it with --world-size"
 
 
 def _plan(request: Request, facts: Facts) -> Plan:
-    """The plan for GPUs where a number of ranks was given, as for another machine, else for this host.
-
-    Whichever of the two cannot be, the other is taken.
-    """
-    is_elsewhere = request.known("parallel.world_size") is not None
+    """Return the plan for GPUs if --world-size is given, else for this host's device. If one does not resolve, use the other."""
+    has_world_size = request.known("parallel.world_size") is not None
     gpu = dataclasses.replace(facts, device="cuda", devices_per_node=None)
     cpu = dataclasses.replace(facts, device="cpu")
     errors = []
-    for candidate in (gpu, cpu) if is_elsewhere or facts.device == "cuda" else (cpu, gpu):
+    for candidate in (gpu, cpu) if has_world_size or facts.device == "cuda" else (cpu, gpu):
         try:
             return resolve(request, candidate)
         except ConfigError as error:

@@ -1,49 +1,116 @@
-"""What happens when in a run: learning rate and batch size at its landmarks, evaluations, checkpoints."""
+"""Datasets and timeline of a dry run: epochs per dataset, learning rate and batch size over time, evaluations, checkpoints.
+
+Only the headers of data files are read, no index is built. The tokens of a split are estimated from its fraction of the
+sequences, as if all sequences had the same length; so epochs are estimates.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatrain.config import Facts, Plan
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes
 from megatrain.config.derive.data_plans import evaluations
+from megatrain.config.derive.datasets import SPLIT_NAMES, split_fractions
+from megatrain.config.facts import DatasetFacts
+from megatrain.data.samples.blend import blend_counts, normalized
+from megatrain.data.samples.mock import MOCK_SPLIT
 from megatrain.training.build import build_schedules
 
 
 @dataclass(frozen=True, kw_only=True)
+class DatasetUse:
+    """One dataset in one split."""
+
+    split: str
+    dataset: str
+    """Path prefix, or `mock data`."""
+    samples: int | None
+    """Requested samples; None: one epoch."""
+    plans: tuple[int | None, ...]
+    """Samples of the whole split, by data plan."""
+    tokens: int | None
+    """Tokens of the dataset in this split, estimated from its fraction of the sequences; None: unknown."""
+    epochs: float | None
+    """None: unknown."""
+
+
+def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
+    """Yield every dataset in every split that uses it."""
+    for number, split in enumerate(SPLIT_NAMES):
+        requested = getattr(plan.derived, f"requested_{split}_samples")
+        plans = getattr(plan.derived, f"{split}_plan")
+        if requested == 0 or (split == "train" and plan.config.training.skip_train):
+            continue
+        if not facts.datasets:
+            if split_fractions(MOCK_SPLIT)[number]:
+                yield DatasetUse(
+                    split=split, dataset="mock data", samples=requested, plans=plans, tokens=None, epochs=None
+                )
+            continue
+        read = [dataset for dataset in facts.datasets if dataset.split in (split, "all")]
+        fractions = [
+            split_fractions(plan.config.data.split)[number] if one.split == "all" else 1.0 for one in read
+        ]
+        tokens = [round(one.num_tokens * fraction) for one, fraction in zip(read, fractions, strict=True)]
+        if not any(fractions):
+            continue
+        samples = _samples(read, tokens, requested, plan.config.data.seq_length)
+        for dataset, size, count in zip(read, tokens, samples, strict=True):
+            epochs = 1.0 if count is None else count * plan.config.data.seq_length / max(1, size)
+            yield DatasetUse(
+                split=split, dataset=dataset.prefix, samples=count, plans=plans, tokens=size, epochs=epochs
+            )
+
+
+def _samples(
+    read: Sequence[DatasetFacts], tokens: Sequence[int], requested: int | None, seq_length: int
+) -> list[int | None]:
+    """Return the samples per dataset, by weight. Without weights: at most one epoch each, in proportion to size."""
+    if requested is None:
+        return [None] * len(read)
+    if len(read) == 1:
+        return [requested]
+    if any(one.weight is None for one in read):
+        requested = min(requested, sum(size // seq_length for size in tokens))
+        return list(blend_counts(normalized([max(1, size) for size in tokens]), requested))
+    return list(blend_counts(normalized([one.weight or 0.0 for one in read]), requested))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Landmark:
-    """An iteration at which something begins or ends."""
+    """An iteration at which the learning rate or the batch size enters another phase."""
 
     what: str
     iteration: int
-    """Counted from 1, as the log does."""
+    """Counted from 1, as in the log."""
     consumed_samples: int
-    """Before it."""
+    """Samples consumed before the iteration."""
     lr: float
     global_batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeated:
-    """What comes again and again."""
+    """Evaluations or checkpoints of a run."""
 
     count: int
     interval: int | None
-    """Iterations between them; None: once, at the end."""
+    """In iterations; None: once, at the end."""
     first: int | None
-    """Iteration behind which the first comes; None: there is none."""
+    """Iteration after which the first takes place; None: there is none."""
     samples_each: int | None = None
-    """Of an evaluation."""
+    """Samples of one evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """From where the run starts to its end."""
+    """The course of a run from its start or resumption to its end."""
 
     start_iteration: int
-    """Iterations that the checkpoint has done."""
+    """Completed iterations of the checkpoint."""
     train_iters: int
     train_samples: int
     train_tokens: int
@@ -53,7 +120,7 @@ class Timeline:
 
 
 def timeline_of(plan: Plan, facts: Facts) -> Timeline:
-    """The timeline of a plan, as long as no step is skipped."""
+    """Return the timeline of a plan, assuming that no step is skipped."""
     derived = plan.derived
     return Timeline(
         start_iteration=derived.start_iteration,
@@ -70,19 +137,19 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
     derived, schedule = plan.derived, plan.derived.schedule
     sizes = batch_sizes(plan.config, data_parallel_size=derived.data_parallel_size)
     start, left = derived.start_consumed_samples, derived.train_iters - derived.start_iteration
-    # Schedules that start anew, as with --no-load-optim, count from here.
-    goes_on = facts.checkpoint is not None and not plan.config.checkpoint.no_load_optim
-    offset = 0 if goes_on or facts.checkpoint is None else start
+    # Schedules that restart, as with --no-load-optim, count samples from the checkpoint.
+    continues = facts.checkpoint is not None and not plan.config.checkpoint.no_load_optim
+    offset = 0 if continues or facts.checkpoint is None else start
     schedules = build_schedules(plan)
     if left <= 0 or plan.config.training.skip_train:
         return
     marks: list[tuple[str, int]] = [("start", 0)]
 
     def mark(what: str, samples: float) -> None:
-        """The first iteration behind so many samples of the schedules."""
-        behind = math.ceil(samples) + offset
-        if behind > start:
-            marks.append((what, sizes.iterations_to(behind, consumed=start, fills_up=True)))
+        """Add the first iteration after this number of samples of the schedules."""
+        consumed = math.ceil(samples) + offset
+        if consumed > start:
+            marks.append((what, sizes.iterations_to(consumed, consumed=start, fills_up=True)))
 
     mark("warm-up ends", schedule.lr_warmup_samples)
     if schedule.lr_wsd_decay_samples is not None:
@@ -104,7 +171,7 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
 
 
 def _growth(sizes: BatchSizes, consumed: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Iterations from here at which the batch has another size than before, and that size."""
+    """Yield the iterations, counted from here, at which the batch size changes, with the new size."""
     before, count = sizes.at(consumed), 0
     while consumed < sizes.rule.constant_from and count < limit:
         consumed += sizes.at(consumed)

@@ -1,23 +1,26 @@
-"""A dry run as text: the plan as at start, then a paragraph for each part of `DryRun`."""
+"""Prints a dry run: as text, the plan and a paragraph for each part of `DryRun`; or as one JSON object."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
-from megatrain.config import render_plan
-from megatrain.training.planning.dry_run_report import Axis, DryRun
-from megatrain.training.planning.dry_run_timeline import Landmark, Repeated
+from megatrain.config import Request, render_plan
+from megatrain.config.environment import read_environment
+from megatrain.training.planning.data_and_timeline import Landmark, Repeated
+from megatrain.training.planning.dry_run import Axis, DryRun, examine
 from megatrain.training.planning.memory_plan import StageMemory
 from megatrain.training.planning.model_tree import Block, StageTree
 
-_MOST_LANDMARKS: Final = 16
-_MOST_DATASETS: Final = 20
+_MAX_LANDMARKS: Final = 16
+_MAX_DATASETS: Final = 20
 _MEMORY_TITLES: Final = (
     "",
     "weights",
     "gradients",
-    "main",
+    "master",
     "optimizer",
     "activations",
     "temporaries",
@@ -28,8 +31,22 @@ _MEMORY_TITLES: Final = (
 )
 
 
+def print_dry_run(request: Request) -> int:
+    """Print the dry run on rank 0; return the exit code.
+
+    Raises:
+        MegatrainError: the run would not start.
+    """
+    environment = read_environment()
+    if environment.rank == 0:
+        found = examine(request, environment)
+        is_json = found.plan.config.training.dry_run == "json"
+        print(json.dumps(to_dict(found)) if is_json else as_text(found), end="\n" if is_json else "")
+    return 0
+
+
 def as_text(found: DryRun) -> str:
-    """What `--dry-run` prints. No colours."""
+    """Return the text that `--dry-run` prints."""
     sections = (
         _model(found),
         _flops(found),
@@ -43,11 +60,36 @@ def as_text(found: DryRun) -> str:
     return f"{render_plan(found.plan)}\n{text}\n\n> dry run: nothing was started\n"
 
 
+def to_dict(found: DryRun) -> dict[str, Any]:
+    """Return the JSON object."""
+    plan = found.plan
+    values = {
+        field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "plan"
+    }
+    memory = [
+        dataclasses.asdict(stage) | {"held_total": stage.held.total, "total": stage.total}
+        for stage in found.memory
+    ]
+    shown = {
+        "config": plan.config.to_dict(),
+        "derived": dataclasses.asdict(plan.derived),
+        "origins": {path: str(origin) for path, origin in plan.origins.items()},
+        "notes": list(plan.notes),
+    }
+    return {"plan": shown} | {name: _plain(value) for name, value in values.items()} | {"memory": memory}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
 def _model(found: DryRun) -> Iterator[str]:
     model = found.model
-    met = f", of which each token meets {model.active_parameters:,}"
-    has_more = model.active_parameters < model.parameters
-    yield f"model: {model.parameters:,} parameters{met if has_more else ''}"
+    active = f", {model.active_parameters:,} active per token"
+    is_sparse = model.active_parameters < model.parameters
+    yield f"model: {model.parameters:,} parameters{active if is_sparse else ''}"
     yield f"  {_parts(model.by_part)}"
     for tree in model.stages:
         yield f"  a rank of {_stages(tree.stages)} holds {tree.parameters:,}: {_parts(tree.by_part)}"
@@ -62,25 +104,25 @@ def _tree(tree: StageTree) -> Iterator[str]:
             yield f"    {_layers(block)}"
         margin = "      " if block.first_layer is not None else "    "
         for tensors in block.tensors:
-            part = "" if tensors.rank_shape == tensors.shape else f", here {_shape(tensors.rank_shape)}"
+            part = "" if tensors.rank_shape == tensors.shape else f", per rank {_shape(tensors.rank_shape)}"
             yield f"{margin}{tensors.name:<{width + 6 - len(margin)}}{_shape(tensors.shape)}{part}"
 
 
 def _layers(block: Block) -> str:
     assert block.first_layer is not None
     last = block.first_layer + block.num_layers - 1
-    return f"layer {last}" if block.num_layers == 1 else f"layers {block.first_layer} to {last}, each of them"
+    return f"layer {last}" if block.num_layers == 1 else f"layers {block.first_layer} to {last}, each"
 
 
 def _flops(found: DryRun) -> Iterator[str]:
     flops, derived = found.flops, found.plan.derived
-    yield "FLOPs: by Megatron-LM's formula, recomputation not counted"
-    yield f"  {flops.per_token:.4g} a token, {flops.per_iteration:.4g} an iteration of {derived.tokens_per_iteration:,} tokens"
-    yield f"  {flops.per_rank_and_iteration:.4g} a rank and iteration, {flops.whole_run:.4g} in the whole run"
+    yield "FLOPs: by Megatron-LM's formula, without recomputation"
+    yield f"  {flops.per_token:.4g} per token, {flops.per_iteration:.4g} per iteration of {derived.tokens_per_iteration:,} tokens"
+    yield f"  {flops.per_rank_and_iteration:.4g} per rank and iteration, {flops.whole_run:.4g} in the whole run"
 
 
 def _memory(found: DryRun) -> Iterator[str]:
-    yield "memory of a rank, in GB, at the peak of a step"
+    yield "memory of a rank at the peak of a step, in GB"
     rows = [_MEMORY_TITLES, *_memory_rows(found.memory)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_MEMORY_TITLES))]
     for row in rows:
@@ -89,20 +131,20 @@ def _memory(found: DryRun) -> Iterator[str]:
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield f"  {'  '.join(cells)}".rstrip()
-    yield "  other: position tables, batches, cuBLAS; beside all of it: the CUDA context, NCCL, the allocator's losses"
+    yield "  other: RoPE tables, batches, cuBLAS; not included: the CUDA context, NCCL, fragmentation"
     if found.plan.config.experts.num_experts is not None:
-        yield "  experts are taken to be visited by equally many tokens"
+        yield "  every expert is assumed to get the same number of tokens"
     if any(stage.held.on_host for stage in found.memory):
         most = max(stage.held.on_host for stage in found.memory)
-        yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of the host's memory a rank, in no column"
+        yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of host memory per rank, not in the table"
     limit, largest = found.device_memory_bytes, max(stage.total for stage in found.memory)
     if limit is not None:
-        words = "fits into" if largest <= limit else "is more than"
-        yield f"  the largest {words} the {_gigabytes(limit)} GB of this host's GPU"
+        words = "fits into" if largest <= limit else "exceeds"
+        yield f"  the largest total {words} the {_gigabytes(limit)} GB of this host's GPU"
 
 
-def _alike(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMemory]]:
-    """Stages with the same numbers stand together."""
+def _equal_stages(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMemory]]:
+    """Group the stages that have the same memory."""
     rows: dict[StageMemory, list[int]] = {}
     for number, stage in enumerate(memory):
         rows.setdefault(stage, []).append(number)
@@ -110,7 +152,7 @@ def _alike(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMe
 
 
 def _memory_rows(memory: Sequence[StageMemory]) -> Iterator[tuple[str, ...]]:
-    for stages, stage in _alike(memory):
+    for stages, stage in _equal_stages(memory):
         held = stage.held
         numbers = (
             held.weights,
@@ -135,16 +177,16 @@ def _ranks(found: DryRun) -> Iterator[str]:
             yield f"  {name}  {_groups(axis)}"
     if len(ranks.stages) > 1:
         size = ranks.world_size // len(ranks.stages)
-        places = [
+        stages = [
             f"{number}: {_ranks_of_stage(members, size)}" for number, members in enumerate(ranks.stages)
         ]
-        shown = places if len(places) <= 8 else [*places[:3], "...", places[-1]]
+        shown = stages if len(stages) <= 8 else [*stages[:3], "...", stages[-1]]
         yield f"  ranks of the stages  {', '.join(shown)}"
 
 
 def _ranks_of_stage(ranks: Sequence[int], size: int) -> str:
-    is_unbroken = ranks[-1] - ranks[0] + 1 == size
-    return f"{ranks[0]} to {ranks[-1]}" if is_unbroken and size > 1 else _ranks_of(ranks, size)
+    is_contiguous = ranks[-1] - ranks[0] + 1 == size
+    return f"{ranks[0]} to {ranks[-1]}" if is_contiguous and size > 1 else _ranks_of(ranks, size)
 
 
 def _groups(axis: Axis) -> str:
@@ -163,23 +205,23 @@ def _ranks_of(shown: Sequence[int], size: int) -> str:
 def _pipeline(found: DryRun) -> Iterator[str]:
     pipeline = found.pipeline
     if pipeline.num_stages == 1:
-        yield f"pipeline: one stage, micro-batches {pipeline.num_microbatches}"
+        yield f"pipeline: one stage, {pipeline.num_microbatches} micro-batches"
         return
     yield (
-        f"pipeline: {pipeline.schedule}, stages {pipeline.num_stages}, micro-batches {pipeline.num_microbatches},"
+        f"pipeline: {pipeline.schedule}, {pipeline.num_stages} stages, {pipeline.num_microbatches} micro-batches,"
         f" bubble {pipeline.bubble_share:.1%} of the time"
     )
 
 
 def _data(found: DryRun) -> Iterator[str]:
-    yield "data: samples wanted, and how often each dataset is read for them (by its share of the sequences)"
-    for use in found.data[:_MOST_DATASETS]:
+    yield "data: requested samples of each dataset, and estimated tokens and epochs"
+    for use in found.data[:_MAX_DATASETS]:
         samples = "all" if use.samples is None else f"{use.samples:,}"
         tokens = "" if use.tokens is None else f"  {use.tokens:,} tokens"
         epochs = "" if use.epochs is None else f"  {use.epochs:.4g} epochs"
         yield f"  {use.split:<5}  {samples:>15}{tokens}{epochs}  {use.dataset}"
-    if len(found.data) > _MOST_DATASETS:
-        yield f"  and {len(found.data) - _MOST_DATASETS} more: --dry-run json has them"
+    if len(found.data) > _MAX_DATASETS:
+        yield f"  and {len(found.data) - _MAX_DATASETS} more, see --dry-run json"
     if not found.data:
         yield "  none"
 
@@ -191,7 +233,7 @@ def _timeline(found: DryRun) -> Iterator[str]:
         f" {timeline.train_samples:,} samples, {timeline.train_tokens:,} tokens"
     )
     yield f"  {'iteration':>12}  {'samples before':>16}  {'lr':>12}  {'batch':>8}"
-    for mark in _few(timeline.landmarks):
+    for mark in _shortened(timeline.landmarks):
         if mark is None:
             yield f"  {'...':>12}"
         else:
@@ -205,11 +247,11 @@ def _timeline(found: DryRun) -> Iterator[str]:
     yield f"  checkpoints: {_repeated(timeline.checkpoints)}"
 
 
-def _few(marks: Sequence[Landmark]) -> list[Landmark | None]:
-    """All of them, or a gap in the middle of a long growth of batches."""
-    if len(marks) <= _MOST_LANDMARKS:
+def _shortened(marks: Sequence[Landmark]) -> list[Landmark | None]:
+    """Return all landmarks, or with None in place of most of a long batch size ramp-up."""
+    if len(marks) <= _MAX_LANDMARKS:
         return list(marks)
-    half = _MOST_LANDMARKS // 2
+    half = _MAX_LANDMARKS // 2
     kept = [
         mark
         for number, mark in enumerate(marks)
@@ -222,8 +264,8 @@ def _repeated(found: Repeated) -> str:
     if not found.count:
         return "none"
     if found.count == 1 or found.interval is None:
-        return f"{found.count}, behind iteration {found.first:,}"
-    return f"{found.count:,}, each {found.interval:,} iterations, the first behind iteration {found.first:,}"
+        return f"{found.count}, after iteration {found.first:,}"
+    return f"{found.count:,}, every {found.interval:,} iterations, the first after iteration {found.first:,}"
 
 
 def _parts(counts: Mapping[str, int]) -> str:
