@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from megatrain.config.derive.custom_layers import LayerFunction, OwnLayers, layer_function
+from megatrain.config.derive.custom_layers import CustomLayers, LayerFunction, layer_function
 from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.model import ModelConfig
-from megatrain.kernels.activations import Curve
+from megatrain.kernels.activations import ActivationFunction
 from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec
 
 
@@ -39,7 +39,7 @@ class Loaded:
     digest: str
 
 
-def with_own_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
+def with_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
     """The same model with the layers that --spec gives it, if it is given.
 
     Raises:
@@ -57,18 +57,18 @@ def with_own_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
     return dataclasses.replace(spec, layers=loaded.layers)
 
 
-def own_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> OwnLayers:
+def custom_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> CustomLayers:
     """What a plan needs to know of the layers. Raises ConfigError."""
     loaded = load_layers(function, model, usual)
     mixers = [layer.mixer for layer in loaded.layers if layer.mixer is not None]
     are_written_out = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
-    return OwnLayers(
+    return CustomLayers(
         digest=loaded.digest,
         layers=tuple(map(_sizes, loaded.layers)),
         differences=tuple(_differences(loaded.layers, usual)),
-        have_windows=any(mixer.window is not None for mixer in mixers),
-        have_sinks=any(mixer.sink != "none" for mixer in mixers),
-        written_out="none" if not any(are_written_out) else "all" if all(are_written_out) else "some",
+        has_windows=any(mixer.window is not None for mixer in mixers),
+        has_sinks=any(mixer.sink != "none" for mixer in mixers),
+        eager_attention="none" if not any(are_written_out) else "all" if all(are_written_out) else "some",
     )
 
 
@@ -133,12 +133,14 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
         raise ConfigError(
             f"--spec {function} gives experts biases, which are not there yet", fix="leave has_bias out"
         )
-    for curve in {mlp.curve for layer in layers for mlp in _mlps(layer) if mlp.curve is not None}:
+    for activation_fn in {
+        mlp.activation_fn for layer in layers for mlp in _mlps(layer) if mlp.activation_fn is not None
+    }:
         x = torch.linspace(-3.05, 3.05, 20, dtype=torch.float64)
-        slope = (curve.value(x + 1e-6) - curve.value(x - 1e-6)) / 2e-6
-        if not torch.allclose(slope, curve.slope(x), rtol=1e-4, atol=1e-6):
+        derivative = (activation_fn.value(x + 1e-6) - activation_fn.value(x - 1e-6)) / 2e-6
+        if not torch.allclose(derivative, activation_fn.derivative(x), rtol=1e-4, atol=1e-6):
             raise ConfigError(
-                f"--spec {function}: the slope of the curve {curve.name} is not the derivative of its value",
+                f"--spec {function}: the derivative of activation function {activation_fn.name} does not match its value",
                 fix="correct one of the two",
             )
 
@@ -183,7 +185,7 @@ def _differences(layers: Sequence[LayerSpec], usual: Sequence[LayerSpec]) -> Ite
 
 
 def _unlike(one: Any, other: Any, path: str) -> Iterator[str]:
-    is_part = dataclasses.is_dataclass(one) and not isinstance(one, Curve)
+    is_part = dataclasses.is_dataclass(one) and not isinstance(one, ActivationFunction)
     if is_part and type(one) is type(other):
         for field in dataclasses.fields(one):
             yield from _unlike(
@@ -194,7 +196,7 @@ def _unlike(one: Any, other: Any, path: str) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Curve):
+    if isinstance(value, ActivationFunction):
         return f"{value.name} (without a fused kernel)"
     if dataclasses.is_dataclass(value):
         return type(value).__name__

@@ -1,13 +1,13 @@
-"""Experts in place of an MLP: each token goes to some of them, and their outputs are summed by weight.
+"""The experts of a layer in place of its MLP: each token goes to some experts, whose outputs are summed by probability.
 
-hidden ─ + ─ norm ──┬─ router ─ send ─┬─ expert ─┬─ bring back ─ + ─ end ─
-                    │                 ├─ expert ─┤              │
-                    │                 └─ expert ─┘              │
-                    └─ shared MLP, times its gate ──────────────┘
+hidden ─ + ─ norm ──┬─ router ─ dispatch ─┬─ expert ─┬─ combine ─ + ─ output ─
+                    │                     ├─ expert ─┤            │
+                    │                     └─ expert ─┘            │
+                    └─ shared expert, times its gate ─────────────┘
 
-    expert e       gate and up [f, h], stacked by rows with those of its neighbours; down [h, f] likewise
-    over ep        ranks hold different experts; over etp each holds a slice of f
-    shared MLP     over tp as any MLP
+    expert e       gate and up [f, h], stacked by rows with those of the rank's other experts; down [h, f] likewise
+    over ep        ranks hold different experts; over etp each rank holds a slice of f
+    shared expert  over tp, as any MLP
 """
 
 from __future__ import annotations
@@ -21,48 +21,53 @@ from torch import Tensor, nn
 
 from megatrain.kernels.moe.routing import expert_capacity
 from megatrain.model import functions
-from megatrain.model.branches import branch_end, first_norm
 from megatrain.model.implementations.leaves import GroupedMlp, Leaves
+from megatrain.model.layer import branch_output
 from megatrain.model.layouts import (
     Columns,
     Weights,
+    branch_norm_weights,
     columns_layout,
     expert_columns_layout,
     expert_rows_layout,
     router_layout,
     rows_layout,
 )
-from megatrain.model.recompute import Recompute, Recomputed
+from megatrain.model.recompute import Recompute, RecomputedModule
 from megatrain.model.router import Router
 from megatrain.model.specs import ExpertsSpec, GptSpec, MlpSpec, NormPosition, RouterSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.experts import ExpertParallel
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout
-from megatrain.parallel.tensor import TensorParallel
-from megatrain.parallel.token_dispatcher import AllGatherExchange, AllToAllExchange, Exchange, LocalExchange
-from megatrain.parallel.tokens import TokenSplit
+from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.token_dispatcher import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    LocalDispatcher,
+    TokenDispatcher,
+)
 
-Dispatcher = Literal["allgather", "alltoall"]
+DispatcherType = Literal["allgather", "alltoall"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertRanks:
-    """Who holds which tokens and which experts, and how the first travel to the second."""
+    """Distribution of the tokens and the experts over ranks."""
 
     split: TokenSplit
     dp: RankGroup
-    """Ranks that read other samples."""
+    """Data-parallel ranks."""
     parallel: ExpertParallel
-    dispatcher: Dispatcher
+    dispatcher: DispatcherType
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     seed: int
-    """Of jitter."""
+    """Seed of the router's jitter."""
 
 
 class ExpertBranch(nn.Module):
-    """A branch of the residual stream: the experts of a layer, and the MLP beside them."""
+    """The branch of a layer with experts: norm, experts and shared expert, output."""
 
     def __init__(
         self,
@@ -76,75 +81,72 @@ class ExpertBranch(nn.Module):
     ) -> None:
         super().__init__()
         prefix, tp = f"decoder.layers.{number}.mlp", ranks.split.tp
-        self.norm = leaves.residual_norm(first_norm(gpt, position, prefix, tp))
+        self.norm = leaves.residual_norm(branch_norm_weights(gpt, position, prefix, tp))
         experts = _experts(spec, gpt, number, prefix, leaves, ranks)
-        shared = _shared(spec, gpt, prefix, leaves, ranks)
-        if shared is not None and recompute.has_part("shared_experts"):
-            shared = Recomputed(shared)
-        parts = experts if shared is None else Beside(experts, shared)
-        self.parts = Recomputed(parts) if recompute.has_part("moe") else parts
-        self.end = branch_end(gpt, position, prefix, leaves, tp)
+        mlp: nn.Module = experts
+        if spec.shared is not None:
+            shared = SharedExpert(spec, spec.shared, gpt, prefix, leaves, ranks)
+            is_recomputed = recompute.has_part("shared_experts")
+            mlp = ParallelSum(experts, RecomputedModule(shared) if is_recomputed else shared)
+        self.mlp = RecomputedModule(mlp) if recompute.has_part("moe") else mlp
+        self.output = branch_output(gpt, position, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
-        residual, x = self.norm.of_sum(residual, delta)
-        return residual, self.end(self.parts(x, info), info)
+        residual, x = self.norm.add_and_norm(residual, delta)
+        return residual, self.output(self.mlp(x, info), info)
 
 
 class Experts(nn.Module):
-    """Those that the router picks for each token."""
+    """The routed experts."""
 
-    def __init__(self, router: Router, exchange: Exchange, experts: GroupedMlp) -> None:
+    def __init__(self, router: Router, dispatcher: TokenDispatcher, experts: GroupedMlp) -> None:
         super().__init__()
         self.router = router
-        self.exchange = exchange
+        self.dispatcher = dispatcher
         self.experts = experts
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
-        routes = self.router(x, info)
-        visitors = self.exchange.send(x.flatten(0, 1), routes)
-        return self.exchange.bring_back(self.experts(visitors, info), visitors).view_as(x)
+        routing = self.router(x, info)
+        dispatched = self.dispatcher.dispatch(x.flatten(0, 1), routing)
+        return self.dispatcher.combine(self.experts(dispatched, info), dispatched).view_as(x)
 
 
-class SharedMlp(nn.Module):
-    """An MLP that sees all tokens."""
+class SharedExpert(LaidOutModule):
+    """An MLP without norm that computes all tokens; its output may be multiplied by a sigmoid gate of each token."""
 
-    def __init__(self, spec: MlpSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel) -> None:
+    gate: Tensor
+
+    def __init__(
+        self, spec: ExpertsSpec, mlp: MlpSpec, gpt: GptSpec, prefix: str, leaves: Leaves, ranks: ExpertRanks
+    ) -> None:
         super().__init__()
-        h, f = gpt.hidden_size, spec.ffn_hidden_size
-        columns = [Columns(f"{prefix}.{name}.weight", f) for name in _first_weights(spec)]
-        self.fc1 = leaves.column_linear(None, Weights(columns_layout(columns, h, Init(std=gpt.init_std), tp)))
-        down = rows_layout(f"{prefix}.down.weight", h, f, Init(std=gpt.output_init_std), tp)
-        self.fc2 = leaves.activation_row_linear(spec, Weights(down))
+        h, f, tp, init = gpt.hidden_size, mlp.ffn_hidden_size, ranks.split.tp, Init(std=gpt.init_std)
+        columns = [Columns(f"{prefix}.shared.{name}.weight", f) for name in mlp.fc1_names]
+        self.fc1 = leaves.column_linear(None, Weights(columns_layout(columns, h, init, tp)))
+        down = rows_layout(f"{prefix}.shared.down.weight", h, f, Init(std=gpt.output_init_std), tp)
+        self.fc2 = leaves.activation_row_linear(mlp, Weights(down))
+        if spec.has_shared_gate:
+            self.add_weight(
+                "gate", router_layout(f"{prefix}.shared_gate.weight", 1, h, init, tp), ranks.dtype
+            )
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
-        return self.fc2(self.fc1(x, None, info)[1], info)
-
-
-class Gated(LaidOutModule):
-    """What a part gives for each token, times a sigmoid of the token."""
-
-    weight: Tensor
-
-    def __init__(self, part: nn.Module, layout: ParamLayout, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.part = part
-        self.add_weight("weight", layout, dtype)
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        weight = functions.as_leaf(self.weight, self.weight_grads.get("weight"))
-        out: Tensor = self.part(x, info) * (x @ weight.t()).sigmoid()
+        out = self.fc2(self.fc1(x, None, info)[1], info)
+        if "gate" in self.layouts:
+            gate = functions.as_leaf(self.gate, self.weight_grads.get("gate"))
+            out = out * (x @ gate.t()).sigmoid()
         return out
 
 
-class Beside(nn.Module):
-    """Two parts that see the same tokens, summed."""
+class ParallelSum(nn.Module):
+    """Two modules applied to the same input, their outputs summed."""
 
-    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
-        self.one, self.other = one, other
+        self.first, self.second = first, second
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        out: Tensor = self.one(x, info) + self.other(x, info)
+        out: Tensor = self.first(x, info) + self.second(x, info)
         return out
 
 
@@ -152,8 +154,8 @@ def _experts(
     spec: ExpertsSpec, gpt: GptSpec, number: int, prefix: str, leaves: Leaves, ranks: ExpertRanks
 ) -> Experts:
     h, f, etp = gpt.hidden_size, spec.expert.ffn_hidden_size, ranks.parallel.etp
-    own = [f"{prefix}.experts.{expert}" for expert in ranks.parallel.own(spec.router.num_experts)]
-    first = [[Columns(f"{name}.{x}.weight", f) for x in _first_weights(spec.expert)] for name in own]
+    local = [f"{prefix}.experts.{expert}" for expert in ranks.parallel.own(spec.router.num_experts)]
+    first = [[Columns(f"{name}.{x}.weight", f) for x in spec.expert.fc1_names] for name in local]
     router = Router(
         spec.router,
         number,
@@ -166,49 +168,32 @@ def _experts(
         seed=ranks.seed,
     )
     fc1 = expert_columns_layout(first, h, Init(std=gpt.init_std), etp)
-    fc2 = expert_rows_layout([f"{x}.down.weight" for x in own], h, f, Init(std=gpt.output_init_std), etp)
-    mlp = leaves.grouped_mlp(spec.expert, fc1, fc2, len(own))
-    return Experts(router, _exchange(spec.router, ranks), mlp)
+    fc2 = expert_rows_layout([f"{x}.down.weight" for x in local], h, f, Init(std=gpt.output_init_std), etp)
+    mlp = leaves.grouped_mlp(spec.expert, fc1, fc2, len(local))
+    return Experts(router, _token_dispatcher(spec.router, ranks), mlp)
 
 
-def _exchange(spec: RouterSpec, ranks: ExpertRanks) -> Exchange:
+def _token_dispatcher(spec: RouterSpec, ranks: ExpertRanks) -> TokenDispatcher:
     ep, etp, num_ranks = ranks.parallel.ep, ranks.parallel.etp, ranks.split.num_ranks
-    rows_each = None
+    rows_per_expert = None
     if spec.is_padded:
-        assert spec.capacity_factor is not None, "a rule asks for it"
-        of_batch = functools.partial(
+        assert spec.capacity_factor is not None, "a rule requires it"
+        capacity = functools.partial(
             expert_capacity, spec.capacity_factor, top_k=spec.top_k, num_experts=spec.num_experts
         )
-        num_batches = _most_overlapped(ep.size * etp.size, num_ranks)  # that send to the same experts
+        num_batches = _max_batches(ep.size * etp.size, num_ranks)  # that share experts
 
-        def rows_each(num_tokens: int) -> int:
-            return num_batches * of_batch(num_tokens=num_tokens * num_ranks)
+        def rows_per_expert(num_tokens: int) -> int:
+            return num_batches * capacity(num_tokens=num_tokens * num_ranks)
 
     if ep.size * etp.size == 1:
-        return LocalExchange(spec.num_experts, rows_each)
-    kind = AllToAllExchange if ranks.dispatcher == "alltoall" else AllGatherExchange
-    return kind(spec.num_experts, ep, etp, rows_each)
+        return LocalDispatcher(spec.num_experts, rows_per_expert)
+    kind = AllToAllDispatcher if ranks.dispatcher == "alltoall" else AllGatherDispatcher
+    return kind(spec.num_experts, ep, etp, rows_per_expert)
 
 
-def _most_overlapped(run: int, batch: int) -> int:
-    """Of runs of `batch` ranks, how many a run of `run` ranks may touch, where both cut the same ranks from the first on."""
-    if run % batch == 0 or batch % run == 0:
-        return max(1, run // batch)
-    return (run - 2) // batch + 2
-
-
-def _shared(
-    spec: ExpertsSpec, gpt: GptSpec, prefix: str, leaves: Leaves, ranks: ExpertRanks
-) -> nn.Module | None:
-    if spec.shared is None:
-        return None
-    tp = ranks.split.tp
-    shared = SharedMlp(spec.shared, gpt, f"{prefix}.shared", leaves, tp)
-    if not spec.has_shared_gate:
-        return shared
-    layout = router_layout(f"{prefix}.shared_gate.weight", 1, gpt.hidden_size, Init(std=gpt.init_std), tp)
-    return Gated(shared, layout, ranks.dtype)
-
-
-def _first_weights(spec: MlpSpec) -> list[str]:
-    return ["gate", "up"] if spec.is_gated else ["up"]
+def _max_batches(expert_ranks: int, batch_ranks: int) -> int:
+    """Return the most micro-batches, of `batch_ranks` consecutive ranks each, that a group of `expert_ranks` overlaps."""
+    if expert_ranks % batch_ranks == 0 or batch_ranks % expert_ranks == 0:
+        return max(1, expert_ranks // batch_ranks)
+    return (expert_ranks - 2) // batch_ranks + 2

@@ -1,4 +1,4 @@
-"""The kernels as autograd functions: what they keep for the backward pass, and where weight gradients go."""
+"""Autograd functions around kernels: they choose the saved tensors and add weight gradients to the gradient buffer."""
 
 from __future__ import annotations
 
@@ -9,73 +9,75 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import apply_rope, norms
-from megatrain.kernels.attention.blocks import AttentionKernel, View
-from megatrain.kernels.dtypes import wide
-from megatrain.kernels.heads import joined_heads
+from megatrain.kernels import norms, rotary
+from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.qkv import concat_heads
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
 
 
 def norm(
-    x: Tensor, delta: Tensor | None, holder: LaidOutModule, eps: float, offset: float
+    x: Tensor, delta: Tensor | None, module: LaidOutModule, eps: float, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.norms.norm` with the holder's `weight` and, if it has one, `bias`: the sum and its norm; keeps the sum."""
-    grads, bias = holder.weight_grads, getattr(holder, "bias", None)
-    total, y = _Norm.apply(x, delta, holder.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset)
+    """Compute x + delta and its norm with the module's `weight` and, if it has one, `bias`; saves the sum."""
+    grads, bias = module.weight_grads, getattr(module, "bias", None)
+    total, y = _Norm.apply(x, delta, module.weight, bias, grads.get("weight"), grads.get("bias"), eps, offset)
     return total, y
 
 
-def norm_again(total: Tensor, holder: LaidOutModule, eps: float, offset: float) -> Tensor:
-    """The norm that `norm` gave with this sum, to the last bit; autograd does not see it."""
-    assert isinstance(holder.weight, Tensor)
+def recompute_norm(total: Tensor, module: LaidOutModule, eps: float, offset: float) -> Tensor:
+    """Compute the norm that `norm` returned with this sum, bit for bit, without autograd."""
+    assert isinstance(module.weight, Tensor)
     with torch.no_grad():
-        return norms.norm(total, None, holder.weight, getattr(holder, "bias", None), eps, offset).y
+        return norms.norm(total, None, module.weight, getattr(module, "bias", None), eps, offset).y
 
 
-def split_rms_norm(x: Tensor, holder: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
-    """RMSNorm over channels that are split over the ranks of a group: [..., c/tp], with this rank's part of the weight."""
-    out: Tensor = _SplitRmsNorm.apply(x, holder.weight, holder.weight_grads.get("weight"), eps, offset, group)
+def split_rms_norm(x: Tensor, module: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
+    """Compute RMSNorm over channels that are split over the ranks of a group: [..., c/tp], weight [c/tp]."""
+    out: Tensor = _SplitRmsNorm.apply(x, module.weight, module.weight_grads.get("weight"), eps, offset, group)
     return out
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-    """`kernels.turning.turn`; keeps nothing but the tables."""
-    out: Tensor = _Turn.apply(x, cos, sin, is_interleaved)
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Apply RoPE (`kernels.rotary.apply_rope`); saves only the tables."""
+    out: Tensor = _ApplyRope.apply(x, cos, sin, is_interleaved)
     return out
 
 
-def turn_heads(
+def apply_rope_to_qkv(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.turning.turn_heads`; keeps nothing but the tables. Nothing may read `qkv` afterwards, nor the results' gradients."""
-    q, k, v = _TurnHeads.apply(qkv, sizes, cos, sin, is_interleaved)
+    """Split [s, b, n + 2 g, d] and apply RoPE to queries and keys in place; saves only the tables.
+
+    Neither `qkv` nor the gradients of the results may be reused.
+    """
+    q, k, v = _ApplyRopeToQkv.apply(qkv, sizes, cos, sin, is_interleaved)
     return q, k, v
 
 
 def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of [s, b, n + 2 g, d]; gradients that lie as these did are its gradient, without a copy."""
+    """Split [s, b, n + 2 g, d] into queries, keys and values; gradients in adjacent memory are joined without a copy."""
     q, k, v = _SplitHeads.apply(qkv, sizes)
     return q, k, v
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, view: View) -> Tensor:
-    """Attention of queries [s, b, n, d] to keys and values [s, b, g, d] that are all here."""
-    out: Tensor = _Attend.apply(q, k, v, kernel, view)
+def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
+    """Compute attention of q [s, b, n, d] to k and v [s, b, g, d] by one call of a kernel."""
+    out: Tensor = _Attend.apply(q, k, v, kernel, mask)
     return out
 
 
 def as_leaf(weight: Tensor, weight_grad: Tensor | None) -> Tensor:
-    """The weight, for small ones that plain autograd works with: its gradient goes to `weight_grad`."""
+    """Return the weight for use in plain autograd, which adds its gradient to `weight_grad`; for small weights."""
     out: Tensor = _AsLeaf.apply(weight, weight_grad)
     return out
 
 
 def drop(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """x / (1 - p) where `kept`, else 0; keeps the mask."""
-    out: Tensor = _Drop.apply(x, kept, p)
-    return out
+    """Return x / (1 - p) where `kept`, else 0; saves the mask."""
+    return (x / (1 - p)).masked_fill(~kept, 0)
 
 
 class _Norm(Function):
@@ -91,19 +93,19 @@ class _Norm(Function):
         eps: float,
         offset: float,
     ) -> tuple[Tensor, Tensor]:
-        known = norms.norm(x, delta, weight, bias, eps, offset)
-        ctx.save_for_backward(known.total, weight, known.mean, known.rstd)
+        normed = norms.norm(x, delta, weight, bias, eps, offset)
+        ctx.save_for_backward(normed.total, weight, normed.mean, normed.rstd)
         ctx.grads, ctx.has_delta, ctx.offset = (weight_grad, bias_grad), delta is not None, offset
         ctx.set_materialize_grads(False)
-        return known.total, known.y
+        return normed.total, normed.y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dtotal, dy = grads
         total, weight, mean, rstd = ctx.saved_tensors
         assert dy is not None
-        known = norms.Normed(total, total, mean, rstd)
-        dx, dweight, dbias = norms.norm_backward(dy, dtotal, known, weight, ctx.offset)
+        normed = norms.Normed(total, total, mean, rstd)
+        dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset)
         weight_grad, bias_grad = ctx.grads
         weight_grad.add_(dweight)
         if dbias is not None:
@@ -122,7 +124,7 @@ class _SplitRmsNorm(Function):
         offset: float,
         group: RankGroup,
     ) -> Tensor:
-        xw = x.to(wide(x.dtype))
+        xw = x.to(accumulation_dtype(x.dtype))
         squares = all_reduce(xw.square().sum(-1, keepdim=True), group)
         rstd = (squares / (x.shape[-1] * group.size) + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
@@ -136,38 +138,38 @@ class _SplitRmsNorm(Function):
         dy = grads[0].to(rstd.dtype)
         ctx.weight_grad.add_((dy * normed).flatten(0, -2).sum(0))
         dnormed = dy * (weight.to(rstd.dtype) + ctx.offset)
-        along = all_reduce((dnormed * normed).sum(-1, keepdim=True), ctx.group)
-        dx = rstd * (dnormed - normed * (along / (x.shape[-1] * ctx.group.size)))
+        dot = all_reduce((dnormed * normed).sum(-1, keepdim=True), ctx.group)
+        dx = rstd * (dnormed - normed * (dot / (x.shape[-1] * ctx.group.size)))
         return dx.to(x.dtype), None, None, None, None, None
 
 
-class _Turn(Function):
+class _ApplyRope(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return apply_rope.turn(x, cos, sin, is_interleaved=is_interleaved)
+        return rotary.apply_rope(x, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        dx = apply_rope.turn(grads[0], cos, sin, is_interleaved=ctx.is_interleaved, is_back=True)
+        dx = rotary.apply_rope(grads[0], cos, sin, is_interleaved=ctx.is_interleaved, is_backward=True)
         return dx, None, None, None
 
 
-class _TurnHeads(Function):
+class _ApplyRopeToQkv(Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, is_interleaved: bool
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.is_interleaved = is_interleaved
-        return apply_rope.turn_heads(qkv.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
+        return rotary.apply_rope_to_qkv(qkv.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        dqkv = apply_rope.turn_heads_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
+        dqkv = rotary.apply_rope_to_qkv_backward(grads, cos, sin, is_interleaved=ctx.is_interleaved)
         return dqkv, None, None, None, None
 
 
@@ -179,20 +181,20 @@ class _SplitHeads(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return joined_heads(grads), None
+        return concat_heads(grads), None
 
 
 class _Attend(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, view: View) -> Tensor:
-        out, lse = kernel.forward(q, k, v, view)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
+        out, lse = kernel.forward(q, k, v, mask)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel, ctx.view = kernel, view
+        ctx.kernel, ctx.mask = kernel, mask
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.kernel.backward(grads[0], *ctx.saved_tensors, ctx.view), None, None
+        return *ctx.kernel.backward(grads[0], *ctx.saved_tensors, ctx.mask), None, None
 
 
 class _AsLeaf(Function):
@@ -205,16 +207,3 @@ class _AsLeaf(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         ctx.weight_grad.add_(grads[0])
         return None, None
-
-
-class _Drop(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.p = p
-        return (x / (1 - p)).masked_fill(~kept, 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (kept,) = ctx.saved_tensors
-        return (grads[0] / (1 - ctx.p)).masked_fill(~kept, 0), None, None

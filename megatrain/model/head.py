@@ -1,10 +1,10 @@
-"""The head and its loss, as one part: norm, logits, cross-entropy and their gradients, chunked over tokens.
+"""The last segment of the model: final norm, logits, cross-entropy and their gradients, chunked over tokens.
 
-The gradient of the loss is known before the forward pass (it follows from the loss mask), so a chunk's logits live
-only as long as the chunk: forward forms the loss, the gradient of the hidden states and, in fused mode, that of the
-weight. In split mode the weight gradient waits with the logits' gradient until the schedule asks for it.
+The gradient of the loss is known before the forward pass (it follows from the loss mask), so a chunk's logits live only
+as long as the chunk: forward computes the loss, the gradient of the hidden states and, without split backward, the weight
+gradient. With split backward the logits' gradient is kept until the schedule runs the weight gradient.
 
-In evaluation only the loss is formed. Padded ids are masked in the softmax.
+In evaluation only the loss is computed. Padded ids are masked in the softmax.
 """
 
 from __future__ import annotations
@@ -16,91 +16,108 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatrain.kernels.dtypes import wide
+from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.specs import GptSpec
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_gather
-from megatrain.parallel.layout import Borrower, LaidOutModule
-from megatrain.parallel.tensor import TensorParallel, enter
-from megatrain.parallel.vocab import VocabShard, cross_entropy, logits_gradient
+from megatrain.parallel.layout import LaidOutModule, ParamLayout
+from megatrain.parallel.tensor_parallel import (
+    TensorParallel,
+    VocabShard,
+    enter_tp_region,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logits_gradient,
+)
 
-_WANTED_CHUNKS = 4
-"""Of a micro-batch, if the logits of each take no less and no more than the next two say."""
-_LEAST_CHUNK_BYTES = 1 << 29
-_MOST_CHUNK_BYTES = 1 << 31
-_ROUND = 128
-"""Rows that matrix products take without a remainder."""
+_NUM_CHUNKS = 4
+"""Chunks per micro-batch, if the logits of each are within the two limits below."""
+_MIN_CHUNK_BYTES = 1 << 29
+_MAX_CHUNK_BYTES = 1 << 31
+_ROW_MULTIPLE = 128
+"""Matrix products take multiples of this many rows without a remainder."""
 
 
 def chunk_rows(tokens: int, columns: int, itemsize: int) -> int:
-    """How many of the tokens have their logits formed at once, `columns` of `itemsize` bytes for each.
+    """Return the number of tokens in a chunk, for logits of `columns` values of `itemsize` bytes per token.
 
-    Chunks are few, since each reads and writes the whole weight gradient, and alike.
+    Chunks are few, since each reads and writes the whole weight gradient, and of even size.
     """
     row = columns * itemsize
-    size = min(max(tokens * row // _WANTED_CHUNKS, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+    size = min(max(tokens * row // _NUM_CHUNKS, _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)
     most = max(1, size // row)
     if most >= tokens:
         return max(tokens, 1)
     even = -(-tokens // -(-tokens // most))
-    return min(most, -(-even // _ROUND) * _ROUND)
+    return min(most, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE)
 
 
 @dataclass(frozen=True)
-class LogitCurve:
-    """What is done to products with the output weight before they are logits: cap * tanh(scale * product / cap)."""
+class LogitScaling:
+    """Logits from products with the output weight: cap * tanh(scale * product / cap)."""
 
     scale: float
     cap: float | None
-    """None: scale * product."""
+    """Softcap; None: logits are scale * product."""
 
-    def of(self, products: Tensor) -> Tensor:
-        """The logits; `products` is used up."""
+    def logits(self, products: Tensor) -> Tensor:
+        """Compute the logits; `products` is overwritten."""
         if self.scale != 1.0:
             products *= self.scale
         return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
 
-    def slope(self, logits: Tensor) -> Tensor | None:
-        """How logits move with scale * product; None: alike."""
+    def softcap_derivative(self, logits: Tensor) -> Tensor | None:
+        """Return the derivative of the logits by scale * product; None: it is 1."""
         return None if self.cap is None else 1 - (logits / self.cap).square()
 
 
-class Head(Borrower):
-    """The last segment.
+class Head(LaidOutModule):
+    """The head segment with its loss.
 
     Args:
         norm: the final norm.
-        output: the module that holds the output weight as `weight`: the embedding where they are tied on one stage.
-        spec: of the model; says how logits are scaled and capped, and what z-loss is added.
+        weight: layout of the output weight; None: it is that of `embedding`.
+        embedding: the embedding of this stage, if the output weight is tied to it.
+        spec: spec of the model, with the logits' scale, their cap and the z-loss.
+        dtype: dtype of the output weight.
     """
 
-    def __init__(self, norm: nn.Module, output: LaidOutModule, spec: GptSpec, tp: TensorParallel) -> None:
+    def __init__(
+        self,
+        norm: nn.Module,
+        weight: ParamLayout | None,
+        embedding: LaidOutModule | None,
+        spec: GptSpec,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.norm = norm
         self.tp = tp
         self.vocab_size = spec.vocab_size
-        self.curve = LogitCurve(spec.logit_scale, spec.logit_softcap)
+        self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff = spec.z_loss_coeff
-        self.borrowed = (output,)
+        if embedding is not None:
+            self.borrowed = (embedding,)
+        if weight is not None:
+            self.add_weight("weight", weight, dtype)
 
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
-        """Scaled loss of this rank's tokens, a number; adds `lm_loss`, `tokens` and, if there is one, `z_loss` to the sums.
+        """Return the scaled loss of this rank's tokens, a scalar; write `lm_loss`, `tokens` and any `z_loss` to `info.sums`.
 
-        Its gradient is that of info.loss_scale * (sum of the token losses that count, with their z-loss) /
-        batch.mean_over, so that context ranks' gradients add up to that of the micro-batch's mean. What the labels of
-        other tokens are does not matter.
+        Its gradient is that of info.loss_scale * (sum of the losses and z-losses of the tokens that count) /
+        batch.mean_over, so that gradients of context ranks add up to that of the micro-batch's mean. Labels of tokens that
+        do not count may have any value.
         """
-        x = self._normed(hidden, info)
-        (output,) = self.borrowed
-        assert isinstance(output.weight, Tensor)
+        x, output = self._normed(hidden, info), self._output()
         mask = batch.counts.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
-        mean_over = batch.mean_over.clamp(min=1).to(wide(x.dtype))
-        token_scale = mask.to(wide(x.dtype)) * (info.loss_scale / mean_over)
+        mean_over = batch.mean_over.clamp(min=1).to(accumulation_dtype(x.dtype))
+        token_scale = mask.to(accumulation_dtype(x.dtype)) * (info.loss_scale / mean_over)
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
-            self._vocab(output.weight), self.curve, self.z_loss_coeff, info,
+            VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
+            self.scaling, self.z_loss_coeff, info,
         )  # fmt: skip
         info.sums["lm_loss"] = (losses * mask).sum()
         if self.z_loss_coeff:
@@ -110,20 +127,19 @@ class Head(Borrower):
         return loss
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
-        """Logits of the tokenizer's ids, [s, b, v]: for generation, where they are few."""
-        (output,) = self.borrowed
-        assert isinstance(output.weight, Tensor)
+        """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""
         x = self._normed(hidden, info)
-        own = self.curve.of(x @ output.weight.t())
-        columns = own.t().contiguous()  # [v/tp, t]
+        local = self.scaling.logits(x @ self._output().weight.t())
+        columns = local.t().contiguous()  # [v/tp, t]
         logits: Tensor = all_gather(columns, self.tp.group)[: self.vocab_size].t()
         return logits.view(-1, hidden.shape[1], self.vocab_size)
 
     def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:
-        return enter(self.norm(hidden, info), self.tp).flatten(0, 1)  # [t, h]
+        return enter_tp_region(self.norm(hidden, info), self.tp).flatten(0, 1)  # [t, h]
 
-    def _vocab(self, weight: Tensor) -> VocabShard:
-        return VocabShard(self.tp.group, weight.shape[0], self.vocab_size)
+    def _output(self) -> Any:
+        """Return the module that owns the output weight."""
+        return self.borrowed[0] if self.borrowed else self
 
 
 class _HeadLoss(Function):
@@ -138,7 +154,7 @@ class _HeadLoss(Function):
         labels: Tensor,
         token_scale: Tensor,
         vocab: VocabShard,
-        curve: LogitCurve,
+        scaling: LogitScaling,
         z_loss_coeff: float,
         info: PassInfo,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,39 +162,40 @@ class _HeadLoss(Function):
         dx = torch.empty_like(x) if info.is_training else None
         kept: list[tuple[Tensor, Tensor]] = []
 
-        def form(part: slice) -> None:
-            """All of a chunk. Its logits end with it: they shall not stand beside the next one's."""
-            logits = curve.of(x[part] @ weight.t())
-            slope = None if dx is None else curve.slope(logits)
-            known = cross_entropy(logits, labels[part], vocab)
-            losses[part] = known.losses
+        def compute(chunk: slice) -> None:
+            """Compute one chunk. A function, so that its logits are freed before the next chunk's are allocated."""
+            logits = scaling.logits(x[chunk] @ weight.t())
+            derivative = None if dx is None else scaling.softcap_derivative(logits)
+            token_losses = vocab_parallel_cross_entropy(logits, labels[chunk], vocab)
+            losses[chunk] = token_losses.losses
             if z_loss_coeff:
-                z_losses[part] = known.log_sums.square() * z_loss_coeff
+                z_losses[chunk] = token_losses.log_sums.square() * z_loss_coeff
             if dx is None:
                 return
             assert weight_grad is not None
-            dlogits = logits_gradient(
-                known, token_scale[part] * curve.scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
+            scale = token_scale[chunk] * scaling.scale
+            dlogits = vocab_parallel_logits_gradient(
+                token_losses, scale, vocab, x.dtype, z_loss_coeff=z_loss_coeff
             )
-            if slope is not None:
-                dlogits *= slope
-            torch.mm(dlogits, weight, out=dx[part])
+            if derivative is not None:
+                dlogits *= derivative
+            torch.mm(dlogits, weight, out=dx[chunk])
             if info.splits_backward:
-                kept.append((dlogits, x[part]))
+                kept.append((dlogits, x[chunk]))
             else:
-                accumulate_weight_gradient(weight_grad, dlogits, x[part])
+                accumulate_weight_gradient(weight_grad, dlogits, x[chunk])
 
-        chunk = chunk_rows(x.shape[0], vocab.rows, x.element_size())
-        for start in range(0, x.shape[0], chunk):
-            form(slice(start, start + chunk))
+        rows = chunk_rows(x.shape[0], vocab.rows, x.element_size())
+        for start in range(0, x.shape[0], rows):
+            compute(slice(start, start + rows))
         ctx.save_for_backward(dx)
         ctx.weight_grad, ctx.info, ctx.kept = weight_grad, info, kept
         ctx.mark_non_differentiable(losses, z_losses)
         return losses, z_losses, ((losses + z_losses) * token_scale).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None, None]:
-        # In fused mode the weight gradient is formed already, so a loss that is scaled afterwards would be wrong.
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Without split backward the weight gradient is already computed, so a loss scaled after this would be wrong.
         (dx,) = ctx.saved_tensors
         weight_grad, kept = ctx.weight_grad, ctx.kept
         ctx.kept = []
@@ -186,4 +203,4 @@ class _HeadLoss(Function):
             ctx.info.form_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
-        return dx * grads[2].to(dx.dtype), None, None, None, None, None, None, None, None
+        return dx * grads[2].to(dx.dtype), *[None] * 8

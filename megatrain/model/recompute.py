@@ -1,11 +1,11 @@
-"""Recomputation: a part keeps its inputs alone, and runs a second time when its backward pass needs the rest.
+"""Activation recomputation: a module keeps only its inputs, and its forward pass runs a second time during backward.
 
-    uniform   layers in chunks of n, each a segment that keeps what enters it
-    block     the first n layers of a stage, each for itself
-    parts     within every layer, the core attention, the MLP, experts, or the norms before them, which run again where the
-              linear layer behind them needs what they gave
+    uniform   chunks of n layers, each a segment that keeps its inputs
+    block     the first n layers of a stage, one by one
+    parts     within every layer: core attention, MLP, experts, or the norms before linear layers, whose output the linear
+              layer recomputes for its weight gradient
 
-Nothing random is kept for the second run: dropout is a function of its place. Sources: Chen et al., arXiv:1604.06174;
+No random state is saved for the second run: dropout is a function of the token. Sources: Chen et al., arXiv:1604.06174;
 Korthikanti et al., arXiv:2205.05198 (parts).
 """
 
@@ -23,32 +23,32 @@ from megatrain.parallel.batch import Batch, PassInfo
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """What is computed twice."""
+    """The modules whose activations are recomputed."""
 
     kind: Literal["none", "uniform", "block", "parts"] = "none"
     num_layers: int = 1
-    """Of a chunk, or of a stage's first layers."""
+    """Layers of a chunk (uniform), or the first layers of a stage (block)."""
     parts: tuple[str, ...] = ()
-    """`core_attn`, `mlp`, `layernorm`; of layers with experts `moe` and `shared_experts`."""
+    """`core_attn`, `mlp`, `layernorm`; `moe` and `shared_experts` in layers with experts."""
 
     def has_part(self, name: str) -> bool:
-        """Whether this part of every layer is computed twice."""
+        """Return whether this part of every layer is recomputed."""
         return self.kind == "parts" and name in self.parts
 
 
-class Recomputed(nn.Module):
-    """Calls a part as it is called, twice."""
+class RecomputedModule(nn.Module):
+    """A module under activation checkpointing, with the same arguments."""
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.part = part
+        self.module = module
 
     def forward(self, *arguments: Any) -> Any:
-        return checkpoint(self.part, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.module, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 class Layers(nn.Module):
-    """Several layers as one segment."""
+    """Consecutive layers as one segment."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class Layers(nn.Module):
 
 
 def layer_segments(layers: Sequence[nn.Module], recompute: Recompute) -> list[nn.Module]:
-    """A stage's layers as segments."""
+    """Divide the layers of a stage into segments."""
     n = recompute.num_layers
     if recompute.kind == "uniform":
-        return [Recomputed(Layers(layers[first : first + n])) for first in range(0, len(layers), n)]
+        return [RecomputedModule(Layers(layers[first : first + n])) for first in range(0, len(layers), n)]
     if recompute.kind == "block":
-        return [Recomputed(layer) if number < n else layer for number, layer in enumerate(layers)]
+        return [RecomputedModule(layer) if number < n else layer for number, layer in enumerate(layers)]
     return list(layers)

@@ -1,7 +1,7 @@
 """The router of a layer with experts: which experts each token goes to, losses that keep loads even, and what it tells.
 
-    x ─ jitter ─ logits ─┬─ pick experts ─ capacity ──> Routes
-                         └─ losses ─> enter the graph through the weights; their values go to `info.router_sums`
+    x ─ jitter ─ logits ─┬─ pick experts ─ capacity ──> Routing
+                         └─ losses ─> enter the graph through the weights; their values go to `info.router_metrics`
 
 Losses are of the micro-batch, whose tokens may be spread over ranks (`TokenSplit`): a rank's part has the sum over its
 own tokens, and everybody's loads. As plain sums over ranks, micro-batches and replicas are what gradients get, a part
@@ -9,7 +9,7 @@ enters with the factor `info.loss_scale`: what the micro-batch's mean token loss
 loss has the mean over micro-batches of coefficient * loss, for each layer; with --calculate-per-token-loss a mean that
 is weighed by the tokens that count.
 
-What is told of a pass is a row of `ROUTER_SUMS`, then the loads of the experts, over this rank's tokens; wide enough
+What is told of a pass is a row of `ROUTER_METRICS`, then the loads of the experts, over this rank's tokens; wide enough
 that summed loads are exact. A second run of recomputation tells the same again.
 """
 
@@ -22,28 +22,27 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatrain.kernels.moe.routing import (
-    Routes,
+    Routing,
     TopKRule,
     expert_capacity,
-    expert_loads,
-    pick_by_sinkhorn,
-    pick_experts,
+    select_by_sinkhorn,
+    select_experts,
     sinkhorn_plan,
+    tokens_per_expert,
     within_capacity,
 )
-from megatrain.kernels.moe.routing_losses import ScoreSums, balance_loss, score_sums
-from megatrain.kernels.normal import stream_key
-from megatrain.kernels.uniform import fill_uniform
+from megatrain.kernels.moe.routing_losses import ScoreSums, load_balancing_loss, score_sums
+from megatrain.kernels.random import fill_uniform, stream_key
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.layouts import router_layout
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
+from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule
-from megatrain.parallel.tokens import TokenSplit
 
-ROUTER_SUMS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
+ROUTER_METRICS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
 """What a router tells: visits that were dropped, the tokens' entropies, and parts of losses without their coefficients."""
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -96,15 +95,15 @@ class Router(LaidOutModule):
             "weight", router_layout(f"{name}.weight", spec.num_experts, hidden_size, init, split.tp), dtype
         )
 
-    def forward(self, x: Tensor, info: PassInfo) -> Routes:
-        """Routes of this rank's tokens, x [s/(cp tp), b, h], whose rows follow one another as [t, h]."""
+    def forward(self, x: Tensor, info: PassInfo) -> Routing:
+        """Routing of this rank's tokens, x [s/(cp tp), b, h], whose rows follow one another as [t, h]."""
         rows, samples = x.shape[:2]
         logits = self._logits(x, info)
         experts, weights = self._pick(logits, rows, samples, info)
         kept = self._kept(experts, weights, rows, samples)
         if info.is_training:
             weights = self._with_losses(weights, logits, experts, kept, samples, info)
-        return Routes(experts, weights if kept is None else weights * kept, kept)
+        return Routing(experts, weights if kept is None else weights * kept, kept)
 
     def _logits(self, x: Tensor, info: PassInfo) -> Tensor:
         """[t, E] in the router's dtype."""
@@ -121,7 +120,7 @@ class Router(LaidOutModule):
     def _uniform(self, like: Tensor, info: PassInfo, what: str, low: float, high: float) -> Tensor:
         """Numbers for each token, the same under every layout, in the shape of `like`, [s/(cp tp), b, n]."""
         rows, samples, columns = like.shape
-        numbers = self.split.numbers(rows, samples, first_sample=info.first_sample, device=like.device)
+        numbers = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=like.device)
         out = torch.empty(rows * samples, columns, dtype=like.dtype, device=like.device)
         fill_uniform(out, numbers.flatten(), key=self.keys[what], low=low, high=high)
         return out.view(like.shape)
@@ -129,19 +128,19 @@ class Router(LaidOutModule):
     def _pick(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
         assert self.spec.has_expert_bias == (self.bias is not None)
         if not self.spec.is_sinkhorn:
-            return pick_experts(logits, self.rule, self.bias)
+            return select_experts(logits, self.rule, self.bias)
         if not info.is_training:
-            return pick_by_sinkhorn(logits, logits, self.spec.top_k)
-        order = self.split.order(rows, samples, logits.device)
+            return select_by_sinkhorn(logits, logits, self.spec.top_k)
+        order = self.split.flat_positions(rows, samples, logits.device)
         plan = sinkhorn_plan(self.split.gather(logits.detach(), order))
         own = plan if self.split.num_ranks == 1 else plan[order]
-        return pick_by_sinkhorn(logits, own, self.spec.top_k)
+        return select_by_sinkhorn(logits, own, self.spec.top_k)
 
     def _kept(self, experts: Tensor, weights: Tensor, rows: int, samples: int) -> Tensor | None:
         """Which visits experts have room for, [t, k], decided over the whole micro-batch."""
         if self.spec.capacity_factor is None:
             return None
-        order = self.split.order(rows, samples, experts.device)
+        order = self.split.flat_positions(rows, samples, experts.device)
         whole = self.split.gather(experts, order)
         capacity = expert_capacity(
             self.spec.capacity_factor,
@@ -168,26 +167,28 @@ class Router(LaidOutModule):
     ) -> Tensor:
         """The weights, through which the losses enter the graph; tells what they were."""
         scores = score_sums(logits, self.spec.score_function, samples)
-        loads = expert_loads(experts.unflatten(0, (-1, samples)), self.spec.num_experts)  # [b, E]
-        told = torch.zeros(len(ROUTER_SUMS) + self.spec.num_experts, dtype=torch.float64, device=loads.device)
-        told[len(ROUTER_SUMS) :] = loads.sum(0)
-        told[ROUTER_SUMS.index("entropy")] = scores.entropy
+        loads = tokens_per_expert(experts.unflatten(0, (-1, samples)), self.spec.num_experts)  # [b, E]
+        told = torch.zeros(
+            len(ROUTER_METRICS) + self.spec.num_experts, dtype=torch.float64, device=loads.device
+        )
+        told[len(ROUTER_METRICS) :] = loads.sum(0)
+        told[ROUTER_METRICS.index("entropy")] = scores.entropy
         if kept is not None:
-            told[ROUTER_SUMS.index("dropped")] = (~kept).sum()
+            told[ROUTER_METRICS.index("dropped")] = (~kept).sum()
         parts = self._losses(logits, scores, loads, info)
         if parts:
             weights = _WithLoss.apply(
                 weights, sum(coeff * part for coeff, part in parts.values()), info.loss_scale
             )
         for name, (_, part) in parts.items():
-            told[ROUTER_SUMS.index(name)] = part.detach()
-        info.router_sums[self.layer] = told
+            told[ROUTER_METRICS.index(name)] = part.detach()
+        info.router_metrics[self.layer] = told
         return weights
 
     def _losses(
         self, logits: Tensor, scores: ScoreSums, picked: Tensor, info: PassInfo
     ) -> dict[str, tuple[float, Tensor]]:
-        """Coefficient and this rank's part of each loss, by its name among ROUTER_SUMS.
+        """Coefficient and this rank's part of each loss, by its name among ROUTER_METRICS.
 
         Args:
             picked: loads of the experts by what was picked, [b, E]; may change.
@@ -205,13 +206,15 @@ class Router(LaidOutModule):
             match name:
                 case "aux_loss":
                     shares = scores.shares.sum(0)
-                    loss = balance_loss(shares, loads, top_k=spec.top_k, num_tokens=num_tokens)
+                    loss = load_balancing_loss(shares, loads, top_k=spec.top_k, num_tokens=num_tokens)
                 case "seq_aux_loss":
                     length = num_tokens // samples
-                    loss = balance_loss(scores.shares, by_sequence, top_k=spec.top_k, num_tokens=length)
+                    loss = load_balancing_loss(
+                        scores.shares, by_sequence, top_k=spec.top_k, num_tokens=length
+                    )
                 case "global_aux_loss":
                     mean, shares = self._mean_loads(loads, info), scores.shares.sum(0)
-                    loss = balance_loss(shares, mean, top_k=spec.top_k, num_tokens=num_tokens)
+                    loss = load_balancing_loss(shares, mean, top_k=spec.top_k, num_tokens=num_tokens)
             if coeff:
                 found[name] = (coeff, loss)
         return found
@@ -220,13 +223,13 @@ class Router(LaidOutModule):
         """Loads of the experts as losses count them, [b, E]: of the best by score, whatever bias or groups make of them."""
         if self.rule.picks_best_logits and not self.spec.is_sinkhorn:
             return picked
-        best, _ = pick_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
-        return expert_loads(best.unflatten(0, (-1, len(picked))), self.spec.num_experts)
+        best, _ = select_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
+        return tokens_per_expert(best.unflatten(0, (-1, len(picked))), self.spec.num_experts)
 
     def _mean_loads(self, loads: Tensor, info: PassInfo) -> Tensor:
         """Mean loads of the step's micro-batches of all replicas up to this one, wide [E]."""
         number = info.microbatch
-        if self.layer not in info.router_sums:  # not a second run
+        if self.layer not in info.router_metrics:  # not a second run
             if number == 0:
                 self.loads_so_far = []
             assert len(self.loads_so_far) == number, "micro-batches come in their order"
@@ -252,7 +255,7 @@ class _Logits(Function):
         dy, weight_grad = grads[0], ctx.weight_grad
         dx = (dy @ weight.to(ctx.dtype)).to(x.dtype)
         factors = dy.dtype if x.dtype == dy.dtype else weight_grad.dtype
-        ctx.info.form_weight_gradient(
+        ctx.info.compute_weight_gradient(
             lambda: accumulate_weight_gradient(weight_grad, dy.to(factors), x.to(factors))
         )
         return dx, None, None, None, None

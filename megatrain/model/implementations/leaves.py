@@ -1,6 +1,6 @@
-"""What an implementation supplies: the leaves of a layer, cut where the fastest kernels are.
+"""Protocols of the leaves of a layer, which an implementation supplies. Their boundaries follow the fastest kernels.
 
-A leaf gets its ranks when it is built and `PassInfo` when it is called.
+A leaf receives its ranks when it is built and `PassInfo` when it is called.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.layout import ParamLayout
-from megatrain.parallel.token_dispatcher import Visitors
+from megatrain.parallel.token_dispatcher import DispatchedTokens
 
 
 class Pointwise(Protocol):
-    """What changes tokens one by one, such as a norm or dropout."""
+    """A module that maps each token by itself, such as a norm or dropout."""
 
     def __call__(self, x: Tensor, info: PassInfo) -> Tensor:
-        """x and the result alike in shape."""
+        """Map [..., h] -> [..., h]."""
         ...
 
 
 class ResidualNorm(Protocol):
-    """Residual addition, and the norm of the sum or the sum itself, in the dtype of the weights."""
+    """Residual addition, and the norm of the sum, or the sum itself, in the dtype of the weights."""
 
-    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """hidden, delta [s/tp, b, h] -> (hidden + delta, norm(hidden + delta))."""
+    def add_and_norm(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map hidden, delta [s/tp, b, h] -> (hidden + delta, norm(hidden + delta))."""
         ...
 
 
 class ColumnLinear(Protocol):
-    """Residual addition, norm or none, and a column-parallel linear layer."""
+    """Residual addition, norm if there is one, and column-parallel linear layer."""
 
     def __call__(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
-        """hidden, delta [s/tp, b, h] -> (hidden + delta, linear(norm(hidden + delta)) [s, b, o/tp])."""
+        """Map hidden, delta [s/tp, b, h] -> (hidden + delta, linear(norm(hidden + delta)) [s, b, o/tp])."""
         ...
 
 
 class RowLinear(Protocol):
-    """Row-parallel linear layer, behind an activation or not."""
+    """Activation, if there is one, and row-parallel linear layer."""
 
     def __call__(self, x: Tensor, info: PassInfo) -> Tensor:
-        """[s, b, i/tp] -> [s/tp, b, h]."""
+        """Map [s, b, i/tp] -> [s/tp, b, h]."""
         ...
 
 
 class GroupedMlp(Protocol):
     """This rank's experts."""
 
-    def __call__(self, visitors: Visitors, info: PassInfo) -> Tensor:
-        """What each row's expert gives, times the row's weight: [r, h] -> [r, h]."""
+    def __call__(self, dispatched: DispatchedTokens, info: PassInfo) -> Tensor:
+        """Compute the output of each row's expert, times the row's probability: [r, h] -> [r, h]."""
         ...
 
 
@@ -60,39 +60,41 @@ class CoreAttention(Protocol):
     """Causal attention of this rank's heads."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        """q [s, b, n/tp, d], k and v [s, b, g/tp, d] -> [s, b, n/tp * d]."""
+        """Map q [s, b, n/tp, d], k and v [s, b, g/tp, d] -> [s, b, n/tp * d]."""
         ...
 
 
 class Leaves(Protocol):
-    """One implementation."""
+    """Builder of the leaves of one implementation."""
 
     def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
-        """Norm over the last dimension, whole on this rank."""
+        """Build a norm over the last dimension, which is whole on this rank."""
         ...
 
     def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
-        """RMSNorm over the last two dimensions, [s, b, n/tp, d], of which the first is split over the ranks."""
+        """Build an RMSNorm over the last two dimensions of [s, b, n/tp, d]."""
         ...
 
     def residual_norm(self, norm: Weights | None) -> ResidualNorm: ...
 
     def column_linear(
-        self, norm: Weights | None, linear: Weights, *, forms_norm_again: bool = False
+        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        """`forms_norm_again`: what the norm gives is not kept; the backward pass forms it again."""
+        """Build it. `recompute_norm`: the output of the norm is not saved; the backward pass recomputes it."""
         ...
 
     def row_linear(self, linear: Weights) -> RowLinear: ...
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear: ...
 
-    def grouped_mlp(self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_own: int) -> GroupedMlp:
-        """`num_own`: how many experts this rank holds."""
+    def grouped_mlp(
+        self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_local_experts: int
+    ) -> GroupedMlp:
+        """Build the experts of this rank."""
         ...
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
-        """`name`: of the attention layer, by which dropout draws."""
+        """Build it. `name`: name of the attention layer, the key of its dropout."""
         ...
 
     def dropout(self, p: float, name: str) -> Pointwise: ...

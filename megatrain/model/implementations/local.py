@@ -1,98 +1,29 @@
-"""The `local` implementation: torch and our own kernels, on any device, in any dtype."""
+"""Modules of the `local` implementation: torch and our own kernels, on any device, in any dtype."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.kernels import activations
-from megatrain.kernels.activations import Activation, Curve
-from megatrain.kernels.dropout import keep_mask
-from megatrain.kernels.normal import stream_key
+from megatrain.kernels.activations import Activation
+from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
-from megatrain.model.implementations.attention_context import LocalContextAttention
-from megatrain.model.implementations.attention_one_rank import LocalCoreAttention
-from megatrain.model.implementations.leaves import CoreAttention, Pointwise
 from megatrain.model.layouts import Weights
-from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
+from megatrain.model.specs import NormSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context import ContextParallel
-from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.experts import GroupedWeight, grouped_mlp
-from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
-from megatrain.parallel.tensor import Bias, TensorParallel, activated_row_linear, column_linear, row_linear
-from megatrain.parallel.token_dispatcher import Visitors
-from megatrain.parallel.tokens import TokenSplit
-
-
-@dataclass(frozen=True)
-class LocalLeaves:
-    """Builds the leaves for one rank."""
-
-    tp: TensorParallel
-    cp: ContextParallel
-    dtype: torch.dtype
-    norms: NormSpec
-    seed: int
-    """Of dropout."""
-    attention: str = "sdpa"
-    """Kernel of attention, as `derived.attention_backend` names it."""
-    attention_over: ContextAttention | None = None
-    """How attention reaches across the ranks of `cp`; None: around a ring of them."""
-
-    def norm(self, weights: Weights, spec: NormSpec) -> LocalNorm:
-        return LocalNorm(weights, spec, self.dtype)
-
-    def split_norm(self, weights: Weights, spec: NormSpec) -> LocalSplitRmsNorm:
-        return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
-
-    def column_linear(
-        self, norm: Weights | None, linear: Weights, *, forms_norm_again: bool = False
-    ) -> LocalColumnLinear:
-        own = self.residual_norm(norm)
-        return LocalColumnLinear(self, own, linear, forms_norm_again=forms_norm_again)
-
-    def residual_norm(self, norm: Weights | None) -> LocalNorm | LocalNarrowing:
-        return LocalNarrowing(self.dtype) if norm is None else self.norm(norm, self.norms)
-
-    def grouped_mlp(self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_own: int) -> LocalGroupedMlp:
-        return LocalGroupedMlp(_activation(spec), fc1, fc2, num_own, self.dtype)
-
-    def row_linear(self, linear: Weights) -> LocalRowLinear:
-        return LocalRowLinear(self, linear)
-
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
-        return LocalActivationRowLinear(self, linear, _activation(spec))
-
-    def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
-        is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout
-        if is_plain and self.attention != "math" and self.cp.size == 1:
-            return LocalCoreAttention(spec, self.attention)
-        key = stream_key(self.seed, f"{name}.dropout")
-        over = self.attention_over or ContextAttention(RankGroup("heads", (0,), 0), self.cp)
-        return LocalContextAttention(spec, sink, key, self.tp, over, self.attention, self.dtype)
-
-    def dropout(self, p: float, name: str) -> Pointwise:
-        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
-
-
-_CURVES: dict[str, Curve] = {
-    "swiglu": activations.SILU,
-    "geglu_tanh": activations.GELU_TANH,
-    "quick_geglu": activations.QUICK_GELU,
-    "gelu": activations.GELU,
-    "gelu_tanh": activations.GELU_TANH,
-    "squared_relu": activations.SQUARED_RELU,
-}
-
-
-def _activation(spec: MlpSpec) -> Activation:
-    curve = spec.curve or _CURVES[spec.activation]
-    return Activation(curve=curve, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
+from megatrain.parallel.tensor_parallel import (
+    Bias,
+    TensorParallel,
+    activated_row_linear,
+    column_linear,
+    row_linear,
+)
+from megatrain.parallel.token_dispatcher import DispatchedTokens
 
 
 class LocalNorm(LaidOutModule):
@@ -106,20 +37,20 @@ class LocalNorm(LaidOutModule):
         if weights.bias is not None:
             self.add_weight("bias", weights.bias, dtype)
 
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a leaf gets it)
-        return self.of_sum(x, None)[1]
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a leaf)
+        return self.add_and_norm(x, None)[1]
 
-    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """hidden + delta, and its norm."""
+    def add_and_norm(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return hidden + delta and its norm."""
         return functions.norm(hidden, delta, self, self.epsilon, self.offset)
 
-    def again(self, total: Tensor) -> Tensor:
-        """The norm that `of_sum` gave with this sum, to the last bit, without a gradient."""
-        return functions.norm_again(total, self, self.epsilon, self.offset)
+    def recompute(self, total: Tensor) -> Tensor:
+        """Return the norm that `add_and_norm` returned with this sum, bit for bit, without autograd."""
+        return functions.recompute_norm(total, self, self.epsilon, self.offset)
 
 
 class LocalSplitRmsNorm(LocalNorm):
-    """RMSNorm over all heads: [s, b, n/tp, d], with a sum over the ranks."""
+    """RMSNorm over all heads, [s, b, n/tp, d], with an all-reduce of the squares over tp."""
 
     def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype, tp: TensorParallel) -> None:
         super().__init__(weights, spec, dtype)
@@ -131,71 +62,78 @@ class LocalSplitRmsNorm(LocalNorm):
 
 
 class LocalColumnLinear(LaidOutModule):
-    """Residual addition, norm or none, and a column-parallel linear layer."""
+    """Residual addition, norm if there is one, and column-parallel linear layer."""
 
     weight: Tensor
 
     def __init__(
         self,
-        leaves: LocalLeaves,
-        norm: LocalNorm | LocalNarrowing,
+        norm: LocalNorm | CastToWeightDtype,
         linear: Weights,
+        tp: TensorParallel,
+        dtype: torch.dtype,
         *,
-        forms_norm_again: bool,
+        recompute_norm: bool,
     ) -> None:
         super().__init__()
-        self.tp = leaves.tp
-        self.forms_norm_again = forms_norm_again
+        self.tp = tp
+        self.recompute_norm = recompute_norm
         self.norm = norm
-        self.add_weight("weight", linear.weight, leaves.dtype)
+        self.add_weight("weight", linear.weight, dtype)
         if linear.bias is not None:
-            self.add_weight("bias", linear.bias, leaves.dtype)
+            self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
-        hidden, normed = self.norm.of_sum(hidden, delta)
-        again = functools.partial(self.norm.again, hidden.detach()) if self.forms_norm_again else None
+        hidden, normed = self.norm.add_and_norm(hidden, delta)
+        recompute_fn = (
+            functools.partial(self.norm.recompute, hidden.detach()) if self.recompute_norm else None
+        )
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        return hidden, column_linear(normed, self.weight, grad, self.tp, info, bias, again=again)
+        return hidden, column_linear(
+            normed, self.weight, grad, self.tp, info, bias, recompute_fn=recompute_fn
+        )
 
 
-class LocalNarrowing(nn.Module):
-    """Stands where a norm would: the residual stream in the dtype of the weights."""
+class CastToWeightDtype(nn.Module):
+    """Cast of the residual stream to the dtype of the weights, in place of a norm."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
 
-    def of_sum(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """hidden + delta, wide and narrow."""
+    def add_and_norm(self, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return hidden + delta, in the dtype of the residual stream and in that of the weights."""
         total = hidden if delta is None else hidden + delta
         return total, total.to(self.dtype)
 
-    def again(self, total: Tensor) -> Tensor:
-        """See `LocalNorm.again`."""
+    def recompute(self, total: Tensor) -> Tensor:
+        """See `LocalNorm.recompute`."""
         return total.to(self.dtype)
 
 
 class LocalRowLinear(LaidOutModule):
-    """Row-parallel linear layer. Its bias is added once the ranks' parts are summed."""
+    """Row-parallel linear layer: [s, b, i/tp] -> [s/tp, b, h]. The bias is added after the sum over tp."""
 
     weight: Tensor
 
-    def __init__(self, leaves: LocalLeaves, linear: Weights) -> None:
+    def __init__(self, linear: Weights, tp: TensorParallel, dtype: torch.dtype) -> None:
         super().__init__()
-        self.tp = leaves.tp
-        self.add_weight("weight", linear.weight, leaves.dtype)
+        self.tp = tp
+        self.add_weight("weight", linear.weight, dtype)
         if linear.bias is not None:
-            self.add_weight("bias", linear.bias, leaves.dtype)
+            self.add_weight("bias", linear.bias, dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         return row_linear(x, self.weight, self.weight_grads.get("weight"), self.tp, info, _bias_of(self))
 
 
 class LocalActivationRowLinear(LocalRowLinear):
-    """The same behind an activation: [s, b, f/tp], gated [s, b, 2 f/tp] -> [s/tp, b, h]."""
+    """Activation and row-parallel linear layer: [s, b, f/tp], or gated [s, b, 2 f/tp], -> [s/tp, b, h]."""
 
-    def __init__(self, leaves: LocalLeaves, linear: Weights, activation: Activation) -> None:
-        super().__init__(leaves, linear)
+    def __init__(
+        self, linear: Weights, tp: TensorParallel, dtype: torch.dtype, activation: Activation
+    ) -> None:
+        super().__init__(linear, tp, dtype)
         self.activation = activation
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
@@ -204,26 +142,31 @@ class LocalActivationRowLinear(LocalRowLinear):
 
 
 class LocalGroupedMlp(LaidOutModule):
-    """This rank's experts, whose weights are stacked by rows: [e f/etp, h], behind a gate [e 2 f/etp, h], and [e h, f/etp]."""
+    """This rank's e experts, stacked by rows: fc1 [e f/etp, h], or gated [e 2 f/etp, h], and fc2 [e h, f/etp]."""
 
     fc1: Tensor
     fc2: Tensor
 
     def __init__(
-        self, activation: Activation, fc1: ParamLayout, fc2: ParamLayout, num_own: int, dtype: torch.dtype
+        self,
+        activation: Activation,
+        fc1: ParamLayout,
+        fc2: ParamLayout,
+        num_local_experts: int,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.activation = activation
-        self.num_own = num_own
+        self.num_local_experts = num_local_experts
         self.add_weight("fc1", fc1, dtype)
         self.add_weight("fc2", fc2, dtype)
 
-    def forward(self, visitors: Visitors, info: PassInfo) -> Tensor:
-        return grouped_mlp(visitors, self._weight("fc1"), self._weight("fc2"), self.activation, info)
+    def forward(self, dispatched: DispatchedTokens, info: PassInfo) -> Tensor:
+        return grouped_mlp(dispatched, self._weight("fc1"), self._weight("fc2"), self.activation, info)
 
     def _weight(self, name: str) -> GroupedWeight:
         value, grad = getattr(self, name), self.weight_grads.get(name)
-        stacked = (self.num_own, -1, value.shape[1])
+        stacked = (self.num_local_experts, -1, value.shape[1])
         return GroupedWeight(value.view(stacked), None if grad is None else grad.view(stacked))
 
 
@@ -233,7 +176,7 @@ def _bias_of(layer: LaidOutModule) -> Bias | None:
 
 
 class LocalDropout(nn.Module):
-    """Dropout of this rank's rows of the sequence, [s/(cp tp), b, h], as one rank would draw it for all."""
+    """Dropout of this rank's rows of the sequence, [s/(cp tp), b, h]; the mask does not depend on the layout."""
 
     def __init__(self, p: float, key: int, tp: TensorParallel, cp: ContextParallel) -> None:
         super().__init__()
@@ -245,5 +188,5 @@ class LocalDropout(nn.Module):
         if not info.is_training:
             return x
         rows, samples, channels = x.shape
-        tokens = self.split.numbers(rows, samples, first_sample=info.first_sample, device=x.device)
+        tokens = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=x.device)
         return functions.drop(x, keep_mask(tokens, channels, key=self.key, p=self.p), self.p)

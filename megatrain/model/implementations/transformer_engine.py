@@ -1,15 +1,15 @@
-"""The `transformer_engine` implementation: modules of NVIDIA's library, at work on weights that lie in our buffers.
+"""The `transformer_engine` implementation: modules of NVIDIA's library that use weights in our flat buffers.
 
-    LaidOutModule   holds a weight: its layout, canonical name and initial values, its place in the flat buffers
-        │ lends it to
-    Foreign         a module of Transformer Engine's, built without memory, that never holds a weight of its own
+    LaidOutModule     owns a weight: its layout, canonical name and initial values, its range of the flat buffers
+        │ registers it in
+    TEModuleAdapter   around a module of Transformer Engine, built on the meta device, which never owns a weight
 
-    gradient of a matrix             its product adds it to `main_grad`, which is the view of our gradient buffer
-    gradients of norms and biases    autograd leaves them at the parameter; a hook adds them to the buffer
+    gradient of a matrix             the library's GEMM accumulates it in `main_grad`, our view of the gradient buffer
+    gradients of norms and biases    autograd writes them to `.grad`; a hook adds them to the gradient buffer
 
-From the library come norms, linear layers, activations and core attention, with what travels over tensor ranks between
-them. Ours under every implementation are the residual stream, dropout, rotary embedding, the embedding and the head.
-Its user buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
+The library supplies norms, linear layers, activations and core attention, with their communication over tensor ranks.
+The residual stream, dropout, RoPE, the embedding and the head are ours under every implementation. The library's user
+buffers are not used. Written against the signatures of Transformer Engine 2.20.2.
 """
 
 from __future__ import annotations
@@ -23,67 +23,73 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
-from megatrain.kernels.normal import stream_key
+from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.leaves import CoreAttention, GroupedMlp, Pointwise, ResidualNorm
 from megatrain.model.implementations.local import LocalDropout
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context import ContextParallel
 from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
-from megatrain.parallel.tensor import TensorParallel
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
 class TransformerEngineLeaves:
-    """Builds the leaves for one rank. What the library cannot do, a rule of the configuration refuses."""
+    """Builder of the leaves of one rank. Rules of the configuration refuse what the library cannot do."""
 
     tp: TensorParallel
     cp: ContextParallel
     dtype: torch.dtype
     norms: NormSpec
     seed: int
-    """Of dropout."""
-    over: ContextAttention
-    """How attention reaches across the ranks of `cp`."""
+    """Seed of dropout."""
+    context: ContextAttention
+    """Attention over the ranks of `cp`."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> TeNorm:
-        return TeNorm(weights, spec, self.dtype)
+    def norm(self, weights: Weights, spec: NormSpec) -> TENorm:
+        return TENorm(weights, spec, self.dtype)
 
     def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:  # noqa: ARG002
         raise _refused("a norm over heads of several ranks")
 
     def column_linear(
-        self, norm: Weights | None, linear: Weights, *, forms_norm_again: bool = False
-    ) -> TeColumnLinear:
-        if forms_norm_again and norm is not None:
-            raise _refused("a norm that is formed again in the backward pass")
-        return TeColumnLinear(self, norm, linear)
+        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+    ) -> TEColumnLinear:
+        if recompute_norm and norm is not None:
+            raise _refused("norms that are recomputed in the backward pass")
+        return TEColumnLinear(self, norm, linear)
 
-    def row_linear(self, linear: Weights) -> TeRowLinear:
-        return TeRowLinear(self, linear)
+    def row_linear(self, linear: Weights) -> TERowLinear:
+        return TERowLinear(self, linear)
 
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> TeRowLinear:
+    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> TERowLinear:
         if (
-            spec.curve is not None
+            spec.activation_fn is not None
             or spec.clamp is not None
             or spec.offset
             or spec.activation not in _ACTIVATIONS
         ):
             raise _refused(f"the activation of {spec}")
-        return TeRowLinear(self, linear, _ACTIVATIONS[spec.activation])
+        return TERowLinear(self, linear, _ACTIVATIONS[spec.activation])
 
     def residual_norm(self, norm: Weights | None) -> ResidualNorm:  # noqa: ARG002
         raise _refused("layers of experts")
 
-    def grouped_mlp(self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_own: int) -> GroupedMlp:  # noqa: ARG002
+    def grouped_mlp(
+        self,
+        spec: MlpSpec,
+        fc1: ParamLayout,
+        fc2: ParamLayout,
+        num_local_experts: int,  # noqa: ARG002
+    ) -> GroupedMlp:
         raise _refused("layers of experts")
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:  # noqa: ARG002
         if spec.softcap is not None or spec.sink != "none" or spec.dropout:
             raise _refused(f"the attention of {spec}")
-        return TeCoreAttention(spec, self.tp, _over_context_ranks(self.cp, self.over))
+        return TECoreAttention(spec, self.tp, _context_options(self.cp, self.context))
 
     def dropout(self, p: float, name: str) -> Pointwise:
         return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
@@ -96,41 +102,41 @@ _ACTIVATIONS = {
     "gelu_tanh": "GELU",
     "squared_relu": "SReLU",
 }
-"""What each is called in `transformer_engine.pytorch.ops`, where the first half of a gated input is the gate."""
+"""Class names in `transformer_engine.pytorch.ops`, where the first half of a gated input is the gate."""
 
 
 def library() -> Any:
-    """`transformer_engine.pytorch`, which takes seconds to import: plans do without it.
+    """Import and return `transformer_engine.pytorch`. The import takes seconds, so plans avoid it.
 
     Raises:
-        ConfigError: it does not load.
+        ConfigError: the import fails.
     """
     try:
         import transformer_engine.pytorch as te  # noqa: PLC0415 (optional)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"--transformer-impl transformer_engine: the library does not load: {error}",
+            f"--transformer-impl transformer_engine: the library cannot be imported: {error}",
             fix="install a build of it for this torch and CUDA, or use --transformer-impl local",
         ) from error
     return te
 
 
 def _refused(what: str) -> ConfigError:
-    """For layers that no flag describes; flags are held to rules."""
+    """Return the error for a custom layer; rules check what flags describe."""
     return ConfigError(
         f"--transformer-impl transformer_engine does not have {what}", fix="use --transformer-impl local"
     )
 
 
-class Foreign:
-    """A module of Transformer Engine's that works with weights of ours.
+class TEModuleAdapter:
+    """Adapter that runs a module of Transformer Engine with our weights.
 
-    It is no submodule: its parameters are its holders', and its `_extra_state`, a pickle, is never asked for.
+    It is no `nn.Module`: the parameters belong to their owners, and the module's `_extra_state`, a pickle, is never read.
 
     Args:
-        module: built without memory.
-        weights: holder and attribute of each of its parameters.
-        run: calls it, where that is not the module itself.
+        module: module on the meta device.
+        weights: owner and attribute of each parameter, by the module's parameter name.
+        run: callable in place of the module itself.
     """
 
     def __init__(
@@ -142,69 +148,71 @@ class Foreign:
         self.module = module
         self.weights = weights
         self.run = module if run is None else run
-        self.own_store = getattr(module, "wgrad_store", None)
+        self.default_store = getattr(module, "wgrad_store", None)
 
-    def __call__(self, *inputs: Tensor, **how: Any) -> Tensor:
-        """What the module makes of its inputs, with the weights that are in the buffers now."""
-        for name, (holder, attribute) in self.weights.items():
-            weight = getattr(holder, attribute)
+    def __call__(self, *inputs: Tensor, **options: Any) -> Tensor:
+        """Run the module with the weights that are in the buffers now."""
+        for name, (owner, attribute) in self.weights.items():
+            weight = getattr(owner, attribute)
             if getattr(self.module, name) is not weight:
                 self.module.register_parameter(name, weight)
-                _send_gradient(weight, self.gradient_of(name))
-        return self.run(*inputs, **how)
+                _set_gradient_target(weight, self.gradient_of(name))
+        return self.run(*inputs, **options)
 
     def linear(self, x: Tensor, info: PassInfo) -> Tensor:
-        """The same of a linear layer, whose weight gradient may wait for the schedule."""
-        self.module.wgrad_store = _Deferred(info, self) if info.splits_backward else self.own_store
+        """Run a linear layer, whose weight gradient may be deferred by the schedule."""
+        self.module.wgrad_store = (
+            _DeferredWeightGradients(info, self) if info.splits_backward else self.default_store
+        )
         return self(x)
 
     def gradient_of(self, name: str) -> Tensor | None:
-        """Where the gradient of one of its parameters goes; None where there is none."""
+        """Return the view of the gradient buffer for one parameter; None if there is no such parameter or gradient."""
         if name not in self.weights:
             return None
-        holder, attribute = self.weights[name]
-        return holder.weight_grads.get(attribute)
+        owner, attribute = self.weights[name]
+        return owner.weight_grads.get(attribute)
 
 
-def _send_gradient(weight: nn.Parameter, grad: Tensor | None) -> None:
-    """Have the gradient of a weight added to `grad`."""
+def _set_gradient_target(weight: nn.Parameter, grad: Tensor | None) -> None:
+    """Make the library or autograd add the gradient of a weight to `grad`."""
     if grad is None:
         return
     if weight.dim() > 1:
-        setattr(weight, "main_grad", grad)  # noqa: B010 (an attribute that the library has added)
+        setattr(weight, "main_grad", grad)  # noqa: B010 (the library's attribute)
     else:
-        weight.register_post_accumulate_grad_hook(functools.partial(_move_gradient, grad))
+        weight.register_post_accumulate_grad_hook(functools.partial(_add_gradient, grad))
 
 
-def _move_gradient(grad: Tensor, weight: Tensor) -> None:
-    if weight.grad is not None:  # autograd has none of a bias whose gradient was deferred
+def _add_gradient(grad: Tensor, weight: Tensor) -> None:
+    if weight.grad is not None:  # None for a bias whose gradient is deferred
         grad.add_(weight.grad)
         weight.grad = None
 
 
 @dataclass(frozen=True)
-class _Deferred:
-    """Takes the place of the library's `WeightGradStore`: the pass knows when weight gradients are formed."""
+class _DeferredWeightGradients:
+    """Replacement of the library's `WeightGradStore`: our schedule runs the weight gradients."""
 
     info: PassInfo
-    foreign: Foreign
+    adapter: TEModuleAdapter
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether weight gradients come here at all."""
+        """Return whether weight gradients are deferred."""
         return True
 
-    def put(self, tensors: Sequence[Tensor], form: Callable[..., tuple[Any, Tensor | None]]) -> None:
-        """Keep `form(*tensors)`, which adds to `main_grad` and returns the gradient of a bias beside it."""
-        self.info.form_weight_gradient(lambda: self._add_bias(form(*tensors)[1]))
+    def put(self, tensors: Sequence[Tensor], gemm: Callable[..., tuple[Any, Tensor | None]]) -> None:
+        """Defer `gemm(*tensors)`, which adds to `main_grad` and returns the gradient of the bias as second value."""
+        self.info.compute_weight_gradient(lambda: self._add_bias(gemm(*tensors)[1]))
 
     def _add_bias(self, grad: Tensor | None) -> None:
-        place = self.foreign.gradient_of("bias")
-        if place is not None and grad is not None and grad.numel():
-            place.add_(grad)
+        target = self.adapter.gradient_of("bias")
+        if target is not None and grad is not None and grad.numel():
+            target.add_(grad)
 
 
-class _Holder(LaidOutModule):
-    """Weights that one of the library's modules works with."""
+class _WeightOwner(LaidOutModule):
+    """Owner of the weight and bias that a module of the library uses."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         super().__init__()
@@ -212,12 +220,12 @@ class _Holder(LaidOutModule):
         if weights.bias is not None:
             self.add_weight("bias", weights.bias, dtype)
 
-    def lent(self, prefix: str = "") -> dict[str, tuple[LaidOutModule, str]]:
-        """Its weights, by the names that the module has for them."""
+    def weights(self, prefix: str = "") -> dict[str, tuple[LaidOutModule, str]]:
+        """Return owner and attribute of each weight, by the module's parameter name."""
         return {f"{prefix}{name}": (self, name) for name in self.layouts}
 
 
-class TeNorm(_Holder):
+class TENorm(_WeightOwner):
     """Norm over the last dimension: LayerNorm with a bias, RMSNorm without."""
 
     def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype) -> None:
@@ -230,42 +238,42 @@ class TeNorm(_Holder):
             dtype=dtype,
             device="meta",
         )
-        # In a sequence, what runs is put together once, and not in every call.
-        self.foreign = Foreign(module, self.lent(), run=te.ops.Sequential(module))
+        # `Sequential` fuses its operations once; a bare operation is fused in every call.
+        self.adapter = TEModuleAdapter(module, self.weights(), run=te.ops.Sequential(module))
 
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (a leaf gets it)
-        return self.foreign(x)
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a leaf)
+        return self.adapter(x)
 
 
-class TeColumnLinear(_Holder):
-    """Residual addition, then one module: norm or none, and a column-parallel linear layer."""
+class TEColumnLinear(_WeightOwner):
+    """Residual addition, then one module: norm if there is one, and column-parallel linear layer."""
 
     def __init__(self, leaves: TransformerEngineLeaves, norm: Weights | None, linear: Weights) -> None:
         super().__init__(linear, leaves.dtype)
         rows, inputs = linear.weight.shape
-        how = _linear(leaves, "column", linear) | {
+        options = _linear_options(leaves, "column", linear) | {
             "in_features": inputs,
             "out_features": rows * leaves.tp.size,
         }
         if norm is None:
-            self.foreign = Foreign(library().Linear(**how), self.lent())
+            self.adapter = TEModuleAdapter(library().Linear(**options), self.weights())
             return
-        self.norm = _Holder(norm, leaves.dtype)
+        self.norm = _WeightOwner(norm, leaves.dtype)
         module = library().LayerNormLinear(
             normalization=leaves.norms.kind,
             eps=leaves.norms.epsilon,
             zero_centered_gamma=leaves.norms.is_stored_minus_one,
-            **how,
+            **options,
         )
-        self.foreign = Foreign(module, self.lent() | self.norm.lent("layer_norm_"))
+        self.adapter = TEModuleAdapter(module, self.weights() | self.norm.weights("layer_norm_"))
 
     def forward(self, hidden: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         total = hidden if delta is None else hidden + delta
-        return total, self.foreign.linear(total, info)
+        return total, self.adapter.linear(total, info)
 
 
-class TeRowLinear(_Holder):
-    """Row-parallel linear layer, behind an activation or not: [s, b, i/tp], gated [s, b, 2 i/tp] -> [s/tp, b, h]."""
+class TERowLinear(_WeightOwner):
+    """Activation, if there is one, and row-parallel linear layer: [s, b, i/tp], or gated [s, b, 2 i/tp], -> [s/tp, b, h]."""
 
     def __init__(
         self, leaves: TransformerEngineLeaves, linear: Weights, activation: str | None = None
@@ -273,68 +281,70 @@ class TeRowLinear(_Holder):
         super().__init__(linear, leaves.dtype)
         te = library()
         outputs, columns = linear.weight.shape
-        how = _linear(leaves, "row", linear) | {
+        options = _linear_options(leaves, "row", linear) | {
             "in_features": columns * leaves.tp.size,
             "out_features": outputs,
         }
-        self.foreign = Foreign(te.Linear(**how), self.lent())
+        self.adapter = TEModuleAdapter(te.Linear(**options), self.weights())
         self.activation = (
-            None if activation is None else Foreign(te.ops.Sequential(getattr(te.ops, activation)()), {})
+            None
+            if activation is None
+            else TEModuleAdapter(te.ops.Sequential(getattr(te.ops, activation)()), {})
         )
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return self.foreign.linear(x if self.activation is None else self.activation(x), info)
+        return self.adapter.linear(x if self.activation is None else self.activation(x), info)
 
 
-def _linear(leaves: TransformerEngineLeaves, mode: str, linear: Weights) -> dict[str, Any]:
-    """How a linear layer is made, but for its sizes, which are those of all ranks together."""
+def _linear_options(leaves: TransformerEngineLeaves, mode: str, linear: Weights) -> dict[str, Any]:
+    """Return the arguments of a linear layer, except for its sizes, which are those of all ranks together."""
     tp = leaves.tp
     return {
         "bias": linear.bias is not None,
         "params_dtype": leaves.dtype,
         "device": "meta",
         "fuse_wgrad_accumulation": True,
-        "parallel_mode": mode if tp.size > 1 else None,  # alone, a row's bias is added in the product
+        "parallel_mode": mode if tp.size > 1 else None,  # one rank adds the bias in the GEMM
         "sequence_parallel": tp.sequence_parallel,
         "tp_group": tp.group.handle,
         "tp_size": tp.size,
     }
 
 
-def _over_context_ranks(cp: ContextParallel, over: ContextAttention) -> dict[str, Any]:
-    """How attention is made that reaches across the ranks of `cp`."""
+def _context_options(cp: ContextParallel, context: ContextAttention) -> dict[str, Any]:
+    """Return the arguments of attention over the ranks of `cp`."""
     if cp.size == 1:
         return {}
-    heads, ring = over.heads, over.ring.group
+    heads, ring = context.heads, context.ring.group
     group: Any = cp.group.handle
     if ring.size == 1:
-        way = "a2a"
+        comm_type = "a2a"
     elif heads.size == 1:
-        way = "all_gather" if over.gathers else "p2p"
+        comm_type = "all_gather" if context.gathers else "p2p"
     else:
-        way, group = "a2a+p2p", [heads.handle, ring.handle]
+        comm_type, group = "a2a+p2p", [heads.handle, ring.handle]
     return {
         "cp_group": group,
         "cp_global_ranks": list(cp.group.ranks),
         "cp_stream": _second_stream(),
-        "cp_comm_type": way,
+        "cp_comm_type": comm_type,
     }
 
 
 @functools.cache
 def _second_stream() -> torch.cuda.Stream | None:
-    """On which each other step around a ring is computed; one for all layers."""
+    """Return the stream of every second step of a ring, one for all layers."""
     return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
-_BOUNDS = 512
-"""Tokens; the longest document is rounded up to a multiple."""
+_MAX_SEQLEN_MULTIPLE = 512
+"""Multiple, in tokens, to which the length of the longest document is rounded up."""
 
 
-class TeCoreAttention(nn.Module):
-    """Causal attention of this rank's heads. The library chooses the kernel, and divides samples over context ranks as we do."""
+class TECoreAttention(nn.Module):
+    """Causal attention of this rank's heads. The library chooses the kernel; it shards samples over context ranks as we do."""
 
-    def __init__(self, spec: AttentionSpec, tp: TensorParallel, over_context_ranks: dict[str, Any]) -> None:
+    def __init__(self, spec: AttentionSpec, tp: TensorParallel, context_options: dict[str, Any]) -> None:
         super().__init__()
         module = library().DotProductAttention(
             num_attention_heads=spec.num_heads // tp.size,
@@ -345,24 +355,23 @@ class TeCoreAttention(nn.Module):
             attn_mask_type="causal",
             window_size=None if spec.window is None else (spec.window, 0),
             softmax_scale=spec.scale,
-            **over_context_ranks,
+            **context_options,
         )
-        self.foreign = Foreign(module, {})
+        self.adapter = TEModuleAdapter(module, {})
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents = info.documents
         if documents is None:
-            return self.foreign(q, k, v)
+            return self.adapter(q, k, v)
         s, b = q.shape[:2]
-        borders = documents.cu_seqlens
-        # Kernels are chosen and built anew for another bound: few bounds, none far above the longest document.
-        longest = min(s, -(-documents.max_seqlen // _BOUNDS) * _BOUNDS)
-        out = self.foreign(
+        # The library chooses and builds kernels again for each new maximum: few maxima, none far above the longest document.
+        longest = min(s, -(-documents.max_seqlen // _MAX_SEQLEN_MULTIPLE) * _MAX_SEQLEN_MULTIPLE)
+        out = self.adapter(
             *(x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)),  # [b * s, n/tp, d]
             qkv_format="thd",
             attn_mask_type="padding_causal",
-            cu_seqlens_q=borders,
-            cu_seqlens_kv=borders,
+            cu_seqlens_q=documents.cu_seqlens,
+            cu_seqlens_kv=documents.cu_seqlens,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )

@@ -1,0 +1,101 @@
+"""Builder of the leaves of the `local` implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatrain.kernels import activations
+from megatrain.kernels.activations import Activation, ActivationFunction
+from megatrain.kernels.random import stream_key
+from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
+from megatrain.model.implementations.leaves import CoreAttention, Pointwise
+from megatrain.model.implementations.local import (
+    CastToWeightDtype,
+    LocalActivationRowLinear,
+    LocalColumnLinear,
+    LocalDropout,
+    LocalGroupedMlp,
+    LocalNorm,
+    LocalRowLinear,
+    LocalSplitRmsNorm,
+)
+from megatrain.model.layouts import Weights
+from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
+from megatrain.parallel.context_attention import ContextAttention
+from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import ParamLayout
+from megatrain.parallel.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class LocalLeaves:
+    """Builder of the leaves of one rank."""
+
+    tp: TensorParallel
+    cp: ContextParallel
+    dtype: torch.dtype
+    norms: NormSpec
+    seed: int
+    """Seed of dropout."""
+    attention: str = "sdpa"
+    """Attention kernel, a value of `derived.attention_backend`."""
+    context: ContextAttention | None = None
+    """Attention over the ranks of `cp`; None: a ring of them."""
+
+    def norm(self, weights: Weights, spec: NormSpec) -> LocalNorm:
+        return LocalNorm(weights, spec, self.dtype)
+
+    def split_norm(self, weights: Weights, spec: NormSpec) -> LocalSplitRmsNorm:
+        return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
+
+    def column_linear(
+        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+    ) -> LocalColumnLinear:
+        return LocalColumnLinear(
+            self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
+        )
+
+    def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:
+        return CastToWeightDtype(self.dtype) if norm is None else self.norm(norm, self.norms)
+
+    def grouped_mlp(
+        self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_local_experts: int
+    ) -> LocalGroupedMlp:
+        return LocalGroupedMlp(_activation(spec), fc1, fc2, num_local_experts, self.dtype)
+
+    def row_linear(self, linear: Weights) -> LocalRowLinear:
+        return LocalRowLinear(linear, self.tp, self.dtype)
+
+    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
+        return LocalActivationRowLinear(linear, self.tp, self.dtype, _activation(spec))
+
+    def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
+        is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout
+        if is_plain and self.attention != "math" and self.cp.size == 1:
+            return LocalAttention(spec, self.attention)
+        key = stream_key(self.seed, f"{name}.dropout")
+        context = self.context or ContextAttention(RankGroup("heads", (0,), 0), self.cp)
+        return LocalContextAttention(spec, sink, key, self.tp, context, self.attention, self.dtype)
+
+    def dropout(self, p: float, name: str) -> Pointwise:
+        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
+
+
+_ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
+    "swiglu": activations.SILU,
+    "geglu_tanh": activations.GELU_TANH,
+    "quick_geglu": activations.QUICK_GELU,
+    "gelu": activations.GELU,
+    "gelu_tanh": activations.GELU_TANH,
+    "squared_relu": activations.SQUARED_RELU,
+}
+
+
+def _activation(spec: MlpSpec) -> Activation:
+    activation_fn = spec.activation_fn or _ACTIVATION_FUNCTIONS[spec.activation]
+    return Activation(
+        activation_fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset
+    )
