@@ -1,16 +1,16 @@
-"""The router of a layer with experts: which experts each token goes to, losses that keep loads even, and what it tells.
+"""The router of a layer with experts: it selects experts for each token, computes balancing losses and records metrics.
 
-    x ─ jitter ─ logits ─┬─ pick experts ─ capacity ──> Routing
-                         └─ losses ─> enter the graph through the weights; their values go to `info.router_metrics`
+    x ─ jitter ─ logits ─┬─ select experts ─ capacity ──> Routing
+                         └─ losses ─> enter the graph through the probabilities; their values go to `info.router_metrics`
 
-Losses are of the micro-batch, whose tokens may be spread over ranks (`TokenSplit`): a rank's part has the sum over its
-own tokens, and everybody's loads. As plain sums over ranks, micro-batches and replicas are what gradients get, a part
-enters with the factor `info.loss_scale`: what the micro-batch's mean token loss counts in the step's. So the step's
-loss has the mean over micro-batches of coefficient * loss, for each layer; with --calculate-per-token-loss a mean that
-is weighed by the tokens that count.
+Losses are those of a micro-batch, whose tokens may be split over ranks (`TokenSplit`): a rank's part is computed from its
+own tokens' scores and the loads of all tokens. Gradients are plain sums over ranks, micro-batches and replicas, so a part
+is scaled by `info.loss_scale`, the weight of the micro-batch's mean token loss in the step's loss. The step's loss has, for
+each layer, the mean over micro-batches of coefficient * loss; with --calculate-per-token-loss that mean is weighted by the
+number of tokens that count.
 
-What is told of a pass is a row of `ROUTER_METRICS`, then the loads of the experts, over this rank's tokens; wide enough
-that summed loads are exact. A second run of recomputation tells the same again.
+The metrics of a pass are a row of `ROUTER_METRICS`, then the load of each expert, over this rank's tokens, in fp64, in which
+sums of loads are exact. A recomputed forward pass records the same values again.
 """
 
 from __future__ import annotations
@@ -43,26 +43,25 @@ from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule
 
 ROUTER_METRICS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
-"""What a router tells: visits that were dropped, the tokens' entropies, and parts of losses without their coefficients."""
+"""Metrics of a router: dropped assignments, sum of the tokens' entropies, and this rank's parts of losses without coefficients."""
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(LaidOutModule):
-    """Picks experts for the tokens of one layer.
+    """Router of one layer.
 
     Args:
-        spec: what it does.
         layer: number of its layer in the model.
-        name: begins its canonical names, and by it jitter draws.
-        hidden_size, init, dtype: of its weight, [E, h].
-        split: how tokens lie on ranks.
-        dp: ranks that read other samples.
-        seed: of jitter.
+        name: prefix of its canonical names, and the key of its random streams.
+        hidden_size, init, dtype: properties of its weight, [E, h].
+        split: distribution of the micro-batch's tokens over ranks.
+        dp: data-parallel ranks.
+        seed: seed of jitter.
     """
 
     weight: Tensor
     bias: Tensor | None
-    """Added to scores to pick, [E]: a part of the model's `ExpertBiases`."""
+    """Added to scores in the selection of experts, [E]: a view of the model's `ExpertBiases`."""
 
     def __init__(
         self,
@@ -88,44 +87,44 @@ class Router(LaidOutModule):
             scaling_factor=spec.scaling_factor or 1.0,
         )
         self.dtype = dtype if spec.dtype is None else torch.promote_types(dtype, _DTYPES[spec.dtype])
-        self.keys = {what: stream_key(seed, f"{name}.{what}") for what in ("jitter", "forced")}
-        self.loads_so_far: list[Tensor] = []
-        """Loads of the global batch up to each of the step's micro-batches: [E] each, over all replicas."""
+        self.keys = {use: stream_key(seed, f"{name}.{use}") for use in ("jitter", "forced")}
+        self.cumulative_loads: list[Tensor] = []
+        """Loads summed over all replicas and the step's micro-batches up to each one: [E] each."""
         self.add_weight(
             "weight", router_layout(f"{name}.weight", spec.num_experts, hidden_size, init, split.tp), dtype
         )
 
     def forward(self, x: Tensor, info: PassInfo) -> Routing:
-        """Routing of this rank's tokens, x [s/(cp tp), b, h], whose rows follow one another as [t, h]."""
+        """Route this rank's tokens: x [s/(cp tp), b, h], flattened to [t, h]."""
         rows, samples = x.shape[:2]
         logits = self._logits(x, info)
-        experts, weights = self._pick(logits, rows, samples, info)
-        kept = self._kept(experts, weights, rows, samples)
+        experts, probs = self._select(logits, rows, samples, info)
+        kept = self._kept(experts, probs, rows, samples)
         if info.is_training:
-            weights = self._with_losses(weights, logits, experts, kept, samples, info)
-        return Routing(experts, weights if kept is None else weights * kept, kept)
+            probs = self._with_losses(probs, logits, experts, kept, samples, info)
+        return Routing(experts, probs if kept is None else probs * kept, kept)
 
     def _logits(self, x: Tensor, info: PassInfo) -> Tensor:
-        """[t, E] in the router's dtype."""
+        """Compute the logits, [t, E], in the router's dtype."""
         if self.spec.jitter and info.is_training:
             x = x * self._uniform(x, info, "jitter", 1 - self.spec.jitter, 1 + self.spec.jitter)
         logits: Tensor = _Logits.apply(
             x.flatten(0, 1), self.weight, self.weight_grads.get("weight"), self.dtype, info
         )
         if self.spec.is_forced:
-            by_place = logits.detach().unflatten(0, x.shape[:2])
-            logits = _Replaced.apply(logits, self._uniform(by_place, info, "forced", 0, 1).flatten(0, 1))
+            like = logits.detach().unflatten(0, x.shape[:2])
+            logits = _ReplaceValues.apply(logits, self._uniform(like, info, "forced", 0, 1).flatten(0, 1))
         return logits
 
-    def _uniform(self, like: Tensor, info: PassInfo, what: str, low: float, high: float) -> Tensor:
-        """Numbers for each token, the same under every layout, in the shape of `like`, [s/(cp tp), b, n]."""
+    def _uniform(self, like: Tensor, info: PassInfo, use: str, low: float, high: float) -> Tensor:
+        """Draw uniform numbers in the shape of `like`, [s/(cp tp), b, n]; a token's numbers do not depend on the layout."""
         rows, samples, columns = like.shape
-        numbers = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=like.device)
+        indices = self.split.token_indices(rows, samples, first_sample=info.first_sample, device=like.device)
         out = torch.empty(rows * samples, columns, dtype=like.dtype, device=like.device)
-        fill_uniform(out, numbers.flatten(), key=self.keys[what], low=low, high=high)
+        fill_uniform(out, indices.flatten(), key=self.keys[use], low=low, high=high)
         return out.view(like.shape)
 
-    def _pick(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
+    def _select(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
         assert self.spec.has_expert_bias == (self.bias is not None)
         if not self.spec.is_sinkhorn:
             return select_experts(logits, self.rule, self.bias)
@@ -133,113 +132,94 @@ class Router(LaidOutModule):
             return select_by_sinkhorn(logits, logits, self.spec.top_k)
         order = self.split.flat_positions(rows, samples, logits.device)
         plan = sinkhorn_plan(self.split.gather(logits.detach(), order))
-        own = plan if self.split.num_ranks == 1 else plan[order]
-        return select_by_sinkhorn(logits, own, self.spec.top_k)
+        local_plan = plan if self.split.num_ranks == 1 else plan[order]
+        return select_by_sinkhorn(logits, local_plan, self.spec.top_k)
 
-    def _kept(self, experts: Tensor, weights: Tensor, rows: int, samples: int) -> Tensor | None:
-        """Which visits experts have room for, [t, k], decided over the whole micro-batch."""
-        if self.spec.capacity_factor is None:
+    def _kept(self, experts: Tensor, probs: Tensor, rows: int, samples: int) -> Tensor | None:
+        """Return the assignments within the experts' capacity, bool [t, k], decided over the whole micro-batch; None: all."""
+        spec = self.spec
+        if spec.capacity_factor is None:
             return None
         order = self.split.flat_positions(rows, samples, experts.device)
-        whole = self.split.gather(experts, order)
+        all_experts, all_probs = (self.split.gather(x.detach(), order) for x in (experts, probs))
         capacity = expert_capacity(
-            self.spec.capacity_factor,
-            top_k=self.spec.top_k,
-            num_tokens=whole.shape[0],
-            num_experts=self.spec.num_experts,
+            spec.capacity_factor, top_k=spec.top_k, num_tokens=len(all_experts), num_experts=spec.num_experts
         )
-        kept = within_capacity(
-            whole,
-            self.split.gather(weights.detach(), order),
-            capacity,
-            "position" if self.spec.drops_last else "probs",
-        )
+        kept = within_capacity(all_experts, all_probs, capacity, "position" if spec.drops_last else "probs")
         return kept if self.split.num_ranks == 1 else kept[order]
 
     def _with_losses(
         self,
-        weights: Tensor,
+        probs: Tensor,
         logits: Tensor,
         experts: Tensor,
         kept: Tensor | None,
         samples: int,
         info: PassInfo,
     ) -> Tensor:
-        """The weights, through which the losses enter the graph; tells what they were."""
+        """Return the probabilities, through which the losses enter the graph; record the metrics."""
         scores = score_sums(logits, self.spec.score_function, samples)
         loads = tokens_per_expert(experts.unflatten(0, (-1, samples)), self.spec.num_experts)  # [b, E]
-        told = torch.zeros(
-            len(ROUTER_METRICS) + self.spec.num_experts, dtype=torch.float64, device=loads.device
-        )
-        told[len(ROUTER_METRICS) :] = loads.sum(0)
-        told[ROUTER_METRICS.index("entropy")] = scores.entropy
+        num_metrics = len(ROUTER_METRICS)
+        metrics = loads.new_zeros(num_metrics + self.spec.num_experts, dtype=torch.float64)
+        metrics[num_metrics:] = loads.sum(0)
+        metrics[ROUTER_METRICS.index("entropy")] = scores.entropy
         if kept is not None:
-            told[ROUTER_METRICS.index("dropped")] = (~kept).sum()
+            metrics[ROUTER_METRICS.index("dropped")] = (~kept).sum()
         parts = self._losses(logits, scores, loads, info)
         if parts:
-            weights = _WithLoss.apply(
-                weights, sum(coeff * part for coeff, part in parts.values()), info.loss_scale
-            )
+            loss = sum(coeff * part for coeff, part in parts.values())
+            probs = _AddLoss.apply(probs, loss, info.loss_scale)
         for name, (_, part) in parts.items():
-            told[ROUTER_METRICS.index(name)] = part.detach()
-        info.router_metrics[self.layer] = told
-        return weights
+            metrics[ROUTER_METRICS.index(name)] = part.detach()
+        info.router_metrics[self.layer] = metrics
+        return probs
 
     def _losses(
-        self, logits: Tensor, scores: ScoreSums, picked: Tensor, info: PassInfo
+        self, logits: Tensor, scores: ScoreSums, selected: Tensor, info: PassInfo
     ) -> dict[str, tuple[float, Tensor]]:
-        """Coefficient and this rank's part of each loss, by its name among ROUTER_METRICS.
-
-        Args:
-            picked: loads of the experts by what was picked, [b, E]; may change.
-        """
-        spec, samples = self.spec, len(picked)
+        """Compute coefficient and this rank's part of each loss. `selected` [b, E], the experts' loads, is overwritten."""
+        spec, samples = self.spec, len(selected)
         num_tokens = logits.shape[0] * self.split.num_ranks
-        found: dict[str, tuple[float, Tensor]] = {}
+        losses: dict[str, tuple[float, Tensor]] = {}
         if spec.z_loss_coeff:
-            found["z_loss"] = (spec.z_loss_coeff, scores.squares / num_tokens)
+            losses["z_loss"] = (spec.z_loss_coeff, scores.squares / num_tokens)
         if not any(coeff for _, coeff in spec.losses):
-            return found
-        by_sequence = self.split.sum(self._best_loads(logits, picked))
+            return losses
+        by_sequence = self.split.sum(self._top_k_loads(logits, selected))
         loads = by_sequence.sum(0)
         for name, coeff in spec.losses:
-            match name:
-                case "aux_loss":
-                    shares = scores.shares.sum(0)
-                    loss = load_balancing_loss(shares, loads, top_k=spec.top_k, num_tokens=num_tokens)
-                case "seq_aux_loss":
-                    length = num_tokens // samples
-                    loss = load_balancing_loss(
-                        scores.shares, by_sequence, top_k=spec.top_k, num_tokens=length
-                    )
-                case "global_aux_loss":
-                    mean, shares = self._mean_loads(loads, info), scores.shares.sum(0)
-                    loss = load_balancing_loss(shares, mean, top_k=spec.top_k, num_tokens=num_tokens)
+            if name == "seq_aux_loss":
+                shares, counts, length = scores.shares, by_sequence, num_tokens // samples
+            else:
+                counts = self._mean_loads(loads, info) if name == "global_aux_loss" else loads
+                shares, length = scores.shares.sum(0), num_tokens
+            loss = load_balancing_loss(shares, counts, top_k=spec.top_k, num_tokens=length)
             if coeff:
-                found[name] = (coeff, loss)
-        return found
+                losses[name] = (coeff, loss)
+        return losses
 
-    def _best_loads(self, logits: Tensor, picked: Tensor) -> Tensor:
-        """Loads of the experts as losses count them, [b, E]: of the best by score, whatever bias or groups make of them."""
+    def _top_k_loads(self, logits: Tensor, selected: Tensor) -> Tensor:
+        """Return the loads that losses use, [b, E]: those of the top k scores, without bias and groups."""
         if self.rule.picks_best_logits and not self.spec.is_sinkhorn:
-            return picked
+            return selected
         best, _ = select_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
-        return tokens_per_expert(best.unflatten(0, (-1, len(picked))), self.spec.num_experts)
+        return tokens_per_expert(best.unflatten(0, (-1, len(selected))), self.spec.num_experts)
 
     def _mean_loads(self, loads: Tensor, info: PassInfo) -> Tensor:
-        """Mean loads of the step's micro-batches of all replicas up to this one, wide [E]."""
+        """Return the mean loads of the step's micro-batches of all replicas up to this one, fp64 [E]."""
         number = info.microbatch
-        if self.layer not in info.router_metrics:  # not a second run
+        if self.layer not in info.router_metrics:  # not a recomputed forward pass
             if number == 0:
-                self.loads_so_far = []
-            assert len(self.loads_so_far) == number, "micro-batches come in their order"
+                self.cumulative_loads = []
+            assert len(self.cumulative_loads) == number, "micro-batches run in order"
             total = all_reduce(loads.clone(), self.dp)
-            self.loads_so_far.append(total + self.loads_so_far[-1] if number else total)
-        return self.loads_so_far[number].double() / (self.dp.size * (number + 1))
+            self.cumulative_loads.append(total + self.cumulative_loads[-1] if number else total)
+        return self.cumulative_loads[number].double() / (self.dp.size * (number + 1))
 
 
 class _Logits(Function):
-    """x [t, h], weight [E, h] -> x W^T [t, E], computed and given in `dtype`."""
+    """x [t, h], weight [E, h] -> x W^T [t, E], computed and returned in `dtype`."""
 
     @staticmethod
     def forward(
@@ -261,8 +241,8 @@ class _Logits(Function):
         return dx, None, None, None, None
 
 
-class _Replaced(Function):
-    """Other values, with the gradient of those that they replace."""
+class _ReplaceValues(Function):
+    """Replacement of x by other values; the gradient passes to x unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004 (autograd's signature)
@@ -273,8 +253,8 @@ class _Replaced(Function):
         return grads[0], None
 
 
-class _WithLoss(Function):
-    """x as it is; a loss enters the graph behind it, times a scale."""
+class _AddLoss(Function):
+    """Identity of x that adds scale * loss to the graph: the loss receives `scale` as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:

@@ -77,13 +77,7 @@ class TransformerEngineLeaves:
     def residual_norm(self, norm: Weights | None) -> ResidualNorm:  # noqa: ARG002
         raise _refused("layers of experts")
 
-    def grouped_mlp(
-        self,
-        spec: MlpSpec,
-        fc1: ParamLayout,
-        fc2: ParamLayout,
-        num_local_experts: int,  # noqa: ARG002
-    ) -> GroupedMlp:
+    def grouped_mlp(self, *_: Any) -> GroupedMlp:
         raise _refused("layers of experts")
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:  # noqa: ARG002
