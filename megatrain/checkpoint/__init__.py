@@ -1,1 +1,1 @@
-"""Checkpoints: sharded files of canonical tensors, committed whole, checked on every load, loadable at any layout."""
+"""Checkpoints: sharded files of canonical tensors, committed atomically, checked on every load, loadable under any layout."""

@@ -1,6 +1,6 @@
-"""The operations on storage that a save is made of: one object, so that a test can let any of them fail.
+"""File operations of a save, as one object, so that a test can make each of them fail; and reading of checked files.
 
-Writing goes through `Disk`. Reading needs no such care: whatever it returns is checked against sums.
+Reads do not go through `Disk`: all data is compared with checksums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatrain.checkpoint.errors import DamagedError
 
 
 class Disk:
-    """A file system. Nothing is safe from a power cut before it is synchronised; renames are atomic."""
+    """A file system. Data survives a power failure only after fsync; renames are atomic."""
 
     def free_bytes(self, folder: Path) -> int:
         return shutil.disk_usage(folder).free
@@ -26,7 +26,7 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> FileIO:
-        """A new file; one that exists already is an error."""
+        """Create a file; raise an error if it exists."""
         return FileIO(path, "x")
 
     def write(self, file: FileIO, data: bytes | memoryview) -> None:
@@ -36,11 +36,11 @@ class Disk:
             rest = rest[file.write(rest) or 0 :]
 
     def sync(self, file: FileIO) -> None:
-        """Make what was written to a file durable."""
+        """Fsync the data of a file."""
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable."""
+        """Fsync the names in a folder."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)
@@ -51,7 +51,7 @@ class Disk:
         source.replace(target)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, a link, or a folder with all that is in it."""
+        """Remove a file, a link, or a folder and its content."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -59,15 +59,15 @@ class Disk:
 
 
 def write_file(disk: Disk, path: Path, data: bytes | memoryview) -> None:
-    """Create a file of these bytes, durable but for its name."""
-    with naming(path), disk.create(path) as file:
+    """Create a file of these bytes and fsync its data (not its name)."""
+    with errors_name_file(path), disk.create(path) as file:
         disk.write(file, data)
         disk.sync(file)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Give errors of the system that name no file the name of this one."""
+def errors_name_file(path: Path) -> Iterator[None]:
+    """Add this file name to operating system errors that have none."""
     try:
         yield
     except OSError as error:
@@ -76,32 +76,36 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def open_plain(path: Path) -> FileIO:
-    """Open a file for reading. A link, a pipe or a device in its place is damage, and is not touched."""
+def open_regular_file(path: Path) -> FileIO:
+    """Open a regular file for reading.
+
+    Raises:
+        DamagedError: it is a link, a pipe or a device, or cannot be opened.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise DamagedError(f"{path}: not a plain file")
+        raise DamagedError(f"{path}: not a regular file")
     return FileIO(handle, "r")
 
 
-def read_small(path: Path, *, most_bytes: int) -> bytes:
-    """All of a file that has no business being large."""
+def read_small_file(path: Path, *, max_bytes: int) -> bytes:
+    """Return the content of a file of at most `max_bytes`."""
     try:
-        with open_plain(path) as file:
+        with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > most_bytes:
-                raise DamagedError(f"{path}: {size} bytes, more than the {most_bytes} that are read")
+            if size > max_bytes:
+                raise DamagedError(f"{path}: {size} bytes, more than the limit of {max_bytes}")
             return file.read(size) or b""
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
 
 
 def read_into(file: FileIO, target: memoryview, offset: int, path: Path) -> None:
-    """Fill `target` from a place in a file; `path` is its name in messages."""
+    """Fill `target` from an offset of a file; `path` is its name in error messages."""
     while target:
         try:
             count = os.preadv(file.fileno(), [target], offset)

@@ -1,10 +1,10 @@
-"""What can be wrong with a checkpoint, and how the ranks come to one view of it.
+"""Errors of checkpoints, raised on all ranks together.
 
-    every rank: work -> its result or its error -> gather -> all go on with the results, or all raise
+    every rank: work -> result or error -> gather -> all ranks continue, or all raise
 
-CheckpointError     could not be written or read
-  DamagedError      is not what was written: an older one may do instead
-  MismatchError     is whole, but not of this model: no other one would do either
+CheckpointError     the checkpoint could not be written or read
+  DamagedError      the files differ from what was written: an older checkpoint may be intact
+  MismatchError     an intact checkpoint of another model or program: older ones do not fit either
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ class CheckpointError(MegatrainError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was once written. The problem names the file, and the tensor where there is one."""
+    """The files of a checkpoint differ from what was written. The problem names the file, and the tensor if there is one."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, fix="load an older checkpoint, or restore this one from a backup")
 
 
 class MismatchError(CheckpointError):
-    """A whole checkpoint that this model or this program cannot take."""
+    """An intact checkpoint of another model or a newer program."""
 
 
 def agree(
     work: Callable[[], Any], messages: Messages, then: Callable[[list[Any]], Any] = lambda _: None
 ) -> Any:
-    """Do `work` on every rank, and `then` on rank 0 with all results (anything that JSON holds), by rank.
+    """Run `work` on every rank, then `then` on rank 0 with the list of all results, which are JSON values.
 
     Returns:
-        What `then` returns, on all ranks.
+        The result of `then`, on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, where any failed: a mismatch before damage before the rest.
+        CheckpointError: on all ranks if one fails; mismatch takes precedence over damage, damage over other errors.
     """
     value, failure = None, None
     try:
         value = work()
-    except Exception as error:  # noqa: BLE001 (whatever happened here, the others wait for an answer)
+    except Exception as error:  # noqa: BLE001 (the other ranks wait for an answer)
         failure = error
     answers = messages.gather({"value": value, "failure": _described(failure)})
     failures = [(*answer["failure"], rank) for rank, answer in enumerate(answers) if answer["failure"]]
@@ -57,7 +57,7 @@ def agree(
             failure = error
             failures = [(*described, 0) for described in [_described(error)] if described]
     worst = min(failures, key=lambda described: described[0], default=None)
-    result, worst = messages.share([result, worst])
+    result, worst = messages.broadcast([result, worst])
     if worst is None:
         return result
     severity, problem, fix, rank = worst
@@ -70,7 +70,7 @@ def agree(
 
 
 def _described(failure: Exception | None) -> tuple[int, str, str] | None:
-    """How grave, what is wrong, what to do. The least number wins."""
+    """Return severity (0 is the worst), problem and fix, or None without a failure."""
     if failure is None:
         return None
     severity = 0 if isinstance(failure, MismatchError) else 1 if isinstance(failure, DamagedError) else 2
@@ -78,10 +78,10 @@ def _described(failure: Exception | None) -> tuple[int, str, str] | None:
         return severity, failure.problems[0].text, failure.problems[0].fix
     if isinstance(failure, OSError):
         name = f"{failure.filename}: " if failure.filename else ""
-        fix = "free space or mend the storage, and see that all nodes share the folder; older checkpoints are intact"
+        fix = "free space or repair the storage, and check that all nodes share the folder; older checkpoints are intact"
         return severity, f"{name}{failure.strerror or failure} (errno {failure.errno})", fix
     return (
         severity,
         f"{type(failure).__name__}: {failure}",
-        "this is a bug: please report it with the traceback",
+        "report this bug with the traceback",
     )

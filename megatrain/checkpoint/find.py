@@ -1,9 +1,9 @@
-"""Which checkpoints a folder holds.
+"""Find the checkpoints in a folder.
 
-<save>/iter_0000100/                            a checkpoint, if its manifest and the sizes of its files are right
-<save>/iter_0000100.old-<id>/                   the same, while a new one of this iteration takes its place
-<save>/iter_0000100.tmp-<id>/                   being written, or left by a run that died
-<save>/latest_checkpointed_iteration.txt        the newest iteration: a hint, as in Megatron-LM
+<save>/iter_0000100/                            a checkpoint, if its manifest and file sizes are valid
+<save>/iter_0000100.old-<id>/                   a checkpoint that a new one of the same iteration is replacing
+<save>/iter_0000100.tmp-<id>/                   being written, or left by a run that was killed
+<save>/latest_checkpointed_iteration.txt        tracker: the newest iteration, as in Megatron-LM; only a hint
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.checkpoint.disk import read_small
+from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.manifest import Manifest, read_manifest
 from megatrain.checkpoint.tensor_file import check_size
@@ -25,7 +25,7 @@ _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that may be a checkpoint. `problem` says why it is none."""
+    """A folder that may be a checkpoint; `problem` says why it is not one."""
 
     iteration: int
     path: Path
@@ -37,7 +37,7 @@ def folder_name(iteration: int) -> str:
 
 
 def find_checkpoints(folder: Path) -> list[Candidate]:
-    """Every checkpoint in `folder`, newest first, good or not; values of tensors are not read."""
+    """Return all checkpoints in `folder`, valid or not, newest first; tensor data is not read."""
     return [
         Candidate(found.iteration, found.path, found.problem or _problem_of(found))
         for found in list_candidates(folder)
@@ -45,19 +45,23 @@ def find_checkpoints(folder: Path) -> list[Candidate]:
 
 
 def newest_valid(folder: Path) -> Candidate | None:
-    """The newest checkpoint whose manifest and sizes of files are right."""
+    """Return the newest checkpoint whose manifest and file sizes are valid, or None."""
     found = (Candidate(c.iteration, c.path, c.problem or _problem_of(c)) for c in list_candidates(folder))
     return next((candidate for candidate in found if candidate.problem is None), None)
 
 
 def list_candidates(folder: Path) -> list[Candidate]:
-    """By name alone, newest first. An iteration that the tracker names and that is missing counts as a bad one."""
+    """Return all candidates by name, newest first. A missing iteration that the tracker names counts as an invalid one.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}", fix="give a folder that can be read") from error
+        raise CheckpointError(f"{folder}: {error.strerror}", fix="make the folder readable") from error
     found = [
         Candidate(int(match[1]), folder / name)
         for name in names
@@ -65,27 +69,27 @@ def list_candidates(folder: Path) -> list[Candidate]:
     ]
     hint = _tracked_iteration(folder)
     if hint is not None and hint not in {candidate.iteration for candidate in found}:
-        missing = f"{TRACKER_NAME} names it, but there is no such folder"
+        missing = f"{TRACKER_NAME} names it, but the folder is missing"
         found.append(Candidate(hint, folder / folder_name(hint), missing))
     return sorted(found, key=lambda candidate: (-candidate.iteration, candidate.path.name))
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
-    """What saves that were not finished, or whose purpose is served, have left."""
+    """Yield the files and folders of interrupted saves, and replaced checkpoints."""
     yield from (path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
 
 
 def check_folder(path: Path, iteration: int) -> Manifest:
-    """The manifest of a checkpoint, once it and the sizes of all files are right.
+    """Check the manifest and file sizes of a checkpoint, and return the manifest.
 
     Raises:
-        DamagedError, MismatchError: as `read_manifest`; or a file is missing or of the wrong size.
+        DamagedError, MismatchError: see `read_manifest`; or a file is missing or has another size.
     """
     if path.is_symlink():
         raise DamagedError(f"{path}: a link, not a folder")
     manifest = read_manifest(path)
     if manifest.iteration != iteration:
-        raise DamagedError(f"{path}: its manifest is of iteration {manifest.iteration}")
+        raise DamagedError(f"{path}: the manifest is of iteration {manifest.iteration}")
     for name, stored in manifest.files.items():
         try:
             check_size(path / name, (path / name).lstat().st_size, stored)
@@ -103,9 +107,9 @@ def _problem_of(candidate: Candidate) -> str | None:
 
 
 def _tracked_iteration(folder: Path) -> int | None:
-    """What the tracker names, or None where it is missing or makes no sense."""
+    """Return the iteration in the tracker, or None if it is missing or invalid."""
     try:
-        text = read_small(folder / TRACKER_NAME, most_bytes=100).decode("ascii").strip()
+        text = read_small_file(folder / TRACKER_NAME, max_bytes=100).decode("ascii").strip()
     except (DamagedError, UnicodeDecodeError):
         return None
     return int(text) if text.isdigit() and len(text) <= 15 else None

@@ -1,9 +1,9 @@
-"""Loading: the newest checkpoint that is whole, on all ranks alike.
+"""Load the newest intact checkpoint, the same one on all ranks.
 
-candidates, newest first -> manifest -> names and shapes against the model -> shards, every chunk checked
-      damaged anywhere  -> all ranks pass on to the next older one, and say what was passed over
-      not of this model -> all ranks stop: an older one would not be either
-      none is whole     -> NoCheckpointError; a run never goes on from anything else
+candidates, newest first -> manifest -> compare names and shapes with the model -> shards, every chunk is checked
+      damaged on any rank -> all ranks try the next older one; skipped ones are reported
+      of another model    -> all ranks stop: an older one does not fit either
+      none is intact      -> NoCheckpointError
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import NoCheckpointError
-from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, fill_shards
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.model.gpt import Model
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, fill_weights
+from megatrain.parallel.data_parallel import FlatBuffers
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamLayout, ParamRegistry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a run continues from."""
+    """The checkpoint that was loaded, without its tensors."""
 
     iteration: int
     consumed_train_samples: int
@@ -34,7 +35,7 @@ class Loaded:
     config: Mapping[str, Any]
     path: Path
     skipped: tuple[str, ...]
-    """Newer checkpoints that were passed over: which, why, and how many iterations that loses."""
+    """A sentence for each newer checkpoint that was skipped: iteration, reason, lost iterations."""
 
 
 def load_checkpoint(
@@ -43,25 +44,24 @@ def load_checkpoint(
     grid: RankGrid,
     *,
     with_optimizer: bool = True,
-    iteration: int | None = None,
 ) -> Loaded:
-    """Continue from the newest whole checkpoint in `folder`, or from that of `iteration`; called by all ranks.
+    """Load the newest intact checkpoint in `folder` into the optimizer's weights and state; all ranks call it.
 
     Args:
-        with_optimizer: whether the moments and the step count are loaded too.
+        with_optimizer: also load optimizer state and step count.
 
     Raises:
-        NoCheckpointError: no checkpoint is whole. Weights and moments may have been overwritten.
-        MismatchError: a whole checkpoint is not of this model.
+        NoCheckpointError: no checkpoint is intact; weights and optimizer state may be overwritten.
+        MismatchError: an intact checkpoint is of another model.
     """
-    passed_over: list[tuple[Candidate, str]] = []
-    for candidate in _agreed_candidates(folder, iteration, grid):
+    skipped: list[tuple[Candidate, str]] = []
+    for candidate in _agreed_candidates(folder, grid):
         try:
             manifest = _load_candidate(candidate, optimizer, grid, with_optimizer=with_optimizer)
         except DamagedError as error:
-            passed_over.append((candidate, error.problems[0].text))
+            skipped.append((candidate, error.problems[0].text))
             continue
-        optimizer.publish_weights()
+        optimizer.sync_model_weights()
         return Loaded(
             iteration=manifest.iteration,
             consumed_train_samples=manifest.consumed_train_samples,
@@ -69,38 +69,51 @@ def load_checkpoint(
             config=manifest.config,
             path=candidate.path,
             skipped=tuple(
-                f"iteration {bad.iteration} was passed over: {reason};"
+                f"skipped iteration {bad.iteration}: {reason};"
                 f" {bad.iteration - manifest.iteration} iterations are lost"
-                for bad, reason in passed_over
+                for bad, reason in skipped
             ),
         )
-    wanted = "no valid checkpoint" if iteration is None else f"no valid checkpoint of iteration {iteration}"
-    reasons = "".join(f"\n  iteration {bad.iteration}: {reason}" for bad, reason in passed_over)
+    reasons = "".join(f"\n  iteration {bad.iteration}: {reason}" for bad, reason in skipped)
     raise NoCheckpointError(
-        f"{folder}: {wanted}" + (reasons or " (there is none at all)"),
-        fix="give --load the folder that --save was, or restore it from a backup",
+        f"{folder}: no valid checkpoint" + (reasons or " (the folder has no checkpoints)"),
+        fix="set --load to the folder that --save named, or restore a checkpoint from a backup",
     )
 
 
 def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
-    """Fill a model's weights from the checkpoint in folder `path`, in the model's dtype: for inference.
+    """Load the weights of the checkpoint at `path` in the model's dtype, for inference.
 
-    The buffers must be cut for a shard group of one rank. Every rank reads for itself.
+    The buffers must be of a shard group of one rank. Each rank reads independently.
     """
     assert all(shard.numel == shard.bucket.size for shard in buffers.shards)
     with CheckpointReader(path) as reader:
         check_names(reader, buffers.registry, lambda _: (WEIGHT,))
-        fill_shards(buffers.weight_shards, buffers, reader.source("weight"))
+        fill_weights(buffers, reader.source("weight"))
         return reader.manifest
+
+
+def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) -> None:
+    """Copy the expert biases in the state of the checkpoint at `path` to the model's routers.
+
+    Raises:
+        MismatchError: the checkpoint's routers are others, or it has none.
+    """
+    try:
+        model.expert_biases.restore(state.get("expert_biases", {}))  # absent in old checkpoints
+    except ValueError as error:
+        raise MismatchError(
+            f"{path}: {error}", fix="load it into the model that it was saved from"
+        ) from error
 
 
 def check_names(
     reader: CheckpointReader, registry: ParamRegistry, kinds_of: Callable[[ParamLayout], Sequence[str]]
 ) -> str:
-    """Check that all that this rank's part of the model needs is there, in the right shapes, before anything is read.
+    """Check that the checkpoint has all tensors of this rank's part of the model, in the right shapes.
 
     Returns:
-        A hexadecimal number with a bit set for each of the checkpoint's tensors, in order, that is needed here.
+        Bit set of the checkpoint's tensors that are used, in the order of their names, as a hexadecimal number.
     """
     bit_of = {name: 1 << number for number, name in enumerate(sorted(reader.manifest.tensors))}
     used = 0
@@ -112,8 +125,8 @@ def check_names(
     return f"{used:x}"
 
 
-def check_all_used(reader: CheckpointReader, used: Sequence[str]) -> None:
-    """A tensor that no rank's part of the model needs means that the model is another one."""
+def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> None:
+    """Raise MismatchError if no rank uses one of the checkpoint's tensors: it is of another model."""
     together = 0
     for bits in used:
         together |= int(bits, 16)
@@ -123,21 +136,21 @@ def check_all_used(reader: CheckpointReader, used: Sequence[str]) -> None:
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise MismatchError(
-            f"{reader.path}: holds {unused[0]}{more}, which the model lacks",
+            f"{reader.path}: has the tensor {unused[0]}{more}, which the model lacks",
             fix="load it into the model that it was saved from",
         )
 
 
-def fill_from(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_optimizer: bool) -> None:
-    """Fill this rank's shards. Afterwards call `publish_weights`."""
+def load_shards(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_optimizer: bool) -> None:
+    """Load this rank's shards. Call it before `sync_model_weights`."""
     for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
         optimizer.fill(kind, reader.source(kind))
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
 
 
-def _agreed_candidates(folder: Path, iteration: int | None, grid: RankGrid) -> list[Candidate]:
-    """What rank 0 sees."""
+def _agreed_candidates(folder: Path, grid: RankGrid) -> list[Candidate]:
+    """Return the candidates that rank 0 sees, on all ranks."""
 
     def listed() -> list[tuple[int, str, str | None]]:
         if not grid.world.is_first:
@@ -145,7 +158,6 @@ def _agreed_candidates(folder: Path, iteration: int | None, grid: RankGrid) -> l
         return [
             (candidate.iteration, candidate.path.name, candidate.problem)
             for candidate in list_candidates(folder)
-            if iteration in (None, candidate.iteration)
         ]
 
     found = agree(listed, grid.messages, then=lambda answers: answers[0])
@@ -159,7 +171,7 @@ def _load_candidate(
     *,
     with_optimizer: bool,
 ) -> Manifest:
-    """Load one checkpoint; what is wrong with it on one rank is raised on all."""
+    """Load one checkpoint; an error on one rank is raised on all."""
     if candidate.problem is not None:
         raise DamagedError(f"{candidate.path}: {candidate.problem}")
     opened: list[CheckpointReader] = []
@@ -176,13 +188,13 @@ def _load_candidate(
 
     def judge(answers: list[tuple[int, str]]) -> None:
         if len({checksum for checksum, _ in answers}) > 1:
-            raise DamagedError(f"{candidate.path}: not all ranks see the same manifest")
-        check_all_used(opened[0], [used for _, used in answers])
+            raise DamagedError(f"{candidate.path}: the manifest differs between ranks")
+        check_no_unused_tensors(opened[0], [used for _, used in answers])
 
     try:
         agree(start, grid.messages, then=judge)
         reader = opened[0]
-        agree(lambda: fill_from(reader, optimizer, with_optimizer=with_optimizer), grid.messages)
+        agree(lambda: load_shards(reader, optimizer, with_optimizer=with_optimizer), grid.messages)
     finally:
         for reader in opened:
             reader.close()

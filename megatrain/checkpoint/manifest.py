@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, and where. A folder is a checkpoint because it has a whole manifest.
+"""The manifest of a checkpoint: its tensors and the files that store them. A folder with a valid manifest is a checkpoint.
 
     manifest.json   {"format": "megatrain", "version", "iteration", "consumed_train_samples", "optimizer_step_count",
                      "state": {...}, "config": {...},
@@ -7,7 +7,7 @@
                                     {"file", "key", "box": [[start, stop], ...], "crc32"}]}}}},
                      "checksum": crc32 of the rest as canonical JSON (sorted keys, no spaces, ASCII)}
 
-What is read here may come from anyone: every value is checked, and no name leads out of the folder.
+A manifest is untrusted input: every value is checked, and no file name leads out of the folder.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint.disk import read_small
+from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.parallel.layout import Box, box_shape, intersect
 
 MANIFEST_NAME = "manifest.json"
 FORMAT, VERSION = "megatrain", 1
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By the names that safetensors gives them."""
+"""Dtypes by their safetensors names."""
 
-_MOST_BYTES = 1 << 30
-_MOST_ELEMENTS = 1 << 50
-_MOST_DIMS = 8
+_MAX_BYTES = 1 << 30
+_MAX_ELEMENTS = 1 << 50
+_MAX_DIMS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
 
 
@@ -58,7 +58,7 @@ class StoredKind:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A canonical tensor: its weight and what the optimizer keeps for it, by kind."""
+    """A canonical tensor: weight and optimizer state, by kind."""
 
     shape: tuple[int, ...]
     kinds: Mapping[str, StoredKind]
@@ -66,7 +66,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of chunks: its exact size, and the crc32 of its header."""
+    """A file of chunks: its size in bytes and the crc32 of its header."""
 
     num_bytes: int
     header_crc32: int
@@ -74,40 +74,40 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but the values of its tensors."""
+    """Everything in a checkpoint except tensor data."""
 
     iteration: int
     consumed_train_samples: int
     optimizer_step_count: int
     state: Mapping[str, Any]
-    """What the caller of `save_checkpoint` wanted kept."""
+    """JSON values that the caller of `save_checkpoint` stores."""
     config: Mapping[str, Any]
     """The resolved configuration of the run."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
     checksum: int = 0
-    """As read; 0 in one that is yet to be written."""
+    """Crc32 as read; 0 before the manifest is written."""
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read and check the manifest of the checkpoint in folder `path`.
+    """Read and check the manifest of the checkpoint at `path`.
 
     Raises:
-        DamagedError: it is not there, or not as it was written.
-        MismatchError: a newer program has written it.
+        DamagedError: it is missing, or differs from what was written.
+        MismatchError: another version of the program wrote it.
     """
     file = path / MANIFEST_NAME
-    text = read_small(file, most_bytes=_MOST_BYTES)
+    text = read_small_file(file, max_bytes=_MAX_BYTES)
     try:
         return decode(text)
-    except (_WrongValueError, RecursionError, ValueError) as error:
+    except (_InvalidManifestError, RecursionError, ValueError) as error:
         raise DamagedError(f"{file}: {error}") from error
     except MismatchError as error:
         raise MismatchError(f"{file}: {error.problems[0].text}", fix=error.problems[0].fix) from error
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The text of `manifest.json`, as `decode` reads it."""
+    """Return the content of `manifest.json`."""
     tensors = {
         name: {
             "shape": tensor.shape,
@@ -125,19 +125,19 @@ def encode(manifest: Manifest) -> bytes:
     own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config")
     content = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
     content |= {name: getattr(manifest, name) for name in own}
-    content = json.loads(json.dumps(content))  # keys that are not text become text before they are sorted
+    content = json.loads(json.dumps(content))  # converts keys to strings before they are sorted
     text = _canonical(content | {"checksum": zlib.crc32(_canonical(content))})
-    assert len(text) <= _MOST_BYTES, f"a manifest of {len(text)} bytes could not be read again"
+    assert len(text) <= _MAX_BYTES, f"a manifest of {len(text)} bytes exceeds what `read_manifest` reads"
     return text
 
 
 def decode(text: bytes) -> Manifest:
-    """The manifest that `encode` has written. Errors name no file."""
+    """Return the manifest that `encode` wrote; its errors do not name the file."""
     content = _dict(json.loads(text), "the manifest")
     checksum = _int(content, "checksum")
     del content["checksum"]
     if checksum != zlib.crc32(_canonical(content)):
-        raise _WrongValueError("its checksum does not agree with its content")
+        raise _InvalidManifestError("the checksum does not match the content")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         found = f"format {content.get('format')!r}, version {content.get('version')!r}"
         raise MismatchError(
@@ -161,25 +161,25 @@ def decode(text: bytes) -> Manifest:
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why the boxes do not cover each element of the shape exactly once; None where they do.
+    """Return why the boxes do not cover each element of the shape exactly once, or None if they do.
 
-    Boxes are swept in the order of their first dimension, so that only neighbours are compared.
+    Boxes are sorted by their first dimension, so that only boxes that overlap in it are compared.
     """
     covered = sum(math.prod(box_shape(box)) for box in boxes)
     if covered != math.prod(shape):
-        return f"chunks hold {covered} elements of {math.prod(shape)}"
-    under_way: list[Box] = []
+        return f"chunks have {covered} elements, the tensor has {math.prod(shape)}"
+    open_boxes: list[Box] = []
     for box in sorted(boxes):
-        under_way = [other for other in under_way if other[0][1] > box[0][0]]
-        for other in under_way:
+        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
+        for other in open_boxes:
             if intersect(box, other):
                 return f"chunks {other} and {box} overlap"
-        under_way.append(box)
+        open_boxes.append(box)
     return None
 
 
-class _WrongValueError(Exception):
-    """A value that no manifest of ours has."""
+class _InvalidManifestError(Exception):
+    """An invalid value in a manifest."""
 
 
 def _canonical(content: Any) -> bytes:
@@ -189,8 +189,8 @@ def _canonical(content: Any) -> bytes:
 def _tensor(name: str, value: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
     sizes = _list(_dict(value, name).get("shape"), f"{name}: shape")
     shape = tuple(_int({"size": size}, "size", least=1) for size in sizes)
-    if not 1 <= len(shape) <= _MOST_DIMS or math.prod(shape) > _MOST_ELEMENTS:
-        raise _WrongValueError(f"{name}: shape {shape}")
+    if not 1 <= len(shape) <= _MAX_DIMS or math.prod(shape) > _MAX_ELEMENTS:
+        raise _InvalidManifestError(f"{name}: shape {shape}")
     kinds = {kind: _kind(f"{name}: {kind}", shape, stored, files) for kind, stored in _items(value, "kinds")}
     return StoredTensor(shape, kinds)
 
@@ -198,33 +198,33 @@ def _tensor(name: str, value: Any, files: Mapping[str, StoredFile]) -> StoredTen
 def _kind(where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile]) -> StoredKind:
     dtype = _text(value, "dtype")
     if dtype not in DTYPES:
-        raise _WrongValueError(f"{where}: dtype {dtype}")
+        raise _InvalidManifestError(f"{where}: dtype {dtype}")
     chunks = tuple(
         _chunk(where, shape, chunk, files) for chunk in _list(value.get("chunks"), f"{where}: chunks")
     )
     problem = tiling_problem(shape, [chunk.box for chunk in chunks])
     if problem:
-        raise _WrongValueError(f"{where}: {problem}")
+        raise _InvalidManifestError(f"{where}: {problem}")
     return StoredKind(dtype, chunks)
 
 
 def _chunk(where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile]) -> Chunk:
     file = _text(value, "file")
     if file not in files:
-        raise _WrongValueError(f"{where}: {file!r} is not among the files")
+        raise _InvalidManifestError(f"{where}: {file!r} is not among the files")
     pairs = [_list(pair, f"{where}: box") for pair in _list(value.get("box"), f"{where}: box")]
     box = tuple((int(pair[0]), int(pair[1])) for pair in pairs if [type(n) for n in pair] == [int, int])
     is_inside = len(box) == len(pairs) == len(shape) and all(
         0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
     )
     if not is_inside:
-        raise _WrongValueError(f"{where}: box {pairs} of a tensor of shape {shape}")
+        raise _InvalidManifestError(f"{where}: box {pairs} of a tensor of shape {shape}")
     return Chunk(file, _text(value, "key"), box, _int(value, "crc32"))
 
 
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
-        raise _WrongValueError(f"{name!r} is no name of a file of chunks")
+        raise _InvalidManifestError(f"{name!r} is not a valid file name")
     return name
 
 
@@ -234,25 +234,25 @@ def _items(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _dict(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise _WrongValueError(f"{what} is no JSON object")
+        raise _InvalidManifestError(f"{what} is not a JSON object")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _WrongValueError(f"{what} is no list")
+        raise _InvalidManifestError(f"{what} is not a list")
     return value
 
 
 def _text(value: Any, key: str) -> str:
     found = _dict(value, key).get(key)
     if not isinstance(found, str):
-        raise _WrongValueError(f"{key} {found!r} is no text")
+        raise _InvalidManifestError(f"{key} {found!r} is not a string")
     return found
 
 
 def _int(value: Any, key: str, *, least: int = 0) -> int:
     found = _dict(value, key).get(key)
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found < 1 << 63:
-        raise _WrongValueError(f"{key} {found!r} is no number from {least} on")
+        raise _InvalidManifestError(f"{key} {found!r} is not an integer of at least {least}")
     return found

@@ -1,8 +1,8 @@
-"""Reading: any box of any tensor of a checkpoint, whatever layout has written it.
+"""Read any box of any tensor of a checkpoint, whatever layout wrote it.
 
-    wanted box -> the chunks that meet it -> read, checked against their sums -> the common part is copied
+    requested box -> the chunks that overlap it -> read and compared with their checksums -> the overlap is copied
 
-The last chunk stays in memory, since the next box wanted is mostly its neighbour.
+The last chunk stays in memory, because consecutive boxes are mostly in the same chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import open_plain
+from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, StoredTensor, read_manifest
 from megatrain.checkpoint.tensor_file import TensorFile, check_size
@@ -23,11 +23,11 @@ from megatrain.parallel.layout import Box, BoxRange, ParamLayout, box_shape, int
 
 
 class CheckpointReader:
-    """The tensors of the checkpoint in one folder. Use it in a `with`: it keeps a file open.
+    """The tensors of the checkpoint in one folder, as a context manager: it keeps a file open.
 
     Raises:
-        DamagedError: here or while reading, where something is not as it was written.
-        MismatchError: where something is asked for that the checkpoint does not hold.
+        DamagedError: on opening or reading, if data differs from what was written.
+        MismatchError: a requested tensor is missing or has another shape.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
@@ -48,16 +48,16 @@ class CheckpointReader:
             self._file.close()
             self._file = None
 
-    def source(self, kind: str) -> KindSource:
-        """Where values of a kind of state (one of the optimizer's) come from, for `fill_shards`."""
-        return KindSource(self, kind)
+    def source(self, kind: str) -> CheckpointSource:
+        """Return the source of one kind of optimizer state, for `fill_shards`."""
+        return CheckpointSource(self, kind)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """What is stored of a tensor, if it has this shape."""
+        """Return the entry of a tensor of this shape."""
         found = self.manifest.tensors.get(name)
         if found is None:
             raise MismatchError(
-                f"{self.path}: holds no tensor {name}", fix="load it into the model that it was saved from"
+                f"{self.path}: has no tensor {name}", fix="load it into the model that it was saved from"
             )
         if found.shape != shape:
             raise MismatchError(
@@ -67,16 +67,16 @@ class CheckpointReader:
         return found
 
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
-        """Where the chunks of one kind of state of a tensor are."""
+        """Return the chunks of one kind of state of a tensor."""
         found = self.tensor(name, shape).kinds.get(kind)
         if found is None:
             raise MismatchError(
-                f"{self.path}: holds no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
+                f"{self.path}: has no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
             )
         return found
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy a box into `out`, of the box's shape and any float dtype."""
+        """Copy a box into `out`, which has the shape of the box and any float dtype."""
         stored = self.kind(name, shape, kind)
         for chunk in stored.chunks:
             common = intersect(chunk.box, box)
@@ -85,10 +85,10 @@ class CheckpointReader:
                 out[_within(common, box)].copy_(values[_within(common, chunk.box)])
 
     def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
-        """All of a chunk; its values have been checked."""
+        """Return the checked data of a chunk."""
         if self._last is not None and self._last[0] == chunk:
             return self._last[1]
-        self._last = None  # before the next is read, so that there is never memory for two
+        self._last = None  # frees the last chunk before the next is read
         file = self._open(chunk.file)
         values = file.read(chunk.key, dtype=dtype, shape=box_shape(chunk.box), crc32=chunk.crc32)
         self._last = chunk, values
@@ -105,20 +105,20 @@ class CheckpointReader:
 
 
 @dataclass(frozen=True)
-class KindSource:
-    """A WeightSource: one kind of state of a checkpoint."""
+class CheckpointSource:
+    """A TensorSource: one kind of state of a checkpoint."""
 
     reader: CheckpointReader
     kind: str
 
-    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (names say all)
-        """Fill `out`, of the box's shape, with its values."""
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (the piece has a name)
+        """Read the box into `out`, which has its shape."""
         piece = box.piece
         self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
 
 
 def verify(path: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint, each with its file; every byte is read."""
+    """Return all problems of a checkpoint, each with its file; every byte is read."""
     try:
         reader = CheckpointReader(path)
     except CheckpointError as error:
@@ -129,7 +129,7 @@ def verify(path: Path) -> list[str]:
         bad_files = set()
         for name, stored_file in manifest.files.items():
             try:
-                with open_plain(path / name) as file:
+                with open_regular_file(path / name) as file:
                     check_size(path / name, file.seek(0, 2), stored_file)
                 TensorFile(path / name, stored_file).close()
             except DamagedError as error:
@@ -142,13 +142,13 @@ def verify(path: Path) -> list[str]:
                         problems += _chunk_problem(reader, chunk, stored.dtype)
     found = {file.name for file in path.glob("*.safetensors")}
     problems += [
-        f"{path / name}: is no part of this checkpoint" for name in sorted(found - set(manifest.files))
+        f"{path / name}: not part of this checkpoint" for name in sorted(found - set(manifest.files))
     ]
     return problems
 
 
 def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
-    """SHA-256 of the values of each tensor that has this kind of state, row-major as they are stored: no layout changes it.
+    """Return the SHA-256 of each tensor's data of this kind, in row-major order: independent of the layout that wrote it.
 
     One tensor is in memory at a time.
     """
@@ -174,5 +174,5 @@ def _chunk_problem(reader: CheckpointReader, chunk: Chunk, dtype: str) -> list[s
 
 
 def _within(common: Box, box: Box) -> tuple[slice, ...]:
-    """Where a part of a box lies in a tensor that holds the box."""
+    """Return the slices of `common` in a tensor with the data of `box`."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))

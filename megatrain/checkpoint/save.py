@@ -1,10 +1,10 @@
-"""Saving: every rank writes its shards to a temporary folder, rank 0 commits it.
+"""Save a checkpoint: every rank writes its shards to a temporary folder, rank 0 commits it.
 
-    plan -> space? -> iter_0000100.tmp-<id>/ -> shards, synchronised -> manifest, synchronised -> folder synchronised
-         -> renamed to iter_0000100/ -> parent synchronised -> tracker -> leftovers and what retention drops are removed
+    plan -> enough space? -> iter_0000100.tmp-<id>/ -> shards, fsync -> manifest, fsync -> fsync of the folder
+         -> rename to iter_0000100/ -> fsync of the parent -> tracker -> leftovers of failed saves are removed
 
-Until the rename there is no new checkpoint, and after it there is a whole one. What fails on one rank fails on all,
-and leaves every older checkpoint as it was.
+The rename is atomic: before it there is no new checkpoint, after it a complete one. An error on one rank is raised on all,
+and leaves older checkpoints intact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
-from megatrain.checkpoint.find import TRACKER_NAME, find_checkpoints, folder_name, leftovers
+from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
 from megatrain.checkpoint.manifest import (
     MANIFEST_NAME,
     Chunk,
@@ -38,15 +38,15 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Box, box_shape
 
 _CHUNK_BYTES = 64 << 20
-"""Reading any box needs memory for one chunk of at most this size."""
+"""Largest chunk, and so the memory that reading a box needs."""
 _FILE_BYTES = 4 << 30
-"""A file is closed once it is as large."""
+"""A file gets no more chunks once it has this size."""
 _SPACE_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A part of this rank's state that it will write."""
+    """A part of this rank's state, to be written as one chunk."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,37 +72,35 @@ def save_checkpoint(
     grid: RankGrid,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
-    keep: int | None = None,
     disk: Disk | None = None,
     with_optimizer: bool = True,
 ) -> Path:
-    """Write the checkpoint of this iteration; called by all ranks, which return when it is committed.
+    """Write the checkpoint of this iteration. All ranks call it and return once it is committed.
 
     Args:
-        folder: that all ranks see; made if missing.
-        state, config: anything JSON; rank 0's are kept.
-        keep: number of checkpoints up to this one that stay (None: all).
-        disk: how to write.
-        with_optimizer: whether what the optimizer keeps beside the weights is written too.
+        folder: folder on storage that all ranks share; created if missing.
+        state, config: JSON values; those of rank 0 are stored.
+        disk: writes the files.
+        with_optimizer: also write optimizer state.
 
     Returns:
         The committed folder.
 
     Raises:
-        CheckpointError: on all ranks. Older checkpoints are intact.
+        CheckpointError: on all ranks; older checkpoints are intact.
     """
     disk = disk or Disk()
     kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
     plan = plan_chunks(optimizer, grid, kinds)
     is_leader, final = grid.world.is_first, folder / folder_name(iteration)
-    mark = grid.messages.share(secrets.token_hex(4))
-    temporary = final.with_name(f"{final.name}.tmp-{mark}")
+    save_id = grid.messages.broadcast(secrets.token_hex(4))
+    temporary = final.with_name(f"{final.name}.tmp-{save_id}")
 
     def begin(num_bytes: list[int]) -> None:
         begin_save(folder, temporary, sum(num_bytes), disk)
 
     def commit(reports: list[Any]) -> None:
-        manifest = join_reports(
+        manifest = merge_reports(
             reports,
             iteration=iteration,
             consumed_train_samples=consumed_train_samples,
@@ -117,11 +115,11 @@ def save_checkpoint(
         agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.messages, then=commit)
     except CheckpointError as error:
         if is_leader:
-            give_up(temporary, disk)
+            remove_failed_save(temporary, disk)
         problem = f"saving iteration {iteration} to {final} failed: {error.problems[0].text}"
         raise CheckpointError(problem, fix=error.problems[0].fix) from error
     if is_leader:
-        clean_up(folder, iteration, keep, disk)
+        remove_leftovers(folder, disk)
     return final
 
 
@@ -132,21 +130,25 @@ def plan_chunks(
     *,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> list[PlannedChunk]:
-    """What this rank writes: the boxes of its shards, but for those of which another rank writes its copy."""
+    """Return the chunks that this rank writes: its shards, without boxes of which another rank writes its copy."""
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:
-        for placed, box, values in optimizer.owned(kind):
-            if grid.owns(box.piece.copies, placed.entry.layout.family):
+        for param, box, values in optimizer.owned(kind):
+            if grid.owns(box.piece.copies, param.entry.layout.family):
                 piece = box.piece
                 plan += [
                     PlannedChunk(piece.name, piece.shape, kind, part, own)
-                    for part, own in _cut(box.box, values, chunk_bytes)
+                    for part, own in _split(box.box, values, chunk_bytes)
                 ]
     return plan
 
 
 def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> None:
-    """Make the temporary folder, if there is space for what will be written."""
+    """Create the temporary folder if there is enough space.
+
+    Raises:
+        CheckpointError: fewer than `num_bytes` and a margin are free.
+    """
     is_new = not folder.exists()
     disk.make_folder(folder)
     if is_new:
@@ -154,8 +156,8 @@ def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> Non
     needed, free = math.ceil(num_bytes * _SPACE_MARGIN), disk.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
-            f"{folder}: {needed} bytes are needed, {free} bytes are free",
-            fix="free some space, or keep fewer checkpoints; those that are there are intact",
+            f"{folder}: the checkpoint needs {needed} bytes, {free} bytes are free",
+            fix="free some space, or delete old checkpoints; existing ones are intact",
         )
     disk.make_folder(temporary)
 
@@ -163,9 +165,9 @@ def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> Non
 def write_rank_shards(
     temporary: Path, rank: int, plan: Sequence[PlannedChunk], disk: Disk, *, file_bytes: int = _FILE_BYTES
 ) -> list[dict[str, Any]]:
-    """Write this rank's files; returns for each its name, size, sums and chunks, for `join_reports`."""
+    """Write this rank's files; return the name, size, checksums and chunks of each, for `merge_reports`."""
     reports: list[dict[str, Any]] = []
-    for number, part in enumerate(_cut_into_files(plan, file_bytes)):
+    for number, part in enumerate(_split_into_files(plan, file_bytes)):
         name = f"shard_{rank:05d}.safetensors" if number == 0 else f"shard_{rank:05d}_{number}.safetensors"
         written = write_tensor_file(
             disk, temporary / name, [(chunk.key, chunk.values.view(box_shape(chunk.box))) for chunk in part]
@@ -178,7 +180,7 @@ def write_rank_shards(
     return reports
 
 
-def join_reports(
+def merge_reports(
     reports: Sequence[Sequence[Mapping[str, Any]]],
     *,
     iteration: int,
@@ -187,7 +189,7 @@ def join_reports(
     state: Mapping[str, Any],
     config: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of what all ranks have written. That every tensor is whole is checked here, before the commit."""
+    """Return the manifest of all ranks' files; assert that chunks cover every tensor."""
     files: dict[str, StoredFile] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     chunks: dict[str, dict[tuple[str, str], list[Chunk]]] = {}
@@ -224,20 +226,24 @@ def join_reports(
 
 
 def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) -> None:
-    """Turn a folder with all shards into the checkpoint `final`. One that is there already stays until then."""
+    """Turn a folder with all shards into the checkpoint `final`, which replaces an older one of the iteration.
+
+    Raises:
+        CheckpointError: rank 0 does not see all files as they were written.
+    """
     for name, stored in manifest.files.items():
         path = temporary / name
         try:
             check_size(path, path.lstat().st_size, stored)
         except (OSError, DamagedError) as error:
             raise CheckpointError(
-                f"{path}: rank 0 does not see it as it was written ({error})",
+                f"{path}: rank 0 does not see the file as it was written ({error})",
                 fix="give --save a folder on storage that all nodes share",
             ) from error
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
     disk.sync_folder(temporary)
     if final.exists() or final.is_symlink():
-        disk.rename(final, final.with_name(f"{final.name}.old-{_mark_of(temporary)}"))
+        disk.rename(final, final.with_name(f"{final.name}.old-{_save_id(temporary)}"))
     disk.rename(temporary, final)
     disk.sync_folder(final.parent)
     tracker = final.with_name(TRACKER_NAME)
@@ -247,65 +253,52 @@ def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) ->
     disk.sync_folder(final.parent)
 
 
-def give_up(temporary: Path, disk: Disk) -> None:
-    """Remove what a save that failed has written. Errors are passed over: the one that matters is under way already."""
+def remove_failed_save(temporary: Path, disk: Disk) -> None:
+    """Remove the files of a failed save. Errors are ignored: the one that made it fail is raised."""
     for path in (temporary, _temporary_tracker(temporary)):
         with contextlib.suppress(OSError):
             disk.remove(path)
 
 
-def clean_up(folder: Path, iteration: int, keep: int | None, disk: Disk) -> None:
-    """Remove what dead runs left, and all but the newest `keep` good checkpoints up to this iteration.
-
-    What cannot be removed is tried again after the next save: the checkpoint itself is safe.
-    """
+def remove_leftovers(folder: Path, disk: Disk) -> None:
+    """Remove the files of saves that were interrupted. Errors are ignored: the next save tries again."""
     with contextlib.suppress(OSError, CheckpointError):
         for path in leftovers(folder):
             disk.remove(path)
-        if keep is None:
-            return
-        assert keep >= 1, f"cannot keep {keep} checkpoints"
-        found = [candidate for candidate in find_checkpoints(folder) if candidate.iteration <= iteration]
-        good = [candidate for candidate in found if candidate.problem is None]
-        for candidate in found if len(good) > keep else ():
-            if candidate.iteration < good[keep - 1].iteration:
-                dropped = candidate.path.with_name(f"{candidate.path.name}.tmp-dropped")
-                disk.rename(candidate.path, dropped)  # a half removed one must not look like a damaged one
-                disk.remove(dropped)
 
 
-def _mark_of(temporary: Path) -> str:
+def _save_id(temporary: Path) -> str:
     return temporary.name.rpartition("-")[2]
 
 
 def _temporary_tracker(temporary: Path) -> Path:
-    return temporary.with_name(f"{TRACKER_NAME}.tmp-{_mark_of(temporary)}")
+    return temporary.with_name(f"{TRACKER_NAME}.tmp-{_save_id(temporary)}")
 
 
-def _cut(box: Box, values: Tensor, chunk_bytes: int) -> Iterator[tuple[Box, Tensor]]:
-    """Boxes of bounded size that make up `box`, in the order of its flat values, each with its part of these."""
-    at, most_elements = 0, chunk_bytes // values.element_size()
-    for part in cut_box(box, most_elements):
+def _split(box: Box, values: Tensor, chunk_bytes: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yield boxes of bounded size that cover `box` in row-major order, each with its part of the flat values."""
+    at, max_elements = 0, chunk_bytes // values.element_size()
+    for part in split_box(box, max_elements):
         size = math.prod(box_shape(part))
         yield part, values[at : at + size]
         at += size
 
 
-def cut_box(box: Box, most_elements: int) -> Iterator[Box]:
-    """Boxes of at most so many elements that make up `box`, each contiguous in it, in row-major order."""
+def split_box(box: Box, max_elements: int) -> Iterator[Box]:
+    """Yield boxes of at most `max_elements` that cover `box`, each contiguous in it, in row-major order."""
     (start, stop), rest = box[0], box[1:]
     row_size = math.prod(box_shape(rest))
-    if row_size > most_elements:
+    if row_size > max_elements:
         for row in range(start, stop):
-            for inner in cut_box(rest, most_elements):
+            for inner in split_box(rest, max_elements):
                 yield ((row, row + 1), *inner)
         return
-    step = most_elements // row_size
+    step = max_elements // row_size
     for first in range(start, stop, step):
         yield ((first, min(first + step, stop)), *rest)
 
 
-def _cut_into_files(plan: Sequence[PlannedChunk], file_bytes: int) -> Iterator[list[PlannedChunk]]:
+def _split_into_files(plan: Sequence[PlannedChunk], file_bytes: int) -> Iterator[list[PlannedChunk]]:
     part: list[PlannedChunk] = []
     num_bytes = 0
     for chunk in plan:

@@ -1,11 +1,11 @@
-"""Files of chunks, in the safetensors format, written and read a chunk at a time.
+"""Files of chunks in the safetensors format, written and read one chunk at a time.
 
     8 bytes   length of the header, little-endian
     header    JSON: {key: {"dtype", "shape", "data_offsets": [start, stop]}}, padded with spaces
     data      row-major values, one chunk after the other
 
-The safetensors library writes from memory all at once and maps files to read them, where a file that is cut short
-under way ends the process. Here memory stays bounded by one chunk, and every failure is an error that can be answered.
+The safetensors library writes a file from memory at once, and reads with mmap, where truncation of the file kills the
+process. Here memory is bounded by one chunk, and every failure is an exception.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import Disk, naming, open_plain, read_into
+from megatrain.checkpoint.disk import Disk, errors_name_file, open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
 
-_MOST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a file's manifest entries are made of; a sum for each chunk."""
+class WrittenFile:
+    """A written file: its manifest entry, and the crc32 of each chunk."""
 
     file: StoredFile
     crc32s: list[int]
@@ -43,11 +43,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-def write_tensor_file(disk: Disk, path: Path, chunks: Sequence[tuple[str, Tensor]]) -> Written:
-    """Write (key, tensor) chunks, durable but for the file's name; each is copied to the CPU when its turn comes."""
+def write_tensor_file(disk: Disk, path: Path, chunks: Sequence[tuple[str, Tensor]]) -> WrittenFile:
+    """Write (key, tensor) chunks and fsync the data (not the file name); one chunk at a time is copied to the CPU."""
     header = _header(chunks)
     num_bytes, sums = len(header), []
-    with naming(path), disk.create(path) as file:
+    with errors_name_file(path), disk.create(path) as file:
         disk.write(file, header)
         for _, tensor in chunks:
             data = _bytes_of(tensor.detach().cpu().contiguous())
@@ -55,15 +55,15 @@ def write_tensor_file(disk: Disk, path: Path, chunks: Sequence[tuple[str, Tensor
             disk.write(file, data)
             num_bytes += len(data)
         disk.sync(file)
-    return Written(StoredFile(num_bytes, zlib.crc32(header)), sums)
+    return WrittenFile(StoredFile(num_bytes, zlib.crc32(header)), sums)
 
 
 class TensorFile:
-    """An open file of chunks. Its header is checked at once, each chunk when it is read."""
+    """An open file of chunks. The header is checked on opening, each chunk when it is read."""
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
         self.path = path
-        self._file = open_plain(path)
+        self._file = open_regular_file(path)
         try:
             check_size(path, os.fstat(self._file.fileno()).st_size, stored)
             self._header, self._data_start = self._read_header(stored)
@@ -82,49 +82,53 @@ class TensorFile:
         self._file.close()
 
     def read(self, key: str, *, dtype: str, shape: tuple[int, ...], crc32: int) -> Tensor:
-        """The chunk under `key`, if it is what the manifest says of it."""
+        """Return the chunk under `key`.
+
+        Raises:
+            DamagedError: it differs from its entry in the manifest.
+        """
         entry = self._header.get(key)
         if entry is None:
-            raise DamagedError(f"{self.path}: holds no {key}")
+            raise DamagedError(f"{self.path}: has no {key}")
         size = math.prod(shape) * DTYPES[dtype].itemsize
         try:
             start, stop = entry["data_offsets"]
-            is_as_told = entry["dtype"] == dtype and entry["shape"] == list(shape) and stop - start == size
-            is_as_told = is_as_told and isinstance(start, int) and 0 <= start <= self._data_bytes - size
+            is_consistent = entry["dtype"] == dtype and entry["shape"] == list(shape) and stop - start == size
+            is_consistent = is_consistent and isinstance(start, int) and 0 <= start <= self._data_bytes - size
         except (KeyError, TypeError, ValueError):
-            is_as_told = False
-        if not is_as_told:
+            is_consistent = False
+        if not is_consistent:
             raise DamagedError(f"{self.path}: {key} is not {dtype} of shape {shape}")
         tensor = torch.empty(shape, dtype=DTYPES[dtype])
         data = _bytes_of(tensor)
         read_into(self._file, data, self._data_start + start, self.path)
         if zlib.crc32(data) != crc32:
-            raise DamagedError(f"{self.path}: {key} does not agree with its checksum")
+            raise DamagedError(f"{self.path}: {key} does not match its checksum")
         return tensor
 
     def _read_header(self, stored: StoredFile) -> tuple[dict[str, Any], int]:
         length = bytearray(8)
         read_into(self._file, memoryview(length), 0, self.path)
         num_bytes = int.from_bytes(length, "little")
-        if num_bytes > min(_MOST_HEADER_BYTES, stored.num_bytes):
+        if num_bytes > min(_MAX_HEADER_BYTES, stored.num_bytes):
             raise DamagedError(f"{self.path}: a header of {num_bytes} bytes")
         text = bytearray(num_bytes)
         read_into(self._file, memoryview(text), 8, self.path)
         if zlib.crc32(text, zlib.crc32(length)) != stored.header_crc32:
-            raise DamagedError(f"{self.path}: its header does not agree with its checksum")
+            raise DamagedError(f"{self.path}: the header does not match its checksum")
         try:
             header = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{self.path}: its header is no JSON") from error
+            raise DamagedError(f"{self.path}: the header is not JSON") from error
         if not isinstance(header, dict):
-            raise DamagedError(f"{self.path}: its header is no JSON object")
+            raise DamagedError(f"{self.path}: the header is not a JSON object")
         return header, 8 + num_bytes
 
 
 def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:
-    """A file of another size than it was written with is damaged."""
+    """Raise DamagedError if a file has another size than was written."""
     if num_bytes != stored.num_bytes:
-        raise DamagedError(f"{path}: {num_bytes} bytes, should be {stored.num_bytes}")
+        raise DamagedError(f"{path}: {num_bytes} bytes instead of {stored.num_bytes}")
 
 
 def _header(chunks: Sequence[tuple[str, Tensor]]) -> bytes:

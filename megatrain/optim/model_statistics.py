@@ -1,7 +1,7 @@
-"""Numbers about the whole model, each of its elements counted once whatever the layout.
+"""Statistics of the whole model that count each element once under every layout.
 
-An element may be held by several ranks (norms under tensor parallelism, a tied embedding on two stages): the first of
-them counts it. Rows that pad the vocabulary are no elements.
+Several ranks may hold an element (norms under tensor parallelism, a tied embedding on two stages): the first of them
+counts it. Padding rows of the vocabulary do not count.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 
 
 def parameter_norm(optimizer: ShardedOptimizer) -> Tensor:
-    """L2 norm of all master weights, one number on the device; called by all ranks."""
-    parts = [master[place] for master, place in _own_places(optimizer, optimizer.state(WEIGHT))]
+    """Return the L2 norm of all master weights, [] on the device; called by all ranks."""
+    parts = [master[part] for master, part in _counted_parts(optimizer, optimizer.state(WEIGHT))]
     squares = sum_of_squares(parts, optimizer.device)
     return optimizer.parallel.sum_over_ranks(squares).sqrt()
 
 
 def num_zero_gradients(optimizer: ShardedOptimizer) -> Tensor:
-    """Elements of the summed gradient that are zero, one number on the device; called by all ranks before the gradients are cleared."""
+    """Return the number of zeros in the reduced gradient, int64 [] on the device; called by all ranks before gradients are cleared."""
     count = torch.zeros((), dtype=torch.int64, device=optimizer.device)
-    for flat, place in _own_places(optimizer, optimizer.buffers.gradient_shards):
-        count += flat[place].numel() - flat[place].count_nonzero()
+    for flat, part in _counted_parts(optimizer, optimizer.buffers.gradients.shards):
+        count += flat[part].numel() - flat[part].count_nonzero()
     return optimizer.parallel.sum_over_ranks(count)
 
 
-def _own_places(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
-    """The pieces that this rank counts, as places in one flat tensor a shard."""
+def _counted_parts(optimizer: ShardedOptimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, slice]]:
+    """Yield the pieces that this rank counts, as slices of one flat tensor per shard."""
     grid = optimizer.parallel.grid
     for shard, flat in zip(optimizer.buffers.shards, flats, strict=True):
-        for piece, place in shard.pieces():
+        for piece, part in shard.pieces():
             if grid.owns(piece.copies, shard.bucket.family):
-                yield flat, place
+                yield flat, part

@@ -1,4 +1,9 @@
-"""Builds the rank grid."""
+"""Builds the rank grid: all groups of one rank, created by every rank in the same order.
+
+GridShape -> rank lists by name -> one call of `make_handle` per name with new lists -> RankGrid
+
+Start-up code; `grid.py` has the groups that a step uses.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +15,21 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.rank_lists import GridShape, RankLists
 
+MakeHandle = Callable[[str, Sequence[Sequence[int]]], Any]
+"""Takes a name and its rank lists, and creates the process group of the list that contains this rank."""
 
-def build_grid(
-    shape: GridShape,
-    rank: int,
-    make_handle: Callable[[str, Sequence[Sequence[int]]], Any] | None = None,
-) -> RankGrid:
-    """Make all groups, on every rank in the same order.
 
-    `make_handle` gets a name and the rank lists of that name, and makes the list that this rank is in.
-    Groups of the same ranks share a channel where they take turns: but for loads of routers that are balanced
-    over all replicas, what layers exchange never waits behind what travels between these meanwhile.
+def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = None) -> RankGrid:
+    """Build the groups of `rank`; without `make_handle` they cannot communicate.
+
+    Groups of the same ranks share a communicator if they are used in turn. Layers and replicas never share one, so that
+    collectives of layers do not wait for concurrent reductions of gradients; only the loads of routers balanced over
+    all replicas do.
     """
     everyone = [list(range(shape.world_size))]
     maker = _GroupMaker(rank, make_handle)
     dense, expert = shape.state_lists("dense"), shape.state_lists("expert")
-    alone = {
+    separate = {
         "world": everyone,
         "pp": shape.rank_lists("pp"),
         "pp_backward": shape.rank_lists("pp"),
@@ -53,24 +57,24 @@ def build_grid(
         "expert_copies": expert.copies,
     }
     of_matrices = {"matrix": dense.matrix, "expert_matrix": expert.matrix}
-    groups = {name: maker.make(name, lists) for name, lists in alone.items()}
+    groups = {name: maker.make(name, lists) for name, lists in separate.items()}
     groups |= maker.make_sharing(of_layers)
     groups |= maker.make_sharing(of_replicas)
     groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)
-    has_others = make_handle is not None and shape.world_size > 1
-    store = make_handle("messages", everyone) if make_handle is not None and has_others else None
+    has_store = make_handle is not None and shape.world_size > 1
+    store = make_handle("messages", everyone) if make_handle is not None and has_store else None
     return RankGrid(shape=shape, rank=rank, messages=Messages(rank, shape.world_size, store), **groups)
 
 
 class _GroupMaker:
     """Makes the groups of one rank."""
 
-    def __init__(self, rank: int, make_handle: Callable[[str, Sequence[Sequence[int]]], Any] | None) -> None:
+    def __init__(self, rank: int, make_handle: MakeHandle | None) -> None:
         self.rank = rank
         self.make_handle = make_handle
 
     def make(self, name: str, rank_lists: RankLists) -> RankGroup:
-        """Lists of one rank need no handle; a rank that is in no list is a group by itself."""
+        """Make one group. Lists of one rank need no handle; a rank in no list is a group by itself."""
         lists = [ranks for ranks in rank_lists if len(ranks) > 1]
         handle = self.make_handle(name, lists) if self.make_handle is not None and lists else None
         own = next((ranks for ranks in lists if self.rank in ranks), None)
@@ -85,7 +89,12 @@ class _GroupMaker:
         with_others: Mapping[str, RankLists] | None = None,
         made: Mapping[str, RankGroup] | None = None,
     ) -> dict[str, RankGroup]:
-        """One after the other; what has the lists of one before shares its channel."""
+        """Make groups in order; a group with the same lists as an earlier one shares its handle.
+
+        Args:
+            with_others: lists of groups that exist already and may be shared.
+            made: those groups.
+        """
         known, groups = dict(with_others or {}), dict(made or {})
         for name, rank_lists in lists.items():
             same = next((other for other, theirs in known.items() if theirs == rank_lists), None)

@@ -30,7 +30,7 @@ from megatrain.parallel.collectives import (
     begin_all_gather_into,
     begin_all_to_all_into,
     begin_reduce_scatter_into,
-    begin_shift,
+    begin_ring_shift,
 )
 from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, to_sequence_order
 from megatrain.parallel.grid import RankGrid, RankGroup
@@ -197,13 +197,13 @@ def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor,
     if is_last:
         return kv, Transfer()
     coming = torch.empty_like(kv)
-    return coming, begin_shift(kv, coming, group)
+    return coming, begin_ring_shift(kv, coming, group)
 
 
 def _hand_on(sums: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
     """Begin to send the sums of gradients after their keys and values, and to take those that come."""
     returned = torch.empty_like(sums)
-    return returned, begin_shift(sums, returned, group)
+    return returned, begin_ring_shift(sums, returned, group)
 
 
 def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Block:

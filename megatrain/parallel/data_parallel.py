@@ -1,11 +1,23 @@
-"""Data parallelism: gradients are summed over the replicas bucket by bucket, weights gathered likewise.
+"""Data parallelism: reduces gradients over the replicas and all-gathers weights, one bucket at a time.
 
-    before a segment's work     its weights must be there        data_weights.py
-    behind its gradients        their sum begins                 data_gradients.py
+    compute      backward segment 2 | backward segment 1 | backward segment 0  |
+    network                         | reduce bucket 2    | reduce bucket 1     | reduce bucket 0 | norm, optimizer
 
-With the distributed optimizer each rank gets the sums of its own shards, over which optimizer state (ZeRO-1), gradients
-(ZeRO-2) and weights (ZeRO-3) are spread; without it, everyone gets all.
-Losses are scaled beforehand, so that sums are what is wanted and no average is taken here.
+    optimizer    update bucket 0    | update bucket 1    | update bucket 2 ...
+    network                         | gather bucket 0    | gather bucket 1     | ...
+    next step                                              forward of segment 0 waits for bucket 0 only
+
+A reduction is a reduce-scatter over the ranks that shard the bucket's state, then an all-reduce over the ranks that hold
+the same shard. With the distributed optimizer a rank keeps the sums of its shard only: optimizer state (ZeRO-1),
+gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The loss is scaled in advance, so that gradients are summed, not averaged.
+
+With ZeRO-2 each micro-batch is reduced and added to the shard. With ZeRO-3 weights are gathered for every pass:
+
+    compute      segment 3          | segment 4          | segment 5
+    network      gather 4           | gather 5           | gather 6
+    allocated    3 and 4            | 4 and 5            | 5 and 6
+
+Source: ZeRO, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -18,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatrain.parallel.buffers import Bucket, FlatBuffers
+from megatrain.parallel.buckets import Bucket, Shard
 from megatrain.parallel.collectives import (
     Transfer,
     all_reduce,
@@ -27,203 +39,339 @@ from megatrain.parallel.collectives import (
     begin_reduce_scatter_into,
 )
 from megatrain.parallel.grid import FamilyGroups, RankGrid, RankGroup
+from megatrain.parallel.layout import ParamRegistry
 from megatrain.parallel.pipeline.executor import SegmentPass
 from megatrain.parallel.pipeline.schedule import ActionKind
 
 
 class BucketMemory:
-    """Weights or gradients of one model chunk.
+    """The weights or the gradients of one model chunk: a flat tensor per bucket, and this rank's shard of each.
+
+        kept full   full ▓▓▓▓▓▓▓▓                      the shard is a view of it
+        sharded     full ░░░░░░░░   shard ▓▓           ░ allocated between `allocate` and `free`
+
+    Views of a full tensor stay valid while its memory is freed and allocated again; meanwhile nothing may access them.
 
     Attributes:
-        wholes: flat tensors, one a bucket.
-        parts: this rank's shards of them.
+        full: flat tensors, one per bucket.
+        shards: this rank's shards of them.
+        is_kept_full: for each bucket, whether it is never freed.
+        is_allocated: for each bucket, whether the full tensor has memory.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
-        self.wholes: list[Tensor] = []
-        self.parts: list[Tensor] = []
-        self._is_kept_whole: list[bool] = []
-        self._is_whole: list[bool] = []
+        self.full: list[Tensor] = []
+        self.shards: list[Tensor] = []
+        self.is_kept_full: list[bool] = []
+        self.is_allocated: list[bool] = []
 
-    def add(self, size: int, part_of: slice, *, is_kept_full: bool) -> None:
-        """Another bucket, zeroed and whole. Call `release` once its views are made."""
-        whole = torch.zeros(size, dtype=self.dtype, device=self.device)
-        part = whole[part_of]
-        self.wholes.append(whole)
-        self.parts.append(part if is_kept_full else torch.zeros_like(part))
-        self._is_kept_whole.append(is_kept_full)
-        self._is_whole.append(True)
+    def add(self, size: int, shard: slice, *, is_kept_full: bool) -> None:
+        """Add a bucket, zeroed and allocated. Call `free` once its views exist."""
+        full = torch.zeros(size, dtype=self.dtype, device=self.device)
+        self.full.append(full)
+        self.shards.append(full[shard] if is_kept_full else torch.zeros_like(full[shard]))
+        self.is_kept_full.append(is_kept_full)
+        self.is_allocated.append(True)
 
-    def is_kept_full(self, number: int) -> bool:
-        """Whether this bucket's memory never goes."""
-        return self._is_kept_whole[number]
+    def allocate(self, number: int) -> None:
+        """Allocate the full bucket, uninitialised, unless it has memory."""
+        if not self.is_allocated[number]:
+            full = self.full[number]
+            full.untyped_storage().resize_(full.numel() * full.element_size())
+            self.is_allocated[number] = True
 
-    def is_whole(self, number: int) -> bool:
-        """Whether this bucket's memory is there."""
-        return self._is_whole[number]
+    def free(self, number: int) -> None:
+        """Free the full bucket unless it is kept.
 
-    def bring(self, number: int) -> None:
-        """Memory for the whole bucket, with whatever was in it, if it is not there."""
-        if not self._is_whole[number]:
-            whole = self.wholes[number]
-            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-            self._is_whole[number] = True
-
-    def release(self, number: int) -> None:
-        """Give the whole bucket's memory back, where it is not kept.
-
-        What a collective reads or writes must have been waited for: what gets the memory next follows on this stream.
+        Wait first for collectives that read or write it: the next user of the memory follows on this stream.
         """
-        if not self._is_kept_whole[number]:
-            self.wholes[number].untyped_storage().resize_(0)
-            self._is_whole[number] = False
+        if not self.is_kept_full[number]:
+            self.full[number].untyped_storage().resize_(0)
+            self.is_allocated[number] = False
 
     @property
     def kept(self) -> list[Tensor]:
-        """What is always there: of each bucket the whole, or this rank's part."""
-        pairs = zip(self.wholes, self.parts, self._is_kept_whole, strict=True)
-        return [whole if is_whole else part for whole, part, is_whole in pairs]
+        """The memory that is always allocated: for each bucket the full tensor, or this rank's shard."""
+        pairs = zip(self.full, self.shards, self.is_kept_full, strict=True)
+        return [full if is_kept else shard for full, shard, is_kept in pairs]
 
-    def clear(self) -> None:
-        """Set all that is kept to zero."""
-        if self.wholes:
+    def zero(self) -> None:
+        """Set all kept memory to zero."""
+        if self.full:
             torch._foreach_zero_(self.kept)
 
 
-class WeightAllGather:
-    """Gathers whole buckets of weights.
+@dataclass(frozen=True)
+class FlatBuffers:
+    """The weights and gradients of one model chunk in flat buckets; see `allocate_buffers.py`."""
+
+    registry: ParamRegistry
+    buckets: list[Bucket]
+    shards: list[Shard]
+    """This rank's shard of each bucket."""
+    buckets_of: dict[int, list[int]]
+    """Numbers of the buckets that each segment uses; segments without parameters have no entry."""
+    weights: BucketMemory
+    gradients: BucketMemory
+    """Empty where no gradients are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions:
+    """How gradients and weights are communicated. Overlap does not change a bit of the result."""
+
+    overlap_grad_reduce: bool = True
+    """Reduce gradients concurrently with the backward pass."""
+    overlap_param_gather: bool = True
+    """All-gather weights concurrently with the computation."""
+    grad_dtype: torch.dtype | None = None
+    """Dtype in which gradients are communicated; None: the dtype of the gradient buffers."""
+
+
+class DataParallel:
+    """Communicates one model chunk's gradients and weights between its replicas. Implements the executor's `SegmentHooks`.
 
     Args:
-        memory: of the weights.
-        shards: of each bucket, the ranks whose shards make it up.
-        overlaps: whether a gather goes on until the weights are needed; else it begins where it is waited for.
+        buffers: the chunk's weights and gradients, cut for this grid.
+        grid: gives the replicas of dense and of expert parameters.
     """
 
-    def __init__(self, memory: BucketMemory, shards: Sequence[RankGroup], *, overlaps: bool) -> None:
-        self.memory = memory
-        self.shards = shards
-        self.overlaps = overlaps
-        self._on_way: dict[int, Transfer] = {}
+    def __init__(
+        self, buffers: FlatBuffers, grid: RankGrid, options: DataParallelOptions = DataParallelOptions()
+    ) -> None:
+        self.buffers = buffers
+        self.grid = grid
+        families = [grid.family(bucket.family) for bucket in buffers.buckets]
+        self.weights = WeightAllGather(
+            buffers.weights,
+            [family.shard for family in families],
+            overlap=options.overlap_param_gather,
+        )
+        self.gradients = GradientReduction(
+            buffers.gradients,
+            families,
+            overlap=options.overlap_grad_reduce,
+            dtype=options.grad_dtype or buffers.gradients.dtype,
+        )
+        self._buckets_of = buffers.buckets_of
+        self._upcoming: deque[SegmentPass] = deque()
 
-    def publish(self, number: int) -> None:
-        """A bucket's shards have been written: begin to gather it, where it is kept whole."""
-        assert number not in self._on_way, "a shard was written while it was gathered"
-        if self.memory.is_kept_full(number):
-            self._on_way[number] = self.begin(number)
-            if not self.overlaps:
-                self.need(number)
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
+        """See `SegmentHooks`."""
+        self._upcoming = deque(passes)
+
+    def before(self, segment_pass: SegmentPass) -> None:
+        """See `SegmentHooks`. Also begins to gather the weights of the next pass."""
+        expected = self._upcoming.popleft()
+        assert segment_pass == expected, f"{segment_pass} runs before {expected}"
+        own = self._buckets_of.get(segment_pass.segment, ())
+        if segment_pass.kind is not ActionKind.FORWARD or self._backward_follows(segment_pass):
+            for number in own:
+                self.gradients.prepare(number)
+        if segment_pass.kind is not ActionKind.WEIGHT:
+            for number in own:
+                self.weights.wait_for(number)
+            for number in self._needed_next():
+                self.weights.prefetch(number)
+
+    def after(self, segment_pass: SegmentPass) -> None:
+        """See `SegmentHooks`."""
+        if segment_pass.kind is not ActionKind.WEIGHT:
+            needed = self._needed_next()
+            for number in self._buckets_of.get(segment_pass.segment, ()):
+                if number not in needed:
+                    self.buffers.weights.free(number)
+
+    def on_gradients(self, segment: int, *, is_last: bool) -> None:
+        """See `SegmentHooks`. Backward passes run from the last segment down: a bucket's first user completes it."""
+        for number in self._buckets_of.get(segment, ()):
+            if segment == self.buffers.buckets[number].users[0]:
+                self.gradients.mark_ready(number, is_last=is_last)
+
+    def _backward_follows(self, segment_pass: SegmentPass) -> bool:
+        """Return whether this segment's backward pass is next: a head computes gradients in its forward pass too."""
+        return bool(self._upcoming) and self._upcoming[0] == SegmentPass(
+            ActionKind.BACKWARD, segment_pass.segment
+        )
+
+    def _needed_next(self) -> Sequence[int]:
+        """Return the buckets of the next pass that uses weights."""
+        for segment_pass in self._upcoming:
+            if segment_pass.kind is not ActionKind.WEIGHT:
+                return self._buckets_of.get(segment_pass.segment, ())
+        return ()
+
+    def finish_gradients(self) -> None:
+        """Complete all reductions over the replicas, then sum gradients that are partial sums over another group.
+
+        Ranks of such a group hold the same boxes at the same positions of their shards, so only shards are sent.
+        """
+        self.gradients.finish()
+        ranges: dict[str, list[Tensor]] = {}
+        for shard, gradients in zip(self.buffers.shards, self.buffers.gradients.shards, strict=True):
+            for piece, part in shard.pieces():
+                if piece.grad_sum_group is not None:
+                    ranges.setdefault(piece.grad_sum_group, []).append(gradients[part])
+        for name in sorted(ranges):
+            total = all_reduce(torch.cat(ranges[name]), self.grid.group(name))
+            sums = total.split([part.numel() for part in ranges[name]])
+            for flat, part in zip(ranges[name], sums, strict=True):
+                flat.copy_(part)
+
+    def all_gather_weights(self, number: int) -> None:
+        """Begin to send a bucket to every replica, after the optimizers have written its shards."""
+        self.weights.all_gather(number)
+
+    def all_gather_all_weights(self) -> None:
+        """Do the same for all buckets, after transfers in flight have ended."""
+        self.weights.wait()
+        for number in range(len(self.buffers.buckets)):
+            self.weights.all_gather(number)
+
+    def wait_for_weights(self) -> None:
+        """Wait until no weights are in flight; call it before shards of weights are read or written."""
+        self.weights.wait()
+
+    def gathered_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yield each bucket with its full weights, for readers other than the executor."""
+        for number, bucket in enumerate(self.buffers.buckets):
+            self.weights.wait_for(number)
+            yield bucket, self.buffers.weights.full[number]
+            self.buffers.weights.free(number)
+
+    def sum_over_ranks(self, number: Tensor) -> Tensor:
+        """Sum over all ranks, in place, a number to which each rank has added elements that no other rank has."""
+        return all_reduce(number, self.grid.world)
+
+
+class WeightAllGather:
+    """All-gathers buckets of weights.
+
+    Args:
+        memory: the weights.
+        groups: for each bucket, the ranks over which it is sharded.
+        overlap: begin a gather early and wait when the weights are needed; else begin and wait at once.
+    """
+
+    def __init__(self, memory: BucketMemory, groups: Sequence[RankGroup], *, overlap: bool) -> None:
+        self.memory = memory
+        self.groups = groups
+        self.overlap = overlap
+        self._in_flight: dict[int, Transfer] = {}
+
+    def all_gather(self, number: int) -> None:
+        """Begin to gather a bucket whose shards have been written, if it is kept full."""
+        assert number not in self._in_flight, "a shard was written while it was gathered"
+        if self.memory.is_kept_full[number]:
+            self._in_flight[number] = self.begin(number)
+            if not self.overlap:
+                self.wait_for(number)
 
     def prefetch(self, number: int) -> None:
-        """Begin to gather a bucket that will be needed soon and is not there."""
-        if self.overlaps and not self.memory.is_whole(number):
-            self._on_way[number] = self.begin(number)
+        """Begin to gather a bucket that is needed soon, if it has no memory."""
+        if self.overlap and not self.memory.is_allocated[number]:
+            self._in_flight[number] = self.begin(number)
 
-    def need(self, number: int) -> None:
-        """What follows sees the whole bucket."""
-        if not self.memory.is_whole(number):
-            self._on_way[number] = self.begin(number)
-        transfer = self._on_way.pop(number, None)
+    def wait_for(self, number: int) -> None:
+        """Make the full bucket valid for the work that follows."""
+        if not self.memory.is_allocated[number]:
+            self._in_flight[number] = self.begin(number)
+        transfer = self._in_flight.pop(number, None)
         if transfer is not None:
             transfer.wait()
 
     def wait(self) -> None:
-        """What follows sees all buckets that are on their way."""
-        for number in list(self._on_way):
-            self.need(number)
-
-    def release(self, number: int) -> None:
-        """A bucket is not needed for a while."""
-        self.memory.release(number)
+        """Wait for all buckets in flight."""
+        for number in list(self._in_flight):
+            self.wait_for(number)
 
     def begin(self, number: int) -> Transfer:
-        """Begin to gather a bucket, whoever waits for it."""
-        self.memory.bring(number)
+        """Allocate a bucket and begin to gather it."""
+        self.memory.allocate(number)
         with record_function("gather weights"):
-            whole = self.memory.wholes[number].data  # as autograd must not see that weights come and go
-            return begin_all_gather_into(whole, self.memory.parts[number], self.shards[number])
+            full = self.memory.full[number].data  # hides the write from autograd
+            return begin_all_gather_into(full, self.memory.shards[number], self.groups[number])
 
 
 class GradientReduction:
-    """Sums buckets of gradients over the replicas: this rank's part of a bucket becomes the sum.
+    """Reduces buckets of gradients over the replicas: this rank's shard of a bucket becomes the sum.
 
     Args:
-        memory: of the gradients.
-        families: of each bucket, the ranks that own different shards of it, and those that own the same one.
-        overlaps: whether a sum goes on beside the backward pass; else it is waited for at once or begins when it has ended.
-        dtype: in which gradients travel.
+        memory: the gradients.
+        families: for each bucket, the ranks with different shards of it, and the ranks with the same shard.
+        overlap: reduce concurrently with the backward pass; else reduce after it, or wait at once.
+        dtype: in which gradients are communicated.
     """
 
     def __init__(
-        self,
-        memory: BucketMemory,
-        families: Sequence[FamilyGroups],
-        *,
-        overlaps: bool,
-        dtype: torch.dtype,
+        self, memory: BucketMemory, families: Sequence[FamilyGroups], *, overlap: bool, dtype: torch.dtype
     ) -> None:
         self.memory = memory
         self.families = families
-        self.overlaps = overlaps
+        self.overlap = overlap
         self.dtype = dtype
-        self._complete: list[int] = []
-        self._on_way: dict[int, Iterator[None]] = {}
+        self._ready: list[int] = []
+        self._in_flight: dict[int, Iterator[None]] = {}
 
-    def bring(self, number: int) -> None:
-        """Gradients are about to be added to a bucket."""
-        while number in self._on_way:
-            self._move_on(number)  # of the micro-batch before
-        if not self.memory.is_whole(number):
-            self.memory.bring(number)
-            self.memory.wholes[number].zero_()
+    def prepare(self, number: int) -> None:
+        """Make a bucket ready to accumulate gradients."""
+        while number in self._in_flight:
+            self._advance(number)  # the previous micro-batch
+        if not self.memory.is_allocated[number]:
+            self.memory.allocate(number)
+            self.memory.full[number].zero_()
 
-    def formed(self, number: int, *, is_last: bool) -> None:
-        """All gradients of a micro-batch have been added to a bucket; `is_last`: and with them those of the step."""
-        if not self.memory.is_kept_full(number):
+    def mark_ready(self, number: int, *, is_last: bool) -> None:
+        """Reduce a bucket to which all gradients of a micro-batch have been added.
+
+        Args:
+            is_last: the micro-batch is the last one of the step.
+        """
+        if not self.memory.is_kept_full[number]:
             self._begin(number, is_last=is_last)
-            if not self.overlaps:
-                self._finish_begun()
-        elif is_last and self.overlaps:
+            if not self.overlap:
+                self._finish_in_flight()
+        elif is_last and self.overlap:
             self._begin(number, is_last=True)
         elif is_last:
-            self._complete.append(number)
+            self._ready.append(number)
 
     def finish(self) -> None:
-        """What follows sees all sums."""
-        for number in self._complete:
+        """Complete all reductions."""
+        for number in self._ready:
             self._begin(number, is_last=True)
-        self._complete = []
-        self._finish_begun()
+        self._ready = []
+        self._finish_in_flight()
 
     def _begin(self, number: int, *, is_last: bool) -> None:
         if not self._is_one_transfer_in_place(number):
-            self._move_on_all()  # two buckets at most have scratch memory, and halves of sums take turns
-        self._on_way[number] = self._sum(number, is_last=is_last)
-        self._move_on(number)
+            self._advance_all()  # at most two buckets have scratch memory, and the halves of reductions alternate
+        self._in_flight[number] = self._reduce(number, is_last=is_last)
+        self._advance(number)
 
     def _is_one_transfer_in_place(self, number: int) -> bool:
         is_one = self.families[number].shard.size == 1 or self.families[number].copies.size == 1
-        return is_one and self.dtype == self.memory.dtype and self.memory.is_kept_full(number)
+        return is_one and self.dtype == self.memory.dtype and self.memory.is_kept_full[number]
 
-    def _finish_begun(self) -> None:
-        while self._on_way:
-            self._move_on_all()
+    def _finish_in_flight(self) -> None:
+        while self._in_flight:
+            self._advance_all()
 
-    def _move_on_all(self) -> None:
-        """Each of them, in the order in which they began."""
-        for number in list(self._on_way):
-            self._move_on(number)
+    def _advance_all(self) -> None:
+        for number in list(self._in_flight):  # in the order in which they began
+            self._advance(number)
 
-    def _move_on(self, number: int) -> None:
-        """Let a sum on its way wait for what it does and begin what it does next, if there is more."""
+    def _advance(self, number: int) -> None:
+        """Wait for a reduction's current transfer and begin its next one, if there is one."""
         with record_function("reduce gradients"):
-            if next(self._on_way[number], "ended") == "ended":
-                del self._on_way[number]
+            if next(self._in_flight[number], "ended") == "ended":
+                del self._in_flight[number]
 
-    def _sum(self, number: int, *, is_last: bool) -> Iterator[None]:
-        """Communicates up to each `yield`, and waits behind it."""
-        own, copies = self.memory.parts[number], self.families[number].copies
+    def _reduce(self, number: int, *, is_last: bool) -> Iterator[None]:
+        """Begin a transfer before each `yield` and wait for it afterwards."""
+        own, copies = self.memory.shards[number], self.families[number].copies
         if self.families[number].shard.size > 1:
             yield from self._scatter(number, own)
         if is_last and copies.size > 1:
@@ -235,9 +383,9 @@ class GradientReduction:
                 own.copy_(sent)
 
     def _scatter(self, number: int, own: Tensor) -> Iterator[None]:
-        whole, is_kept_full = self.memory.wholes[number], self.memory.is_kept_full(number)
-        sent = whole.to(self.dtype)
-        is_in_place = sent is whole and is_kept_full
+        full, is_kept_full = self.memory.full[number], self.memory.is_kept_full[number]
+        sent = full.to(self.dtype)
+        is_in_place = sent is full and is_kept_full
         received = own if is_in_place else torch.empty_like(own, dtype=self.dtype)
         transfer = begin_reduce_scatter_into(received, sent, self.families[number].shard)
         yield
@@ -246,138 +394,9 @@ class GradientReduction:
             own.copy_(received)
         if not is_kept_full:
             add_to_shard(own, received)
-            self.memory.release(number)
+            self.memory.free(number)
 
 
 def add_to_shard(own: Tensor, received: Tensor) -> None:
-    """Add what the replicas' gradients of a micro-batch come to."""
+    """Add the reduced gradients of a micro-batch to this rank's shard."""
     own.add_(received)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataParallelOptions:
-    """How gradients and weights travel."""
-
-    overlap_grad_reduce: bool = True
-    """Whether gradients are summed beside the computation. Results are the same bits."""
-    overlap_param_gather: bool = True
-    """Whether weights are gathered beside the computation. Results are the same bits."""
-    grad_dtype: torch.dtype | None = None
-    """In which gradients travel; None: as they are kept."""
-
-
-class DataParallel:
-    """Moves one model chunk's gradients and weights between its replicas. It is the executor's `SegmentHooks`.
-
-    Args:
-        buffers: the chunk's memory, cut for this grid.
-        grid: whose replicas of dense layers and of experts they are.
-        transport: how they travel.
-    """
-
-    def __init__(
-        self,
-        buffers: FlatBuffers,
-        grid: RankGrid,
-        transport: DataParallelOptions = DataParallelOptions(),
-    ) -> None:
-        self.buffers = buffers
-        self.grid = grid
-        families = [grid.family(bucket.family) for bucket in buffers.buckets]
-        self.weights = WeightAllGather(
-            buffers.weight_memory,
-            [family.shard for family in families],
-            overlaps=transport.overlap_param_gather,
-        )
-        self.gradients = GradientReduction(
-            buffers.gradient_memory,
-            families,
-            overlaps=transport.overlap_grad_reduce,
-            dtype=transport.grad_dtype or buffers.gradient_memory.dtype,
-        )
-        self._coming: deque[SegmentPass] = deque()
-
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """See `SegmentHooks`."""
-        self._coming = deque(passes)
-
-    def before(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`. What the next segment_pass needs begins to come meanwhile."""
-        expected = self._coming.popleft()
-        assert segment_pass == expected, f"{segment_pass} comes before {expected}"
-        if segment_pass.kind is not ActionKind.FORWARD or self._turns_behind(segment_pass):
-            for number in self.buffers.buckets_of(segment_pass.segment):
-                self.gradients.bring(number)
-        if segment_pass.kind is not ActionKind.WEIGHT:
-            for number in self.buffers.buckets_of(segment_pass.segment):
-                self.weights.need(number)
-            for number in self._needed_next():
-                self.weights.prefetch(number)
-
-    def after(self, segment_pass: SegmentPass) -> None:
-        """See `SegmentHooks`."""
-        if segment_pass.kind is not ActionKind.WEIGHT:
-            needed = self._needed_next()
-            for number in self.buffers.buckets_of(segment_pass.segment):
-                if number not in needed:
-                    self.weights.release(number)
-
-    def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`. Backward passes go down, so the first of a bucket's users is its last one."""
-        for number in self.buffers.buckets_of(segment):
-            if segment == self.buffers.buckets[number].users[0]:
-                self.gradients.formed(number, is_last=is_last)
-
-    def _turns_behind(self, segment_pass: SegmentPass) -> bool:
-        """Whether the backward pass of a segment follows its forward pass at once: a head forms gradients in both."""
-        return bool(self._coming) and self._coming[0] == SegmentPass(ActionKind.BACKWARD, segment_pass.segment)
-
-    def _needed_next(self) -> Sequence[int]:
-        """The buckets that the next segment_pass of weights will need."""
-        for segment_pass in self._coming:
-            if segment_pass.kind is not ActionKind.WEIGHT:
-                return self.buffers.buckets_of(segment_pass.segment)
-        return ()
-
-    def finish_gradients(self) -> None:
-        """End all sums over the replicas, and those of gradients that are partial sums over another group.
-
-        Ranks of such a group hold the same boxes at the same places of their shards, so only shards travel.
-        """
-        self.gradients.finish()
-        ranges: dict[str, list[Tensor]] = {}
-        for shard, gradients in zip(self.buffers.shards, self.buffers.gradient_shards, strict=True):
-            for piece, part in shard.pieces():
-                if piece.grad_sum_group is not None:
-                    ranges.setdefault(piece.grad_sum_group, []).append(gradients[part])
-        for name in sorted(ranges):
-            joined = all_reduce(torch.cat(ranges[name]), self.grid.group(name))
-            for flat, total in zip(
-                ranges[name], joined.split([part.numel() for part in ranges[name]]), strict=True
-            ):
-                flat.copy_(total)
-
-    def publish(self, number: int) -> None:
-        """Give every replica the weights of a bucket, whose shards the optimizers have written."""
-        self.weights.publish(number)
-
-    def all_gather_all_weights(self) -> None:
-        """The same of all buckets; what is on its way from before has arrived then."""
-        self.weights.wait()
-        for number in range(len(self.buffers.buckets)):
-            self.weights.publish(number)
-
-    def wait_for_weights(self) -> None:
-        """For those who read or write shards of weights: nothing is on its way."""
-        self.weights.wait()
-
-    def gathered_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket with its whole weights, one after the other, for those who read them other than through the executor."""
-        for number, bucket in enumerate(self.buffers.buckets):
-            self.weights.need(number)
-            yield bucket, self.buffers.weights[number]
-            self.weights.release(number)
-
-    def sum_over_ranks(self, number: Tensor) -> Tensor:
-        """The sum, in place, over all ranks, each of which has counted elements that no other rank counts."""
-        return all_reduce(number, self.grid.world)

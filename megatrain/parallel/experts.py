@@ -49,7 +49,11 @@ class GroupedWeight(NamedTuple):
 
 
 def grouped_mlp(
-    dispatched: DispatchedTokens, fc1: GroupedWeight, fc2: GroupedWeight, activation: Activation, info: PassInfo
+    dispatched: DispatchedTokens,
+    fc1: GroupedWeight,
+    fc2: GroupedWeight,
+    activation: Activation,
+    info: PassInfo,
 ) -> Tensor:
     """What each row's expert gives, times the row's weight: [r, h] -> [r, h].
 

@@ -1,10 +1,10 @@
-"""Process groups: how lists of ranks become something that tensors travel over.
+"""Process groups: turns rank lists into communicators of torch.distributed.
 
-    one call a name, on all ranks in the same order:  "tp": 01 23 45 67  ->  NCCL: one split of the world's communicator
-                                                                            gloo: each list by its own members alone
+    one call per name, on all ranks in the same order:  "tp": 01 23 45 67  ->  NCCL: one split of the world's communicator
+                                                                               gloo: each list by its members only
 
-Neither way asks a rank to wait for groups that it is not in, so that start-up does not grow with their number.
-Collectives have a generous limit while a run starts, and another one from its first step on.
+Neither way makes a rank wait for groups that it is not in, so start-up time does not grow with their number.
+Collectives have a generous timeout while a run starts, and another one from its first step on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatrain.parallel.grid import RankGrid, RankGroup
 
 
 def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> Any:
-    """The group of the list that this rank is in, made by all ranks of the world; None where it is in no list.
+    """Create the group of the list that contains this rank, or None if no list does; all ranks of the world call it.
 
-    The lists are disjoint. The world's own process group is used for `world`. `messages` gets a store.
+    The lists are disjoint. `world` returns the world's own process group, `messages` a store.
     """
     world = dist.group.WORLD
-    assert world is not None, "the world is joined before its parts"
+    assert world is not None, "initialise torch.distributed first"
     if name == "world":
         return world
     if name == "messages":
-        return _own_store(timeout)
+        return _separate_store(timeout)
     if world.bound_device_id is not None:
         lists = [list(ranks) for ranks in rank_lists]
         return dist.split_group(world, lists, timeout=timeout, group_desc=name)
@@ -43,10 +43,10 @@ def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timed
     return None
 
 
-def _own_store(timeout: timedelta | None) -> Any:
-    """A connection of its own to the store by which the ranks have met, as a wait occupies one; its entries are its own.
+def _separate_store(timeout: timedelta | None) -> Any:
+    """Connect once more to the rendezvous store, since a wait occupies a connection, with a key prefix of its own.
 
-    Several grids may be built one after the other, by all ranks alike.
+    All ranks may build several grids in the same order; each gets another prefix.
     """
     shared: Any = _get_default_store()  # torch's types do not know `clone`
     number = shared.add(f"messages of rank {dist.get_rank()}", 1)
@@ -57,12 +57,12 @@ def _own_store(timeout: timedelta | None) -> Any:
 
 
 def limit_collectives(grid: RankGrid, *, seconds: float) -> None:
-    """From now on a collective that takes longer than this fails; messages keep their limit."""
+    """Set the timeout of all collectives from now on; messages keep theirs."""
     for group in groups_of(grid):
         _set_pg_timeout(timedelta(seconds=seconds), group.handle)
 
 
 def groups_of(grid: RankGrid) -> list[RankGroup]:
-    """All groups that this rank shares with others."""
+    """Return all groups in which this rank communicates."""
     found = [getattr(grid, field.name) for field in dataclasses.fields(grid)]
     return [group for group in found if isinstance(group, RankGroup) and group.handle is not None]

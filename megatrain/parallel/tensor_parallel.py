@@ -244,7 +244,13 @@ class _ColumnLinear(Function):
         recompute_fn: Callable[[], Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
-        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info, ctx.recompute_fn = weight_grad, bias, tp, info, recompute_fn
+        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info, ctx.recompute_fn = (
+            weight_grad,
+            bias,
+            tp,
+            info,
+            recompute_fn,
+        )
         return _product(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -447,4 +453,6 @@ def vocab_parallel_logits_gradient(
     That is the gradient of scale * (loss + coefficient * log sum ** 2).
     """
     share = token_scale * (1 + 2 * z_loss_coeff * known.log_sums) if z_loss_coeff else token_scale
-    return cross_entropy_backward(known.rows, known.log_sums, known.columns, share, token_scale, vocab.num_real, dtype)
+    return cross_entropy_backward(
+        known.rows, known.log_sums, known.columns, share, token_scale, vocab.num_real, dtype
+    )

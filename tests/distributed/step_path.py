@@ -61,10 +61,10 @@ def step_path(rank: int, world_size: int, flags: list[str]) -> dict[str, list[st
     recorder = _Recorder()
     for _ in range(2):
         recorder.start()
-        batches, rates = next_step(trainer)
+        batches, hyperparams = next_step(trainer)
         sys.setprofile(recorder)
         try:
-            trainer.engine.step(batches, rates)
+            trainer.engine.step(batches, hyperparams)
         finally:
             sys.setprofile(None)
     return recorder.functions
@@ -107,12 +107,12 @@ class _Recorder:
 
 
 def next_step(trainer: Any) -> tuple[Any, Any]:
-    """The micro-batches and rates of a run's first iteration."""
+    """The micro-batches and hyperparams of a run's first iteration."""
     from megatrain.config.derive.batch_sizes import batch_sizes
     from megatrain.training.updates import build_schedules
 
     if trainer.batches.train is None:
-        trainer._open_data()
+        trainer.open_data()
     plan = trainer.plan
     sizes = batch_sizes(plan.config, data_parallel_size=plan.derived.data_parallel_size)
     return trainer.batches.train.microbatches(0, sizes.num_microbatches(0)), build_schedules(plan).at(0)

@@ -72,8 +72,8 @@ def test_with_one_microbatch_what_is_spread_changes_no_bit(pool: WorkerPool, zer
 def summed(rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]) -> list[np.ndarray]:
     engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
     engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
-    assert {flat.dtype for flat in engine.buffers.gradient_shards} == {torch.float32}
-    return [flat.numpy().copy() for flat in engine.buffers.gradient_shards]
+    assert {flat.dtype for flat in engine.buffers.gradients.shards} == {torch.float32}
+    return [flat.numpy().copy() for flat in engine.buffers.gradients.shards]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ class Watched(DataParallel):
     most_weights = most_gradients = 0
 
     def after(self, segment_pass: SegmentPass) -> None:
-        self.most_weights = max(self.most_weights, num_whole(self.buffers.weight_memory))
-        self.most_gradients = max(self.most_gradients, num_whole(self.buffers.gradient_memory))
+        self.most_weights = max(self.most_weights, num_whole(self.buffers.weights))
+        self.most_gradients = max(self.most_gradients, num_whole(self.buffers.gradients))
         super().after(segment_pass)
 
 
@@ -104,20 +104,20 @@ def num_whole(memory: BucketMemory) -> int:
     """Of those that come and go, by the memory that is there."""
     return sum(
         whole.untyped_storage().nbytes() > 0
-        for number, whole in enumerate(memory.wholes)
-        if not memory.is_kept_full(number)
+        for number, whole in enumerate(memory.full)
+        if not memory.is_kept_full[number]
     )
 
 
 def whole_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[int]:
     engine = engine_of(tiny_plan(layout, world_size, *BF16), rank)
-    counts = [num_whole(engine.buffers.weight_memory), num_whole(engine.buffers.gradient_memory)]
+    counts = [num_whole(engine.buffers.weights), num_whole(engine.buffers.gradients)]
     engine.data_parallel.__class__ = Watched
     for step in range(2):
         batches = list(own_batches(step, layout, engine.grid.dp.rank))
         engine.step(batches, build_schedules(engine.plan).at(0))
     engine.evaluate(batches)
-    counts += [num_whole(engine.buffers.weight_memory), num_whole(engine.buffers.gradient_memory)]
+    counts += [num_whole(engine.buffers.weights), num_whole(engine.buffers.gradients)]
     assert isinstance(engine.data_parallel, Watched)
     return [*counts, engine.data_parallel.most_weights, engine.data_parallel.most_gradients]
 

@@ -15,24 +15,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.checkpoint.save import plan_chunks
+from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.optim.muon import Muon, MuonRule
-from megatrain.optim.update_rules import AdamwRule
-from megatrain.optim.lr_schedule import Rates
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
-from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.data_parallel import DataParallel, Transport
+from megatrain.optim.update_rules import AdamwRule
+from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions
 from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.rank_lists import GridShape
-from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.layout import Box, Init, LaidOutModule, ParamLayout, ParamRegistry, Piece, box_shape
+from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.worker_pool import WorkerPool
 
 NUM_LAYERS, NUM_EXPERTS, HIDDEN, WIDTH = 4, 4, 6, 8
-RATES = Rates(lr=0.01, weight_decay=0.1, by_kind={})
+HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={})
 NORMAL = Init(std=1.0)
 MUON = MuonRule(
     momentum=0.9, is_nesterov=True, num_steps=5, coefficients="quintic", scale_mode="spectral", extra_scale=1.0,
@@ -43,8 +43,8 @@ MUON = MuonRule(
 @dataclass(frozen=True)
 class Case:
     shape: GridShape
-    keeps_weights: bool = True
-    keeps_gradients: bool = True
+    keep_full_weights: bool = True
+    keep_full_gradients: bool = True
     overlaps: bool = True
     has_muon: bool = False
     offload_fraction: float = 0.0
@@ -54,16 +54,16 @@ CASES = {
     "tp2 dp2 pp2 ep2 etp1": Case(GridShape(tp=2, dp=2, pp=2, ep=2, etp=1)),
     "tp2 dp2 pp2 ep4 etp1": Case(GridShape(tp=2, dp=2, pp=2, ep=4, etp=1), overlaps=False),
     "tp2 dp2 pp2 etp2": Case(GridShape(tp=2, dp=2, pp=2, etp=2)),
-    "tp2 dp2 pp2 ep2 etp2 zero2": Case(GridShape(tp=2, dp=2, pp=2, ep=2, etp=2), keeps_gradients=False),
+    "tp2 dp2 pp2 ep2 etp2 zero2": Case(GridShape(tp=2, dp=2, pp=2, ep=2, etp=2), keep_full_gradients=False),
     "tp2 cp2 pp2 ep2 etp1 zero3": Case(
-        GridShape(tp=2, cp=2, pp=2, ep=2, etp=1), keeps_gradients=False, keeps_weights=False
+        GridShape(tp=2, cp=2, pp=2, ep=2, etp=1), keep_full_gradients=False, keep_full_weights=False
     ),
     "tp2 dp4 etp1 zero0": Case(GridShape(tp=2, dp=4, etp=1, dp_copies=4, expert_copies=8)),
     "dp8 ep2 etp1 instances2": Case(GridShape(dp=8, ep=2, etp=1, dp_copies=2, expert_copies=2)),
     "tp2 dp4 ep2 etp1 instances2 zero3": Case(
         GridShape(tp=2, dp=4, ep=2, etp=1, dp_copies=2, expert_copies=2),
-        keeps_gradients=False,
-        keeps_weights=False,
+        keep_full_gradients=False,
+        keep_full_weights=False,
         overlaps=False,
     ),
     "tp2 cp2 dp2 etp4": Case(GridShape(tp=2, cp=2, dp=2, etp=4), offload_fraction=0.5),
@@ -71,7 +71,7 @@ CASES = {
         GridShape(tp=2, dp=2, pp=2, ep=2, etp=1, has_matrices=True), has_muon=True
     ),
     "tp2 dp4 ep2 etp2 muon": Case(
-        GridShape(tp=2, dp=4, ep=2, etp=2, has_matrices=True), has_muon=True, keeps_weights=False
+        GridShape(tp=2, dp=4, ep=2, etp=2, has_matrices=True), has_muon=True, keep_full_weights=False
     ),
 }
 
@@ -115,21 +115,21 @@ def stepped(rank: int, world_size: int, case: Case) -> Found:
     for step in range(2):
         for is_last in (False, True):
             for number in reversed(range(len(segments))):
-                for bucket in parallel.buffers.buckets_of(number):
-                    parallel.gradients.bring(bucket)
+                for bucket in parallel.buffers.buckets_of.get(number, ()):
+                    parallel.gradients.prepare(bucket)
                 add_gradients(segments[number], grid, step)
                 parallel.on_gradients(number, is_last=is_last)
         parallel.finish_gradients()
         norm = optimizer.gradient_norm()
         num_zeros += int(num_zero_gradients(optimizer))
-        optimizer.step(RATES, norm=norm)
+        optimizer.step(HYPERPARAMS, norm=norm)
         norms += [norm.item(), float(parameter_norm(optimizer))]
-        parallel.buffers.clear_gradients()
+        parallel.buffers.gradients.zero()
     weights = [
-        (piece.name, piece.box, local_part(placed.entry.parameter.data, piece).clone().numpy())
-        for bucket, _ in parallel.whole_buckets()
-        for placed in bucket.placed
-        for piece in placed.entry.layout.pieces
+        (piece.name, piece.box, local_part(param.entry.parameter.data, piece).clone().numpy())
+        for bucket, _ in parallel.gathered_buckets()
+        for param in bucket.params
+        for piece in param.entry.layout.pieces
     ]
     written = Counter[str]()
     for chunk in plan_chunks(optimizer, grid, (WEIGHT,)):
@@ -138,16 +138,16 @@ def stepped(rank: int, world_size: int, case: Case) -> Found:
 
 
 def optimizer_of(case: Case, grid: RankGrid, segments: list[LaidOutModule]) -> ShardedOptimizer:
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         ParamRegistry.of(list(segments)),
         grid=grid,
         weight_dtype=torch.float64,
         grad_dtype=torch.float64,
         device=torch.device("cpu"),
-        keeps_weights=case.keeps_weights,
-        keeps_gradients=case.keeps_gradients,
+        keep_full_weights=case.keep_full_weights,
+        keep_full_gradients=case.keep_full_gradients,
     )
-    transport = Transport(overlaps_gradients=case.overlaps, overlaps_weights=case.overlaps)
+    transport = DataParallelOptions(overlap_grad_reduce=case.overlaps, overlap_param_gather=case.overlaps)
     optimizer = ShardedOptimizer(
         DataParallel(buffers, grid, transport),
         AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8),
@@ -157,7 +157,7 @@ def optimizer_of(case: Case, grid: RankGrid, segments: list[LaidOutModule]) -> S
         offload_fraction=case.offload_fraction,
     )
     optimizer.fill(WEIGHT, InitialWeights(1))
-    optimizer.publish_weights()
+    optimizer.sync_model_weights()
     return optimizer
 
 

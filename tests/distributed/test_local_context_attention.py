@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.parallel.build_grid import build_grid
-from megatrain.model.implementations.local import LocalLeaves
+from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
-from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.context_attention import ContextAttention
-from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -78,7 +78,7 @@ def on_a_rank(
 
     case = CASES[name]
     layout = columns_bias_layout([Columns("sink", HEADS)], TP) if case.sink == "learned" else None
-    leaves = LocalLeaves(TP, cp, torch.float64, NormSpec(), seed=3, attention_over=over)
+    leaves = LocalLeaves(TP, cp, torch.float64, NormSpec(), seed=3, context=over)
     core = cast("Any", leaves.core_attention(case, layout, "attention"))
     sink_gradient = torch.zeros_like(sink)
     if layout is not None:

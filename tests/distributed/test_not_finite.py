@@ -100,7 +100,7 @@ def plant_once(trainer: Trainer) -> None:
 
     def spoiled():
         finish()
-        trainer.engine.buffers.gradient_shards[0][0] = torch.nan
+        trainer.engine.buffers.gradients.shards[0][0] = torch.nan
 
     trainer.engine.data_parallel.finish_gradients = spoiled  # type: ignore[method-assign]
 
@@ -111,7 +111,7 @@ def told(
     plant: Callable[[Trainer], None],
     culprits: tuple[int, ...],
     flags: list[str],
-    num_ahead: int,
+    max_pending: int,
 ) -> str:
     """What a run says whose `culprits` are spoiled before the step of `ITERATION`, and which runs so many steps ahead.
 
@@ -128,7 +128,7 @@ def told(
 
     with (
         mock.patch.object(Iterations, "run_next", planted),
-        mock.patch.object(Engine, "num_ahead", num_ahead),
+        mock.patch.object(Engine, "max_pending", max_pending),
         mock.patch.object(loss_scale, "MOST_STUCK_STEPS", 2),
     ):
         try:
@@ -147,20 +147,20 @@ CASES = [
     (plant_own_part, (1,), "first on rank 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
     (plant_own_part, (7,), "first on rank 7: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
     (plant_own_gradient, (3,), ("first on rank 3: the backward pass of decoder.layers.0 in micro-batch 0, samples 18 to 19"
-     "; with it the gradients of decoder.layers.0.")),
+     "; affected gradients: decoder.layers.0.")),
     (plant_sum, (0, 1), "first on ranks 0, 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
     (plant_data, (7,), ("first on rank 7: the loss mask of samples 22 to 23\n"
-     "  fix: nothing was updated or saved; look at these samples, and go on from the last checkpoint")),
-    (plant_once, (0,), "a second pass over the same samples found nothing wrong, as after a fault of the hardware"),
+     "  fix: nothing was updated or saved; inspect these samples, and resume from the last checkpoint")),
+    (plant_once, (0,), "a second run of the same step was finite, as after a hardware fault"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("max_pending", [0, 1])
 @pytest.mark.parametrize(("plant", "culprits", "words"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_first_place_is_named(
-    pool: WorkerPool, plant: Callable[[Trainer], None], culprits: tuple[int, ...], words: str, num_ahead: int
+    pool: WorkerPool, plant: Callable[[Trainer], None], culprits: tuple[int, ...], words: str, max_pending: int
 ) -> None:
-    answers = pool.run(WORLD_SIZE, told, plant, culprits, [], num_ahead)
+    answers = pool.run(WORLD_SIZE, told, plant, culprits, [], max_pending)
     for answer in answers:
         assert answer.startswith(f"iteration {ITERATION}: lm loss is ")
         assert words in answer

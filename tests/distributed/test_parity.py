@@ -15,13 +15,13 @@ from megatrain.tools.parity.compare import judge
 from megatrain.tools.parity.faults import FAULTS
 from megatrain.tools.parity.low_precision import (
     NUM_DRAWS,
-    NarrowComparer,
-    goes_with,
+    LowPrecisionComparer,
+    is_supported_in,
     of_any_micro_batch,
     within,
 )
 from megatrain.tools.parity.measure import (
-    NARROW,
+    LOW_PRECISIONS,
     Job,
     Measured,
     Part,
@@ -81,15 +81,15 @@ NARROW_LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def narrow(pool: WorkerPool) -> dict[Precision, NarrowComparer]:
+def narrow(pool: WorkerPool) -> dict[Precision, LowPrecisionComparer]:
     answers: dict[Job, list[Measured]] = {}
-    return {precision: NarrowComparer(pool, precision, answers=answers) for precision in NARROW}
+    return {precision: LowPrecisionComparer(pool, precision, answers=answers) for precision in LOW_PRECISIONS}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("text", NARROW_LAYOUTS)
 def test_a_layout_is_no_further_off_than_rounding(
-    narrow: dict[Precision, NarrowComparer], precision: Precision, text: str
+    narrow: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:
     verdict = narrow[precision].compare(Layout.of(text))
     assert verdict.is_good, verdict
@@ -106,10 +106,10 @@ def test_a_layout_is_no_further_off_than_rounding(
     ],
 )
 def test_number_formats_are_no_further_off_than_rounding(
-    narrow: dict[Precision, NarrowComparer], precision: Precision, text: str
+    narrow: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:
     layout = of_any_micro_batch(Layout.of(text))
-    assert goes_with(precision, layout)
+    assert is_supported_in(precision, layout)
     verdict = narrow[precision].compare(layout)
     assert verdict.is_good, verdict
 
@@ -119,13 +119,13 @@ def test_number_formats_are_no_further_off_than_rounding(
     [
         "wrong scale",
         "stale gather",
-        "reduction of one bucket left out",
-        "weights of one layer not waited for",
+        "gradient reduction of one bucket skipped",
+        "weights of one layer used before their all-gather",
     ],
 )
 @pytest.mark.parametrize(("precision", "formats"), [("bf16", "sumsbf16 momentsbf16"), ("fp16", "")])
 def test_a_planted_fault_is_more_than_rounding_of_other_formats(
-    narrow: dict[Precision, NarrowComparer], precision: Precision, formats: str, fault: str
+    narrow: dict[Precision, LowPrecisionComparer], precision: Precision, formats: str, fault: str
 ) -> None:
     layout = Layout.of(FAULTS[fault].layout).but(formats)
     assert not narrow[precision].compare(layout, fault=fault).is_good
@@ -136,17 +136,17 @@ def test_a_planted_fault_is_more_than_rounding_of_other_formats(
     [
         "dropped all-reduce",
         "missing gradient sum of a norm under sp",
-        "reduction of one bucket left out",
+        "gradient reduction of one bucket skipped",
         "stale gather",
         "wrong tied embedding",
     ],
 )
-def test_a_planted_fault_is_more_than_rounding(narrow: dict[Precision, NarrowComparer], fault: str) -> None:
+def test_a_planted_fault_is_more_than_rounding(narrow: dict[Precision, LowPrecisionComparer], fault: str) -> None:
     assert not narrow["bf16"].compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 
 @pytest.mark.parametrize("experts", ["", " mixtral ep2 alltoall"])
-def test_order_sees_what_exact_does_not(narrow: dict[Precision, NarrowComparer], experts: str) -> None:
+def test_order_sees_what_exact_does_not(narrow: dict[Precision, LowPrecisionComparer], experts: str) -> None:
     """One layer's gradient is a thousandth too large on one of two replicas: less than bf16 rounds."""
     fault = "gradients a little too large"
     verdict = narrow["bf16"].compare(Layout.of(FAULTS[fault].layout + experts), fault=fault)
@@ -178,7 +178,7 @@ class AnsweringPool(WorkerPool):
 def test_rounding_that_cancels_by_chance_is_no_measure(found: float, num_draws: int, is_good: bool) -> None:
     """Noise of a norm is one number. It is measured with other initial weights where a row is beyond it, and no further."""
     pool = AnsweringPool([1.0001, 1.0001, 1.001, *[1.0001] * (NUM_DRAWS - 3)], found)
-    assert NarrowComparer(pool, "fp32").compare(Layout.of("tp2")).is_good == is_good
+    assert LowPrecisionComparer(pool, "fp32").compare(Layout.of("tp2")).is_good == is_good
     assert pool.draws == set(range(num_draws))
 
 

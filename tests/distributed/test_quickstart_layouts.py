@@ -7,15 +7,15 @@ import pytest
 import torch
 import yaml
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.batch import Batch
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.process_groups import make_group
 from megatrain.tools.worker_pool import WorkerPool
+from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.build import build_schedules
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 VOCAB, SEQ, GLOBAL_BATCH, NUM_ITERATIONS = 4096, 64, 4, 50
@@ -43,7 +43,7 @@ def test_fifty_iterations_follow_one_process(pool: WorkerPool, tmp_path: Path) -
 def train(rank: int, world_size: int, command: list[str]) -> list[float]:
     """The loss of each iteration."""
     plan = resolve(parse(command), Facts(world_size=world_size, vocab_size=VOCAB, eod_id=VOCAB - 1))
-    assert plan.derived.params_dtype == "float32"
+    assert plan.config.precision.params_dtype == "float32"
     grid = build_grid(grid_shape(plan), rank, make_group)
     engine = Engine(plan, grid, torch.device("cpu"))
     engine.initialize()

@@ -94,8 +94,7 @@ def load_and_save(rank: int, world_size: int, flags: list[str], folder: str) -> 
     """Load, and save again as this layout does."""
     trainer = make_trainer(rank, world_size, flags)
     trainer.resume()
-    trainer.save_folder = Path(folder)
-    trainer._save()
+    trainer.save(Path(folder))
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS)[1:])

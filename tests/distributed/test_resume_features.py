@@ -17,6 +17,7 @@ from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.build import build_schedules
+from megatrain.training.step_report import Losses
 
 RAMP = (
     "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "
@@ -232,19 +233,19 @@ def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) 
     engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)
     accumulate, found = engine.accumulate_gradients, []
     for step in range(2):
-        before = torch.cat(engine.buffers.weights)
+        before = torch.cat(engine.buffers.weights.full)
 
         def spoiled(
             batches: Any, *, is_spoiled: bool = step == 0 and rank == 5, first_sample: int = 0
-        ) -> dict[str, torch.Tensor]:
-            loss = accumulate(batches, first_sample=first_sample)
+        ) -> Losses:
+            losses = accumulate(batches, first_sample=first_sample)
             if is_spoiled:
-                engine.buffers.gradient_shards[1][0] = value
-            return loss
+                engine.buffers.gradients.shards[1][0] = value
+            return losses
 
         engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
         report = engine.step(list(own_batches(step, layout, engine.grid.dp.rank)), build_schedules(plan).at(0))
         assert engine.loss_scaler.scale == 512.0
         engine.data_parallel.wait_for_weights()
-        found.append((report.is_finite, torch.equal(before, torch.cat(engine.buffers.weights))))
+        found.append((report.is_finite, torch.equal(before, torch.cat(engine.buffers.weights.full))))
     return found

@@ -7,12 +7,11 @@ from torch import Tensor
 from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.layout import Init
+from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.tensor_parallel import TensorParallel
-from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, H, E = 16, 2, 5, 8
@@ -67,7 +66,7 @@ def on_a_rank(rank: int, world_size: int, name: str, tp: int, cp: int, dp: int) 
     dp_group = _group("dp", ranks.permute(1, 2, 0).reshape(-1, dp), rank)
     tensor = TensorParallel(tp_group, RankGroup("kv", (rank,), 0), sequence_parallel=tp > 1)
     split = TokenSplit(tensor, ContextParallel(cp_group))
-    places = split.places(S // (tp * cp), torch.device("cpu"))
+    places = split.positions(S // (tp * cp), torch.device("cpu"))
     return routed(SPECS[name], split, dp_group, dp_group.rank, places)
 
 

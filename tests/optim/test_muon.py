@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatrain.config.derive.lr_schedule import ParamKind
-from megatrain.kernels.optimizer.newton_schulz import orthogonalize, steps_of
+from megatrain.kernels.optimizer.newton_schulz import orthogonalize, step_coefficients
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.muon import Muon, MuonRule
-from megatrain.optim.muon_matrices import Matrix, assign
+from megatrain.optim.muon_matrices import Matrix, assign_matrices
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -170,7 +170,7 @@ def test_singular_values_come_near_to_one(kind: str, shape: tuple[int, int]) -> 
 
 
 def test_coefficients_begin_again_or_go_on_with_the_last() -> None:
-    quintic, polar = list(steps_of("quintic", 6)), list(steps_of("polar_express", 10))
+    quintic, polar = list(step_coefficients("quintic", 6)), list(step_coefficients("polar_express", 10))
     assert quintic[5] == quintic[0]
     assert polar[7] == polar[8] == polar[9] == (1.875, -1.25, 0.375)
 
@@ -186,9 +186,9 @@ def test_each_matrix_has_one_owner_and_costs_are_even(num_ranks: int) -> None:
         "down": (64, 192),
     }
     known = {Matrix(f"{layer}.{name}", shape) for layer in range(12) for name, shape in shapes.items()}
-    owned = assign(known, num_ranks)
+    owned = assign_matrices(known, num_ranks)
     assert sorted(m.name for matrices in owned for m in matrices) == sorted(m.name for m in known)
     costs = [sum(m.cost for m in matrices) for matrices in owned]
     fair, dearest = sum(costs) / num_ranks, max(m.cost for m in known)
     assert max(costs) <= fair + dearest
-    assert assign(set(known), num_ranks) == owned
+    assert assign_matrices(set(known), num_ranks) == owned

@@ -7,7 +7,7 @@ from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.offload import num_offloaded
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
@@ -29,7 +29,7 @@ def _optimizer(
         module.add_weight(name, layout, dtype)
         modules.append(module)
     grid = build_grid(GridShape(), 0)
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         ParamRegistry.of(modules),
         grid=grid,
         weight_dtype=dtype,
@@ -41,21 +41,21 @@ def _optimizer(
         rule,
         clip_grad=1.0,
         master_dtype=torch.float32,
-        kept_dtypes=kept,
+        moment_dtypes=kept,
         offload_fraction=fraction,
     )
     optimizer.fill("weight", InitialWeights(1))
-    optimizer.publish_weights()
+    optimizer.sync_model_weights()
     return optimizer
 
 
 def _everything(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
     kept = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]
-    return [flat.clone() for flat in (*kept, *optimizer.buffers.weights)]
+    return [flat.clone() for flat in (*kept, *optimizer.buffers.weights.full)]
 
 
 def _step(optimizer: ShardedOptimizer, number: int, *, is_finite: bool = True) -> None:
-    for bucket, flat in enumerate(optimizer.buffers.gradients):
+    for bucket, flat in enumerate(optimizer.buffers.gradients.full):
         flat.copy_(torch.randn(flat.shape, generator=torch.Generator().manual_seed(10 * number + bucket)))
     optimizer.step(
         Hyperparams(lr=0.01 * (number + 1), weight_decay=0.1),

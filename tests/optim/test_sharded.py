@@ -6,7 +6,8 @@ import torch
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.sharded import ShardedOptimizer, _group_ranges
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
-from megatrain.parallel.buffers import FlatBuffers, _cut_buckets, _own_shard
+from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.buckets import cut_buckets, own_shard
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
@@ -14,7 +15,7 @@ from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamReg
 from megatrain.parallel.rank_lists import GridShape
 
 ADAMW = AdamwRule(beta1=0.9, beta2=0.95, eps=1e-8)
-HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, by_kind={"embedding": 0.03})
+HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={"embedding": 0.03})
 
 
 def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
@@ -31,7 +32,7 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
         )
         module.add_weight(name, layout, dtype)
     grid = build_grid(GridShape(), 0)
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         ParamRegistry.of([module]),
         grid=grid,
         weight_dtype=dtype,
@@ -41,12 +42,12 @@ def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule =
     parallel = DataParallel(buffers, grid)
     optimizer = ShardedOptimizer(parallel, rule, clip_grad=clip_grad, master_dtype=torch.float32)
     optimizer.fill("weight", InitialWeights(1))
-    optimizer.publish_weights()
+    optimizer.sync_model_weights()
     return optimizer
 
 
 def _views(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
-    return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.placed}
+    return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.params}
 
 
 def test_master_weights_keep_what_bfloat16_cannot() -> None:
@@ -75,8 +76,8 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
     )
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        for placed in optimizer.buffers.buckets[0].placed:
-            entry = placed.entry
+        for param in optimizer.buffers.buckets[0].params:
+            entry = param.entry
             gradient = torch.randn(entry.layout.shape, generator=generator)
             entry.module.weight_grads[entry.attribute].copy_(gradient * gradient_scale)
             theirs[entry.attribute].grad = gradient.clone()
@@ -95,13 +96,13 @@ def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
     for num_shards in (2, 3, 7):
         for rank in range(num_shards):
             grid = build_grid(GridShape(dp=num_shards), rank)
-            for shard in (_own_shard(bucket, grid.dp) for bucket in _cut_buckets(whole.registry, grid)):
+            for shard in (own_shard(bucket, grid.dp) for bucket in cut_buckets(whole.registry, grid)):
                 ranges = list(_group_ranges(shard))
                 assert [part.start for _, part in ranges] == [
                     0,
                     *(part.stop for _, part in ranges[:-1]),
                 ]
                 assert ranges[-1][1].stop == shard.numel
-                for placed, _, place in shard.owned():
+                for param, _, place in shard.owned():
                     (group,) = {g for g, part in ranges if part.start <= place.start < part.stop}
-                    assert group == placed.entry.layout.group
+                    assert group == param.entry.layout.group

@@ -15,7 +15,7 @@ from megatrain.model.layouts import (
     stream_layout,
     vocab_layout,
 )
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamRegistry, flat_boxes, intersect
@@ -70,7 +70,7 @@ def test_shards_of_all_ranks_together_hold_every_element_once(
         for number, layout in enumerate(_layouts(_tp(grid))):
             module.add_weight(f"w{number}", layout, torch.float32)
         registry = ParamRegistry.of([module])
-        buffers = FlatBuffers(
+        buffers = allocate_buffers(
             registry,
             grid=grid,
             weight_dtype=torch.float32,
@@ -99,7 +99,7 @@ def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> Non
         module.add_weight(f"w{number}", layout, torch.float32)
     registry = ParamRegistry.of([module])
     grid = build_grid(GridShape(), 0)
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         registry,
         grid=grid,
         weight_dtype=torch.float32,
@@ -107,9 +107,9 @@ def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> Non
         device=torch.device("cpu"),
     )
     (bucket,) = buffers.buckets
-    decays = [placed.entry.layout.decays for placed in bucket.placed]
+    decays = [param.entry.layout.decays for param in bucket.params]
     assert decays == sorted(decays, reverse=True)
     module.w0.data.fill_(3.0)
-    assert (buffers.weights[0] == 3.0).sum() == module.w0.numel()
+    assert (buffers.weights.full[0] == 3.0).sum() == module.w0.numel()
     module.weight_grads["w0"].fill_(2.0)
-    assert (buffers.gradients[0] == 2.0).sum() == module.w0.numel()
+    assert (buffers.gradients.full[0] == 2.0).sum() == module.w0.numel()

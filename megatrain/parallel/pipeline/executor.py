@@ -1,10 +1,10 @@
 """Runs a schedule over a model chunk: a list of segments with the autograd graph cut between them.
 
-    batch -> [embedding] | [layer] | [layer] | [head] -> loss          | is where the graph is cut
+    batch -> [embedding] | [layer] | [layer] | [head] -> loss          | marks a cut of the graph
 
-The executor knows segments only as callables. Because the graph is cut, it knows when a segment is needed and when its
-gradients are complete, and says so to its `hooks`, which bring weights and reduce gradients meanwhile; no autograd
-hooks. The same code runs with one stage and many, in training and evaluation.
+The executor knows segments only as callables. Since the graph is cut, it knows when a segment runs and when its
+gradients are complete, and reports both to its `hooks`, which gather weights and reduce gradients meanwhile; there are
+no autograd hooks. The same code runs one stage and many, in training and in evaluation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.profiler import record_function
 
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.collectives import receive, send
+from megatrain.parallel.collectives import Transfer, begin_send, receive
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.pipeline.schedule import Action, ActionKind
 
@@ -34,49 +34,50 @@ class Segment(Protocol):
 
 @dataclass(frozen=True)
 class SegmentPass:
-    """A pass of a micro-batch through a segment: its forward, its backward or its weight gradients."""
+    """A pass of a micro-batch through a segment: forward, backward or weight gradients."""
 
     kind: ActionKind
     segment: int
 
 
 class SegmentHooks(Protocol):
-    """What happens around the work of segments, such as communication of their weights and gradients."""
+    """Callbacks around the passes of segments, for communication of weights and gradients."""
 
     def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
-        """A run begins that will make these passes, in this order."""
+        """A run of these passes begins, in this order."""
 
     def before(self, segment_pass: SegmentPass) -> None:
-        """The next segment_pass begins."""
+        """The next pass begins."""
 
     def after(self, segment_pass: SegmentPass) -> None:
-        """It has ended."""
+        """The pass has ended."""
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """All gradients of a micro-batch have been added to a segment's; `is_last`: and with them those of the step."""
+        """All gradients of a micro-batch have been added to a segment's; `is_last`: of the step's last micro-batch."""
 
 
 @dataclass
-class _Flight:
+class _InFlight:
     """A micro-batch between its forward and its last backward action."""
 
     info: PassInfo
     inputs: list[Tensor | None] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
-    arrived: Tensor | None = None
+    received: Tensor | None = None
     gradient: Tensor | None = None
-    weight_work: list[list[Callable[[], None]]] = field(default_factory=list)
+    deferred: list[list[Callable[[], None]]] = field(default_factory=list)
+    """Weight gradients to compute, per segment, last segment first."""
 
 
 class Executor:
     """Runs schedules over this rank's segments.
 
     Args:
-        segments: of this pipeline stage, first to last.
-        grid: its `pp` group carries hidden states, `pp_backward` their gradients.
-        hidden_shape: of what passes between stages, [s/tp, b, h] with sequence parallelism.
-        dtype, device: of the hidden states.
-        hooks: are told what happens.
+        segments: those of this pipeline stage, first to last.
+        grid: hidden states are sent over `pp`, their gradients over `pp_backward`.
+        hidden_shape: shape of the hidden states between stages, [s/tp, b, h] with sequence parallelism.
+        dtype, device: those of the hidden states.
+        hooks: called around each pass.
     """
 
     def __init__(
@@ -97,87 +98,87 @@ class Executor:
         self.hooks = hooks
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
-        """Run a schedule; sums for the log stay in the infos."""
-        flights = [_Flight(info) for info in infos]
-        formed = [0] * len(self.segments)
-        forward_sends = PendingSends(self.grid.pp, 1)
-        backward_sends = PendingSends(self.grid.pp_backward, -1)
+        """Run a schedule; sums for the log remain in `infos`."""
+        microbatches = [_InFlight(info) for info in infos]
+        num_done = [0] * len(self.segments)
+        forward_sends = _Sends(self.grid.pp, 1)
+        backward_sends = _Sends(self.grid.pp_backward, -1)
         splits_backward = any(action.kind is ActionKind.WEIGHT for action in actions)
         for info in infos:
             info.splits_backward = splits_backward
         self.hooks.on_schedule(segment_passes(actions, len(self.segments)))
         for action in actions:
-            flight = flights[action.microbatch]
+            state = microbatches[action.microbatch]
             match action.kind:
                 case ActionKind.RECV_FORWARD:
-                    flight.arrived = self._receive(self.grid.pp, -1)
+                    state.received = self._receive(self.grid.pp, -1)
                 case ActionKind.FORWARD:
-                    self._forward(flight, batches[action.microbatch])
+                    self._forward(state, batches[action.microbatch])
                 case ActionKind.SEND_FORWARD:
-                    forward_sends.add(flight.outputs[-1])
-                    if not flight.info.is_training:
-                        flight.outputs = []
+                    forward_sends.add(state.outputs[-1])
+                    if not state.info.is_training:
+                        state.outputs = []
                 case ActionKind.RECV_BACKWARD:
-                    flight.gradient = self._receive(self.grid.pp_backward, 1)
+                    state.gradient = self._receive(self.grid.pp_backward, 1)
                 case ActionKind.BACKWARD:
-                    self._backward(flight, formed, len(batches))
+                    self._backward(state, num_done, len(batches))
                 case ActionKind.SEND_BACKWARD:
-                    assert flight.gradient is not None
-                    backward_sends.add(flight.gradient)
-                    flight.gradient = None
+                    assert state.gradient is not None
+                    backward_sends.add(state.gradient)
+                    state.gradient = None
                 case ActionKind.WEIGHT:
-                    self._form_weights(flight, formed, len(batches))
+                    self._weight_gradients(state, num_done, len(batches))
         forward_sends.finish()
         backward_sends.finish()
 
     @record_function("forward")
-    def _forward(self, flight: _Flight, batch: Batch) -> None:
-        hidden = flight.arrived
-        flight.arrived = None
-        with torch.set_grad_enabled(flight.info.is_training):
+    def _forward(self, state: _InFlight, batch: Batch) -> None:
+        hidden = state.received
+        state.received = None
+        with torch.set_grad_enabled(state.info.is_training):
             for number, segment in enumerate(self.segments):
-                if hidden is not None and flight.info.is_training:
+                if hidden is not None and state.info.is_training:
                     hidden = hidden.detach().requires_grad_()
-                with self._use(ActionKind.FORWARD, number):
-                    output = segment(hidden, batch, flight.info)
-                if flight.info.is_training:
-                    flight.inputs.append(hidden)
-                    flight.outputs.append(output)
+                with self._pass(ActionKind.FORWARD, number):
+                    output = segment(hidden, batch, state.info)
+                if state.info.is_training:
+                    state.inputs.append(hidden)
+                    state.outputs.append(output)
                 hidden = output
-        if not flight.info.is_training:
-            flight.outputs = [output]  # for the next stage
+        if not state.info.is_training:
+            state.outputs = [output]  # for the next stage
 
     @record_function("backward")
-    def _backward(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
-        gradient = flight.gradient
+    def _backward(self, state: _InFlight, num_done: list[int], num_microbatches: int) -> None:
+        gradient = state.gradient
         for number in reversed(range(len(self.segments))):
-            flight.info.deferred = [] if flight.info.splits_backward else None
-            with self._use(ActionKind.BACKWARD, number):
-                run_backward(flight.outputs.pop(), gradient)
-            hidden = flight.inputs.pop()
+            state.info.deferred = [] if state.info.splits_backward else None
+            with self._pass(ActionKind.BACKWARD, number):
+                run_backward(state.outputs.pop(), gradient)
+            hidden = state.inputs.pop()
             gradient = hidden.grad if hidden is not None else None
-            if flight.info.deferred is not None:
-                flight.weight_work.append(flight.info.deferred)
+            if state.info.deferred is not None:
+                state.deferred.append(state.info.deferred)
             else:
-                self._count(number, formed, num_microbatches)
-        flight.info.deferred = None
-        flight.gradient = gradient
+                self._count(number, num_done, num_microbatches)
+        state.info.deferred = None
+        state.gradient = gradient
 
     @record_function("weight gradients")
-    def _form_weights(self, flight: _Flight, formed: list[int], num_microbatches: int) -> None:
-        for number, work in zip(reversed(range(len(self.segments))), flight.weight_work, strict=True):
-            with torch.no_grad(), self._use(ActionKind.WEIGHT, number):
-                for form in work:
-                    form()
-            self._count(number, formed, num_microbatches)
-        flight.weight_work = []
+    def _weight_gradients(self, state: _InFlight, num_done: list[int], num_microbatches: int) -> None:
+        for number, deferred in zip(reversed(range(len(self.segments))), state.deferred, strict=True):
+            with torch.no_grad(), self._pass(ActionKind.WEIGHT, number):
+                for compute in deferred:
+                    compute()
+            self._count(number, num_done, num_microbatches)
+        state.deferred = []
 
-    def _count(self, number: int, formed: list[int], num_microbatches: int) -> None:
-        formed[number] += 1
-        self.hooks.on_gradients(number, is_last=formed[number] == num_microbatches)
+    def _count(self, number: int, num_done: list[int], num_microbatches: int) -> None:
+        num_done[number] += 1
+        self.hooks.on_gradients(number, is_last=num_done[number] == num_microbatches)
 
     @contextmanager
-    def _use(self, kind: ActionKind, segment: int) -> Iterator[None]:
+    def _pass(self, kind: ActionKind, segment: int) -> Iterator[None]:
         segment_pass = SegmentPass(kind, segment)
         self.hooks.before(segment_pass)
         yield
@@ -188,7 +189,7 @@ class Executor:
 
 
 def segment_passes(actions: Sequence[Action], num_segments: int) -> list[SegmentPass]:
-    """The passes that a schedule makes of a stage's segments: up in forward passes, down in the others."""
+    """Return the passes of a schedule through a stage's segments: up in forward passes, down in the others."""
     passes: list[SegmentPass] = []
     for action in actions:
         if action.kind is ActionKind.FORWARD:
@@ -198,34 +199,33 @@ def segment_passes(actions: Sequence[Action], num_segments: int) -> list[Segment
     return passes
 
 
-class PendingSends:
-    """What is on its way in one direction: no more messages than there are stages, as no schedule runs further ahead."""
+class _Sends:
+    """The sends in flight in one direction: no more than there are stages, since no schedule runs further ahead."""
 
     def __init__(self, group: RankGroup, step: int) -> None:
         self.group = group
         self.step = step
-        self.pending: deque[tuple[Any, Tensor]] = deque()
+        self.in_flight: deque[Transfer] = deque()
 
     def add(self, x: Tensor) -> None:
-        x = x.detach().contiguous()  # kept beside the handle: its memory must live until it is sent
-        self.pending.append((send(x, self.group, self.step), x))
-        if len(self.pending) > self.group.size:
-            self.pending.popleft()[0].wait()
+        self.in_flight.append(begin_send(x.detach().contiguous(), self.group, self.step))
+        if len(self.in_flight) > self.group.size:
+            self.in_flight.popleft().wait()
 
     def finish(self) -> None:
-        for handle, _ in self.pending:
-            handle.wait()
+        for transfer in self.in_flight:
+            transfer.wait()
 
 
 def run_backward(output: Tensor, gradient: Tensor | None) -> None:
-    """Add up the gradients of all that `output` was made of; None: it is the loss."""
+    """Run the backward pass of a segment from the gradient of its output; None: the output is the loss."""
     torch.autograd.backward(output if gradient is None else _Seed.apply(output, gradient))
 
 
 class _Seed(Function):
-    """A number whose gradient makes `gradient` that of `output`.
+    """A scalar whose backward pass returns `gradient` for `output`.
 
-    torch.autograd.backward imports sympy where it is given gradients, to compare sizes that are symbols: 2 s.
+    torch.autograd.backward imports sympy if it is given gradients, to compare symbolic sizes: 2 s.
     """
 
     @staticmethod

@@ -12,8 +12,16 @@ from dataclasses import dataclass
 
 from megatrain.parallel.pipeline.schedule import Action, ActionKind
 
-_PEERS = {ActionKind.SEND_FORWARD: 1, ActionKind.SEND_BACKWARD: -1, ActionKind.RECV_FORWARD: -1, ActionKind.RECV_BACKWARD: 1}
-_SENT_AS = {ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD}
+_PEERS = {
+    ActionKind.SEND_FORWARD: 1,
+    ActionKind.SEND_BACKWARD: -1,
+    ActionKind.RECV_FORWARD: -1,
+    ActionKind.RECV_BACKWARD: 1,
+}
+_SENT_AS = {
+    ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
+}
 
 
 class ScheduleError(AssertionError):
@@ -30,7 +38,9 @@ class Simulation:
     """For each stage, how many micro-batches it holds at most between forward and backward."""
 
 
-def simulate(schedules: Sequence[Sequence[Action]], costs: Mapping[ActionKind, float] | None = None) -> Simulation:
+def simulate(
+    schedules: Sequence[Sequence[Action]], costs: Mapping[ActionKind, float] | None = None
+) -> Simulation:
     """Run one schedule a stage. Costs default to F 1, B 2, W 0 and free messages.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Learning hyperparams and weight decay against Megatron-LM's, by the golden file."""
+"""Learning-rate and weight-decay schedules against golden values of Megatron-LM."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ WORKING = (
 ).split()
 
 
-def learning_rate(arguments: dict[str, Any]) -> LrSchedule:
+def lr_schedule(arguments: dict[str, Any]) -> LrSchedule:
     return LrSchedule(
         style=arguments["lr_decay_style"],
         peak=arguments["max_lr"],
@@ -33,7 +33,7 @@ def learning_rate(arguments: dict[str, Any]) -> LrSchedule:
     )
 
 
-def weight_decay(arguments: dict[str, Any]) -> WeightDecaySchedule:
+def weight_decay_schedule(arguments: dict[str, Any]) -> WeightDecaySchedule:
     return WeightDecaySchedule(
         style=arguments["wd_incr_style"],
         start=arguments["start_wd"],
@@ -48,7 +48,7 @@ def exactly(expected: float) -> Any:
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
 def test_rates_are_megatrons(case: dict[str, Any]) -> None:
-    rate, decay = learning_rate(case["arguments"]), weight_decay(case["arguments"])
+    rate, decay = lr_schedule(case["arguments"]), weight_decay_schedule(case["arguments"])
     overrides = case.get("param_group_overrides", [{}])
     for samples, *rows in case["values"]:
         pairs = rows if "param_group_overrides" in case else [rows]
@@ -86,7 +86,7 @@ def test_a_command_line_gives_megatrons_schedule(case: dict[str, Any]) -> None:
     for iterations, lr, wd in case["values"]:
         hyperparams = schedules.at(iterations * case["arguments"]["global_batch_size"])
         assert hyperparams.lr == exactly(lr)
-        assert hyperparams.of("embedding") == exactly(lr)
+        assert hyperparams.lr_of("embedding") == exactly(lr)
         assert hyperparams.weight_decay == exactly(wd)
 
 
@@ -105,7 +105,7 @@ NAMES = {
 
 
 def restored(row: dict[str, Any]) -> Plan:
-    """The plan of a run of 1000 samples that continues the golden checkpoint, at batches of one sample."""
+    """Resolve a run of 1000 samples that resumes the golden checkpoint, with batches of one sample."""
     use_checkpoint = "checkpoint values used" in row["what"]
     arguments = {**RESTORE["arguments"], **row.get("changed", {"max_lr": 1.0})}
     flags = {flag: arguments[name] for name, flag in NAMES.items() if name in arguments}
@@ -154,6 +154,6 @@ def test_embedding_and_output_layer_may_have_a_rate_of_their_own() -> None:
     )
     schedules = build_schedules(plan)
     assert [schedules.at(n).lr for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]
-    assert [schedules.at(n).of("embedding") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
-    assert [schedules.at(n).of("output") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
-    assert [schedules.at(n).of("positions") for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]
+    assert [schedules.at(n).lr_of("embedding") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
+    assert [schedules.at(n).lr_of("output") for n in (0, 50, 100)] == [4e-3, 3e-3, 2e-3]
+    assert [schedules.at(n).lr_of("positions") for n in (0, 50, 100)] == [1e-3, 5e-4, 0.0]

@@ -1,0 +1,66 @@
+"""Allocates the flat buffers of a model chunk: weights and gradients in one tensor per bucket, at the same offsets.
+
+    parameter                -> view of its bucket's weights
+    module.weight_grads[...] -> view of its bucket's gradients, into which weight gradients are accumulated
+
+Parameters have no memory before this.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatrain.parallel.buckets import Bucket, cut_buckets, own_shard
+from megatrain.parallel.data_parallel import BucketMemory, FlatBuffers
+from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.layout import ParamRegistry
+
+
+def allocate_buffers(
+    registry: ParamRegistry,
+    *,
+    grid: RankGrid,
+    weight_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    device: torch.device,
+    has_gradients: bool = True,
+    keep_full_weights: bool = True,
+    keep_full_gradients: bool = True,
+) -> FlatBuffers:
+    """Allocate weights and gradients, and make the parameters views of them.
+
+    Args:
+        registry: the chunk's parameters.
+        grid: the ranks over which optimizer state is sharded, per family.
+        has_gradients: False for inference.
+        keep_full_weights, keep_full_gradients: keep full buckets allocated; else only this rank's shards, except
+            those of a tied embedding.
+    """
+    buckets = cut_buckets(registry, grid)
+    shards = [own_shard(bucket, grid.family(bucket.family).shard) for bucket in buckets]
+    weights, gradients = BucketMemory(weight_dtype, device), BucketMemory(grad_dtype, device)
+    buckets_of: dict[int, list[int]] = {}
+    for number, (bucket, shard) in enumerate(zip(buckets, shards, strict=True)):
+        for user in bucket.users:
+            buckets_of.setdefault(user, []).append(number)
+        is_kept = shard.numel == bucket.size or bucket.params[0].entry.is_shared
+        own = slice(shard.start, shard.stop)
+        weights.add(bucket.size, own, is_kept_full=is_kept or keep_full_weights)
+        if has_gradients:
+            gradients.add(bucket.size, own, is_kept_full=is_kept or keep_full_gradients)
+        _make_views(bucket, weights.full[number], gradients.full[number] if has_gradients else None)
+        weights.free(number)
+        if has_gradients:
+            gradients.free(number)
+    return FlatBuffers(registry, buckets, shards, buckets_of, weights, gradients)
+
+
+def _make_views(bucket: Bucket, weights: torch.Tensor, gradients: torch.Tensor | None) -> None:
+    """Make parameters views of the weights, and their modules' `weight_grads` views of the gradients."""
+    for param in bucket.params:
+        module, name, shape = param.entry.module, param.entry.attribute, param.entry.layout.shape
+        view = weights[param.start : param.stop].view(shape)
+        module.register_parameter(name, nn.Parameter(view, requires_grad=gradients is not None))
+        if gradients is not None:
+            module.weight_grads[name] = gradients[param.start : param.stop].view(shape)

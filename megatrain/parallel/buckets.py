@@ -1,0 +1,122 @@
+"""Buckets: how a model chunk's parameters are cut into flat tensors, and which shard of each this rank owns.
+
+    segment 0   | segment 1              | segment 2 ...       a bucket is reduced and all-gathered at once
+    bucket 0    | bucket 1               | bucket 2
+    shard 0 | 1 | shard 0    | shard 1   | ...                 a rank's optimizer owns its shard of every bucket
+
+Within a bucket, parameters that the optimizer treats alike are contiguous, so that it works on few ranges.
+A tied embedding has a bucket of its own, cut into the same shards on the first and the last pipeline stage; a segment's
+experts have one too, since they are sharded over other ranks than its dense layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.layout import BoxRange, ParamEntry, ParamRegistry, Piece
+from megatrain.parallel.rank_lists import Family
+
+_ALIGNMENT = 64
+"""Elements; every parameter and every shard starts at a multiple, so that kernels can use their widest loads."""
+
+
+@dataclass(frozen=True)
+class BucketParam:
+    """A parameter and its first element in its bucket."""
+
+    entry: ParamEntry
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.entry.layout.numel
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters in one flat tensor: those of a segment and a family, or a tied embedding."""
+
+    users: tuple[int, ...]
+    """Segments that use them: one, or more for a tied embedding."""
+    family: Family
+    size: int
+    """Elements, with alignment."""
+    params: tuple[BucketParam, ...]
+
+    @property
+    def num_in_matrices(self) -> int:
+        """Elements of the matrices, which come first, with alignment."""
+        others = (param.start for param in self.params if not param.entry.layout.group.is_matrix)
+        return next(others, self.size)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a bucket that this rank's optimizer owns: elements `start` to `stop`."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def parts(self) -> Iterator[tuple[BucketParam, slice]]:
+        """Yield every parameter with elements in this shard, and their range counted from the shard's start."""
+        for param in self.bucket.params:
+            low, high = max(self.start, param.start), min(self.stop, param.stop)
+            if low < high:
+                yield param, slice(low - self.start, high - self.start)
+
+    def pieces(self) -> Iterator[tuple[Piece, slice]]:
+        """Yield every piece with elements in this shard, and their range counted from the shard's start."""
+        for param, part in self.parts():
+            layout = param.entry.layout
+            first = self.start + part.start - param.start
+            for piece, own in layout.piece_ranges(first, first + part.stop - part.start):
+                start = param.start - self.start + piece.row * math.prod(layout.shape[1:])
+                yield piece, slice(start + own.start, start + own.stop)
+
+    def owned(self) -> Iterator[tuple[BucketParam, BoxRange, slice]]:
+        """Yield every box in this shard, with its parameter and its range counted from the shard's start."""
+        for param, part in self.parts():
+            first = self.start + part.start - param.start
+            for box in param.entry.layout.ranges(first, first + part.stop - part.start):
+                start = part.start + box.offset
+                yield param, box, slice(start, start + box.numel)
+
+
+def cut_buckets(registry: ParamRegistry, grid: RankGrid) -> list[Bucket]:
+    """Cut a model chunk's parameters into buckets that divide evenly over the ranks that shard them."""
+    buckets: list[Bucket] = []
+    for entries in _grouped(registry):
+        params, at = [], 0
+        for entry in entries:
+            params.append(BucketParam(entry, at))
+            at = _aligned(at + entry.layout.numel, _ALIGNMENT)
+        family = entries[0].layout.family
+        size = _aligned(at, _ALIGNMENT * grid.family(family).shard.size)
+        buckets.append(Bucket(entries[0].users, family, size, tuple(params)))
+    return buckets
+
+
+def own_shard(bucket: Bucket, shard_group: RankGroup) -> Shard:
+    """Return this rank's shard of a bucket."""
+    size = bucket.size // shard_group.size
+    return Shard(bucket, shard_group.rank * size, (shard_group.rank + 1) * size)
+
+
+def _grouped(registry: ParamRegistry) -> list[list[ParamEntry]]:
+    """Return the parameters of each bucket, in order."""
+    groups: dict[tuple[int, bool, Family], list[ParamEntry]] = {}
+    for entry in registry.entries.values():
+        groups.setdefault((entry.segment, entry.is_shared, entry.layout.family), []).append(entry)
+    return [sorted(groups[key], key=lambda entry: entry.layout.group, reverse=True) for key in sorted(groups)]
+
+
+def _aligned(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
