@@ -7,13 +7,12 @@ import time
 
 import torch
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
-from megatrain.optim.sharded import fill_shards
-from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
+from megatrain.optim.sharded import fill_weights
+from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.initialize import InitialWeights
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.build import build_model_from_plan
 
 FLAGS = (
@@ -29,7 +28,7 @@ def main() -> None:
     plan = resolve(parse(FLAGS.split()), Facts(vocab_size=32768, eod_id=0, device=device.type))
     grid = build_grid(GridShape(), 0)
     model = build_model_from_plan(plan, grid, device)
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         model.registry,
         grid=grid,
         weight_dtype=torch.bfloat16,
@@ -37,15 +36,15 @@ def main() -> None:
         device=device,
         has_gradients=False,
     )
-    torch._foreach_add_(buffers.weights, 1.0)  # every page is there before the clock starts
+    torch._foreach_add_(buffers.weights.full, 1.0)  # every page is there before the clock starts
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    fill_shards(buffers.weight_shards, buffers, InitialWeights(1))
+    fill_weights(buffers, InitialWeights(1))
     if device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     scratch = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    count = sum(flat.numel() for flat in buffers.weights)
+    count = sum(flat.numel() for flat in buffers.weights.full)
     print(
         f"{count / 1e9:.3f} billion parameters in {seconds:.1f} s ({count / seconds / 1e6:.0f} million a second), "
         f"{scratch:.0f} MiB of host memory beside them, on {device.type} with {torch.get_num_threads()} threads"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
-from megatrain.kernels.optimizer.shard_update import FlatUpdate, Run
+from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 
 BOUND = 4.2e12
@@ -53,8 +53,8 @@ def main() -> None:
 
 def passes(size: int, device: torch.device) -> Iterator[Pass]:
     """What is timed, one after the other, so that memory for one set of states at a time is enough."""
-    main_weights, grad = torch.randn(size, device=device), torch.randn(size, device=device)
-    weight = main_weights.bfloat16()
+    master_weights, grad = torch.randn(size, device=device), torch.randn(size, device=device)
+    weight = master_weights.bfloat16()
     numbers = AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=3)
     for name, dtype, gradients, num_bytes in (
         ("AdamW", torch.float32, grad, 30),
@@ -62,28 +62,28 @@ def passes(size: int, device: torch.device) -> Iterator[Pass]:
         ("AdamW, gradients in bf16", torch.float32, grad.bfloat16(), 28),
     ):
         states = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
-        update = shard(main_weights, gradients, weight)
+        update = shard(master_weights, gradients, weight)
         yield Pass(name, num_bytes, lambda u=update, s=states: adamw(u, s[0], s[1], numbers))
         del states, update
     del gradients
     yield Pass("sum of squares of fp32 gradients", 4, lambda: sum_of_squares([grad], device))
     yield Pass("zeroing fp32 gradients", 4, lambda: torch._foreach_zero_([grad]))
-    parameter = torch.nn.Parameter(main_weights)
+    parameter = torch.nn.Parameter(master_weights)
     parameter.grad = grad
     theirs = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
     yield Pass("torch.optim.AdamW(fused=True), no bf16 weight", 28, theirs.step)
 
 
-def shard(main_weights: Tensor, grad: Tensor, weight: Tensor) -> FlatUpdate:
+def shard(master_weights: Tensor, grad: Tensor, weight: Tensor) -> FlatUpdate:
     """A layer's shard: matrices that decay, and a little that does not."""
-    border = main_weights.numel() // 64 * 63 // 64 * 64
+    border = master_weights.numel() // 64 * 63 // 64 * 64
     return FlatUpdate(
-        main=main_weights,
+        master=master_weights,
         grad=grad,
         weight=weight,
-        runs=(Run(0, border, 1e-3, 0.1), Run(border, main_weights.numel(), 1e-3, 0.0)),
-        grad_scale=torch.ones((), device=main_weights.device),
-        is_finite=torch.ones((), dtype=torch.bool, device=main_weights.device),
+        ranges=(HyperparamRange(0, border, 1e-3, 0.1), HyperparamRange(border, master_weights.numel(), 1e-3, 0.0)),
+        grad_scale=torch.ones((), device=master_weights.device),
+        is_finite=torch.ones((), dtype=torch.bool, device=master_weights.device),
     )
 
 

@@ -1,1 +1,1 @@
-"""Operations behind plain functions, each beside its eager reference."""
+"""Operations as plain functions: fused kernels, each with an eager reference."""

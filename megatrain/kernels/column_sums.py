@@ -1,7 +1,7 @@
-"""Sums of a matrix's columns, added in place: the gradient of a bias.
+"""Column sums of a matrix, accumulated in place: the gradient of a bias.
 
-On GPUs one fused kernel reads the matrix once, at the memory's speed, and gives the same bits in every run; the
-reference here does the same in any dtype on any device.
+On GPUs one fused kernel reads the matrix once, at memory bandwidth, and is deterministic; the reference here runs in any
+dtype on any device.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatrain.kernels.fused.launching import is_fused
 
 
 def add_column_sums(total: Tensor, x: Tensor) -> None:
-    """total += x summed over its rows.
+    """Compute total += x.sum(0).
 
     Args:
-        total: [columns], in the dtype of the sums.
+        total: [columns], in the dtype of the accumulation.
         x: [rows, columns], in any float dtype.
     """
     if is_fused(x):
@@ -26,5 +26,5 @@ def add_column_sums(total: Tensor, x: Tensor) -> None:
 
 
 def add_column_sums_reference(total: Tensor, x: Tensor) -> None:
-    """The same, by torch's own sum."""
+    """Compute it with torch's sum."""
     total.add_(x.sum(0, dtype=total.dtype))

@@ -1,4 +1,4 @@
-"""What element-wise arithmetic and sums run in."""
+"""The dtype of element-wise arithmetic and sums."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype for sums over many elements: fp32, or the operand's own where that is wider."""
+    """Return the dtype for sums over many elements: fp32, or the operand's own if it has a higher precision."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Numbers that the host needs of a device, fetched while the device goes on."""
+"""Asynchronous copies of a few numbers from device to host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Numbers that leave the device behind what it has to do until now; from a CPU they need not."""
+    """Numbers that are copied to the host after the device's current work, without waiting; on a CPU no copy is made."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -21,8 +21,8 @@ class HostCopy:
             self._event.record()
 
     def read(self) -> list[Any]:
-        """Lists of them; the host waits until they are there."""
+        """Wait for the copy and return the numbers as (nested) lists."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[Any] = self._numbers.tolist()
-        return found
+        numbers: list[Any] = self._numbers.tolist()
+        return numbers

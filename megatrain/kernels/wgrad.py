@@ -1,6 +1,6 @@
-"""Weight gradient of a linear layer, added in place to a buffer that may be wider than its factors.
+"""Weight gradient of a linear layer, accumulated in a buffer that may have a higher precision than its factors.
 
-On CUDA the product is accumulated in fp32 by the matrix product itself, at the speed of a plain one.
+On CUDA the matrix product itself accumulates into the fp32 buffer, at the speed of a plain one.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def accumulate_weight_gradient_reference(grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """The same, with factors widened first."""
+    """Compute it with factors cast to the buffer's dtype."""
     grad.addmm_(dy.to(grad.dtype).t(), x.to(grad.dtype))

@@ -1,1 +1,1 @@
-"""The optimizer: sharded state, exact norms and clipping, learning-rate schedules."""
+"""The optimizer: sharded state, exact norms and clipping, loss scaling, learning-rate schedules."""

@@ -1,11 +1,11 @@
-"""The factor on the loss that keeps fp16 gradients within fp16's range.
+"""Loss scaling: the factor on the loss that keeps fp16 gradients within the range of fp16.
 
     loss * scale -> backward -> gradients * scale -> norm and update divide by scale
-    not finite: the step is skipped, and after `hysteresis` such steps the scale is halved at each further one
-    finite:     after a window of such steps in a row the scale is doubled, and patience is whole again
-    not finite for many steps in a row where the scale cannot shrink: the run is lost
+    not finite: the step is skipped; from the `hysteresis`-th such step on, each halves the scale
+    finite:     a window of consecutive such steps doubles the scale and restores the patience
+    not finite for many consecutive steps at a scale that cannot shrink: the run cannot recover
 
-Source: Micikevicius et al., arXiv:1710.03740. The rule is Megatron-LM's: a halving does not restore patience.
+Source: Micikevicius et al., arXiv:1710.03740. The rule is Megatron-LM's: halving the scale does not restore the patience.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from typing import Any, Final, Protocol
 
 _GROWTH, _BACKOFF = 2.0, 0.5
 MOST_STUCK_STEPS: Final = 10
-"""Steps in a row that are skipped at a scale that cannot shrink. One more would be no better: nothing changes but samples."""
+"""Consecutive steps that are skipped at a scale that cannot shrink; further steps would change only the samples."""
 
 
 class LossScaler(Protocol):
-    """What the loss of each step is multiplied with."""
+    """The factor on the loss of each step, and the rule for steps that are not finite."""
 
     scale: float
     stuck_steps: int
-    """Steps in a row, up to the last one, that were not finite at a scale that cannot shrink."""
+    """Consecutive steps, up to the last one, that were not finite at a scale that cannot shrink."""
 
     @property
     def may_skip(self) -> bool:
-        """Whether there are steps that are skipped: the next one then depends on how this one was."""
+        """True if steps may be skipped: the next step then depends on the result of this one."""
 
     def skips(self, lm_loss: float) -> bool:
-        """Whether a step with this loss, or gradients, that are not finite is skipped rather than an error."""
+        """Return True if a step whose loss or gradients are not finite is skipped, False if it is an error."""
 
     def update(self, *, is_finite: bool) -> None:
-        """Learn how a step's gradients were."""
+        """Update the scale by the result of a step."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take what a checkpoint kept."""
+        """Restore the state from a checkpoint."""
 
 
 @dataclass
 class ConstantLossScale:
-    """The same factor for the whole run: --loss-scale, or 1 where the number format needs none."""
+    """A constant factor: --loss-scale, or 1 if the dtype needs no scaling."""
 
     scale: float = 1.0
     skips_gradients: bool = False
-    """Whether gradients that overflow are no error, as the factor may be too large for some steps."""
+    """True: gradients that overflow are no error, since the factor may be too large for some steps."""
     skips_all: bool = False
-    """Whether nothing is."""
+    """True: no step that is not finite is an error."""
     stuck_steps: int = 0
     """See `LossScaler`."""
 
@@ -80,16 +80,16 @@ class ConstantLossScale:
 
 @dataclass(kw_only=True)
 class DynamicLossScale:
-    """As large a factor as gradients allow."""
+    """A factor that adapts to the largest value at which gradients stay finite."""
 
     scale: float
     minimum: float
     window: float
-    """Finite steps in a row until the scale grows."""
+    """Consecutive finite steps until the scale grows."""
     hysteresis: int
-    """Steps that are not finite until the scale shrinks."""
+    """Non-finite steps until the scale shrinks."""
     skips_all: bool = False
-    """Whether the run goes on though it is lost."""
+    """True: the run continues although it cannot recover."""
     may_skip = True
 
     def skips(self, lm_loss: float) -> bool:  # noqa: ARG002 (a loss may overflow too)
@@ -121,7 +121,7 @@ class DynamicLossScale:
         return {"scale": self.scale, "finite_steps": self.finite_steps, "patience": self.patience}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `LossScaler`. A checkpoint of another number format keeps nothing of it."""
+        """See `LossScaler`. A checkpoint of a run in another dtype has none of these values."""
         self.scale = float(state.get("scale", self.scale))
         self.finite_steps = int(state.get("finite_steps", 0))
         self.patience = int(state.get("patience", self.hysteresis))

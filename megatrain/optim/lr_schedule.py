@@ -1,10 +1,13 @@
-"""What moves over a run, as functions of the samples consumed before the step: learning hyperparams and weight decay.
+"""Learning-rate and weight-decay schedules: hyperparameters of a step as functions of the samples consumed before it.
 
     init ── warm-up ──> peak ── decay ──> floor           start ── increase ──> end
-          learning rate (of each group)                         weight decay
+          learning rate (per parameter kind)                    weight decay
 
-The rules are Megatron-LM's, so that its runs continue alike: the first iteration runs at `init`, and a constant rate
-stays at `peak` after the decay's end. A step that was skipped does not count.
+The rules are Megatron-LM's, so that its runs continue unchanged: the first iteration runs at `init`, and a constant
+learning rate stays at `peak` after the end of the decay. Skipped steps do not count.
+
+To add a learning-rate schedule: add its name to `DecayStyle` and to the choices of --lr-decay-style
+(config/schema/optimizer.py), and its formula to `LrSchedule.at`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ IncreaseStyle = Literal["constant", "linear", "cosine"]
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
-    """Counted in samples."""
+    """Learning-rate schedule: a linear warm-up, then a decay. Counted in samples."""
 
     style: DecayStyle
     peak: float
@@ -31,13 +34,13 @@ class LrSchedule:
     init: float
     warmup_samples: float
     decay_samples: float
-    """Where the decay ends."""
+    """End of the decay, counted from the start of the run."""
     wsd_style: WsdStyle = "exponential"
     wsd_samples: float | None = None
-    """With WSD (warm-up, stable, decay): how long the decay takes."""
+    """Length of the decay with WSD (warm-up, stable, decay)."""
 
     def at(self, samples: int) -> float:
-        """Rate of the step that starts after `samples` samples."""
+        """Return the learning rate of the step that starts after `samples` samples."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.init + (self.peak - self.init) * samples / self.warmup_samples
         if self.style == "constant":
@@ -45,17 +48,17 @@ class LrSchedule:
         if samples > self.decay_samples:
             return self.floor
         if self.style == "inverse-square-root":
-            rate = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
-            return max(self.floor, rate)
-        return self.floor + self._share(samples) * (self.peak - self.floor)
+            lr = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
+            return max(self.floor, lr)
+        return self.floor + self._decay_factor(samples) * (self.peak - self.floor)
 
-    def _share(self, samples: int) -> float:
-        """How much of the way from floor to peak is left."""
+    def _decay_factor(self, samples: int) -> float:
+        """Return the remaining fraction of peak - floor."""
         if self.style == "WSD":
             assert self.wsd_samples is not None
             start = self.decay_samples - self.wsd_samples
             return (
-                1.0 if samples <= start else _wsd_share((samples - start) / self.wsd_samples, self.wsd_style)
+                1.0 if samples <= start else _wsd_factor((samples - start) / self.wsd_samples, self.wsd_style)
             )
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
         return 1.0 - ratio if self.style == "linear" else _half_cosine(ratio)
@@ -63,7 +66,7 @@ class LrSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecaySchedule:
-    """Counted in samples. It may increase over a run."""
+    """Weight decay that is constant or increases over a run. Counted in samples."""
 
     style: IncreaseStyle
     start: float
@@ -71,63 +74,63 @@ class WeightDecaySchedule:
     increase_samples: float
 
     def at(self, samples: int) -> float:
-        """Weight decay of the step that starts after `samples` samples."""
+        """Return the weight decay of the step that starts after `samples` samples."""
         if self.style == "constant" or samples > self.increase_samples:
             return self.end
         ratio = samples / self.increase_samples
-        share = ratio if self.style == "linear" else _half_cosine(1.0 - ratio)
-        return self.start + share * (self.end - self.start)
+        factor = ratio if self.style == "linear" else _half_cosine(1.0 - ratio)
+        return self.start + factor * (self.end - self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparams:
-    """The numbers of one step that schedules give."""
+    """Scheduled hyperparameters of one step."""
 
     lr: float
-    """As logs show it."""
+    """Learning rate that logs show."""
     weight_decay: float
-    """Of the parameters that decay."""
-    by_kind: Mapping[ParamKind, float] = field(default_factory=dict)
-    """Of kinds of parameters with a rate of their own."""
+    """Weight decay of the parameters that decay."""
+    lr_by_kind: Mapping[ParamKind, float] = field(default_factory=dict)
+    """Learning rates of parameter kinds that differ from `lr`."""
     eps_scales: Mapping[ParamKind, float] = field(default_factory=dict)
-    """What Adam's eps is multiplied with, for kinds where this is not 1."""
+    """Factors on Adam's eps of parameter kinds for which it is not 1."""
 
-    def of(self, kind: ParamKind) -> float:
-        """Learning rate of a kind of parameters."""
-        return self.by_kind.get(kind, self.lr)
+    def lr_of(self, kind: ParamKind) -> float:
+        """Return the learning rate of a kind of parameters."""
+        return self.lr_by_kind.get(kind, self.lr)
 
     def eps_scale_of(self, kind: ParamKind) -> float:
-        """What Adam's eps is multiplied with for a kind of parameters."""
+        """Return the factor on Adam's eps of a kind of parameters."""
         return self.eps_scales.get(kind, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperparamSchedules:
-    """All that moves over a run."""
+    """All scheduled hyperparameters of a run."""
 
     lr: LrSchedule
     weight_decay: WeightDecaySchedule
-    by_kind: Mapping[ParamKind, LrSchedule] = field(default_factory=dict)
-    """Of kinds of parameters with a rate of their own."""
+    lr_by_kind: Mapping[ParamKind, LrSchedule] = field(default_factory=dict)
+    """Schedules of parameter kinds that differ from `lr`."""
     eps_scales: Mapping[ParamKind, float] = field(default_factory=dict)
-    """What Adam's eps is multiplied with, for kinds where this is not 1; it does not move."""
+    """Constant factors on Adam's eps of parameter kinds for which it is not 1."""
 
     def at(self, samples: int) -> Hyperparams:
-        """The hyperparams of the step that starts after `samples` samples of steps that were made."""
+        """Return the hyperparameters of the step that starts after `samples` samples of steps that were not skipped."""
         return Hyperparams(
             lr=self.lr.at(samples),
             weight_decay=self.weight_decay.at(samples),
-            by_kind={kind: rate.at(samples) for kind, rate in self.by_kind.items()},
+            lr_by_kind={kind: schedule.at(samples) for kind, schedule in self.lr_by_kind.items()},
             eps_scales=self.eps_scales,
         )
 
 
 def _half_cosine(ratio: float) -> float:
-    """From 1 at 0 to 0 at 1."""
+    """Return a half cosine: 1 at ratio 0, 0 at ratio 1."""
     return 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
 
-def _wsd_share(ratio: float, style: WsdStyle) -> float:
+def _wsd_factor(ratio: float, style: WsdStyle) -> float:
     match style:
         case "linear":
             return 1.0 - ratio

@@ -1,10 +1,10 @@
-"""Whole matrices out of flat shards: who holds which part of each, who works on it, and in which order.
+"""Whole matrices assembled from flat shards, for Muon: who holds which part, who orthogonalizes which matrix, and when.
 
-    shards of ranks 0 .. n     boxes of q, k, v, gate, up, ...            on every rank the same list, gathered once
-    matrices                   boxes joined by name                       each with one owner, costs spread evenly
-    rounds                     at most one matrix of each owner a round   so that memory for one at a time is enough
+    shards of ranks 0 .. n     boxes of q, k, v, gate, up, ...           the same list on every rank, gathered once
+    matrices                   boxes that belong to one matrix           one owner each, costs balanced
+    rounds                     at most one matrix per owner and round    so that memory for one matrix is enough
 
-Nothing here moves a tensor, but for the list itself.
+Only that list is communicated here, no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatrain.parallel.buffers import Shard
+from megatrain.parallel.buckets import Shard
 from megatrain.parallel.collectives import gather_json
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.layout import Box, ParamLayout, Piece, box_shape
@@ -32,7 +32,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Of its products, up to a factor."""
+        """FLOPs of its matrix products, up to a constant factor."""
         return math.prod(self.shape) * min(self.shape)
 
 
@@ -43,7 +43,7 @@ class Part:
     matrix: Matrix
     box: Box
     is_sent: bool
-    """False: another rank sends its copy."""
+    """False: another rank sends its replica of the box."""
 
     @property
     def numel(self) -> int:
@@ -51,70 +51,70 @@ class Part:
 
 
 @dataclass(frozen=True)
-class OwnPart(Part):
-    """A part that this rank holds, and where: `place` in the shard of that number."""
+class LocalPart(Part):
+    """A part that this rank holds: elements `elements` of shard number `shard`."""
 
     shard: int
-    place: slice
+    elements: slice
 
 
 @dataclass(frozen=True)
 class Round:
-    """What moves in one round, seen from one rank; all lists have an entry for each rank of the group."""
+    """The communication of one round, seen from one rank; each list has an entry per rank of the group."""
 
     matrix: Matrix | None
-    """That this rank works on."""
-    held: list[list[OwnPart]]
-    """This rank's parts of what each rank works on."""
-    wanted: list[list[Part]]
-    """Each rank's parts of what this rank works on."""
+    """Matrix that this rank orthogonalizes."""
+    held_parts: list[list[LocalPart]]
+    """This rank's parts of each rank's matrix."""
+    matrix_parts: list[list[Part]]
+    """Each rank's parts of this rank's matrix."""
 
 
-def own_parts(
+def local_parts(
     shards: Sequence[Shard], grid: RankGrid, family: Family, *, splits_qkv: bool
-) -> Iterator[OwnPart]:
-    """This rank's parts of a family's matrices, in the order of the shards."""
+) -> Iterator[LocalPart]:
+    """Yield this rank's parts of a family's matrices, in the order of the shards."""
     for number, shard in enumerate(shards):
         if shard.bucket.family != family:
             continue
-        for placed, box, place in shard.owned():
-            layout = placed.entry.layout
+        for param, box, part in shard.owned():
+            layout = param.entry.layout
             if not layout.group.is_matrix:
                 continue
             is_alone = layout.is_qkv and splits_qkv
             matrix, row = _matrix_of(box.piece, layout, is_alone=is_alone)
             (start, stop), *rest = box.box
-            moved = ((start + row, stop + row), *rest)
-            yield OwnPart(matrix, moved, grid.is_first_of(box.piece.copies), number, place)
+            shifted = ((start + row, stop + row), *rest)
+            yield LocalPart(matrix, shifted, grid.is_first_of(box.piece.copies), number, part)
 
 
-def plan_rounds(parts: Sequence[OwnPart], group: RankGroup, device: torch.device) -> list[Round]:
-    """The rounds of this rank; called by all ranks of the group, which get equally many."""
+def plan_rounds(parts: Sequence[LocalPart], group: RankGroup, device: torch.device) -> list[Round]:
+    """Return the rounds of this rank; called by all ranks of the group, which get the same number of rounds."""
     reports = gather_json([(p.matrix.name, p.matrix.shape, p.box, p.is_sent) for p in parts], group, device)
-    of_ranks = [
+    parts_of_ranks = [
         [
             Part(Matrix(name, (shape[0], shape[1])), tuple((start, stop) for start, stop in box), is_sent)
             for name, shape, box, is_sent in report
         ]
         for report in reports
     ]
-    owned = assign({part.matrix for report in of_ranks for part in report}, group.size)
+    owned = assign_matrices({part.matrix for report in parts_of_ranks for part in report}, group.size)
     rounds = []
     for number in range(max(map(len, owned))):
-        at_work = [matrices[number] if number < len(matrices) else None for matrices in owned]
-        mine = at_work[group.rank]
+        current = [matrices[number] if number < len(matrices) else None for matrices in owned]
+        own = current[group.rank]
         rounds.append(
             Round(
-                mine,
-                [[p for p in parts if p.matrix == matrix] for matrix in at_work],
-                [[p for p in report if p.matrix == mine] for report in of_ranks],
+                own,
+                [[p for p in parts if p.matrix == matrix] for matrix in current],
+                [[p for p in report if p.matrix == own] for report in parts_of_ranks],
             )
         )
     return rounds
 
 
-def assign(matrices: set[Matrix], num_ranks: int) -> list[list[Matrix]]:
-    """Each rank's matrices: the dearest first, always to the rank with the least to do."""
+def assign_matrices(matrices: set[Matrix], num_ranks: int) -> list[list[Matrix]]:
+    """Return each rank's matrices: greedily, the most expensive first, each to the rank with the least load."""
     loads = [(0, rank) for rank in range(num_ranks)]
     owned: list[list[Matrix]] = [[] for _ in range(num_ranks)]
     for matrix in sorted(matrices, key=lambda matrix: (-matrix.cost, matrix.name)):
@@ -125,7 +125,7 @@ def assign(matrices: set[Matrix], num_ranks: int) -> list[list[Matrix]]:
 
 
 def _matrix_of(piece: Piece, layout: ParamLayout, *, is_alone: bool) -> tuple[Matrix, int]:
-    """The matrix that a piece is part of, and the row at which its tensor begins there."""
+    """Return the matrix that a piece belongs to, and the piece's first row in it."""
     size = 1 if is_alone else len(layout.pieces) // layout.num_matrices
     first = layout.pieces.index(piece) // size * size
     pieces = layout.pieces[first : first + size]

@@ -1,4 +1,4 @@
-"""The update rules: what an optimizer keeps for each element, and how a flat shard of weights moves."""
+"""Element-wise update rules: the state that an optimizer keeps per element, and the update of a flat shard."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
 
 class UpdateRule(Protocol):
-    """An optimizer's mathematics; it holds no state itself."""
+    """The mathematics of an optimizer; holds no state itself."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Names of what is kept for each element beside the master weight, as checkpoints have them."""
+        """Names of the state per element in addition to the master weight, as in checkpoints."""
 
-    def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:
-        """Update a shard, and what is kept for it, in place. `step` counts from 1."""
+    def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:
+        """Update a shard and its moments in place. `step` counts from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +34,20 @@ class AdamwRule:
 
     kinds = ("exp_avg", "exp_avg_sq")
 
-    def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:
+    def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:
         """See `UpdateRule`."""
         numbers = AdamwStep(beta1=self.beta1, beta2=self.beta2, eps=self.eps, step=step)
-        adamw(shard, kept["exp_avg"], kept["exp_avg_sq"], numbers)
+        adamw(shard, moments["exp_avg"], moments["exp_avg_sq"], numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SgdRule:
-    """Gradient descent with momentum."""
+    """Stochastic gradient descent with momentum."""
 
     momentum: float
 
     kinds = ("momentum_buffer",)
 
-    def update(self, shard: FlatUpdate, kept: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (all steps are alike)
+    def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:  # noqa: ARG002 (no step count)
         """See `UpdateRule`."""
-        sgd(shard, kept["momentum_buffer"], momentum=self.momentum)
+        sgd(shard, moments["momentum_buffer"], momentum=self.momentum)

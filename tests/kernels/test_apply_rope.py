@@ -55,4 +55,6 @@ def test_queries_and_keys_are_turned_and_the_turn_back_is_the_gradient(
     found = apply_rope_to_qkv(x.detach(), sizes, cos, sin, is_interleaved=is_interleaved)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.detach())
-    torch.testing.assert_close(apply_rope_to_qkv_backward(upstream, cos, sin, is_interleaved=is_interleaved), x.grad)
+    torch.testing.assert_close(
+        apply_rope_to_qkv_backward(upstream, cos, sin, is_interleaved=is_interleaved), x.grad
+    )

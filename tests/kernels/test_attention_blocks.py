@@ -179,7 +179,11 @@ def rules() -> dict[str, tuple[Shape, MaskSpec, Tensor]]:
         "whole": (short, WHOLE, all_seen(short)),
         "causal": (square, CAUSAL, all_seen(square).tril()),
         "run": (short, CAUSAL, (distance >= 0)[None, None]),
-        "window": (short, MaskSpec(is_causal=True, window=3), ((distance >= 0) & (distance <= 3))[None, None]),
+        "window": (
+            short,
+            MaskSpec(is_causal=True, window=3),
+            ((distance >= 0) & (distance <= 3))[None, None],
+        ),
         "documents": (
             short,
             MaskSpec(is_causal=True, window=4, borders=CuSeqlens(queries, keys, 7, 10)),

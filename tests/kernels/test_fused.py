@@ -102,7 +102,11 @@ def test_a_norm_of_a_wide_residual_stream_is_narrow() -> None:
 
 
 @pytest.mark.parametrize("clamp", [None, 1.5])
-@pytest.mark.parametrize("activation_fn", [activations.SILU, activations.SQUARED_RELU], ids=lambda activation_fn: activation_fn.name)
+@pytest.mark.parametrize(
+    "activation_fn",
+    [activations.SILU, activations.SQUARED_RELU],
+    ids=lambda activation_fn: activation_fn.name,
+)
 def test_activations_hide_no_nan(activation_fn: activations.ActivationFunction, clamp: float | None) -> None:
     activation = Activation(activation_fn=activation_fn, is_gated=clamp is not None, clamp=clamp)
     x, dy = drawn(4, 64), drawn(4, 32 if activation.is_gated else 64)
@@ -178,7 +182,9 @@ def test_rotary(
         rotary.apply_rope_to_qkv_backward_reference(gradients, cos, sin, **kind), dtype,
     )  # fmt: skip
     expected = rotary.apply_rope_to_qkv_reference(qkv, heads, cos, sin, **kind)
-    for one, other in zip(fused_rotary.apply_rope_to_qkv(qkv, heads, cos, sin, **kind), expected, strict=True):
+    for one, other in zip(
+        fused_rotary.apply_rope_to_qkv(qkv, heads, cos, sin, **kind), expected, strict=True
+    ):
         near(one, other, dtype)
 
 
@@ -396,9 +402,16 @@ def test_the_order_of_experts(
         if num_own:
             rows_per_expert = tokens * top_k + 1 if is_padded else None
             num_rows = num_own * rows_per_expert if rows_per_expert else tokens * top_k + 3
-            expected = permute.order_by_expert_reference(experts, num_own, num_rows, first, kept, rows_per_expert)
+            expected = permute.order_by_expert_reference(
+                experts, num_own, num_rows, first, kept, rows_per_expert
+            )
             found = fused_permute.sort_by_expert(
-                experts, kept, num_experts=num_own, num_rows=num_rows, first=first, rows_per_expert=rows_per_expert
+                experts,
+                kept,
+                num_experts=num_own,
+                num_rows=num_rows,
+                first=first,
+                rows_per_expert=rows_per_expert,
             )
             for part, reference in zip(found, expected, strict=True):
                 assert part.dtype == reference.dtype
@@ -455,7 +468,9 @@ def test_gradients_of_heads_are_turned_where_they_are(is_interleaved: bool) -> N
         apart, table.cos(), table.sin(), is_interleaved=is_interleaved
     )
     of_both = [
-        fused_rotary.apply_rope_to_qkv_backward(parts, table.cos(), table.sin(), is_interleaved=is_interleaved)
+        fused_rotary.apply_rope_to_qkv_backward(
+            parts, table.cos(), table.sin(), is_interleaved=is_interleaved
+        )
         for parts in (apart, whole.split(sizes, dim=2))
     ]
     assert of_both[1].data_ptr() == whole.data_ptr()

@@ -71,22 +71,24 @@ def test_adamw() -> None:
     for narrow in (grad, mean, mean_sq):
         narrow.normal_()
     mean_sq.abs_()
-    runs = (HyperparamRange(0, 2**31 + 7, 0.01, 0.1), HyperparamRange(2**31 + 7, size, 0.03, 0.0))
+    ranges = (HyperparamRange(0, 2**31 + 7, 0.01, 0.1), HyperparamRange(2**31 + 7, size, 0.03, 0.0))
     update = FlatUpdate(
-        master=master, grad=grad, weight=weight, runs=runs,
+        master=master, grad=grad, weight=weight, ranges=ranges,
         grad_scale=torch.tensor(0.5, device="cuda"), is_finite=torch.tensor(True, device="cuda"),
     )  # fmt: skip
     expected = []
     for start, stop in ((0, 2000), (2**31 - 1000, 2**31 + 1000), (size - 2000, size)):
         part = slice(start, stop)
         own = tuple(
-            dataclasses.replace(run, start=max(run.start, start) - start, stop=min(run.stop, stop) - start)
-            for run in runs
-            if run.start < stop and run.stop > start
+            dataclasses.replace(one, start=max(one.start, start) - start, stop=min(one.stop, stop) - start)
+            for one in ranges
+            if one.start < stop and one.stop > start
         )
         master_part, weight_part = master[part].clone(), weight[part].clone()
         states = mean[part].clone(), mean_sq[part].clone()
-        step = dataclasses.replace(update, master=master_part, grad=grad[part], weight=weight_part, runs=own)
+        step = dataclasses.replace(
+            update, master=master_part, grad=grad[part], weight=weight_part, ranges=own
+        )
         adamw_reference(step, *states, numbers)
         expected.append((part, master_part, weight_part, *states))
     adamw(update, mean, mean_sq, numbers)

@@ -18,7 +18,7 @@ needs_triton = pytest.mark.skipif(
     reason="needs Triton: on a GPU, or as an interpreter (TRITON_INTERPRET=1)",
 )
 SIZE = 5000
-RUNS = (
+RANGES = (
     HyperparamRange(0, 64, 0.01, 0.1),
     HyperparamRange(64, 128, 0.01, 0.0),
     HyperparamRange(128, 4992, 0.03, 0.1, eps_scale=1e7),
@@ -37,14 +37,14 @@ def shard(
     master: torch.Tensor,
     grad: torch.Tensor,
     weight: torch.Tensor,
-    runs: tuple[HyperparamRange, ...] = RUNS,
+    ranges: tuple[HyperparamRange, ...] = RANGES,
     is_finite: bool = True,
 ) -> FlatUpdate:
     return FlatUpdate(
         master=master,
         grad=grad,
         weight=weight,
-        runs=runs,
+        ranges=ranges,
         grad_scale=torch.tensor(0.5, dtype=master.dtype, device=master.device),
         is_finite=torch.tensor(is_finite, device=master.device),
     )
@@ -62,7 +62,7 @@ def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch: pytest.Monke
         theirs.grad = gradient * 0.5
         optimizer.step()
         numbers = AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=step)
-        ours = shard(master=master, grad=gradient, weight=weight, runs=(HyperparamRange(0, 50, 0.01, 0.1),))
+        ours = shard(master=master, grad=gradient, weight=weight, ranges=(HyperparamRange(0, 50, 0.01, 0.1),))
         adamw(ours, exp_avg, exp_avg_sq, numbers)
     torch.testing.assert_close(master, theirs.detach(), rtol=1e-12, atol=1e-14)
     assert torch.equal(weight, master.bfloat16())
@@ -92,12 +92,12 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_shard_without_runs_is_left_alone_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_without_ranges_is_left_alone_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("adamw", "sgd"):
-        monkeypatch.setattr(f"megatrain.kernels.{name}.is_fused", lambda _: True)
+        monkeypatch.setattr(f"megatrain.kernels.optimizer.{name}.is_fused", lambda _: True)
     master, states = random(0), [random(1), random(2).abs()]
     before = master.clone()
-    update = shard(master=master, grad=random(3), weight=master, runs=())
+    update = shard(master=master, grad=random(3), weight=master, ranges=())
     adamw(update, states[0], states[1], AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=1))
     sgd(update, states[0], momentum=0.9)
     assert torch.equal(master, before)
@@ -125,11 +125,11 @@ def sgd_kernel(update: FlatUpdate, states: list[torch.Tensor], step: int) -> Non
     ("kernel", "reference"), [(adamw_kernel, adamw_step), (sgd_kernel, sgd_step)], ids=["adamw", "sgd"]
 )
 @pytest.mark.parametrize(
-    ("grad_dtype", "state_dtype", "weight_dtype", "runs"),
+    ("grad_dtype", "state_dtype", "weight_dtype", "ranges"),
     [
-        (torch.float32, torch.float32, torch.bfloat16, RUNS),
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16, RUNS[:2]),
-        (torch.float32, torch.bfloat16, torch.float32, RUNS[:3]),
+        (torch.float32, torch.float32, torch.bfloat16, RANGES),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16, RANGES[:2]),
+        (torch.float32, torch.bfloat16, torch.float32, RANGES[:3]),
         (torch.bfloat16, torch.float32, torch.float32, (HyperparamRange(0, SIZE, 0.01, 0.1),)),
     ],
     ids=["usual", "narrow", "narrow states", "narrow gradients"],
@@ -140,16 +140,16 @@ def test_a_kernel_is_its_reference(
     grad_dtype: torch.dtype,
     state_dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    runs: tuple[HyperparamRange, ...],
+    ranges: tuple[HyperparamRange, ...],
 ) -> None:
-    size = runs[-1].stop
+    size = ranges[-1].stop
     found: list[list[torch.Tensor]] = []
     for where, update in ((DEVICE, kernel), ("cpu", reference)):
         master = random(0, size=size).to(where)
         weight = master if weight_dtype == master.dtype else master.to(weight_dtype)
         states = [random(n, dtype=state_dtype, size=size).abs().to(where) for n in (1, 2)]
         grad = random(3, dtype=grad_dtype, size=size).to(where)
-        update(shard(master=master, grad=grad, weight=weight, runs=runs), states, 3)
+        update(shard(master=master, grad=grad, weight=weight, ranges=ranges), states, 3)
         found.append([t.cpu() for t in (master, weight, *states)])
     for ours, theirs in zip(*found, strict=True):
         is_narrow = ours.dtype == torch.bfloat16
@@ -165,6 +165,10 @@ def test_a_kernel_leaves_all_alone_where_gradients_are_not_finite(kernel: Step) 
     weight = torch.full_like(master, 7.0, dtype=torch.bfloat16)
     states = [random(1).to(DEVICE), random(2).to(DEVICE)]
     before = [t.clone() for t in (master, weight, *states)]
-    kernel(shard(master=master, grad=torch.full_like(master, torch.nan), weight=weight, is_finite=False), states, 1)
+    kernel(
+        shard(master=master, grad=torch.full_like(master, torch.nan), weight=weight, is_finite=False),
+        states,
+        1,
+    )
     for found, expected in zip((master, weight, *states), before, strict=True):
         assert torch.equal(found, expected)

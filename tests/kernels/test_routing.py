@@ -215,7 +215,9 @@ def test_sums_are_of_samples_whose_tokens_take_turns(function: ScoreFunction) ->
 def test_losses_of_sequences_are_averaged() -> None:
     shares, loads = score_sums(_logits(), "softmax", 4).shares, torch.randint(0, 9, (4, 8))
     each = [load_balancing_loss(shares[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
-    torch.testing.assert_close(load_balancing_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean())
+    torch.testing.assert_close(
+        load_balancing_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean()
+    )
 
 
 def test_parts_of_losses_add_up() -> None:
@@ -223,7 +225,9 @@ def test_parts_of_losses_add_up() -> None:
     whole, loads = score_sums(logits, "softmax", 1), tokens_per_expert(top_k_experts(logits, 2), 8)
     parts = [score_sums(part, "softmax", 1) for part in logits.split(10)]
     losses = [load_balancing_loss(part.shares[0], loads, top_k=2, num_tokens=24) for part in parts]
-    torch.testing.assert_close(sum(losses), load_balancing_loss(whole.shares[0], loads, top_k=2, num_tokens=24))
+    torch.testing.assert_close(
+        sum(losses), load_balancing_loss(whole.shares[0], loads, top_k=2, num_tokens=24)
+    )
     torch.testing.assert_close(sum(part.squares for part in parts), whole.squares)
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its reference in `megatrain/kernels`, which decides by `is_fused` which of the two runs."""
+"""Triton kernels. The module of the same name in `megatrain/kernels` has the reference, and selects one of them by `is_fused`."""

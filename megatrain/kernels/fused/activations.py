@@ -56,7 +56,13 @@ def activate_backward(
 
 
 def activate_weighted_backward(
-    dy: Tensor, x: Tensor, weights: Tensor, activation_fn: str, is_gated: bool, clamp: float | None, offset: float
+    dy: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    activation_fn: str,
+    is_gated: bool,
+    clamp: float | None,
+    offset: float,
 ) -> tuple[Tensor, Tensor]:
     """As `kernels.activations.activate_weighted_backward`."""
     assert dy.is_contiguous()

@@ -14,7 +14,9 @@ _TILE = 1024
 """Channel pairs per program."""
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, is_backward: bool = False) -> Tensor:
+def apply_rope(
+    x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool, is_backward: bool = False
+) -> Tensor:
     """Implement `kernels.rotary.apply_rope`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rotate_into(y, x, cos, sin, is_interleaved, is_backward)
@@ -50,7 +52,9 @@ def apply_rope_to_qkv_backward(
     return out
 
 
-def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, is_backward: bool) -> None:
+def _rotate_into(
+    y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool, is_backward: bool
+) -> None:
     """Write the rotated `x` to `y`, which may be `x`. Channels of a head are contiguous in both."""
     assert y.stride(-1) == 1
     assert all(table.is_contiguous() for table in (cos, sin))

@@ -1,1 +1,1 @@
-"""Kernels of mixtures of experts: routing, permutation, grouped matrix products."""
+"""Mixture-of-experts kernels: routing, permutation, grouped GEMM."""

@@ -64,14 +64,24 @@ def sort_by_expert(
     if is_fused(experts) and num_experts <= fused.MOST_EXPERTS:
         return Permutation(
             *fused.sort_by_expert(
-                experts, kept, num_experts=num_experts, num_rows=num_rows, first=first, rows_per_expert=rows_per_expert
+                experts,
+                kept,
+                num_experts=num_experts,
+                num_rows=num_rows,
+                first=first,
+                rows_per_expert=rows_per_expert,
             )
         )
     return order_by_expert_reference(experts, num_experts, num_rows, first, kept, rows_per_expert)
 
 
 def order_by_expert_reference(
-    experts: Tensor, num_experts: int, num_rows: int, first: int, kept: Tensor | None, rows_per_expert: int | None
+    experts: Tensor,
+    num_experts: int,
+    num_rows: int,
+    first: int,
+    kept: Tensor | None,
+    rows_per_expert: int | None,
 ) -> Permutation:
     """The same by a stable sort; `num_rows` are all of them."""
     own = experts.flatten() - first

@@ -1,8 +1,8 @@
-"""One pass of AdamW over a flat shard.
+"""AdamW over a flat shard in one pass.
 
     master, exp_avg, exp_avg_sq, gradient  ->  master, exp_avg, exp_avg_sq, weight
 
-The moments may be bf16: they are widened, updated in the dtype of `master`, and rounded to the nearest.
+The moments may be bf16: they are cast to the dtype of `master`, updated in it, and rounded to nearest.
 Source: Loshchilov and Hutter, arXiv:1711.05101 (decoupled weight decay).
 """
 
@@ -17,12 +17,12 @@ from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 
 _CHUNK = 1 << 16
-"""Elements that are worked on at once on a CPU: four of them in fp32 stay in its cache."""
+"""Elements per chunk on a CPU: four fp32 chunks stay in its cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamwStep:
-    """The numbers of one step that all runs share. `step` counts from 1 and corrects the moments' bias."""
+    """Hyperparameters of one step that all ranges share. `step` counts from 1 and corrects the moments' bias."""
 
     beta1: float
     beta2: float
@@ -39,8 +39,8 @@ class AdamwStep:
 
 
 def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
-    """Update a shard in place; on a GPU in one launch, without a word to the host. A shard may have no runs left."""
-    if not update.runs:
+    """Update a shard in place; on a GPU in one launch, without synchronizing the host. A shard may have no ranges."""
+    if not update.ranges:
         return
     if is_fused(update.master):
         adamw_fused(
@@ -56,27 +56,36 @@ def adamw(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: Adam
 
 
 def adamw_reference(update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamwStep) -> None:
-    """The same in plain operations, a piece at a time."""
+    """Update a shard with torch operators, chunk by chunk."""
     if update.master.is_meta or not update.is_finite:
         return
-    for run in update.runs:
-        for start in range(run.start, run.stop, _CHUNK):
-            part = slice(start, min(start + _CHUNK, run.stop))
-            _update_part(update, exp_avg[part], exp_avg_sq[part], part, run, numbers)
+    for one in update.ranges:
+        for start in range(one.start, one.stop, _CHUNK):
+            part = slice(start, min(start + _CHUNK, one.stop))
+            _update_part(update, exp_avg[part], exp_avg_sq[part], part, one, numbers)
 
 
 def _update_part(
-    update: FlatUpdate, exp_avg: Tensor, exp_avg_sq: Tensor, part: slice, run: HyperparamRange, numbers: AdamwStep
+    update: FlatUpdate,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    part: slice,
+    hyperparams: HyperparamRange,
+    numbers: AdamwStep,
 ) -> None:
     master = update.master[part]
     scaled = update.grad[part].to(master.dtype) * update.grad_scale
-    mean, mean_sq = exp_avg.to(master.dtype), exp_avg_sq.to(master.dtype)  # the states themselves, where as wide
+    mean, mean_sq = (
+        exp_avg.to(master.dtype),
+        exp_avg_sq.to(master.dtype),
+    )  # the states themselves if the dtype is the same
     mean.lerp_(scaled, 1 - numbers.beta1)
     mean_sq.mul_(numbers.beta2).addcmul_(scaled, scaled, value=1 - numbers.beta2)
-    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps * run.eps_scale)
-    master.mul_(1 - run.lr * run.weight_decay).addcdiv_(mean, denominator, value=-run.lr / numbers.correction1)
-    for state, wide in ((exp_avg, mean), (exp_avg_sq, mean_sq)):
-        if wide is not state:
-            state.copy_(wide)
+    denominator = (mean_sq / numbers.correction2).sqrt_().add_(numbers.eps * hyperparams.eps_scale)
+    master.mul_(1 - hyperparams.lr * hyperparams.weight_decay)
+    master.addcdiv_(mean, denominator, value=-hyperparams.lr / numbers.correction1)
+    for state, updated in ((exp_avg, mean), (exp_avg_sq, mean_sq)):
+        if updated is not state:
+            state.copy_(updated)
     if update.has_separate_weight:
         update.weight[part].copy_(master)

@@ -1,4 +1,4 @@
-"""Newton-Schulz: an odd polynomial of a matrix, again and again, that draws its singular values towards 1.
+"""Newton-Schulz iteration: an odd matrix polynomial, applied repeatedly, that moves singular values towards 1.
 
     X <- X / |X|        X <- a X + (b A + c A A) X  with  A = X X^T        for each (a, b, c)
 
@@ -36,28 +36,28 @@ COEFFICIENTS: dict[CoefficientType, tuple[tuple[float, float, float], ...]] = {
         (1.8750, -1.2500, 0.3750),
     ),
 }
-"""For each step. simple: Jordan et al.; quintic: https://leloykun.github.io/ponder/muon-opt-coeffs/; polar_express:
-arXiv:2505.16932, the first five with its safety factor of 1.01."""
+"""Coefficients (a, b, c) of each step. simple: Jordan et al.; quintic: https://leloykun.github.io/ponder/muon-opt-coeffs/;
+polar_express: arXiv:2505.16932, the first five with its safety factor of 1.01."""
 
 _EPS = 1e-7
 
 
-def steps_of(kind: CoefficientType, num_steps: int) -> Iterator[tuple[float, float, float]]:
-    """The coefficients of so many steps: polar_express goes on with its last, the others begin again."""
+def step_coefficients(kind: CoefficientType, num_steps: int) -> Iterator[tuple[float, float, float]]:
+    """Return the coefficients of `num_steps` steps: polar_express repeats its last, the others start over."""
     known = COEFFICIENTS[kind]
     more = itertools.repeat(known[-1]) if kind == "polar_express" else itertools.cycle(known)
     return itertools.islice(itertools.chain(known, more), num_steps)
 
 
 def orthogonalize(x: Tensor, kind: CoefficientType, num_steps: int) -> Tensor:
-    """The matrix [m, n] with its singular values near 1, in the dtype of `x`, in which everything is computed.
+    """Return the matrix [m, n] with singular values near 1, computed in the dtype of `x`.
 
-    Needs memory for three matrices of its size, or fewer where it is far from square.
+    Needs memory for three matrices of its size, less if it is far from square.
     """
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=_EPS)
-    for a, b, c in steps_of(kind, num_steps):
+    for a, b, c in step_coefficients(kind, num_steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x

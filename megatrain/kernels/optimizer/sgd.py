@@ -1,8 +1,8 @@
-"""One pass of SGD with momentum over a flat shard.
+"""SGD with momentum over a flat shard in one pass.
 
     master, momentum, gradient  ->  master, momentum, weight
 
-Weight decay is part of the gradient, as in PyTorch and Megatron-LM.
+Weight decay is added to the gradient, as in PyTorch and Megatron-LM.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from megatrain.kernels.optimizer.shard_update import FlatUpdate
 
 
 def sgd(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
-    """Update a shard in place; on a GPU in one launch, without a word to the host. A shard may have no runs left."""
-    if not update.runs:
+    """Update a shard in place; on a GPU in one launch, without synchronizing the host. A shard may have no ranges."""
+    if not update.ranges:
         return
     if is_fused(update.master):
         sgd_fused(update, momentum_buffer, momentum=momentum)
@@ -25,16 +25,16 @@ def sgd(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None
 
 
 def sgd_reference(update: FlatUpdate, momentum_buffer: Tensor, *, momentum: float) -> None:
-    """The same in plain operations."""
+    """Update a shard with torch operators."""
     if update.master.is_meta or not update.is_finite:
         return
-    for run in update.runs:
-        master, buffer = update.master[run.part], momentum_buffer[run.part]
-        scaled = update.grad[run.part].to(master.dtype) * update.grad_scale
-        wide = buffer.to(master.dtype)  # the buffer itself, where it is as wide
-        wide.mul_(momentum).add_(scaled.add_(master, alpha=run.weight_decay))
-        master.add_(wide, alpha=-run.lr)
-        if wide is not buffer:
-            buffer.copy_(wide)
+    for one in update.ranges:
+        master, buffer = update.master[one.part], momentum_buffer[one.part]
+        scaled = update.grad[one.part].to(master.dtype) * update.grad_scale
+        updated = buffer.to(master.dtype)  # the buffer itself if the dtype is the same
+        updated.mul_(momentum).add_(scaled.add_(master, alpha=one.weight_decay))
+        master.add_(updated, alpha=-one.lr)
+        if updated is not buffer:
+            buffer.copy_(updated)
         if update.has_separate_weight:
-            update.weight[run.part].copy_(master)
+            update.weight[one.part].copy_(master)

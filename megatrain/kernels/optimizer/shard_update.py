@@ -1,4 +1,4 @@
-"""What an update rule works on: flat tensors of one shard, place for place, and the runs in them that move alike."""
+"""Arguments of an update rule: the flat tensors of one shard, and the ranges in it that share hyperparameters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HyperparamRange:
-    """Neighbouring elements, `start` to `stop`, with rates of their own."""
+    """Contiguous elements `start` to `stop` of a shard with the same hyperparameters."""
 
     start: int
     stop: int
     lr: float
     weight_decay: float
     eps_scale: float = 1.0
-    """What Adam's eps is multiplied with."""
+    """Factor on Adam's eps."""
 
     @property
     def part(self) -> slice:
@@ -26,39 +26,39 @@ class HyperparamRange:
 
 @dataclass(frozen=True, kw_only=True)
 class FlatUpdate:
-    """One step of one shard, but for what a rule keeps beside the weights.
+    """One step of one shard, without the rule's own state.
 
     Attributes:
-        master: the wide weights, updated in place.
-        grad: in the same dtype, or a narrower one.
-        weight: gets the new `master` in its own dtype; it may be `master` itself.
-        runs: tile the shard, in order.
-        grad_scale: what gradients are multiplied with first: one number on their device, in the dtype of `master`.
-        is_finite: one truth value there; where it is false, nothing changes.
+        master: master weights, updated in place.
+        grad: gradients, in the same dtype or a lower precision.
+        weight: gets the new master weights in its own dtype; may be `master` itself.
+        ranges: cover the shard, in order.
+        grad_scale: factor on gradients, [] on their device, in the dtype of `master`.
+        is_finite: bool [] on the same device; False: nothing changes.
     """
 
     master: Tensor
     grad: Tensor
     weight: Tensor
-    runs: tuple[HyperparamRange, ...]
+    ranges: tuple[HyperparamRange, ...]
     grad_scale: Tensor
     is_finite: Tensor
 
-    def behind(self, border: int) -> FlatUpdate:
-        """The same step of the elements from `border` on."""
-        runs = (run for run in self.runs if run.stop > border)
+    def from_element(self, start: int) -> FlatUpdate:
+        """Return the same step of the elements from `start` on."""
+        ranges = (one for one in self.ranges if one.stop > start)
         return dataclasses.replace(
             self,
-            master=self.master[border:],
-            grad=self.grad[border:],
-            weight=self.weight[border:],
-            runs=tuple(
-                dataclasses.replace(run, start=max(run.start - border, 0), stop=run.stop - border)
-                for run in runs
+            master=self.master[start:],
+            grad=self.grad[start:],
+            weight=self.weight[start:],
+            ranges=tuple(
+                dataclasses.replace(one, start=max(one.start - start, 0), stop=one.stop - start)
+                for one in ranges
             ),
         )
 
     @property
     def has_separate_weight(self) -> bool:
-        """Whether `weight` has memory of its own."""
+        """True if `weight` has memory of its own."""
         return self.weight.data_ptr() != self.master.data_ptr()

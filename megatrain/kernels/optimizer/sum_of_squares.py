@@ -1,7 +1,7 @@
-"""Sum of squares, from which norms of a whole model are made.
+"""Sum of squares, for norms over a whole model.
 
-Norms of one process and of many must agree. torch's norm on a CPU adds one element after the other in the tensor's own
-dtype: over a million fp32 elements it is off by some 3e-5, which a run over many ranks would not repeat.
+Norms of one process and of many ranks must agree. torch's norm on a CPU adds elements sequentially in the tensor's
+dtype: over a million fp32 elements its error is about 3e-5, and differs between numbers of ranks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Over every element of all tensors: a number in fp64 on `device`, with bounded scratch memory.
+    """Return the sum of squares over all elements of all tensors, fp64 [] on `device`, with bounded scratch memory.
 
     Args:
-        tensors: there, or in the host's memory.
-        device: where the ranks' sums meet.
+        tensors: on `device` or in host memory.
+        device: device of the result.
     """
-    here = [tensor for tensor in tensors if tensor.is_cuda]
-    away = [tensor for tensor in tensors if not tensor.is_cuda]
-    return _on_gpu(here, device) + _on_host(away, device)
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    on_host = [tensor for tensor in tensors if not tensor.is_cuda]
+    return _on_gpu(on_gpu, device) + _on_host(on_host, device)
 
 
 def _on_gpu(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -39,6 +39,6 @@ def _on_host(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def sum_of_squares_reference(tensors: Sequence[Tensor]) -> Tensor:
-    """The same by torch's sum, which adds in pairs."""
+    """Compute it with torch's sum, which adds pairwise."""
     chunks = [chunk for tensor in tensors for chunk in tensor.flatten().split(_CHUNK_ELEMENTS)]
     return torch.stack([chunk.square().sum().to(torch.float64) for chunk in chunks]).sum()
