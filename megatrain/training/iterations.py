@@ -21,26 +21,17 @@ from megatrain.parallel.process_groups import limit_collectives
 from megatrain.training.batches import Batches
 from megatrain.training.build import build_schedules
 from megatrain.training.debugging.not_finite import explain
-from megatrain.training.debugging.spikes import SpikeWatch
+from megatrain.training.debugging.spikes import SpikeDetector
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
+from megatrain.training.progress import Progress
 from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest
 
 
 class NotFiniteError(MegatrainError):
     """A loss or a gradient norm that is infinite or no number, on all ranks alike."""
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """How far a run has come."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    scheduled_samples: int = 0
-    """Samples of the steps that were made: where the schedules are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +76,16 @@ class Iterations:
         self.schedules = build_schedules(plan)
         self.batch_sizes = batch_sizes(plan.config, data_parallel_size=plan.derived.data_parallel_size)
         training = plan.config.training
-        self.spikes = {"grad_norm": SpikeWatch("gradient norm")} if training.check_for_large_grads else {}
-        self.spikes |= {"lm_loss": SpikeWatch("lm loss")} if training.check_for_spiky_loss else {}
+        self.spikes = {"grad_norm": SpikeDetector("gradient norm")} if training.check_for_large_grads else {}
+        self.spikes |= {"lm_loss": SpikeDetector("lm loss")} if training.check_for_spiky_loss else {}
         self.start = progress.iteration
-        self.underway: deque[Iteration] = deque()
+        self.pending: deque[Iteration] = deque()
         """Begun and not read."""
 
     @property
     def next_number(self) -> int:
         """Of the iteration that is begun next."""
-        return self.progress.iteration + len(self.underway) + 1
+        return self.progress.iteration + len(self.pending) + 1
 
     def run_next(self, *, waits: bool) -> str | None:
         """Begin an iteration, and read those that are due; why to stop, if any says so: then all are read.
@@ -109,7 +100,7 @@ class Iterations:
         is_first = number == self.start + 1
         with self._watched(number, is_first=is_first):
             self._begin(number)
-            while len(self.underway) > (0 if waits or is_first or reason else self.engine.max_pending):
+            while len(self.pending) > (0 if waits or is_first or reason else self.engine.max_pending):
                 reason = self._read_oldest(is_first=is_first) or reason
         return reason
 
@@ -122,13 +113,13 @@ class Iterations:
 
     def _begin(self, number: int) -> None:
         """Give the device an iteration's work. Those under way are finite, or else end the run."""
-        ahead = sum(iteration.batch for iteration in self.underway)
+        ahead = sum(iteration.batch for iteration in self.pending)
         consumed = self.progress.consumed_train_samples + ahead
         hyperparams = self.schedules.at(self.progress.scheduled_samples + ahead)
-        with self.engine.timers.time("batch-generator"):
+        with self.engine.timers.span("batch-generator"):
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
         step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self.stop.flags)
-        self.underway.append(
+        self.pending.append(
             Iteration(
                 number=number,
                 first_sample=consumed,
@@ -141,7 +132,7 @@ class Iterations:
 
     def _read_oldest(self, *, is_first: bool) -> str | None:
         """Take in what an iteration did, and show it; why to stop after it, if so."""
-        iteration, progress = self.underway.popleft(), self.progress
+        iteration, progress = self.pending.popleft(), self.progress
         report = iteration.step.read()
         if is_first:
             self.ranks.console.print(self.ranks.phases.start_summary())
@@ -152,7 +143,7 @@ class Iterations:
             progress.scheduled_samples += iteration.batch
         elif not self.engine.loss_scaler.skips(report.lm_loss):
             raise self._not_finite(iteration, report)
-        for spike in (watch.look(getattr(report, name)) for name, watch in self.spikes.items()):
+        for spike in (detector.check(getattr(report, name)) for name, detector in self.spikes.items()):
             if spike is not None:
                 self.ranks.console.print(f"> iteration {iteration.number}: {spike}")
         for sentence in () if report.routers is None else report.routers.starved:

@@ -1,11 +1,12 @@
-"""Where infinities and NaNs come from. Searched only once a step was not finite, by running that step a second time.
+"""Search for the source of infinities and NaNs. It runs only after a step that was not finite, and repeats that step.
 
-    weights ─> data ─> forward of each segment ─> backward of each segment ─> gradients        the first that is wrong
+    weights ─> data ─> forward of each segment ─> backward of each segment ─> gradients      the first finding is reported
 
-The second pass computes the same again, as dropout is keyed by samples, and looks at what passes between segments;
-no gradient is summed over replicas in it, so that each rank sees its own (experts on other ranks see theirs of all).
-Ranks that share a segment see the same of what they sum: of them that one is named whose own part was the first that
-was wrong, when it left; all, where no part was. What does not come again was no arithmetic.
+The second run computes the same values, because dropout is keyed by samples. It checks the outputs of all segments and
+does not reduce gradients over replicas, so that each rank sees its own (of experts, those of its expert-parallel group).
+Ranks that share a segment see the same sums. Of these ranks the search names the one whose own contribution to a
+collective was the first that was not finite; all of them if every contribution was finite. If the second run finds
+nothing, the cause is not arithmetic.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
-from megatrain.parallel.pipeline.executor import Executor, Segment, Use
+from megatrain.parallel.pipeline.executor import Executor, Segment, SegmentPass
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.training.engine import Engine
-from megatrain.training.launch.failure import named
+from megatrain.training.launch.failure import format_ranks
 from megatrain.training.planning.model_tree import layer_numbers
 
 Stage = Literal["weight", "data", "forward", "backward", "gradient"]
@@ -32,191 +33,198 @@ _STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "g
 _MAX_FINDINGS = 100
 _MAX_NAMES = 4
 _NEVER: Final = 1 << 30
-_LOOK_AT_SAMPLES = (
-    "go on from the last checkpoint, with a smaller --lr or --clip-grad; or look at the samples"
-)
+_FIX_ARITHMETIC = "resume from the last checkpoint with a smaller --lr or --clip-grad, or inspect the samples"
 _FIXES: Final[dict[str, str]] = {
-    "weight": "nothing was updated or saved; go on from the last checkpoint, and from an older one if it comes again",
-    "data": "nothing was updated or saved; look at these samples, and go on from the last checkpoint",
-    "nothing": "nothing was updated or saved; go on from the last checkpoint, and test the hardware if it comes again",
+    "weight": "nothing was updated or saved; resume from the last checkpoint, or from an older one if the error repeats",
+    "data": "nothing was updated or saved; inspect these samples, and resume from the last checkpoint",
+    "nothing": "nothing was updated or saved; resume from the last checkpoint, and test the hardware if the error repeats",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One place where something was not finite."""
+    """One value of the step that was not finite."""
 
     stage: Stage
     rank: int
     text: str
     order: int = 0
-    """Among those of a stage, the earlier the smaller."""
-    left_at: int = _NEVER
-    """How many tensors the rank had sent in this pass when one left that was not finite."""
+    """Position in time within the stage."""
+    first_bad_input: int = _NEVER
+    """Number of the first collective input of this rank that was not finite, within the pass."""
     parameter: str = ""
-    """Whose values these are, if they are a parameter's."""
+    """Name of the parameter, if the finding is in one."""
     segment: int = -1
-    """Of the rank's, if it is one's."""
+    """Number of the rank's segment, if the finding is in one."""
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        return _STAGES.index(self.stage), self.order, self.left_at, self.rank
+        return _STAGES.index(self.stage), self.order, self.first_bad_input, self.rank
 
-    def is_like(self, other: Finding) -> bool:
-        """Whether it is the same on another rank, or the same one."""
+    def is_same_on_another_rank(self, other: Finding) -> bool:
+        """Return whether the findings differ at most in their rank."""
         return self.key[:-1] == other.key[:-1] and self.parameter == other.parameter
 
 
 def explain(engine: Engine, batches: Sequence[Batch], *, first_sample: int) -> tuple[str, str]:
-    """What was not finite first, and what to do about it; equal on all ranks, which all call this."""
+    """Return the first finding of all ranks and its remedy. All ranks call this and get the same answer."""
     own = sorted(_search(engine, batches, first_sample), key=lambda finding: finding.key)
     findings = [asdict(finding) for finding in own[:_MAX_FINDINGS]]
-    what, fix = engine.grid.messages.concluded(findings, _explained)
-    return what, fix
+    problem, fix = engine.grid.messages.gather_and_broadcast(findings, _conclude)
+    return problem, fix
 
 
-def _explained(told: list[list[dict[str, Any]]]) -> tuple[str, str]:
-    """By rank 0, of what all ranks have found."""
-    found = sorted((Finding(**one) for rank in told for one in rank), key=lambda finding: finding.key)
+def _conclude(by_rank: list[list[dict[str, Any]]]) -> tuple[str, str]:
+    """Return problem and remedy from the findings of all ranks; rank 0 calls it."""
+    found = sorted(
+        (Finding(**one) for findings in by_rank for one in findings), key=lambda finding: finding.key
+    )
     if not found:
         return (
-            "a second pass over the same samples found nothing wrong, as after a fault of the hardware",
+            "a second run of the same step was finite, as after a hardware fault",
             _FIXES["nothing"],
         )
     first = found[0]
-    where = named([one.rank for one in found if one.is_like(first)])
-    fix = _FIXES.get(first.stage, f"nothing was updated or saved; {_LOOK_AT_SAMPLES}")
+    where = format_ranks([one.rank for one in found if one.is_same_on_another_rank(first)])
+    fix = _FIXES.get(first.stage, f"nothing was updated or saved; {_FIX_ARITHMETIC}")
     return f"first on {where}: {first.text}", fix
 
 
 def _search(engine: Engine, batches: Sequence[Batch], first_sample: int) -> list[Finding]:
     rank = engine.grid.rank
-    engine.buffers.clear_gradients()
+    engine.buffers.gradients.zero()
     found = []
-    for bucket, _ in engine.data_parallel.whole_buckets():
-        for placed in bucket.placed:
-            for name, count in _bad_pieces(placed.entry, placed.entry.parameter.detach()):
+    for bucket, _ in engine.data_parallel.gathered_buckets():
+        for param in bucket.params:
+            for name, count in _bad_pieces(param.entry, param.entry.parameter.detach()):
                 text = f"{count} values of the weight {name}"
                 found.append(Finding(stage="weight", rank=rank, text=text, parameter=name))
-    batches = engine.own_parts(batches)
-    infos = engine.passes(batches, first_sample=first_sample)
+    batches = engine.shard_batches(batches)
+    infos = engine.pass_infos(batches, first_sample=first_sample)
     for batch, info in zip(batches, infos, strict=True):
         if not _is_finite(batch.loss_mask):
-            text = f"the loss mask of {_samples(batch, info)}"
+            text = f"the loss mask of {_sample_range(batch, info)}"
             found.append(Finding(stage="data", rank=rank, text=text, order=info.microbatch))
-    second = _SecondPass(engine)
+    second = _SecondRun(engine)
     second.run(batches, infos)
     found += [second.with_gradients(finding) for finding in second.found]
     for name, count in second.bad_gradients.items():
         text = f"{count} values of the gradient of {name}"
         found.append(Finding(stage="gradient", rank=rank, text=text, parameter=name))
-    engine.buffers.clear_gradients()
+    engine.buffers.gradients.zero()
     return found
 
 
-class _SecondPass:
-    """The step's passes again, with a look at all that comes out of segments. It is the executor's `SegmentHooks`."""
+class _SecondRun:
+    """The repetition of a step, with checks of all outputs of segments. It serves as the executor's `SegmentHooks`."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.sent = _Sent()
+        self.inputs = _CollectiveInputs()
         self.found: list[Finding] = []
         self.bad_gradients: dict[str, int] = {}
-        """How many values of a piece's gradient are not finite, once it is complete or where its memory goes."""
+        """Number of values that are not finite, by piece; counted when the gradient is complete or before it is freed."""
         segments = engine.model.segments
         names = [_segment_name(number, engine) for number in range(len(segments))]
-        self.watched = [
-            _Watched(segment, self, number, name)
+        self.segments = [
+            _CheckedSegment(segment, self, number, name)
             for number, (segment, name) in enumerate(zip(segments, names, strict=True))
         ]
 
     def run(self, batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         engine, pp = self.engine, self.engine.grid.pp
         executor = Executor(
-            self.watched,
+            self.segments,
             engine.grid,
             hidden_shape=engine.executor.hidden_shape,
             dtype=engine.executor.dtype,
             device=engine.device,
             hooks=self,
         )
-        with self.sent:
+        with self.inputs:
             executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
 
-    def note(self, stage: Stage, place: int, name: str, batch: Batch, info: PassInfo) -> None:
-        """Segment `place` of this pipeline stage made something of finite input that is not finite."""
-        pp, count = self.engine.grid.pp, len(self.watched)
-        depth = pp.rank * 10_000 + place
+    def add_finding(self, stage: Stage, number: int, name: str, batch: Batch, info: PassInfo) -> None:
+        """Add that segment `number` of this pipeline stage computed values that are not finite from finite input."""
+        pp, count = self.engine.grid.pp, len(self.segments)
+        depth = pp.rank * 10_000 + number
         last = pp.size * 10_000 + count
         order = info.microbatch * last + (depth if stage == "forward" else last - depth)
-        text = f"the {stage} pass of {name} in micro-batch {info.microbatch}, {_samples(batch, info)}"
-        rank, left_at = self.engine.grid.rank, self.sent.first_bad
+        text = f"the {stage} pass of {name} in micro-batch {info.microbatch}, {_sample_range(batch, info)}"
+        rank, first_bad_input = self.engine.grid.rank, self.inputs.first_bad
         self.found.append(
-            Finding(stage=stage, rank=rank, text=text, order=order, left_at=left_at, segment=place)
+            Finding(
+                stage=stage,
+                rank=rank,
+                text=text,
+                order=order,
+                first_bad_input=first_bad_input,
+                segment=number,
+            )
         )
 
     def with_gradients(self, finding: Finding) -> Finding:
-        """Which parameters' gradients the backward pass has spoiled in the segment where it went wrong."""
+        """Return the finding with the names of the segment's gradients that are not finite, for a backward pass."""
         entries = self.engine.model.registry.entries.values()
         own = [piece.name for e in entries if e.segment == finding.segment for piece in e.layout.pieces]
         bad = [name for name in own if name in self.bad_gradients]
         if finding.stage != "backward" or not bad:
             return finding
         more = f" and {len(bad) - _MAX_NAMES} more" if len(bad) > _MAX_NAMES else ""
-        text = f"{finding.text}; with it the gradients of {', '.join(bad[:_MAX_NAMES])}{more}"
+        text = f"{finding.text}; affected gradients: {', '.join(bad[:_MAX_NAMES])}{more}"
         return dataclasses.replace(finding, text=text)
 
-    def expect(self, uses: Sequence[Use]) -> None:
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
         """See `SegmentHooks`."""
-        self.engine.data_parallel.expect(uses)
+        self.engine.data_parallel.on_schedule(passes)
 
-    def before(self, use: Use) -> None:
+    def before(self, segment_pass: SegmentPass) -> None:
         """See `SegmentHooks`."""
-        self.engine.data_parallel.before(use)
+        self.engine.data_parallel.before(segment_pass)
 
-    def after(self, use: Use) -> None:
+    def after(self, segment_pass: SegmentPass) -> None:
         """See `SegmentHooks`."""
-        self.engine.data_parallel.after(use)
+        self.engine.data_parallel.after(segment_pass)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`. Gradients stay this rank's own; where they are not kept whole, they are dropped again."""
-        buffers, memory = self.engine.buffers, self.engine.buffers.gradient_memory
-        for number in buffers.buckets_of(segment):
-            is_kept = memory.is_kept_whole(number)
+        """See `SegmentHooks`. Check gradients without reducing them, and free those that are not kept in full."""
+        buffers, memory = self.engine.buffers, self.engine.buffers.gradients
+        for number in buffers.buckets_of.get(segment, ()):
+            is_kept = memory.is_kept_full[number]
             if segment != buffers.buckets[number].users[0] or (is_kept and not is_last):
                 continue
-            for placed in buffers.buckets[number].placed:
-                gradient = placed.entry.module.weight_grads[placed.entry.attribute]
-                for name, count in _bad_pieces(placed.entry, gradient):
+            for param in buffers.buckets[number].params:
+                gradient = param.entry.module.weight_grads[param.entry.attribute]
+                for name, count in _bad_pieces(param.entry, gradient):
                     self.bad_gradients[name] = max(count, self.bad_gradients.get(name, 0))
-            memory.release(number)
+            memory.free(number)
 
 
-class _Sent(TorchDispatchMode):
-    """Looks at what this rank gives away while it is entered: ranks of one group send in the same order."""
+class _CollectiveInputs(TorchDispatchMode):
+    """Checks this rank's inputs of collectives. Ranks of one group call collectives in the same order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count, self.first_bad = 0, _NEVER
 
     def begin(self) -> None:
-        """Another pass through a segment begins."""
+        """Restart the count for another pass through a segment."""
         self.count, self.first_bad = 0, _NEVER
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            for tensor in _given_away(func, args):
+            for tensor in _collective_inputs(func, args):
                 if self.first_bad == _NEVER and not _is_finite(tensor):
                     self.first_bad = self.count
                 self.count += 1
         return func(*args, **(kwargs or {}))
 
 
-def _given_away(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
-    """What a rank's part in a collective is, before others see it."""
-    schema = func._schema  # noqa: SLF001 (torch tells an operation's arguments nowhere else)
+def _collective_inputs(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Yield this rank's input tensors of a collective."""
+    schema = func._schema  # noqa: SLF001 (torch has no public access to the names of arguments)
     if schema.name == "c10d::recv_":
         return
     for argument, value in zip(schema.arguments, args, strict=False):
@@ -224,37 +232,37 @@ def _given_away(func: Any, args: tuple[Any, ...]) -> Iterator[Tensor]:
             yield from (value,) if isinstance(value, Tensor) else value
 
 
-class _Watched:
-    """A segment whose output, and gradients on both sides, are looked at."""
+class _CheckedSegment:
+    """A segment with checks of its output and of the gradients of its output and input."""
 
-    def __init__(self, segment: Segment, second: _SecondPass, number: int, name: str) -> None:
+    def __init__(self, segment: Segment, second: _SecondRun, number: int, name: str) -> None:
         self.segment, self.second, self.number, self.name = segment, second, number, name
 
     def __call__(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:
-        sent = self.second.sent
-        sent.begin()
+        inputs = self.second.inputs
+        inputs.begin()
         output = self.segment(hidden, batch, info)
         if not _is_finite(output) and (hidden is None or _is_finite(hidden)):
-            self.second.note("forward", self.number, self.name, batch, info)
-        arrived_finite: list[bool] = []
+            self.second.add_finding("forward", self.number, self.name, batch, info)
+        finite_gradients: list[bool] = []
 
-        def begin(gradient: Tensor) -> None:
-            sent.begin()
-            arrived_finite.append(_is_finite(gradient))
+        def check_output_gradient(gradient: Tensor) -> None:
+            inputs.begin()
+            finite_gradients.append(_is_finite(gradient))
 
-        output.register_hook(begin)
+        output.register_hook(check_output_gradient)
 
-        def look(gradient: Tensor) -> None:
-            if arrived_finite[-1] and not _is_finite(gradient):
-                self.second.note("backward", self.number, self.name, batch, info)
+        def check_input_gradient(gradient: Tensor) -> None:
+            if finite_gradients[-1] and not _is_finite(gradient):
+                self.second.add_finding("backward", self.number, self.name, batch, info)
 
         if hidden is not None:
-            hidden.register_hook(look)
+            hidden.register_hook(check_input_gradient)
         return output
 
 
 def _bad_pieces(entry: ParamEntry, tensor: Tensor) -> Iterator[tuple[str, int]]:
-    """Canonical names of what is not finite in a parameter or its gradient, and how many values of each."""
+    """Yield the canonical name of each piece that is not finite, and its number of such values."""
     if _is_finite(tensor):
         return
     for piece in entry.layout.pieces:
@@ -265,7 +273,7 @@ def _bad_pieces(entry: ParamEntry, tensor: Tensor) -> Iterator[tuple[str, int]]:
 
 
 def _segment_name(number: int, engine: Engine) -> str:
-    """Which layers a segment is, by the canonical names of its parameters."""
+    """Return the name of a segment, by the canonical names of its parameters."""
     entries = {name: e for name, e in engine.model.registry.entries.items() if e.segment == number}
     layers = layer_numbers(ParamRegistry(entries))
     if layers:
@@ -273,7 +281,7 @@ def _segment_name(number: int, engine: Engine) -> str:
     return "the head" if number else "the embedding" if engine.grid.pp.is_first else "the head"
 
 
-def _samples(batch: Batch, info: PassInfo) -> str:
+def _sample_range(batch: Batch, info: PassInfo) -> str:
     last = info.first_sample + batch.tokens.shape[0] - 1
     return f"samples {info.first_sample} to {last}"
 

@@ -43,7 +43,7 @@ class Profiling:
         self._folder = profile_folder(plan)
         self._file = self._folder / f"rank{rank}.json.gz"
         self._others = [other for other in ranks if other != rank]
-        self._device = plan.derived.device
+        self._device = plan.config.training.device
         self._profile: profile | None = None
         self._is_recording = False
 

@@ -1,4 +1,4 @@
-"""What was built, in a few lines: parameters, memory by class, and who works with whom."""
+"""Summary of the model at start: parameters, memory by class, and process groups."""
 
 from __future__ import annotations
 
@@ -12,48 +12,49 @@ from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Piece
 from megatrain.training.engine import Engine
 from megatrain.training.planning.memory_plan import resident_memory
-from megatrain.training.planning.model_tree import active_numbers
+from megatrain.training.planning.model_tree import active_elements
 
 
 def model_summary(engine: Engine) -> str:
-    """The model and this rank's part of it; called by all ranks, as the whole is summed over them."""
+    """Return the lines about the model and this rank. All ranks call it, because parameters are summed over ranks."""
     held = resident_memory(engine)
+    has_master = held.master_weights or held.on_host
     parts = [
         f"weights {_size(held.weights)}",
         f"gradients {_size(held.gradients)}",
-        f"master weights {_size(held.master_weights)}" if held.master_weights else "master weights are the weights",
+        f"master weights {_size(held.master_weights)}" if has_master else "no separate master weights",
         f"moments {_size(held.optimizer_state)}",
     ]
-    if held.on_host:
-        parts[2] = f"master weights {_size(held.master_weights)}"
-    on_host = f"; on the host {_size(held.on_host)}" if held.on_host else ""
+    on_host = f"; in host memory {_size(held.on_host)}" if held.on_host else ""
     return "\n".join(
         [
-            f"> model: {_whole_model(engine)}; rank {engine.grid.rank} holds {_own(engine):,}",
+            f"> model: {_whole_model(engine)}; rank {engine.grid.rank} holds {_num_local(engine):,}",
             f"> memory of rank {engine.grid.rank} without activations: {_size(held.total)} ({', '.join(parts)}){on_host}",
-            f"> grid: {describe_grid(engine.grid)}",
+            f"> grid: {grid_summary(engine.grid)}",
         ]
     )
 
 
-def describe_grid(grid: RankGrid) -> str:
-    """Sizes of the axes, and the groups of this rank."""
+def grid_summary(grid: RankGrid) -> str:
+    """Return the sizes of the axes, and the groups of this rank."""
     shape = grid.shape
     ranks = f"{shape.world_size} rank{'s' if shape.world_size > 1 else ''}"
     cp = f" x cp {shape.cp}" if shape.cp > 1 else ""
-    words = f"{ranks} = tp {shape.tp}{cp} x dp {shape.dp} x pp {shape.pp}"
+    text = f"{ranks} = tp {shape.tp}{cp} x dp {shape.dp} x pp {shape.pp}"
     if shape.etp is not None:
-        words += f", for experts etp {shape.etp} x ep {shape.ep} x dp {shape.expert_replicas} x pp {shape.pp}"
+        text += f", for experts etp {shape.etp} x ep {shape.ep} x dp {shape.expert_replicas} x pp {shape.pp}"
     if shape.world_size == 1:
-        return words
-    of_experts = (grid.etp, grid.ep) if shape.has_experts else ()
+        return text
+    expert_groups = (grid.etp, grid.ep) if shape.has_experts else ()
     groups = [
-        f"{g.name} {list(g.ranks)}" for g in (grid.tp, grid.cp, grid.dp, grid.pp, *of_experts) if g.size > 1
+        f"{g.name} {list(g.ranks)}"
+        for g in (grid.tp, grid.cp, grid.dp, grid.pp, *expert_groups)
+        if g.size > 1
     ]
-    return f"{words}; rank {grid.rank} is in {', '.join(groups)}"
+    return f"{text}; rank {grid.rank} is in {', '.join(groups)}"
 
 
-def _own(engine: Engine) -> int:
+def _num_local(engine: Engine) -> int:
     return _numel(_pieces(engine))
 
 
@@ -66,10 +67,10 @@ def _whole_model(engine: Engine) -> str:
         for piece in entry.layout.pieces
         if grid.is_first_of(piece.copies)
     ]
-    met = sum(active_numbers(piece.name, math.prod(piece.local_shape), routers) for piece in pieces)
-    counts = torch.tensor([_numel(pieces), met], device=engine.device)
+    num_active = sum(active_elements(piece.name, math.prod(piece.local_shape), routers) for piece in pieces)
+    counts = torch.tensor([_numel(pieces), num_active], device=engine.device)
     total, active = all_reduce(counts, grid.world).tolist()
-    return f"{total:,} parameters" + (f", of which each token meets {active:,}" if routers else "")
+    return f"{total:,} parameters" + (f", {active:,} active per token" if routers else "")
 
 
 def _pieces(engine: Engine) -> Iterator[Piece]:

@@ -184,7 +184,7 @@ def _growth(sizes: BatchSizes, consumed: int, limit: int) -> Iterator[tuple[int,
 def _evaluations(plan: Plan) -> Repeated:
     found, start = evaluations(plan), plan.derived.start_iteration
     is_whole = plan.config.data.full_validation
-    count = found.to_come(start) if found.eval_iters or is_whole else 0
+    count = found.remaining(start) if found.eval_iters or is_whole else 0
     count += bool(count and plan.config.training.eval_at_start and start == 0 and not found.skip_train)
     first = None
     if count:

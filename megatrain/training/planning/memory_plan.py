@@ -25,7 +25,8 @@ from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline.executor import Executor, PendingSends, SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline import executor
+from megatrain.parallel.pipeline.executor import SegmentHooks, SegmentPass
 from megatrain.parallel.pipeline.schedule import ActionKind
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
@@ -93,12 +94,12 @@ def resident_memory(engine: Engine) -> ResidentMemory:
 def _resident_tensors(engine: Engine) -> dict[str, list[Tensor]]:
     optimizer, buffers = engine.optimizer, engine.buffers
     first = optimizer.num_on_device
-    has_main = optimizer.master_weights[0].dtype != buffers.weights.dtype
+    has_master = optimizer.master_weights[0].dtype != buffers.weights.dtype
     on_host = [x for kind in optimizer.kinds for x in optimizer.state(kind)[first:]]
     return {
         "weights": buffers.weights.kept,
         "gradients": buffers.gradients.kept,
-        "master_weights": optimizer.master_weights[:first] if has_main else [],
+        "master_weights": optimizer.master_weights[:first] if has_master else [],
         "optimizer_state": [x for kind in optimizer.kinds[1:] for x in optimizer.state(kind)[:first]],
         "on_host": on_host
         + (optimizer.host_updates.staging_buffers if optimizer.host_updates is not None else []),
@@ -351,9 +352,16 @@ def _code_of(*classes: type) -> frozenset[CodeType]:
     return frozenset(method.__code__ for method in methods if inspect.isfunction(method))
 
 
+def _is_executor_class(member: object) -> bool:
+    """Return whether it is the executor or one of its helpers, which allocate nothing but messages between stages."""
+    if not inspect.isclass(member) or member.__module__ != executor.__name__:
+        return False
+    return not issubclass(member, torch.autograd.Function)
+
+
 _HOST_CREATORS = (zeros_on_host.__code__,)
 _BUCKET_CODE = _code_of(BucketMemory)
-_MESSAGE_CODE = _code_of(Executor, PendingSends)
+_MESSAGE_CODE = _code_of(*(one for _, one in inspect.getmembers(executor, _is_executor_class)))
 
 
 def _description(engine: Engine, activity: object, creator: CodeType | None) -> str:

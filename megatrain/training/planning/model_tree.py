@@ -1,7 +1,7 @@
-"""The parameters of a model as a tree, and how many each part and each rank has. Read from the parameter registries.
+"""Tree of a model's parameters, and parameter counts by part and rank, from the parameter registries.
 
-registries, one a pipeline stage ─> parts: canonical tensors, with the box that a rank of the stage holds
-└─> counts by part: embedding, attention, MLP, router, experts, norms, head
+registry of each pipeline stage ─┬─> blocks of equal layers: canonical tensors, with the box of one rank
+                                 └─> counts by part: embedding, attention, MLP, router, experts, norms, head
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """One tensor, or one of each of several layers that are alike."""
+    """One tensor, or the same tensor of several equal layers or experts."""
 
     name: str
-    """Canonical; in a layer, without its number."""
+    """Canonical name; in a layer, without the layer prefix."""
     shape: tuple[int, ...]
     rank_shape: tuple[int, ...]
-    """Of the part that a rank holds."""
+    """Shape of one rank's box."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Layers that are alike, one after the other; or what stands before or behind them."""
+    """Consecutive layers with equal tensors; or the tensors before or after all layers."""
 
     first_layer: int | None
-    """Global number; None: no layers."""
+    """Global layer number; None: not layers."""
     num_layers: int
     tensors: tuple[Tensors, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTree:
-    """The parameters of a rank of some pipeline stages that are alike but for the numbers of their layers."""
+    """The parameters of one rank of pipeline stages that differ only in their layer numbers."""
 
     stages: tuple[int, ...]
     parameters: int
-    """Of one rank, without padding."""
+    """Parameters of one rank, without padding."""
     by_part: dict[str, int]
     blocks: tuple[Block, ...]
-    """Of the first of these stages."""
+    """Blocks of the first of these stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTree:
-    """The whole model; what several ranks hold is counted once."""
+    """The parameters of the whole model, each counted once."""
 
     parameters: int
     active_parameters: int
-    """Of those, what each token meets: all but the experts that it does not go to."""
+    """Parameters used per token: all but those of unselected experts."""
     by_part: dict[str, int]
     stages: tuple[StageTree, ...]
 
@@ -67,9 +67,12 @@ class ModelTree:
 def model_tree(
     registries: Sequence[ParamRegistry], routers: Mapping[int, RouterSpec], *, ep: int = 1
 ) -> ModelTree:
-    """The tree of the model whose pipeline stages have these parameters, on one of the `ep` ranks with other experts.
+    """Return the tree of a model.
 
-    `routers`: of the layers with experts, by their numbers.
+    Args:
+        registries: one registry per pipeline stage.
+        routers: by number of the layer.
+        ep: expert-parallel size; each expert-parallel rank has other experts.
     """
     stages = [_pieces(registry) for registry in registries]
     whole = {
@@ -81,26 +84,26 @@ def model_tree(
     trees: dict[object, StageTree] = {}
     for number, pieces in enumerate(stages):
         tree = _stage_tree(number, pieces)
-        likeness = tuple((block.num_layers, block.tensors) for block in tree.blocks)
-        if likeness in trees:
-            known = trees[likeness]
+        structure = tuple((block.num_layers, block.tensors) for block in tree.blocks)
+        if structure in trees:
+            known = trees[structure]
             tree = StageTree(
                 stages=(*known.stages, number),
                 parameters=known.parameters,
                 by_part=known.by_part,
                 blocks=known.blocks,
             )
-        trees[likeness] = tree
+        trees[structure] = tree
     return ModelTree(
         parameters=sum(whole.values()),
-        active_parameters=sum(active_numbers(name, count, routers) for name, count in whole.items()),
+        active_parameters=sum(active_elements(name, count, routers) for name, count in whole.items()),
         by_part=_by_part(whole.items()),
         stages=tuple(trees.values()),
     )
 
 
 def part_of(name: str) -> str:
-    """Which of `PARTS` a canonical tensor belongs to."""
+    """Return the item of `PARTS` that a canonical tensor belongs to."""
     if name.startswith("embedding."):
         return "embedding"
     if name.startswith("output_layer."):
@@ -113,8 +116,8 @@ def part_of(name: str) -> str:
     return "attention" if ".attention." in name else "mlp"
 
 
-def active_numbers(name: str, count: int, routers: Mapping[int, RouterSpec]) -> int:
-    """How many of a tensor's numbers a token meets, on average over the experts."""
+def active_elements(name: str, count: int, routers: Mapping[int, RouterSpec]) -> int:
+    """Return how many of a tensor's `count` elements are used per token, as the mean over experts."""
     match = _LAYER.match(name)
     if match is None or part_of(name) != "experts":
         return count
@@ -123,7 +126,7 @@ def active_numbers(name: str, count: int, routers: Mapping[int, RouterSpec]) -> 
 
 
 def segment_name(registry: ParamRegistry, segment: int) -> str:
-    """What a segment is: `embedding`, `layer 3`, `layers 4 to 7`, `head`."""
+    """Return `embedding`, `layer 3`, `layers 4 to 7` or `head`."""
     entries = {name: entry for name, entry in registry.entries.items() if entry.segment == segment}
     layers = layer_numbers(ParamRegistry(entries))
     if layers:
@@ -136,7 +139,7 @@ def segment_name(registry: ParamRegistry, segment: int) -> str:
 
 
 def layer_numbers(registry: ParamRegistry) -> list[int]:
-    """Global numbers of the layers whose parameters these are, in order."""
+    """Return the sorted global layer numbers of a registry's parameters."""
     matches = (_LAYER.match(piece.name) for piece in _pieces(registry))
     return sorted({int(match.group(1)) for match in matches if match})
 
@@ -164,23 +167,23 @@ def _stage_tree(number: int, pieces: Sequence[Piece]) -> StageTree:
 
 def _blocks(pieces: Sequence[Piece]) -> list[Block]:
     by_layer: dict[tuple[int, int | None], list[Tensors]] = {}
-    place = 0
+    position = 0  # 0: before the layers, 1: in them, 2: after them
     for piece in pieces:
         match = _LAYER.match(piece.name)
         layer = int(match.group(1)) if match else None
         if layer is not None:
-            place = 1
-        elif place == 1:
-            place = 2
+            position = 1
+        elif position == 1:
+            position = 2
         one = Tensors(
             name=piece.name[match.end() :] if match else piece.name,
             shape=piece.shape,
             rank_shape=piece.local_shape,
         )
-        by_layer.setdefault((place, layer), []).append(one)
+        by_layer.setdefault((position, layer), []).append(one)
     blocks: list[Block] = []
     for (_, layer), each in by_layer.items():
-        tensors = _joined_experts(each)
+        tensors = _merge_experts(each)
         last = blocks[-1] if blocks else None
         is_next = last and last.first_layer is not None and layer == last.first_layer + last.num_layers
         if last and is_next and last.tensors == tensors:
@@ -192,18 +195,18 @@ def _blocks(pieces: Sequence[Piece]) -> list[Block]:
     return blocks
 
 
-def _joined_experts(tensors: Sequence[Tensors]) -> tuple[Tensors, ...]:
-    """The same with one line for the experts' tensors of a name: `mlp.experts.0 to 7.up.weight`."""
+def _merge_experts(tensors: Sequence[Tensors]) -> tuple[Tensors, ...]:
+    """Merge the tensors of all experts that have the same name: `mlp.experts.0 to 7.up.weight`."""
     experts: dict[str, list[int]] = {}
     for tensor in tensors:
         if match := _EXPERT.fullmatch(tensor.name):
             experts.setdefault(match.group(2), []).append(int(match.group(1)))
-    joined: list[Tensors] = []
+    merged: list[Tensors] = []
     for tensor in tensors:
         match = _EXPERT.fullmatch(tensor.name)
         if match is None:
-            joined.append(tensor)
+            merged.append(tensor)
         elif numbers := experts.pop(match.group(2), None):
             span = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-            joined.append(dataclasses.replace(tensor, name=f"mlp.experts.{span}.{match.group(2)}"))
-    return tuple(joined)
+            merged.append(dataclasses.replace(tensor, name=f"mlp.experts.{span}.{match.group(2)}"))
+    return tuple(merged)
