@@ -15,22 +15,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.biases import restore_biases
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.load import load_weights_only
+from megatrain.checkpoint.load import load_weights_only, restore_expert_biases
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
-from megatrain.model.custom_layers import with_own_layers
-from megatrain.model.gpt import HeadSegment, Model, build_model
+from megatrain.model.custom_layers import apply_custom_layers
+from megatrain.model.gpt import Model, build_model
 from megatrain.model.head import Head
 from megatrain.model.specs import gpt_spec
+from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.buffers import FlatBuffers
-from megatrain.parallel.grid import GridShape, RankGrid
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.rank_lists import GridShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +77,14 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
     config = ModelConfig(**manifest.config["model"])
     experts = ExpertsConfig(**manifest.config.get("experts", {}))  # checkpoints from before there were any
     model = build_model(
-        with_own_layers(gpt_spec(config, experts, vocab_size=tokenizer.vocab_size), config),
-        (grid := RankGrid.build(GridShape(), 0)),
+        apply_custom_layers(gpt_spec(config, experts, vocab_size=tokenizer.vocab_size), config),
+        (grid := build_grid(GridShape(), 0)),
         seq_length=window,
         sequence_parallel=False,
         dtype=dtype,
         device=device,
     )
-    buffers = FlatBuffers(
+    buffers = allocate_buffers(
         model.registry,
         grid=grid,
         weight_dtype=dtype,
@@ -93,7 +93,7 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
         has_gradients=False,
     )
     load_weights_only(path, buffers)
-    restore_biases(model, manifest.state, path)
+    restore_expert_biases(model, manifest.state, path)
     return LoadedModel(model, tokenizer, window, path, manifest.iteration)
 
 
@@ -131,7 +131,7 @@ def all_logits(model: Model, tokens: Tensor, *, last: int | None = None) -> Tens
         hidden = segment(hidden, batch, info)
     assert hidden is not None
     head = model.segments[-1]
-    assert isinstance(head, Head | HeadSegment)
+    assert isinstance(head, Head)
     return head.logits(hidden if last is None else hidden[-last:], info)
 
 

@@ -1,9 +1,9 @@
-"""Layers from a function of the user's own: `--spec`.
+"""Custom layers from a function of the user: `--spec`.
 
     def my_spec(model: ModelConfig, layers: tuple[LayerSpec, ...]) -> Sequence[LayerSpec]: ...
 
-It gets the settings of the model, filled in, and the layers that they describe, and returns as many. Every rank calls
-it; rank 0's digest of the file is in the plan, and another one on any rank is an error.
+The function receives the resolved settings of the model and the layers that they describe, and returns as many layers. Every
+rank calls it; rank 0's digest of the file is in the plan, and a different digest on any rank is an error.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What the function gave, and the digest of its file."""
+class LoadedLayers:
+    """Layers that the function returned, and the digest of its file."""
 
     layers: tuple[LayerSpec, ...]
     digest: str
 
 
-def with_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
-    """The same model with the layers that --spec gives it, if it is given.
+def apply_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
+    """Replace the layers of a model by those of --spec, if it is given.
 
     Raises:
-        ConfigError: the function cannot be had, or is not the one that the settings were resolved with.
+        ConfigError: the function cannot be loaded, or its file differs from the plan's.
     """
     function = layer_function(model.spec)
     if function is None:
@@ -51,44 +51,48 @@ def with_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
     loaded = load_layers(function, model, spec.layers)
     if loaded.digest != model.spec_digest:
         raise ConfigError(
-            f"--spec {function}: this rank's file has digest {loaded.digest}, the plan was made with {model.spec_digest}",
-            fix="let all ranks read the same file, and leave it alone while they start",
+            f"--spec {function}: this rank's file has digest {loaded.digest}, the plan has {model.spec_digest}",
+            fix="let all ranks read the same file, and do not change it during the start",
         )
     return dataclasses.replace(spec, layers=loaded.layers)
 
 
-def custom_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> CustomLayers:
-    """What a plan needs to know of the layers. Raises ConfigError."""
-    loaded = load_layers(function, model, usual)
+def describe_custom_layers(
+    function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
+) -> CustomLayers:
+    """Describe the custom layers for a plan. Raises ConfigError."""
+    loaded = load_layers(function, model, default)
     mixers = [layer.mixer for layer in loaded.layers if layer.mixer is not None]
-    are_written_out = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
+    is_eager = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
     return CustomLayers(
         digest=loaded.digest,
         layers=tuple(map(_sizes, loaded.layers)),
-        differences=tuple(_differences(loaded.layers, usual)),
+        differences=tuple(_differences(loaded.layers, default)),
         has_windows=any(mixer.window is not None for mixer in mixers),
         has_sinks=any(mixer.sink != "none" for mixer in mixers),
-        eager_attention="none" if not any(are_written_out) else "all" if all(are_written_out) else "some",
+        eager_attention="none" if not any(is_eager) else "all" if all(is_eager) else "some",
     )
 
 
-def load_layers(function: LayerFunction, model: ModelConfig, usual: tuple[LayerSpec, ...]) -> Loaded:
-    """Call the function. Raises ConfigError."""
+def load_layers(function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]) -> LoadedLayers:
+    """Load and call the function, and check its result. Raises ConfigError."""
     module = _module(function)
     found = getattr(module, function.function, None)
     if not callable(found):
         raise ConfigError(
             f"--spec {function}: {function.module} has no function {function.function}",
-            fix="name one that it has",
+            fix="name a function of that module",
         )
     try:
-        layers = found(model, usual)
+        layers = found(model, default)
     except Exception as error:
-        raise ConfigError(f"--spec {function}: {_where(error)}", fix="see that line") from error
-    _check(function, layers, len(usual))
+        raise ConfigError(
+            f"--spec {function}: {_where(error)}", fix="correct the function at that line"
+        ) from error
+    _check(function, layers, len(default))
     file = module.__file__
-    assert file is not None, "a module with a function of the user's has a file"
-    return Loaded(tuple(layers), hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16])
+    assert file is not None, "a module with Python functions has a file"
+    return LoadedLayers(tuple(layers), hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16])
 
 
 def _module(function: LayerFunction) -> ModuleType:
@@ -98,7 +102,7 @@ def _module(function: LayerFunction) -> ModuleType:
         path = Path(function.module)
         name = f"layers_of_{path.stem}"
         found = importlib.util.spec_from_file_location(name, path)
-        assert found is not None, "a name that ends in .py has a loader"
+        assert found is not None, "files that end in .py have a loader"
         assert found.loader is not None
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module
@@ -112,7 +116,7 @@ def _module(function: LayerFunction) -> ModuleType:
 
 
 def _where(error: Exception) -> str:
-    """The error, and the place that raised it."""
+    """Return the error with the file and line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
@@ -120,18 +124,18 @@ def _where(error: Exception) -> str:
 def _check(function: LayerFunction, layers: Any, count: int) -> None:
     is_sequence = isinstance(layers, Sequence) and all(isinstance(layer, LayerSpec) for layer in layers)
     if not is_sequence or len(layers) != count:
-        said = (
+        returned = (
             f"{len(layers)} layers"
             if is_sequence
             else f"{type(layers).__name__}, not a sequence of LayerSpec"
         )
         raise ConfigError(
-            f"--spec {function} returned {said}, and --num-layers is {count}",
-            fix="return one LayerSpec for each layer, such as dataclasses.replace(layer, ...) of those that it gets",
+            f"--spec {function} returned {returned}, and --num-layers is {count}",
+            fix="return one LayerSpec per layer, such as dataclasses.replace(layer, ...) of each argument layer",
         )
     if any(mlp.has_bias for layer in layers if isinstance(layer.mlp, ExpertsSpec) for mlp in _mlps(layer)):
         raise ConfigError(
-            f"--spec {function} gives experts biases, which are not there yet", fix="leave has_bias out"
+            f"--spec {function} gives experts biases, which are not implemented", fix="leave has_bias out"
         )
     for activation_fn in {
         mlp.activation_fn for layer in layers for mlp in _mlps(layer) if mlp.activation_fn is not None
@@ -141,12 +145,12 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
         if not torch.allclose(derivative, activation_fn.derivative(x), rtol=1e-4, atol=1e-6):
             raise ConfigError(
                 f"--spec {function}: the derivative of activation function {activation_fn.name} does not match its value",
-                fix="correct one of the two",
+                fix="correct value or derivative",
             )
 
 
 def _mlps(layer: LayerSpec) -> list[MlpSpec]:
-    """All that a layer has."""
+    """Return the MLPs of a layer: its own, or those of its experts."""
     if not isinstance(layer.mlp, ExpertsSpec):
         return [] if layer.mlp is None else [layer.mlp]
     return [layer.mlp.expert, *([] if layer.mlp.shared is None else [layer.mlp.shared])]
@@ -173,22 +177,22 @@ def _expert_sizes(experts: ExpertsSpec) -> ExpertSizes:
     )
 
 
-def _differences(layers: Sequence[LayerSpec], usual: Sequence[LayerSpec]) -> Iterator[str]:
-    """A line for each run of layers that differ alike."""
-    told = [", ".join(_unlike(layer, other, "")) for layer, other in zip(layers, usual, strict=True)]
+def _differences(layers: Sequence[LayerSpec], default: Sequence[LayerSpec]) -> Iterator[str]:
+    """Yield a line for each run of consecutive layers with the same differences."""
+    texts = [", ".join(_changes(layer, other, "")) for layer, other in zip(layers, default, strict=True)]
     first = 0
-    for text, run in itertools.groupby(told):
+    for text, run in itertools.groupby(texts):
         last = first + len(list(run)) - 1
         if text:
             yield f"{f'layer {first}' if first == last else f'layers {first} to {last}'}: {text}"
         first = last + 1
 
 
-def _unlike(one: Any, other: Any, path: str) -> Iterator[str]:
+def _changes(one: Any, other: Any, path: str) -> Iterator[str]:
     is_part = dataclasses.is_dataclass(one) and not isinstance(one, ActivationFunction)
     if is_part and type(one) is type(other):
         for field in dataclasses.fields(one):
-            yield from _unlike(
+            yield from _changes(
                 getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}".lstrip(".")
             )
     elif one != other:

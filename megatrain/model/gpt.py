@@ -115,7 +115,7 @@ def build_model(
     if grid.pp.is_last:
         segments.append(_head(spec, grid, tp, leaves_of(0), dtype, segments[0]))
     biases = ExpertBiases(spec.routers, dtype=accumulation_dtype(dtype), device=device)
-    biases.give_to(segments)
+    biases.attach_to(segments)
     return Model(spec, segments, ParamRegistry.of(segments), tp, cp, hidden_dtype, biases)
 
 

@@ -208,7 +208,7 @@ def _qk_norm(
     spec: AttentionSpec, name: str, columns: Columns, norm: NormSpec, leaves: Leaves, tp: TensorParallel
 ) -> list[Pointwise]:
     """Build the norm of queries or keys, if there is one; `columns` are their outputs of the projection."""
-    decays, gain = spec.does_qk_norm_decay, unit_gain(norm)
+    decays, gain = spec.qk_norm_decays, unit_gain(norm)
     if spec.qk_norm == "head":
         weight = heads_layout(f"{name}.weight", spec.head_channels, gain, tp, decays=decays)
         bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp, decays=decays)

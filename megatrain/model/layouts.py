@@ -1,10 +1,10 @@
-"""Layouts of the usual weights: how each kind is cut over tensor ranks.
+"""Layouts of the usual weights: how each kind is split over tensor ranks.
 
-columns  [o, h] by rows of the weight      several tensors fused into one are cut one by one, then stacked
-                                           what has fewer parts than there are ranks: neighbours hold copies
+columns  [o, h] by rows of the weight      tensors fused into one are split one by one, then stacked
+                                           with fewer query groups than ranks, consecutive ranks hold copies
 rows     [h, i] by columns of the weight
 vocab    [v, h] by rows, padded; the rows of padding belong to no piece
-norm     [h] whole on every rank; so are the biases of rows
+norm     [h] replicated, as are the biases of rows
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Weights:
-    """What a linear layer or a norm is made of."""
+    """Layouts of the weight and the bias of a linear layer or a norm."""
 
     weight: ParamLayout
     bias: ParamLayout | None = None
@@ -29,12 +29,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Columns:
-    """The outputs of a column-parallel layer that are one canonical tensor."""
+    """Outputs of a column-parallel layer that belong to one canonical tensor."""
 
     name: str
     num_outputs: int
     copies: RankGroup | None = None
-    """Neighbouring tensor ranks that hold the same outputs; None: each rank holds its own."""
+    """Consecutive tensor ranks that hold the same outputs; None: ranks hold different ones."""
 
 
 def columns_layout(
@@ -45,23 +45,23 @@ def columns_layout(
     *,
     is_qkv: bool = False,
 ) -> ParamLayout:
-    """Column-parallel weight."""
-    pieces = _cut_columns(tensors, (num_inputs,), tp.group)
+    """Return the layout of a column-parallel weight."""
+    pieces = _split_columns(tensors, (num_inputs,), tp.group)
     rows = sum(piece.local_shape[0] for piece in pieces)
     return ParamLayout(shape=(rows, num_inputs), pieces=pieces, init=init, is_qkv=is_qkv)
 
 
 def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: TensorParallel) -> ParamLayout:
-    """Row-parallel weight."""
-    piece = _cut_rows(name, num_outputs, num_inputs, tp.group)
+    """Return the layout of a row-parallel weight."""
+    piece = _split_rows(name, num_outputs, num_inputs, tp.group)
     return ParamLayout(shape=piece.local_shape, pieces=(piece,), init=init)
 
 
 def columns_bias_layout(
     tensors: Sequence[Columns], tp: TensorParallel, init: Init | None = None, *, decays: bool = False
 ) -> ParamLayout:
-    """What belongs to the outputs of a column-parallel layer, one number each."""
-    pieces = _cut_columns(tensors, (), tp.group)
+    """Return the layout of one number per output of a column-parallel layer, such as its bias."""
+    pieces = _split_columns(tensors, (), tp.group)
     rows = sum(piece.local_shape[0] for piece in pieces)
     return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=decays, kind="vector")
 
@@ -80,37 +80,37 @@ def qkv_columns(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel)
 def expert_columns_layout(
     experts: Sequence[Sequence[Columns]], num_inputs: int, init: Init, etp: RankGroup
 ) -> ParamLayout:
-    """First weights of this rank's experts: those of each, cut over etp and stacked, one expert behind the other."""
-    pieces = _cut_columns([columns for expert in experts for columns in expert], (num_inputs,), etp)
+    """Return the layout of the first weights of this rank's experts: split over etp, stacked expert by expert."""
+    pieces = _split_columns([columns for expert in experts for columns in expert], (num_inputs,), etp)
     rows = sum(piece.local_shape[0] for piece in pieces)
-    return _of_experts((rows, num_inputs), pieces, init, len(experts))
+    return _experts_layout((rows, num_inputs), pieces, init, len(experts))
 
 
 def expert_rows_layout(
     names: Sequence[str], num_outputs: int, num_inputs: int, init: Init, etp: RankGroup
 ) -> ParamLayout:
-    """Last weights of this rank's experts, one behind the other."""
+    """Return the layout of the last weights of this rank's experts, stacked expert by expert."""
     pieces = tuple(
-        _cut_rows(name, num_outputs, num_inputs, etp, row=number * num_outputs)
+        _split_rows(name, num_outputs, num_inputs, etp, row=number * num_outputs)
         for number, name in enumerate(names)
     )
-    return _of_experts((len(names) * num_outputs, num_inputs // etp.size), pieces, init, len(names))
+    return _experts_layout((len(names) * num_outputs, num_inputs // etp.size), pieces, init, len(names))
 
 
-def _of_experts(
+def _experts_layout(
     shape: tuple[int, ...], pieces: tuple[Piece, ...], init: Init, num_experts: int
 ) -> ParamLayout:
     return ParamLayout(shape=shape, pieces=pieces, init=init, family="expert", num_matrices=num_experts)
 
 
-def _cut_rows(name: str, num_outputs: int, num_inputs: int, group: RankGroup, row: int = 0) -> Piece:
+def _split_rows(name: str, num_outputs: int, num_inputs: int, group: RankGroup, row: int = 0) -> Piece:
     columns = num_inputs // group.size
     box = ((0, num_outputs), (group.rank * columns, (group.rank + 1) * columns))
     return Piece(name, (num_outputs, num_inputs), box, row)
 
 
-def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], group: RankGroup) -> tuple[Piece, ...]:
-    """This rank's part of each tensor. Where ranks hold copies, each of them sees its own queries' share of a gradient."""
+def _split_columns(tensors: Sequence[Columns], inner: tuple[int, ...], group: RankGroup) -> tuple[Piece, ...]:
+    """Return this rank's part of each tensor. Ranks with copies have partial gradients, each from its own queries."""
     pieces: list[Piece] = []
     row = 0
     for columns in tensors:
@@ -134,10 +134,10 @@ def _cut_columns(tensors: Sequence[Columns], inner: tuple[int, ...], group: Rank
 
 
 def stream_layout(name: str, size: int, init: Init, tp: TensorParallel) -> ParamLayout:
-    """A number for each channel of the residual stream: the gain or bias of a norm, the bias of a row-parallel layer."""
+    """Return the layout of one number per channel of the residual stream: gain or bias of a norm, bias of a row-parallel layer."""
     return ParamLayout(
         shape=(size,),
-        pieces=(_whole(name, (size,), tp, tp.norm_grad_sum),),
+        pieces=(_replicated(name, (size,), tp, tp.norm_grad_sum),),
         init=init,
         decays=False,
         kind="vector",
@@ -165,11 +165,11 @@ def branch_norm_weights(
 
 
 def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays: bool) -> ParamLayout:
-    """A number for each channel of a head: the ranks hold copies, and each sees its own heads."""
+    """Return the layout of one number per channel of a head: replicated, with partial gradients, each from local heads."""
     grad_sum_group = tp.group.name if tp.size > 1 else None
     return ParamLayout(
         shape=(size,),
-        pieces=(_whole(name, (size,), tp, grad_sum_group),),
+        pieces=(_replicated(name, (size,), tp, grad_sum_group),),
         init=init,
         decays=decays,
         kind="vector",
@@ -179,14 +179,14 @@ def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays
 def positions_layout(
     name: str, num_positions: int, num_columns: int, init: Init, tp: TensorParallel
 ) -> ParamLayout:
-    """Table with a row for each place in the sequence."""
+    """Return the layout of a table with a row per position."""
     shape = (num_positions, num_columns)
     return ParamLayout(
-        shape=shape, pieces=(_whole(name, shape, tp, tp.norm_grad_sum),), init=init, kind="positions"
+        shape=shape, pieces=(_replicated(name, shape, tp, tp.norm_grad_sum),), init=init, kind="positions"
     )
 
 
-def _whole(name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None) -> Piece:
+def _replicated(name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None) -> Piece:
     box = tuple((0, size) for size in shape)
     return Piece(name, shape, box, copies=(tp.group.name,), grad_sum_group=grad_sum_group)
 
@@ -202,7 +202,7 @@ def vocab_layout(
     is_shared: bool,
     kind: ParamKind,
 ) -> ParamLayout:
-    """Table with a row for each id. `is_shared`: the first and the last stage hold a copy each."""
+    """Return the layout of a table with a row per id. `is_shared`: the first and the last stage each hold a copy."""
     rows = padded_vocab_size // tp.size
     first = tp.rank * rows
     stop = min(first + rows, vocab_size)
@@ -221,6 +221,6 @@ def vocab_layout(
 def router_layout(
     name: str, num_experts: int, num_inputs: int, init: Init, tp: TensorParallel
 ) -> ParamLayout:
-    """Weight of a router: the ranks hold copies, and under sp each sees its own tokens."""
+    """Return the layout of a router's weight: replicated; under sp with partial gradients, each from local tokens."""
     shape = (num_experts, num_inputs)
-    return ParamLayout(shape=shape, pieces=(_whole(name, shape, tp, tp.norm_grad_sum),), init=init)
+    return ParamLayout(shape=shape, pieces=(_replicated(name, shape, tp, tp.norm_grad_sum),), init=init)

@@ -1,10 +1,10 @@
-"""Layer specs: for each layer of the model, which parts make it, as data.
+"""Layer specs: the parts of each layer of the model, as data.
 
-    LayerSpec = mixer (attention) + mlp or experts, each on a branch of the residual stream:
+    LayerSpec = mixer (attention) + mlp or experts, each in a branch of the residual stream:
 
     pre   x + f(norm x)        post   x + norm(f x)        both   x + norm(f(norm x))
 
-What a spec does not say (dtype, ranks, kernels) is the implementation's business.
+A spec is independent of dtype, ranks and kernels, which the implementation chooses.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NormPosition = Literal["pre", "post", "both"]
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """The norms of a model, but for those of queries and keys all alike."""
+    """Every norm of a model; those of queries and keys have options of their own in `AttentionSpec`."""
 
     kind: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     epsilon: float = 1e-5
     is_stored_minus_one: bool = False
-    """Whether weights are kept as their distance from 1."""
+    """Weights are stored as weight - 1 (`--apply-layernorm-1p`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,29 +44,29 @@ class AttentionSpec:
     num_query_groups: int
     head_channels: int
     rotary: RotarySpec | None = None
-    """None: queries and keys do not know their places."""
+    """RoPE; None: none is applied."""
     window: int | None = None
-    """How many earlier tokens a query sees; None: all."""
+    """Number of earlier tokens that a query attends to; None: all."""
     scale: float | None = None
-    """Of the scores; None: 1 / sqrt(head channels)."""
+    """Factor of the scores; None: 1 / sqrt(head channels)."""
     softcap: float | None = None
-    """Scores stay within this, by tanh."""
+    """Limit of the scores: cap * tanh(score / cap); None: no limit."""
     sink: Literal["none", "zero", "learned"] = "none"
-    """A score that every query sees besides those of the keys, and that leads nowhere."""
+    """Sink logit of each head, in the softmax denominator: 0 or learned."""
     dropout: float = 0.0
-    """Share of the probabilities that training drops."""
+    """Probability that training drops an attention probability."""
     qk_norm: Literal["none", "head", "all_heads"] = "none"
-    """Whether queries and keys are normed, and over which channels."""
-    does_qk_norm_decay: bool = False
-    """Whether weight decay applies to those norms."""
+    """Norm of queries and keys, over the channels of a head or of all heads."""
+    qk_norm_decays: bool = False
+    """Weight decay applies to these norms."""
     has_qkv_bias: bool = False
     has_bias: bool = False
-    """Of the projection back to the residual stream."""
+    """The output projection has a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Feed-forward layer: down(act(up x)), or gated: down(act(gate x) * up x)."""
+    """MLP: down(act(up x)), or gated: down(act(gate x) * (up x + offset))."""
 
     ffn_hidden_size: int
     activation: Activation = "swiglu"
@@ -74,9 +74,9 @@ class MlpSpec:
     activation_fn: ActivationFunction | None = None
     """Custom activation function that replaces the one of `activation`."""
     clamp: float | None = None
-    """Largest gate, and largest size of what it gates."""
+    """Upper limit of gate, and limit of the absolute value of up; None: no limit."""
     offset: float = 0.0
-    """Added to what is gated."""
+    """Added to up."""
     has_bias: bool = False
 
     @property
@@ -90,55 +90,55 @@ class MlpSpec:
 
 
 BalancingLoss = Literal["aux_loss", "seq_aux_loss", "global_aux_loss"]
-"""Over which tokens a loss keeps the loads of experts even: a micro-batch's, a sequence's, a global batch's."""
+"""Load balancing loss over the tokens of a micro-batch, of a sequence, or of a global batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """Picks some experts for each token, and says with what weights their outputs are summed."""
+    """Router: selects the experts of each token and computes their probabilities."""
 
     num_experts: int
     top_k: int
     score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     is_pre_softmax: bool = False
-    """Whether the softmax is over all experts, and not over the best alone."""
+    """The softmax is over all experts, not over the selected ones."""
     num_groups: int | None = None
-    """Groups of neighbours, of which a token goes to `group_top_k`; None: there are none."""
+    """Groups of consecutive experts, `group_top_k` of them per token; None: no groups."""
     group_top_k: int | None = None
     scaling_factor: float | None = None
-    """Of the weights."""
+    """Factor of the probabilities; None: 1."""
     dtype: Literal["fp32", "fp64"] | None = None
-    """Of logits and scores; None: logits in that of the model."""
+    """Dtype of logits and scores; None: logits in the model's dtype."""
     losses: tuple[tuple[BalancingLoss, float], ...] = ()
-    """What keeps loads even, each with its factor."""
+    """Load balancing losses with their coefficients."""
     is_sinkhorn: bool = False
-    """Whether experts are picked by scores that Sinkhorn's iteration has evened out."""
+    """Experts are selected by a Sinkhorn plan of the scores."""
     z_loss_coeff: float = 0.0
     has_expert_bias: bool = False
-    """Whether scores get a bias for each expert when experts are picked."""
+    """The selection adds a bias per expert to the scores."""
     bias_update_rate: float = 1e-3
     jitter: float = 0.0
     capacity_factor: float | None = None
-    """Largest load of an expert over the even one; None: nothing is dropped."""
+    """Maximum load of an expert relative to the mean load; None: no assignment is dropped."""
     drops_last: bool = False
-    """Whether it is the last tokens that are dropped, and not those of the lowest scores."""
+    """Drop the last tokens, not those with the lowest probabilities."""
     is_padded: bool = False
-    """Whether every expert computes as many rows as it has capacity."""
+    """Pad every expert's rows to its capacity."""
     is_forced: bool = False
-    """Whether experts are picked at random, to measure speed with even loads."""
+    """Select experts at random, for speed measurements with even loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """Experts in place of an MLP: each token goes to some of them."""
+    """Experts in place of an MLP, some of them per token."""
 
     router: RouterSpec
     expert: MlpSpec
-    """Each of them."""
+    """Each routed expert."""
     shared: MlpSpec | None = None
-    """An MLP beside them that sees all tokens."""
+    """Shared expert, which computes all tokens; None: none."""
     has_shared_gate: bool = False
-    """Whether what that gives is multiplied with a sigmoid of the token."""
+    """The shared expert's output is multiplied by a sigmoid gate of the token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,51 +146,51 @@ class LayerSpec:
     """One layer."""
 
     mixer: AttentionSpec | None
-    """None: the layer has no attention."""
+    """Attention; None: none."""
     mlp: MlpSpec | ExpertsSpec | None
-    """None: the layer has no MLP."""
+    """MLP or experts; None: neither."""
     norm_position: NormPosition = "pre"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptSpec:
-    """A whole model: what every rank agrees on before any rank builds its part."""
+    """A whole model, the same on all ranks, before each builds its part."""
 
     hidden_size: int
     vocab_size: int
-    """Of the tokenizer."""
+    """Vocabulary size of the tokenizer."""
     padded_vocab_size: int
     layers: tuple[LayerSpec, ...]
     is_tied: bool
-    """Whether the head uses the embedding's weights."""
+    """The head uses the embedding's weight."""
     init_std: float
     output_init_std: float
-    """For the layers that write into the residual stream."""
+    """Standard deviation for layers whose output is added to the residual stream."""
     embedding_init_std: float | None = None
-    """For the embedding; None: as for other layers."""
+    """Standard deviation for the embedding; None: `init_std`."""
     head_init_std: float | None = None
-    """For an output layer of its own; None: as for other layers."""
+    """Standard deviation for an untied output weight; None: `init_std`."""
     norm: NormSpec = field(default_factory=NormSpec)
     num_positions: int | None = None
-    """Rows of the table of learned positions; None: there is none."""
+    """Rows of the learned position embedding; None: none."""
     embedding_multiplier: float = 1.0
-    """Of the embedding's output; rounded to its dtype first, as Gemma does."""
+    """Factor of the embedding's output, rounded to the weights' dtype first, as in Gemma."""
     width_multiplier: float = 1.0
-    """Another one, as it is (muP)."""
+    """Second factor of the embedding's output, not rounded (muP)."""
     hidden_dropout: float = 0.0
-    """Share of what the branches and the embedding add to the residual stream that training drops."""
+    """Dropout probability of the outputs of the branches and the embedding."""
     is_residual_fp32: bool = False
-    """Whether the residual stream is fp32 whatever the weights are."""
+    """The residual stream is in the accumulation dtype, not in that of the weights."""
     logit_scale: float = 1.0
     """Factor of the logits."""
     logit_softcap: float | None = None
-    """Logits stay within this, by tanh."""
+    """Limit of the logits: cap * tanh(logit / cap); None: no limit."""
     z_loss_coeff: float = 0.0
-    """Of the square of each token's log sum of exponentials, which is added to its loss."""
+    """Coefficient of the squared log-sum-exp of each token's logits, which is added to its loss."""
 
     @property
     def routers(self) -> dict[int, RouterSpec]:
-        """Of the layers with experts, by their numbers."""
+        """Return the routers by layer number."""
         return {
             number: layer.mlp.router
             for number, layer in enumerate(self.layers)
@@ -199,13 +199,13 @@ class GptSpec:
 
 
 def gpt_spec(
-    model: ModelConfig, experts: ExpertsConfig, *, vocab_size: int, does_qk_norm_decay: bool = False
+    model: ModelConfig, experts: ExpertsConfig, *, vocab_size: int, qk_norm_decays: bool = False
 ) -> GptSpec:
-    """The spec that a resolved configuration describes."""
+    """Build the spec that a resolved configuration describes."""
     init_std = matrix_init_std(model)[0]
     embedding_std = model.embedding_init_method_std
     embedding_std = model.init_method_std if embedding_std is None else embedding_std
-    layers = _layers(model, experts, attention_scale(model)[0], does_qk_norm_decay)
+    layers = _layers(model, experts, attention_scale(model)[0], qk_norm_decays)
     return GptSpec(
         hidden_size=model.hidden_size,
         vocab_size=vocab_size,
@@ -233,7 +233,7 @@ def gpt_spec(
 
 
 def _layers(
-    model: ModelConfig, experts: ExpertsConfig, scale: float | None, does_qk_norm_decay: bool
+    model: ModelConfig, experts: ExpertsConfig, scale: float | None, qk_norm_decays: bool
 ) -> tuple[LayerSpec, ...]:
     has_window = parse_layer_pattern(model.window_attn_skip_freq, model.num_layers, one_means=True)
     has_rotary = parse_layer_pattern(model.no_rope_freq, model.num_layers, one_means=False)
@@ -253,7 +253,7 @@ def _layers(
             sink=_SINKS[model.softmax_type],
             dropout=model.attention_dropout,
             qk_norm=model.qk_layernorm_width if model.qk_layernorm else "none",
-            does_qk_norm_decay=does_qk_norm_decay,
+            qk_norm_decays=qk_norm_decays,
             has_qkv_bias=has_bias or model.add_qkv_bias,
             has_bias=has_bias,
         )
@@ -275,7 +275,7 @@ def _layers(
 
 
 def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec | ExpertsSpec | None:
-    """What a layer of these sizes has; `dense`: the MLP that all have in common but for its width."""
+    """Build the MLP or the experts of a layer; `dense` is the MLP that all layers share, except for its width."""
     if sizes.experts is None:
         return dense if sizes.ffn_hidden_size else None
     width = sizes.experts.shared_ffn_hidden_size
@@ -324,7 +324,7 @@ def _rotary(model: ModelConfig) -> RotarySpec | None:
         return None
     scaling: LlamaScaling | YarnScaling | None = None
     if model.position_embedding_type == "yarn":
-        assert model.yarn_original_max_position_embeddings is not None, "a rule asks for it"
+        assert model.yarn_original_max_position_embeddings is not None, "a rule requires it"
         scaling = YarnScaling(
             factor=model.rotary_scaling_factor,
             original_length=model.yarn_original_max_position_embeddings,

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
-from megatrain.model.custom_layers import with_custom_layers
+from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
@@ -30,12 +30,12 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
     """Build this rank's part of the model; its parameters have no memory until `build_buffers` runs."""
     config = plan.config
     return build_model(
-        with_custom_layers(
+        apply_custom_layers(
             gpt_spec(
                 config.model,
                 config.experts,
                 vocab_size=plan.derived.vocab_size,
-                does_qk_norm_decay=config.optimizer.apply_wd_to_qk_layernorm,
+                qk_norm_decays=config.optimizer.apply_wd_to_qk_layernorm,
             ),
             config.model,
         ),
@@ -146,7 +146,7 @@ def build_schedules(plan: Plan) -> HyperparamSchedules:
     of_kind = {kind: group for group in plan.derived.lr_groups.groups for kind in group.kinds}
     return HyperparamSchedules(
         lr=rate,
-        by_kind={
+        lr_by_kind={
             kind: dataclasses.replace(rate, peak=group.lr, floor=group.min_lr)
             for kind, group in of_kind.items()
         },

@@ -11,11 +11,10 @@ from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
-from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel
-from megatrain.parallel.context_parallel import TokenSplit
 
 S, B, H, E = 6, 3, 5, 4
 ALONE = TokenSplit(
@@ -212,7 +211,7 @@ def test_biases_go_to_a_checkpoint_and_back_to_the_last_bit() -> None:
     again.restore(biases.state())
     assert torch.equal(again.values, biases.values)
     assert list(biases.state()) == ["decoder.layers.1.mlp.router.expert_bias"]
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.router\.expert_bias: no biases, should be 3"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.router\.expert_bias: .* no biases, the model 3"):
         again.restore({})
 
 

@@ -38,7 +38,7 @@ class LocalAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents, window, scale = info.documents, self.spec.window, self.spec.scale
         if self.backend == "flash4":
-            mask = MaskSpec(is_causal=True, window=window, borders=_cu_seqlens(documents))
+            mask = MaskSpec(is_causal=True, window=window, cu_seqlens=_cu_seqlens(documents))
             out = functions.attend(q, k, v, Flash4(_scale(self.spec)), mask)
         elif documents is None and window is None:
             out = sdpa(q, k, v, self.backend, scale=scale)
@@ -88,7 +88,7 @@ class LocalContextAttention(LaidOutModule):
         q, k, v = self.context.sequence_to_heads(q, k, v)
         masks = BlockMasks(
             device=q.device,
-            takes_masks=self.kernel.takes_masks,
+            needs_explicit_mask=self.kernel.needs_explicit_mask,
             window=self.spec.window,
             documents=info.documents,
             keep_fn=_DropoutMask(self, q, info) if self.spec.dropout and info.is_training else None,

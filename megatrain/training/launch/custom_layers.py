@@ -1,6 +1,6 @@
-"""What --spec gives, as one of the facts that a plan rests on.
+"""Custom layers of --spec, as facts of the plan.
 
-request without --spec ─> plan ─> its model and layers ─> the user's function ─> Facts.own_layers
+request without --spec ─> plan ─> its model and layers ─> the user's function ─> Facts.custom_layers
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import dataclasses
 from megatrain.config import ConfigError, Facts, Origin, Plan, Request, resolve
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.schema.values import AUTO
-from megatrain.model.custom_layers import own_layers
+from megatrain.model.custom_layers import describe_custom_layers
 from megatrain.model.specs import gpt_spec
 
 
-def with_own_layers(request: Request, facts: Facts) -> Facts:
+def with_custom_layers(request: Request, facts: Facts) -> Facts:
     """The facts, with what the function of --spec gives, or the problem that it has. Without --spec they are as they were."""
     function = layer_function(request.known("model.spec") or ())
     if function is None:
@@ -22,7 +22,7 @@ def with_own_layers(request: Request, facts: Facts) -> Facts:
     try:
         plan = _plain_plan(request, facts)
         usual = gpt_spec(plan.config.model, plan.config.experts, vocab_size=plan.derived.vocab_size).layers
-        return dataclasses.replace(facts, own_layers=own_layers(function, plan.config.model, usual))
+        return dataclasses.replace(facts, custom_layers=describe_custom_layers(function, plan.config.model, usual))
     except ConfigError as error:
         return dataclasses.replace(facts, data_problems=(*facts.data_problems, *error.problems))
 
