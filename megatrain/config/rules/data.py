@@ -1,6 +1,5 @@
-"""What must hold between the settings of the data, and between them and the files."""
+"""Rules about data, tokenizers and the files on disk."""
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -13,15 +12,15 @@ from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
-LARGEST_SEED: Final = 2**32 - 1
-"""Of the generator that shuffles."""
+MAX_SEED: Final = 2**32 - 1
+"""Largest seed of the generator that shuffles samples."""
 _SHARED: Final = ("data.data_path", "data.data_args_path")
-_APART: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-_SOURCES: Final = (*_SHARED, *_APART, "data.per_split_data_args_path", "data.mock_data")
+_PER_SPLIT: Final = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+_SOURCES: Final = (*_SHARED, *_PER_SPLIT, "data.per_split_data_args_path", "data.mock_data")
 
 
 def given_sources(draft: Draft) -> list[str]:
-    """The paths of the settings that name data."""
+    """Return the paths of the settings that name data."""
     return [path for path in _SOURCES if draft.config.get(path)]
 
 
@@ -29,22 +28,20 @@ def data_has_one_source(draft: Draft) -> Problems:
     given = given_sources(draft)
     if not given:
         yield Problem(
-            "there is nothing to train on: neither --data-path nor --mock-data is given",
-            "give --data-path PREFIX of a .bin and .idx pair (preprocess_data.py makes one), or --mock-data to try things out",
+            "there is no training data: neither --data-path nor --mock-data is given",
+            "add --data-path PREFIX of a .bin and .idx pair (preprocess_data.py creates one), or --mock-data for synthetic data",
         )
-    elif len(given) > 1 and not set(given) <= set(_APART):
+    elif len(given) > 1 and not set(given) <= set(_PER_SPLIT):
         yield Problem(
-            f"{' and '.join(map(flag_of, given))} {'both' if len(given) == 2 else 'all'} name what to train on",
-            "keep one of them (only --train-data-path, --valid-data-path and --test-data-path go together)",
+            f"{' and '.join(map(flag_of, given))} each name the training data",
+            "keep one of them (only --train-data-path, --valid-data-path and --test-data-path can be combined)",
         )
     elif (
-        set(given) <= set(_APART)
+        set(given) <= set(_PER_SPLIT)
         and "data.train_data_path" not in given
         and not draft.config.training.skip_train
     ):
-        yield Problem(
-            "there is nothing to train on: --train-data-path is not given", "give --train-data-path"
-        )
+        yield Problem("there is no training data: --train-data-path is not given", "add --train-data-path")
     elif (
         "data.per_split_data_args_path" in given
         and not draft.facts.data_problems
@@ -53,14 +50,14 @@ def data_has_one_source(draft: Draft) -> Problems:
         and not draft.config.training.skip_train
     ):
         yield Problem(
-            f"there is nothing to train on: --per-split-data-args-path {draft.config.data.per_split_data_args_path}"
-            " names no data for train",
+            f"there is no training data: --per-split-data-args-path {draft.config.data.per_split_data_args_path}"
+            " has no data for train",
             'add {"train": [...]} to the file',
         )
 
 
 def blends_have_positive_weights(draft: Draft) -> Problems:
-    for path in ("data.data_path", *_APART):
+    for path in ("data.data_path", *_PER_SPLIT):
         try:
             parse_blend(draft.config.get(path), flag_of(path))
         except ConfigError as error:
@@ -70,15 +67,16 @@ def blends_have_positive_weights(draft: Draft) -> Problems:
 def split_is_valid(draft: Draft) -> Problems:
     split = draft.config.data.split
     words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
-    fix = "give up to three shares for training, validation and test, such as --split 969,30,1"
     if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
-        yield Problem(f"--split {split!r} holds something that is no number of 0 or more", fix)
-    elif not 1 <= len(words) <= len(SPLIT_NAMES):
-        yield Problem(f"--split {split!r} has {len(words)} shares", fix)
-    elif not any(float(word) for word in words):
-        yield Problem(f"--split {split!r} gives no data to any split", fix)
-    elif sum(map(float, words)) == math.inf:
-        yield Problem(f"--split {split!r} holds too large a number", fix)
+        yield Problem(
+            f"--split {split!r} has an entry that is not a number of 0 or more",
+            "give up to three numbers for training, validation and test, such as --split 969,30,1",
+        )
+        return
+    try:
+        split_fractions(split)
+    except ConfigError as error:
+        yield from error.problems
 
 
 def splits_hold_sequences(draft: Draft) -> Problems:
@@ -89,25 +87,25 @@ def splits_hold_sequences(draft: Draft) -> Problems:
         return
     split = draft.config.data.split
     plans = (draft.derived.train_plan, draft.derived.valid_plan, draft.derived.test_plan)
-    # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
-    is_asked = [
+    # As in Megatron-LM, `--split 100,0,0` disables evaluation, regardless of --eval-iters.
+    is_required = [
         plan != (0,) and (share > 0 or name == "train")
         for name, share, plan in zip(SPLIT_NAMES, split_fractions(split), plans, strict=True)
     ]
     try:
-        require_sequences(split, shared, is_asked)
+        require_sequences(split, shared, is_required)
     except ConfigError as error:
         yield from error.problems
 
 
 def full_validation_excludes_weights(draft: Draft) -> Problems:
-    weighted = any(
+    is_weighted = any(
         dataset.weight is not None and dataset.split in ("all", "valid") for dataset in draft.facts.datasets
     )
-    if draft.config.data.full_validation and weighted and not draft.config.data.multiple_validation_sets:
+    if draft.config.data.full_validation and is_weighted and not draft.config.data.multiple_validation_sets:
         yield Problem(
-            "--full-validation reads validation data whole, and weights ask for shares of a number of samples",
-            "leave out the weights or --full-validation, or add --multiple-validation-sets",
+            "--full-validation reads all validation data, which excludes weights of validation data",
+            "remove the weights or --full-validation, or add --multiple-validation-sets",
         )
 
 
@@ -117,12 +115,12 @@ def validation_sets_are_separate(draft: Draft) -> Problems:
         return
     if not data.full_validation:
         yield Problem(
-            "--multiple-validation-sets is given without --full-validation",
-            "add --full-validation: each set is read whole",
+            "--multiple-validation-sets requires --full-validation, since each set is read completely",
+            "add --full-validation",
         )
     if draft.facts.datasets and not any(dataset.split == "valid" for dataset in draft.facts.datasets):
         yield Problem(
-            "--multiple-validation-sets is given, but no validation data of its own",
+            "--multiple-validation-sets requires separate validation data",
             "name the sets with --valid-data-path or --per-split-data-args-path",
         )
 
@@ -131,18 +129,18 @@ def document_ends_have_one_source(draft: Draft) -> Problems:
     data = draft.config.data
     if data.dataloader_inter_document_masking and (data.reset_attention_mask or data.reset_position_ids):
         yield Problem(
-            "--dataloader-inter-document-masking takes documents as they are stored,"
-            " --reset-attention-mask and --reset-position-ids take them from end-of-document tokens",
-            "keep one of the two",
+            "--dataloader-inter-document-masking uses the stored document boundaries, but --reset-attention-mask and"
+            " --reset-position-ids use end-of-document tokens",
+            "remove --dataloader-inter-document-masking, or --reset-attention-mask and --reset-position-ids",
         )
 
 
 def seed_is_in_range(draft: Draft) -> Problems:
     derived, seed = draft.derived, draft.config.training.seed
     plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
-    most = LARGEST_SEED - max(map(len, plans)) + 1  # each further plan takes the next one
-    if seed > most:
-        yield Problem(f"--seed {seed} is too large to shuffle data by", f"use a number from 0 to {most}")
+    largest = MAX_SEED - max(map(len, plans)) + 1  # each additional plan uses the next seed
+    if seed > largest:
+        yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed from 0 to {largest}")
 
 
 def no_data_sharding_requires_cyclic(draft: Draft) -> Problems:
@@ -150,21 +148,21 @@ def no_data_sharding_requires_cyclic(draft: Draft) -> Problems:
     if data.no_data_sharding and data.dataloader_type != "cyclic":
         yield Problem(
             f"--no-data-sharding has no effect with --dataloader-type {data.dataloader_type}",
-            "add --dataloader-type cyclic, or leave --no-data-sharding out",
+            "add --dataloader-type cyclic, or remove --no-data-sharding",
         )
 
 
 def vocabulary_is_known(draft: Draft) -> Problems:
     tokenizer, facts = draft.config.tokenizer, draft.facts
-    is_size_alone = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
-    if is_size_alone and tokenizer.vocab_size is not None and draft.config.data.mock_data:
+    has_only_size = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
+    if has_only_size and tokenizer.vocab_size is not None and draft.config.data.mock_data:
         return
     problems = list(tokenizer_problems(tokenizer))
     yield from problems
     is_read = facts.vocab_size is not None or tokenizer.tokenizer_type == "NullTokenizer"
     if not (problems or is_read or facts.data_problems):
         yield Problem(
-            f"--tokenizer-type {tokenizer.tokenizer_type}: the size of its vocabulary is not known",
+            f"--tokenizer-type {tokenizer.tokenizer_type}: its vocabulary size is unknown",
             "check that its files can be read",
         )
 
@@ -186,8 +184,8 @@ def padded_vocabulary_holds_all_tokens(draft: Draft) -> Problems:
     rows, vocabulary = draft.config.model.padded_vocab_size, draft.derived.vocab_size
     if rows < vocabulary:
         yield Problem(
-            f"--padded-vocab-size {rows} is too small for {vocabulary} tokens",
-            "leave --padded-vocab-size out (or auto): it is derived then",
+            f"--padded-vocab-size {rows} is too small for a vocabulary of {vocabulary} tokens",
+            "remove --padded-vocab-size (or set it to auto), so that it is derived",
         )
 
 

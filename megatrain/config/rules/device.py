@@ -14,7 +14,7 @@ Problems = Iterator[Problem]
 def device_is_available(draft: Draft) -> Problems:
     if draft.config.training.device == "cuda" and draft.facts.device != "cuda":
         yield Problem(
-            "--device cuda is asked for, and no GPU was found", "use --device cpu, or check `nvidia-smi`"
+            "--device cuda requires a GPU, and none was found", "use --device cpu, or check `nvidia-smi`"
         )
 
 
@@ -22,7 +22,7 @@ def each_rank_has_a_gpu(draft: Draft) -> Problems:
     ranks, gpus = draft.facts.ranks_per_node, draft.facts.devices_per_node
     if draft.config.training.device == "cuda" and ranks is not None and gpus is not None and ranks > gpus:
         yield Problem(
-            f"{ranks} ranks were started on a node on which {gpus} GPUs are visible",
+            f"{ranks} ranks were started on a node with {gpus} visible GPUs",
             f"use torchrun --nproc-per-node {gpus}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
         )
 
@@ -31,21 +31,21 @@ def world_size_is_for_dry_runs(draft: Draft) -> Problems:
     size = draft.config.parallel.world_size
     if size is not None and draft.config.training.dry_run is None:
         yield Problem(
-            f"--world-size {size} is for --dry-run alone: a run has the ranks that are started",
-            "add --dry-run, or leave --world-size out and start the ranks (torchrun --nproc-per-node, --nnodes)",
+            f"--world-size {size} requires --dry-run, since a run has the ranks that the launcher starts",
+            "add --dry-run, or remove --world-size and start the ranks (torchrun --nproc-per-node, --nnodes)",
         )
 
 
 def gpus_require_nccl(draft: Draft) -> Problems:
     if draft.config.training.device == "cuda" and draft.config.parallel.distributed_backend == "gloo":
         yield Problem(
-            "--distributed-backend gloo does not carry the collectives of --device cuda",
-            "leave --distributed-backend out (or auto), or use --device cpu",
+            "--distributed-backend gloo is not supported together with --device cuda",
+            "remove --distributed-backend (or set it to auto), or use --device cpu",
         )
 
 
 def kernels_can_be_compiled(draft: Draft) -> Problems:
-    """Plans of other machines do without the compiler."""
+    """A dry run does not need the compiler."""
     training = draft.config.training
     if (
         draft.config.training.device == "cuda"
@@ -53,8 +53,8 @@ def kernels_can_be_compiled(draft: Draft) -> Problems:
         and not (draft.facts.has_triton or training.dry_run)
     ):
         yield Problem(
-            "Triton, which compiles the kernels of a run on GPUs, is not installed",
-            "install the triton that this torch names as its requirement, or use --no-compile, which is slower",
+            "compiling GPU kernels requires Triton, which is not installed",
+            "install the triton version that this torch requires, or use --no-compile, which is slower",
         )
 
 
@@ -62,8 +62,7 @@ def cublas_is_deterministic(draft: Draft) -> Iterator[Problem]:
     given = draft.facts.cublas_workspace
     if _is_deterministic(draft) and given is not None and given not in _CUBLAS_WORKSPACES:
         yield Problem(
-            f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which matrix products may give other bits"
-            " each time",
+            f"--deterministic-mode: CUBLAS_WORKSPACE_CONFIG is {given!r}, with which GEMMs may be nondeterministic",
             f"unset CUBLAS_WORKSPACE_CONFIG, or set it to {_CUBLAS_WORKSPACES[0]}",
         )
 
@@ -72,8 +71,8 @@ def implementation_is_deterministic(draft: Draft) -> Iterator[Problem]:
     implementation = draft.config.model.transformer_impl
     if _is_deterministic(draft) and implementation != "local":
         yield Problem(
-            f"--deterministic-mode with --transformer-impl {implementation} is not there yet on a GPU",
-            "use --transformer-impl local, or leave --deterministic-mode out",
+            f"--deterministic-mode is not supported together with --transformer-impl {implementation} on a GPU",
+            "use --transformer-impl local, or remove --deterministic-mode",
         )
 
 

@@ -1,4 +1,4 @@
-"""What must hold for layers of experts: one small function a rule, as in `rules.py`."""
+"""Rules about experts: routing, load balancing, capacity, expert parallelism."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Final
 from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.rules.sizes import divisor_near, multiple_near
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.tree import flag_of
 
@@ -21,7 +22,7 @@ def expert_settings_have_an_effect(draft: Draft) -> Problems:
     if experts.num_experts is not None:
         return
     given = [
-        f"{flag_of(entry.name)}"
+        flag_of(entry.name)
         for entry in dataclasses.fields(ExpertsConfig)
         if draft.is_given(f"experts.{entry.name}")
         and getattr(experts, entry.name) not in (entry.default, None)
@@ -29,7 +30,7 @@ def expert_settings_have_an_effect(draft: Draft) -> Problems:
     if given:
         yield Problem(
             f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect without --num-experts",
-            "add --num-experts, or leave this out",
+            f"add --num-experts, or remove {' '.join(given)}",
         )
 
 
@@ -47,9 +48,9 @@ def expert_layers_are_valid(draft: Draft) -> Problems:
         return
     if not any(found):
         yield Problem(
-            f"--moe-layer-freq {experts.moe_layer_freq} leaves no layer with experts, and --num-experts is"
+            f"--moe-layer-freq {experts.moe_layer_freq} gives no layer experts, but --num-experts is"
             f" {experts.num_experts}",
-            "give at least one layer an entry of 1, or leave --num-experts out",
+            "set at least one entry of --moe-layer-freq to 1, or remove --num-experts",
         )
 
 
@@ -57,7 +58,8 @@ def experts_have_a_width(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.num_experts is not None and experts.moe_ffn_hidden_size is None:
         yield Problem(
-            "--moe-ffn-hidden-size none leaves experts without a width", "leave it out, or give a width"
+            "--moe-ffn-hidden-size none gives experts no width",
+            "remove --moe-ffn-hidden-size, or give a width",
         )
 
 
@@ -80,8 +82,8 @@ def top1_routing_has_a_gradient(draft: Draft) -> Problems:
         and "sinkhorn" not in experts.moe_router_load_balancing_type
     ):
         yield Problem(
-            "--moe-router-topk 1 takes the softmax over one expert alone: its weight is always 1, and the router never"
-            " learns",
+            "--moe-router-topk 1 computes the softmax over a single expert: its probability is always 1, and the router"
+            " gets no gradient",
             "add --moe-router-pre-softmax, or use --moe-router-score-function sigmoid",
         )
 
@@ -96,14 +98,14 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
         if groups is None:
             given, other = other, given
         yield Problem(
-            f"{given} is given without {other}",
+            f"{given} requires {other}",
             "give both, such as --moe-router-num-groups 2 --moe-router-group-topk 1",
         )
         return
     if num % groups:
         yield Problem(
-            f"--num-experts {num} do not divide into --moe-router-num-groups {groups}",
-            f"use --moe-router-num-groups {_divisor_near(num, groups)}",
+            f"--num-experts {num} is not divisible by --moe-router-num-groups {groups}",
+            f"use --moe-router-num-groups {divisor_near(num, groups)}",
         )
     elif best > groups:
         yield Problem(
@@ -112,8 +114,8 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
         )
     elif experts.moe_router_topk % best or experts.moe_router_topk > best * num // groups:
         yield Problem(
-            f"--moe-router-topk {experts.moe_router_topk} does not divide over --moe-router-group-topk {best} groups of"
-            f" {num // groups} experts",
+            f"--moe-router-topk {experts.moe_router_topk} is not divisible by --moe-router-group-topk {best}, or more than"
+            f" its groups of {num // groups} experts have",
             f"use --moe-router-topk {best}",
         )
 
@@ -123,7 +125,7 @@ def pre_softmax_requires_softmax(draft: Draft) -> Problems:
     if experts.moe_router_pre_softmax and experts.moe_router_score_function != "softmax":
         yield Problem(
             f"--moe-router-pre-softmax has no effect with --moe-router-score-function {experts.moe_router_score_function}",
-            "leave one of them out",
+            "remove --moe-router-pre-softmax, or use --moe-router-score-function softmax",
         )
 
 
@@ -133,30 +135,30 @@ def load_balancing_is_valid(draft: Draft) -> Problems:
     unknown = [kind for kind in kinds if kind not in BALANCING]
     if unknown or not kinds:
         yield Problem(
-            f"--moe-router-load-balancing-type {' '.join(unknown)}: not there",
-            f"use some of {' '.join(_LOSSES)}, or sinkhorn, or none",
+            f"--moe-router-load-balancing-type {' '.join(unknown) or 'without a value'} is not supported",
+            f"use one or more of {' '.join(_LOSSES)}, or sinkhorn, or none",
         )
         return
     if len(kinds) > 1 and (len(set(kinds)) < len(kinds) or set(kinds) - set(_LOSSES)):
         yield Problem(
-            f"--moe-router-load-balancing-type {' '.join(kinds)} do not go together",
-            f"use one of them, or different ones of {' '.join(_LOSSES)}",
+            f"--moe-router-load-balancing-type {' '.join(kinds)} is not supported: these values exclude one another",
+            f"use one of them, or distinct values of {' '.join(_LOSSES)}",
         )
     if len(kinds) != len(factors):
         yield Problem(
-            f"--moe-router-load-balancing-type names {len(kinds)} and --moe-aux-loss-coeff {len(factors)} of them",
-            f"give one factor for each, such as --moe-aux-loss-coeff {' '.join(['1e-2'] * len(kinds))}",
+            f"--moe-router-load-balancing-type has {len(kinds)} values and --moe-aux-loss-coeff has {len(factors)}",
+            f"give one coefficient per loss, such as --moe-aux-loss-coeff {' '.join(['1e-2'] * len(kinds))}",
         )
     elif not set(kinds) & set(_LOSSES) and any(factors):
         yield Problem(
             f"--moe-aux-loss-coeff {' '.join(map(str, factors))} has no effect with --moe-router-load-balancing-type"
             f" {' '.join(kinds)}",
-            "leave it out, or use --moe-router-load-balancing-type aux_loss",
+            "remove --moe-aux-loss-coeff, or use --moe-router-load-balancing-type aux_loss",
         )
     if any(factor < 0 for factor in factors):
         yield Problem(
-            f"--moe-aux-loss-coeff {' '.join(map(str, factors))} rewards uneven loads",
-            "use 1e-2, for example",
+            f"--moe-aux-loss-coeff {' '.join(map(str, factors))} is negative and would reward an uneven load",
+            "use a coefficient of 0 or more, such as --moe-aux-loss-coeff 1e-2",
         )
 
 
@@ -164,14 +166,15 @@ def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
     experts = draft.config.experts
     if experts.moe_router_enable_expert_bias and experts.moe_router_score_function == "softmax":
         yield Problem(
-            "--moe-router-enable-expert-bias does not go with --moe-router-score-function softmax, as in Megatron-LM",
-            "use --moe-router-score-function sigmoid, or leave the bias out",
+            "--moe-router-enable-expert-bias is not supported together with --moe-router-score-function softmax, as in"
+            " Megatron-LM",
+            "use --moe-router-score-function sigmoid, or remove --moe-router-enable-expert-bias",
         )
     if experts.moe_router_bias_update_rate != 1e-3 and not experts.moe_router_enable_expert_bias:
         yield Problem(
             f"--moe-router-bias-update-rate {experts.moe_router_bias_update_rate:g} has no effect without"
             " --moe-router-enable-expert-bias",
-            "add that, or leave this out",
+            "add --moe-router-enable-expert-bias, or remove --moe-router-bias-update-rate",
         )
 
 
@@ -181,9 +184,9 @@ def sinkhorn_settings_have_an_effect(draft: Draft) -> Problems:
         return
     if experts.moe_router_enable_expert_bias:
         yield Problem(
-            "--moe-router-load-balancing-type sinkhorn and --moe-router-enable-expert-bias both decide which experts a"
-            " token goes to",
-            "use one of them",
+            "--moe-router-load-balancing-type sinkhorn is not supported together with --moe-router-enable-expert-bias: both"
+            " balance the routing",
+            "remove one of them",
         )
         return
     without_effect = {
@@ -196,7 +199,7 @@ def sinkhorn_settings_have_an_effect(draft: Draft) -> Problems:
     if given:
         yield Problem(
             f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect with --moe-router-load-balancing-type sinkhorn",
-            "leave this out, or use --moe-router-load-balancing-type aux_loss",
+            f"remove {' '.join(given)}, or use --moe-router-load-balancing-type aux_loss",
         )
 
 
@@ -214,8 +217,9 @@ def capacity_settings_have_an_effect(draft: Draft) -> Problems:
     ]
     if given:
         yield Problem(
-            f"{' and '.join(given)} have no effect without --moe-expert-capacity-factor: nothing is dropped",
-            "add --moe-expert-capacity-factor 1.25, for example, or leave this out",
+            f"{' and '.join(given)} {'have' if len(given) > 1 else 'has'} no effect without --moe-expert-capacity-factor,"
+            " since no assignment is dropped",
+            f"add --moe-expert-capacity-factor, such as 1.25, or remove {' and '.join(given)}",
         )
 
 
@@ -224,14 +228,14 @@ def shared_expert_has_a_size(draft: Draft) -> Problems:
     if experts.moe_shared_expert_gate and experts.moe_shared_expert_intermediate_size is None:
         yield Problem(
             "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size",
-            "give the width of the shared MLP, or leave the gate out",
+            "add --moe-shared-expert-intermediate-size, or remove --moe-shared-expert-gate",
         )
 
 
 def dispatcher_is_supported(draft: Draft) -> Problems:
     if draft.config.experts.moe_token_dispatcher_type == "flex":  # noqa: S105 (no password)
         yield Problem(
-            "--moe-token-dispatcher-type flex stands for libraries (DeepEP, HybridEP) that are not used here",
+            "--moe-token-dispatcher-type flex is not supported: it requires DeepEP or HybridEP, which megatrain does not use",
             "use --moe-token-dispatcher-type alltoall",
         )
 
@@ -239,7 +243,8 @@ def dispatcher_is_supported(draft: Draft) -> Problems:
 def experts_have_no_biases(draft: Draft) -> Problems:
     if draft.config.experts.num_experts is not None and not draft.config.model.disable_bias_linear:
         yield Problem(
-            "--num-experts with biases of linear layers is not there yet", "add --disable-bias-linear"
+            "--num-experts is not supported together with biases of linear layers",
+            "add --disable-bias-linear",
         )
 
 
@@ -247,8 +252,8 @@ def experts_require_uniform_layers(draft: Draft) -> Problems:
     model, experts = draft.config.model, draft.config.experts
     if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:
         yield Problem(
-            "--num-experts and --heterogeneous-layers-config-path do not go together yet: the file names no experts",
-            "use --moe-layer-freq to say which layers have experts, or --spec for layers of your own",
+            "--num-experts is not supported together with --heterogeneous-layers-config-path, whose file has no experts",
+            "use --moe-layer-freq to choose the layers with experts, or --spec for custom layers",
         )
 
 
@@ -258,37 +263,36 @@ def experts_require_sequence_parallel(draft: Draft) -> Problems:
     has_experts = any(layer.experts is not None for layer in draft.derived.layer_table.layers)
     if has_experts and tp > 1 and not parallel.sequence_parallel:
         yield Problem(
-            f"a layer with experts under --tensor-model-parallel-size {tp} needs --sequence-parallel, as in Megatron-LM",
+            f"--tensor-model-parallel-size {tp} with experts requires --sequence-parallel, as in Megatron-LM",
             "add --sequence-parallel",
         )
 
 
 def custom_experts_divide_over_ranks(draft: Draft) -> Problems:
-    """Ranks and logs go by --num-experts; widths of layers of one's own are judged here, those of flags by their own rules."""
+    """Check the experts of --spec, since ranks and logs use --num-experts. Other rules check the widths of flags."""
     if draft.facts.custom_layers is None:
         return
     number, tp = draft.config.experts.num_experts, draft.config.parallel.tensor_model_parallel_size
     etp = draft.derived.expert_tensor_parallel_size
-    for place, layer in enumerate(draft.derived.layer_table.layers):
+    for index, layer in enumerate(draft.derived.layer_table.layers):
         experts = layer.experts
         if experts is None:
             continue
         if experts.num_experts != number:
             yield Problem(
-                f"--spec gives layer {place} (from 0) {experts.num_experts} experts, and --num-experts is"
-                f" {'left out' if number is None else number}",
-                f"use --num-experts {experts.num_experts}, and as many experts in each layer that has any",
+                f"--spec gives layer {index} (from 0) {experts.num_experts} experts, and --num-experts is"
+                f" {'not given' if number is None else number}",
+                f"use --num-experts {experts.num_experts}, and the same number in every layer with experts",
             )
             return
-        for what, width, ranks, flag in (
+        for part, width, ranks, flag in (
             ("experts", experts.ffn_hidden_size, etp, "--expert-tensor-parallel-size"),
-            ("a shared MLP", experts.shared_ffn_hidden_size, tp, "--tensor-model-parallel-size"),
+            ("a shared expert", experts.shared_ffn_hidden_size, tp, "--tensor-model-parallel-size"),
         ):
             if width % ranks:
                 yield Problem(
-                    f"--spec gives layer {place} (from 0) {what} of width {width}, which does not divide over the {ranks}"
-                    f" ranks of {flag}",
-                    f"use a width of {-(-width // ranks) * ranks}",
+                    f"--spec gives layer {index} (from 0) {part} of width {width}, not divisible by {flag} {ranks}",
+                    f"use a width of {multiple_near(width, ranks)}",
                 )
                 return
 
@@ -300,8 +304,8 @@ def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
     )
     if width is not None and width % tp:
         yield Problem(
-            f"--moe-shared-expert-intermediate-size {width} does not divide over --tensor-model-parallel-size {tp}",
-            f"use --moe-shared-expert-intermediate-size {-(-width // tp) * tp}",
+            f"--moe-shared-expert-intermediate-size {width} is not divisible by --tensor-model-parallel-size {tp}",
+            f"use --moe-shared-expert-intermediate-size {multiple_near(width, tp)}",
         )
 
 
@@ -311,7 +315,7 @@ def expert_ranks_have_experts(draft: Draft) -> Problems:
         if draft.config.experts.num_experts is None and size is not None and size > 1:
             yield Problem(
                 f"{flag_of(name)} {size} has no effect without --num-experts",
-                "add --num-experts, or leave this out",
+                f"add --num-experts, or remove {flag_of(name)}",
             )
 
 
@@ -319,8 +323,8 @@ def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
     number, ep = draft.config.experts.num_experts, draft.config.parallel.expert_model_parallel_size
     if number is not None and number % ep:
         yield Problem(
-            f"--num-experts {number} do not divide over --expert-model-parallel-size {ep}",
-            f"use --expert-model-parallel-size {_divisor_near(number, ep)}, or --num-experts {-(-number // ep) * ep}",
+            f"--num-experts {number} is not divisible by --expert-model-parallel-size {ep}",
+            f"use --expert-model-parallel-size {divisor_near(number, ep)}, or --num-experts {multiple_near(number, ep)}",
         )
 
 
@@ -329,15 +333,11 @@ def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
     width = experts.moe_ffn_hidden_size
     if experts.num_experts is not None and width is not None and width % etp:
         yield Problem(
-            f"--moe-ffn-hidden-size {width} does not divide over the {etp} ranks of --expert-tensor-parallel-size"
-            " (left out: --tensor-model-parallel-size)",
-            f"use --expert-tensor-parallel-size {_divisor_near(width, etp)}, or --moe-ffn-hidden-size"
-            f" {-(-width // etp) * etp}",
+            f"--moe-ffn-hidden-size {width} is not divisible by --expert-tensor-parallel-size {etp}, whose default is"
+            " --tensor-model-parallel-size",
+            f"use --expert-tensor-parallel-size {divisor_near(width, etp)}, or --moe-ffn-hidden-size"
+            f" {multiple_near(width, etp)}",
         )
-
-
-def _divisor_near(number: int, wanted: int) -> int:
-    return next(n for n in range(min(wanted, number), 0, -1) if number % n == 0)
 
 
 EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (

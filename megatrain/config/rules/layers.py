@@ -7,6 +7,7 @@ from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_func
 from megatrain.config.derive.layer_sizes import LayersError, layer_table
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.experts import ExpertsConfig
 
 Problems = Iterator[Problem]
@@ -38,7 +39,7 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
         if layer.num_heads % tp:
             yield Problem(
                 f"{where} has {layer.num_heads} heads, not divisible by --tensor-model-parallel-size {tp}",
-                f"use {-(-layer.num_heads // tp) * tp} heads",
+                f"use {multiple_near(layer.num_heads, tp)} heads",
             )
         if layer.num_heads and layer.num_heads % groups:
             yield Problem(
@@ -55,7 +56,7 @@ def layers_divide_over_tp_ranks(draft: Draft) -> Problems:
         if width % tp:
             yield Problem(
                 f"{where} has an MLP of width {width}, not divisible by --tensor-model-parallel-size {tp}",
-                f"use a width of {-(-width // tp) * tp}",
+                f"use a width of {multiple_near(width, tp)}",
             )
     if len(copies) > 1:
         counts = " and ".join(f"{groups} (layer {number})" for groups, number in copies.items())

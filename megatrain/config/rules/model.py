@@ -1,4 +1,4 @@
-"""What must hold between the parts of a model: one small function a rule, as in `rules.py`."""
+"""Rules about the model: MLP, position embeddings, attention windows, norms, muP, recomputation."""
 
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -11,8 +11,8 @@ from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
-_PARTS: Final = ("core_attn", "mlp", "layernorm")
-_PARTS_OF_EXPERTS: Final = ("moe", "shared_experts", "moe_act")
+_DENSE_MODULES: Final = ("core_attn", "mlp", "layernorm")
+_EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
 
 
 def mlp_has_one_activation(draft: Draft) -> Problems:
@@ -20,7 +20,7 @@ def mlp_has_one_activation(draft: Draft) -> Problems:
     names = ("swiglu", "geglu", "quick_geglu", "squared_relu")
     given = [flag_of(name) for name in names if getattr(model, name)]
     if len(given) > 1:
-        yield Problem(f"{' and '.join(given)} all say how the MLP is activated", "give one of them")
+        yield Problem(f"{' and '.join(given)} each select the activation of the MLP", "give one of them")
 
 
 def gate_settings_have_an_effect(draft: Draft) -> Problems:
@@ -29,24 +29,24 @@ def gate_settings_have_an_effect(draft: Draft) -> Problems:
         yield Problem(
             f"--activation-func-clamp-value {model.activation_func_clamp_value} has no effect without --quick-geglu,"
             " as in Megatron-LM",
-            "leave it out, or add --quick-geglu",
+            "remove --activation-func-clamp-value, or add --quick-geglu",
         )
     if model.glu_linear_offset and not (model.swiglu or model.geglu or model.quick_geglu):
         yield Problem(
             f"--glu-linear-offset {model.glu_linear_offset} has no effect on an MLP without a gate",
-            "leave it out, or add --quick-geglu, --swiglu or --geglu",
+            "remove --glu-linear-offset, or add --quick-geglu, --swiglu or --geglu",
         )
 
 
 def learned_positions_have_a_length(draft: Draft) -> Problems:
     model = draft.config.model
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is None:
-        reminder = (
+        origin = (
             " (the default, as in Megatron-LM)" if draft.is_default("model.position_embedding_type") else ""
         )
         yield Problem(
-            f"--position-embedding-type learned_absolute{reminder} has no number of positions",
-            f"give --max-position-embeddings {draft.config.data.seq_length}, or use --position-embedding-type rope",
+            f"--position-embedding-type learned_absolute{origin} requires --max-position-embeddings",
+            f"add --max-position-embeddings {draft.config.data.seq_length}, or use --position-embedding-type rope",
         )
 
 
@@ -55,12 +55,12 @@ def rotary_settings_have_an_effect(draft: Draft) -> Problems:
     if model.use_rope_scaling and kind != "rope":
         yield Problem(
             f"--use-rope-scaling has no effect with --position-embedding-type {kind}",
-            "leave it out, or use --position-embedding-type rope",
+            "remove --use-rope-scaling, or use --position-embedding-type rope",
         )
     if model.no_rope_freq is not None and kind not in ("rope", "yarn"):
         yield Problem(
             f"--no-rope-freq {model.no_rope_freq} has no effect with --position-embedding-type {kind}",
-            "leave it out, or use --position-embedding-type rope",
+            "remove --no-rope-freq, or use --position-embedding-type rope",
         )
 
 
@@ -68,28 +68,29 @@ def yarn_has_an_original_length(draft: Draft) -> Problems:
     model = draft.config.model
     if model.position_embedding_type == "yarn" and model.yarn_original_max_position_embeddings is None:
         yield Problem(
-            "--position-embedding-type yarn is given without --yarn-original-max-position-embeddings",
-            "give the longest sequence that the model was trained on before, such as"
+            "--position-embedding-type yarn requires --yarn-original-max-position-embeddings",
+            "give the maximum sequence length of the original training, such as"
             " --yarn-original-max-position-embeddings 4096",
         )
 
 
 def rotary_channels_are_even(draft: Draft) -> Problems:
     model = draft.config.model
-    turned = int(model.kv_channels * model.rotary_percent)
-    if model.position_embedding_type not in ("rope", "yarn") or (turned and turned % 2 == 0):
+    rotary_channels = int(model.kv_channels * model.rotary_percent)
+    is_even = rotary_channels and rotary_channels % 2 == 0
+    if model.position_embedding_type not in ("rope", "yarn") or is_even:
         return
     if model.rotary_percent == 1:
         yield Problem(
-            f"--kv-channels {model.kv_channels} is odd, and rotary embeddings turn pairs of channels",
+            f"--kv-channels {model.kv_channels} is odd, but RoPE requires an even number of channels",
             f"use --kv-channels {model.kv_channels + 1}",
         )
     else:
-        share = (turned + 1) // 2 * 2 / model.kv_channels if turned else 2 / model.kv_channels
+        even = (rotary_channels + 1) // 2 * 2 or 2
         yield Problem(
-            f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} is {turned} channels, and"
-            " rotary embeddings turn pairs of them",
-            f"use --rotary-percent {min(share, 1.0):g}",
+            f"--rotary-percent {model.rotary_percent} of --kv-channels {model.kv_channels} is {rotary_channels} channels,"
+            " but RoPE requires an even number above 0",
+            f"use --rotary-percent {min(even / model.kv_channels, 1.0):g}",
         )
 
 
@@ -102,7 +103,7 @@ def layer_patterns_are_valid(draft: Draft) -> Problems:
         except PatternError as error:
             yield Problem(
                 f"{flag_of(name)}: {error}",
-                "give a number N for every Nth layer, or a list such as [1]*3+[0]",
+                f"give {flag_of(name)} a number N for every Nth layer, or a list such as [1]*3+[0]",
             )
 
 
@@ -112,12 +113,13 @@ def window_is_causal(draft: Draft) -> Problems:
         parse_window(model.window_size)
     except PatternError as error:
         yield Problem(
-            f"--window-size: {error}", "give the tokens to the left and 0, such as --window-size 128,0"
+            f"--window-size: {error}",
+            "give the tokens to the left and 0 to the right, such as --window-size 128,0",
         )
     if model.window_attn_skip_freq is not None and model.window_size is None:
         yield Problem(
             f"--window-attn-skip-freq {model.window_attn_skip_freq} has no effect without --window-size",
-            "add --window-size, or leave it out",
+            "add --window-size, or remove --window-attn-skip-freq",
         )
 
 
@@ -127,11 +129,12 @@ def all_heads_norm_is_rms(draft: Draft) -> Problems:
         return
     if not model.qk_layernorm:
         yield Problem(
-            "--qk-layernorm-width all_heads has no effect without --qk-layernorm", "add --qk-layernorm"
+            "--qk-layernorm-width all_heads has no effect without --qk-layernorm",
+            "add --qk-layernorm, or remove --qk-layernorm-width",
         )
     elif model.normalization != "RMSNorm":
         yield Problem(
-            f"--qk-layernorm-width all_heads is not there for --normalization {model.normalization}",
+            f"--qk-layernorm-width all_heads is not supported together with --normalization {model.normalization}",
             "use --normalization RMSNorm, or --qk-layernorm-width head",
         )
 
@@ -151,7 +154,7 @@ def mup_settings_have_an_effect(draft: Draft) -> Problems:
             if getattr(model, name) != value:
                 yield Problem(
                     f"{flag_of(name)} {getattr(model, name)} has no effect without --use-mup",
-                    "add --use-mup, or leave it out",
+                    f"add --use-mup, or remove {flag_of(name)}",
                 )
     elif model.softmax_scale is not None and model.mup_base_head_dim is not None:
         yield Problem(
@@ -167,13 +170,14 @@ def mup_width_mult_matches_sizes(draft: Draft) -> Problems:
     base = model.mup_base_hidden_size
     if base is None:
         yield Problem(
-            "--mup-base-hidden-size none leaves --use-mup without a base", "leave it out, or give a size"
+            "--mup-base-hidden-size none gives --use-mup no base model",
+            "remove --mup-base-hidden-size, or give a size",
         )
     elif model.mup_width_mult != model.hidden_size / base:
         yield Problem(
-            f"--mup-width-mult {model.mup_width_mult:g} is not --hidden-size {model.hidden_size} /"
+            f"--mup-width-mult {model.mup_width_mult:g} is not equal to --hidden-size {model.hidden_size} /"
             f" --mup-base-hidden-size {base} (Megatron-LM ignores it silently)",
-            f"leave it out, or use --mup-width-mult {model.hidden_size / base:g}",
+            f"remove it, or use --mup-width-mult {model.hidden_size / base:g}",
         )
 
 
@@ -186,8 +190,8 @@ def recomputation_is_complete(draft: Draft) -> Problems:
     )
     if kind == "full" and training.recompute_activations:
         yield Problem(
-            "--recompute-granularity full and --recompute-activations (which is selective) contradict each other",
-            "leave one of them out",
+            "--recompute-granularity full contradicts --recompute-activations, which is selective",
+            "remove one of them",
         )
     if kind == "full" and (method is None or layers is None):
         missing = " and ".join(
@@ -196,19 +200,19 @@ def recomputation_is_complete(draft: Draft) -> Problems:
             if value is None
         )
         yield Problem(
-            f"--recompute-granularity full is given without {missing}",
-            "add --recompute-method uniform --recompute-num-layers 1, which computes every layer twice",
+            f"--recompute-granularity full requires {missing}",
+            "add --recompute-method uniform --recompute-num-layers 1, which recomputes every layer",
         )
     for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers)):
         if kind != "full" and value is not None:
             yield Problem(
                 f"{flag} {value} has no effect without --recompute-granularity full",
-                "add --recompute-granularity full, or leave it out",
+                f"add --recompute-granularity full, or remove {flag}",
             )
     if kind == "full" and training.recompute_norms:
         yield Problem(
-            "--recompute-norms has no effect with --recompute-granularity full, which computes them twice anyway",
-            "leave one of them out",
+            "--recompute-norms has no effect with --recompute-granularity full, which recomputes norms anyway",
+            "remove one of them",
         )
 
 
@@ -219,19 +223,20 @@ def recompute_modules_are_supported(draft: Draft) -> Problems:
         yield Problem(
             f"--recompute-modules {' '.join(training.recompute_modules)} has no effect without --recompute-granularity"
             " selective",
-            "add --recompute-granularity selective, or leave it out",
+            "add --recompute-granularity selective, or remove --recompute-modules",
         )
-    unknown = [name for name in training.recompute_modules if name not in (*_PARTS, *_PARTS_OF_EXPERTS)]
+    known = (*_DENSE_MODULES, *_EXPERT_MODULES)
+    unknown = [name for name in training.recompute_modules if name not in known]
     if unknown:
         yield Problem(
-            f"--recompute-modules {' '.join(unknown)}: not there yet",
-            f"use some of --recompute-modules {' '.join((*_PARTS, *_PARTS_OF_EXPERTS))}",
+            f"--recompute-modules {' '.join(unknown)} is not supported",
+            f"use one or more of --recompute-modules {' '.join(known)}",
         )
-    of_experts = [name for name in training.recompute_modules if name in _PARTS_OF_EXPERTS]
-    if of_experts and is_selective and draft.config.experts.num_experts is None:
+    expert_modules = [name for name in training.recompute_modules if name in _EXPERT_MODULES]
+    if expert_modules and is_selective and draft.config.experts.num_experts is None:
         yield Problem(
-            f"--recompute-modules {' '.join(of_experts)} has no effect without --num-experts",
-            "leave it out, or use mlp",
+            f"--recompute-modules {' '.join(expert_modules)} has no effect without --num-experts",
+            f"remove {' '.join(expert_modules)}, or use mlp",
         )
 
 

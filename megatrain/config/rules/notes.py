@@ -1,4 +1,4 @@
-"""What a user should hear although nothing is wrong: settings without effect, and departures from Megatron-LM."""
+"""The list of all notes: settings without effect, rounded values, differences from Megatron-LM, changes since a checkpoint."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from megatrain.config.rules.resume import changed_settings
 from megatrain.config.schema.tree import flag_of
 
 
-def sequence_parallel_alone(draft: Draft) -> Iterator[str]:
+def sequence_parallel_has_no_effect(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect with --tensor-model-parallel-size 1"
 
 
-def context_settings_alone(draft: Draft) -> Iterator[str]:
+def context_settings_have_no_effect(draft: Draft) -> Iterator[str]:
     levels = "parallel.hierarchical_context_parallel_sizes"
     paths = ("parallel.cp_comm_type", "parallel.context_parallel_chunk_means", levels)
     if draft.config.parallel.context_parallel_size == 1:
@@ -29,7 +29,7 @@ def context_settings_alone(draft: Draft) -> Iterator[str]:
         yield f"{flag_of(levels)} has no effect without --cp-comm-type a2a+p2p"
 
 
-def no_norm_runs_again(draft: Draft) -> Iterator[str]:
+def no_norm_is_recomputed(draft: Draft) -> Iterator[str]:
     training = draft.config.training
     given = {
         "--recompute-modules layernorm": "layernorm" in training.recompute_modules,
@@ -37,31 +37,31 @@ def no_norm_runs_again(draft: Draft) -> Iterator[str]:
     }
     for flag, is_given in given.items():
         if is_given and draft.config.model.norm_position == "post":
-            yield f"{flag} has no effect with --norm-position post: no norm stands before a linear layer"
+            yield f"{flag} has no effect with --norm-position post, since no norm precedes a linear layer"
 
 
-def norms_are_computed_twice(draft: Draft) -> Iterator[str]:
+def norms_are_recomputed(draft: Draft) -> Iterator[str]:
     if draft.config.training.recompute_norms and not draft.is_given("training.recompute_norms"):
         reason = draft.origins["training.recompute_norms"].detail
-        yield f"norms are computed twice: {reason} (--no-recompute-norms keeps it)"
+        yield f"norms are recomputed: {reason} (disable with --no-recompute-norms)"
 
 
 def dropout_by_default(draft: Draft) -> Iterator[str]:
     paths = ("model.hidden_dropout", "model.attention_dropout")
-    on = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
-    if on:
-        said = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in on)
-        yield f"{said} by default, as in Megatron-LM; most models are trained with 0 today"
+    enabled = [path for path in paths if draft.is_default(path) and draft.config.get(path) > 0]
+    if enabled:
+        flags = " and ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in enabled)
+        yield f"{flags} by default, as in Megatron-LM; most models are trained with 0 today"
 
 
 def float32_by_default(draft: Draft) -> Iterator[str]:
     is_float32 = draft.config.precision.params_dtype == "float32"
     if is_float32 and draft.config.training.device == "cuda" and not draft.is_given("precision.params_dtype"):
-        yield "weights and arithmetic are float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
+        yield "--params-dtype float32 by default, as in Megatron-LM; --bf16 is several times faster on a GPU"
 
 
-def experts_one_by_one(draft: Draft) -> Iterator[str]:
-    """The single kernel is `kernels/moe/grouped_gemm.py`'s."""
+def expert_gemms_are_not_grouped(draft: Draft) -> Iterator[str]:
+    """The grouped GEMM (`kernels/moe/grouped_gemm.py`) has limits on dtype and widths."""
     if draft.config.training.device != "cuda":
         return
     widths = {
@@ -74,47 +74,47 @@ def experts_one_by_one(draft: Draft) -> Iterator[str]:
         {*widths, draft.config.model.hidden_size} if widths else widths,
     )
     if widths and (dtype != "bfloat16" or any(width % 8 for width in widths)):
-        why = f"in {dtype}" if dtype != "bfloat16" else "with widths that are no multiples of 8"
+        reason = f"in {dtype}" if dtype != "bfloat16" else "with widths that are not multiples of 8"
         yield (
-            f"experts are computed one by one {why}, and the host waits for their loads in every layer: slow"
-            " (a single product does all in bf16, with widths that are multiples of 8)"
+            f"experts are computed one by one {reason}, which is slow since the host waits for the tokens per expert in"
+            " every layer; the grouped GEMM requires --bf16 and widths that are multiples of 8"
         )
 
 
 def strategy_without_fsdp(draft: Draft) -> Iterator[str]:
     path = "parallel.data_parallel_sharding_strategy"
     if draft.is_given(path) and not draft.config.parallel.use_megatron_fsdp:
-        yield f"{flag_of(path)} {draft.config.get(path)} has an effect without --use-megatron-fsdp too, unlike in Megatron-LM"
+        yield f"{flag_of(path)} {draft.config.get(path)} has an effect even without --use-megatron-fsdp, unlike in Megatron-LM"
 
 
-def samples_left_over(draft: Draft) -> Iterator[str]:
+def train_samples_are_rounded(draft: Draft) -> Iterator[str]:
     samples, read = draft.config.training.train_samples, draft.derived.train_samples
     if samples is not None and samples > read:
-        yield f"the last {samples - read} of --train-samples {samples} do not fill a global batch and are left out"
+        yield f"the last {samples - read} of --train-samples {samples} are not read, since they do not fill a global batch"
     if samples is not None and samples < read:
-        yield f"training ends at {read} samples, not {samples}: the last global batch is filled up"
+        yield f"training ends at {read} samples, not {samples}, since the last global batch is completed"
 
 
 def batch_is_decreased(draft: Draft) -> Iterator[str]:
     training, passes = draft.config.training, draft.derived.num_microbatches
     size = passes * training.micro_batch_size * draft.derived.data_parallel_size
     if training.decrease_batch_size_if_needed and size != training.global_batch_size:
-        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}: {passes} micro-batches on all replicas"
+        yield f"--global-batch-size {training.global_batch_size} is decreased to {size}, {passes} micro-batches per replica"
 
 
-def schedules_start_anew(draft: Draft) -> Iterator[str]:
+def schedules_restart(draft: Draft) -> Iterator[str]:
     stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
     if stored is not None and checkpoint.no_load_optim and not stored.is_start:
-        yield "--no-load-optim: learning rate and weight decay start anew, as in Megatron-LM"
+        yield "--no-load-optim: the learning-rate and weight-decay schedules start from scratch, as in Megatron-LM"
 
 
 def schedules_are_the_checkpoints(draft: Draft) -> Iterator[str]:
     stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
     if stored and draft.continues_optimizer and draft.config.schedule.use_checkpoint_opt_param_scheduler:
-        own = {"--lr": draft.config.optimizer.lr, "--min-lr": draft.config.schedule.min_lr}
-        kept = {"--lr": draft.derived.schedule.lr, "--min-lr": draft.derived.schedule.min_lr}
-        said = [f"{flag} {kept[flag]}, not {own[flag]}" for flag in own if kept[flag] != own[flag]]
-        yield "schedules are the checkpoint's" + (f" ({'; '.join(said)})" if said else "")
+        given = {"--lr": draft.config.optimizer.lr, "--min-lr": draft.config.schedule.min_lr}
+        used = {"--lr": draft.derived.schedule.lr, "--min-lr": draft.derived.schedule.min_lr}
+        changes = [f"{flag} {used[flag]}, not {given[flag]}" for flag in given if used[flag] != given[flag]]
+        yield "schedules are taken from the checkpoint" + (f" ({'; '.join(changes)})" if changes else "")
 
 
 def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
@@ -123,15 +123,15 @@ def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
     now = draft.config.training.global_batch_size
     if stored is not None and stored.iteration and before not in (None, now):
         yield (
-            f"--global-batch-size {before} -> {now}: the order of samples stays, and training goes on behind sample"
-            f" {stored.consumed_train_samples}; what counts in iterations now means other numbers of samples"
+            f"--global-batch-size {before} -> {now}: the order of samples is unchanged, and training resumes after sample"
+            f" {stored.consumed_train_samples}; settings counted in iterations now cover a different number of samples"
         )
 
 
 def split_has_no_effect(draft: Draft) -> Iterator[str]:
-    is_apart = any(dataset.split != "all" for dataset in draft.facts.datasets)
-    if is_apart and draft.is_given("data.split"):
-        yield f"--split {draft.config.data.split} has no effect: each split has data of its own"
+    is_separate = any(dataset.split != "all" for dataset in draft.facts.datasets)
+    if is_separate and draft.is_given("data.split"):
+        yield f"--split {draft.config.data.split} has no effect, since each split has its own data"
 
 
 def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
@@ -142,62 +142,62 @@ def end_of_document_was_guessed(draft: Draft) -> Iterator[str]:
         yield draft.facts.tokenizer_note
 
 
-def datasets_come_twice(draft: Draft) -> Iterator[str]:
+def datasets_are_duplicated(draft: Draft) -> Iterator[str]:
     counts = Counter((dataset.split, dataset.digest) for dataset in draft.facts.datasets)
-    twice = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
-    if twice:
-        yield f"{', '.join(sorted(twice))}: named twice, or of equal content: their samples come twice"
+    duplicates = {d.prefix for d in draft.facts.datasets if counts[d.split, d.digest] > 1}
+    if duplicates:
+        yield f"{', '.join(sorted(duplicates))}: the same data is given more than once, and its samples are repeated"
 
 
-def positions_are_relative(draft: Draft) -> Iterator[str]:
+def rotary_positions_are_relative(draft: Draft) -> Iterator[str]:
     kind = draft.config.model.position_embedding_type
     if draft.config.data.reset_position_ids and kind in ("rope", "yarn"):
         yield (
-            f"--reset-position-ids has no effect with --position-embedding-type {kind}, as in Megatron-LM: rotary"
-            " embeddings see distances alone"
+            f"--reset-position-ids has no effect with --position-embedding-type {kind}, as in Megatron-LM: RoPE depends only"
+            " on distances"
         )
 
 
 def attention_kernel(draft: Draft) -> Iterator[str]:
-    is_asked_for = not draft.is_default("model.attention_backend")
-    if draft.config.training.device == "cuda" or is_asked_for or layers_with_eager_attention(draft) != "none":
+    is_given = not draft.is_default("model.attention_backend")
+    if draft.config.training.device == "cuda" or is_given or layers_with_eager_attention(draft) != "none":
         yield draft.origins["derived.attention_backend"].detail
 
 
 def memory_is_planned_with_local(draft: Draft) -> Iterator[str]:
     if draft.config.training.dry_run and draft.config.model.transformer_impl != "local":
         yield (
-            f"memory is planned with the parts of --transformer-impl local: what those of {draft.config.model.transformer_impl}"
-            " keep is not known without a GPU"
+            "the memory plan assumes --transformer-impl local, since the activations saved by"
+            f" {draft.config.model.transformer_impl} are unknown without a GPU"
         )
 
 
-def layers_are_of_ones_own(draft: Draft) -> Iterator[str]:
-    function, own = layer_function(draft.config.model.spec), draft.facts.custom_layers
-    if function is not None and own is not None:
-        said = "; ".join(own.differences) or "those that the flags describe"
-        yield f"--spec {function} (digest {own.digest}) gives the layers: {said}"
+def custom_layers_are_used(draft: Draft) -> Iterator[str]:
+    function, custom = layer_function(draft.config.model.spec), draft.facts.custom_layers
+    if function is not None and custom is not None:
+        differences = "; ".join(custom.differences) or "the same as the flags describe"
+        yield f"--spec {function} (digest {custom.digest}) defines the layers: {differences}"
 
 
-def width_is_its_own_base(draft: Draft) -> Iterator[str]:
+def mup_base_is_this_model(draft: Draft) -> Iterator[str]:
     model = draft.config.model
     if model.use_mup and draft.origins["model.mup_base_hidden_size"].kind == "derived":
         yield (
-            f"--use-mup without --mup-base-hidden-size: the base is this model's own hidden size {model.hidden_size}, as in"
-            " Megatron-LM, and only attention's scores are scaled"
+            f"--use-mup without --mup-base-hidden-size uses --hidden-size {model.hidden_size} as base, as in Megatron-LM: only"
+            " attention scores are scaled"
         )
 
 
-def output_layer_is_slow(draft: Draft) -> Iterator[str]:
+def mup_output_layer_lr_differs(draft: Draft) -> Iterator[str]:
     model, optimizer = draft.config.model, draft.config.optimizer
     if not (model.use_mup and model.mup_width_mult != 1 and model.untie_embeddings_and_output_weights):
         return
     if optimizer.decoupled_lr is None:
         m, is_sgd = model.mup_width_mult, optimizer.optimizer == "sgd"
-        slow, right = ("lr", f"lr * {m:g}") if is_sgd else (f"lr / {m:g}", "lr")
+        megatron_lr, mup_lr = ("lr", f"lr * {m:g}") if is_sgd else (f"lr / {m:g}", "lr")
         yield (
-            f"--use-mup: an output layer of its own moves at {slow}, as in Megatron-LM; muP itself (arXiv:2203.03466, table 8)"
-            f" has {right}, which --decoupled-lr {optimizer.lr * (m if is_sgd else 1):g} gives it"
+            f"--use-mup: the learning rate of an untied output layer is {megatron_lr}, as in Megatron-LM; muP"
+            f" (arXiv:2203.03466, table 8) has {mup_lr}, set by --decoupled-lr {optimizer.lr * (m if is_sgd else 1):g}"
         )
 
 
@@ -206,17 +206,17 @@ def wandb_without_a_project(draft: Draft) -> Iterator[str]:
     given = [name for name in ("exp_name", "save_dir", "entity") if draft.is_given(f"logging.wandb_{name}")]
     if logging.wandb_project is None and given:
         flags = ", ".join(f"--wandb-{name.replace('_', '-')}" for name in given)
-        yield f"{flags}: without effect, as --wandb-project is not given"
+        yield f"{flags} has no effect without --wandb-project"
 
 
 def tensorboard_without_a_folder(draft: Draft) -> Iterator[str]:
-    """W&B gets the same curves, so that the flags have an effect with it alone."""
+    """W&B gets the same values, so the flags have an effect with --wandb-project too."""
     logging = draft.config.logging
     names = ("log_timers", "log_memory", "log_validation_ppl", "log_world_size")
     given = [name for name in names if getattr(logging, f"{name}_to_tensorboard")]
     if logging.tensorboard_dir is None and logging.wandb_project is None and given:
         flags = ", ".join(f"--{name.replace('_', '-')}-to-tensorboard" for name in given)
-        yield f"{flags}: without effect, as --tensorboard-dir is not given"
+        yield f"{flags} has no effect without --tensorboard-dir or --wandb-project"
 
 
 def profiling_without_a_switch(draft: Draft) -> Iterator[str]:
@@ -224,7 +224,7 @@ def profiling_without_a_switch(draft: Draft) -> Iterator[str]:
     given = [name for name in names if draft.is_given(f"logging.{name}")]
     if not draft.config.logging.profile and given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        yield f"{flags}: without effect, as --profile is not given"
+        yield f"{flags} has no effect without --profile"
 
 
 def profiling_ends_in_time(draft: Draft) -> Iterator[str]:
@@ -233,20 +233,19 @@ def profiling_ends_in_time(draft: Draft) -> Iterator[str]:
         return
     if logging.profile_step_start >= train_iters:
         yield (
-            f"--profile-step-start {logging.profile_step_start}: the run ends at iteration {train_iters}, and "
-            "nothing is profiled"
+            f"--profile-step-start {logging.profile_step_start} has no effect, since the run ends at iteration {train_iters}"
         )
     elif logging.profile_step_end > train_iters:
-        yield f"--profile-step-end {logging.profile_step_end}: the run ends at iteration {train_iters}, and so does the profile"
+        yield f"--profile-step-end {logging.profile_step_end}: the profile ends with the run at iteration {train_iters}"
 
 
-def nothing_is_gathered(draft: Draft) -> Iterator[str]:
+def no_weights_are_gathered(draft: Draft) -> Iterator[str]:
     path = "parallel.overlap_param_gather"
     is_whole = draft.config.parallel.data_parallel_sharding_strategy == "no_shard"
     if draft.is_given(path) and draft.config.get(path) and is_whole:
         yield (
-            "--overlap-param-gather has no effect without --use-distributed-optimizer: every rank updates all of its"
-            " weights, and none are gathered"
+            "--overlap-param-gather has no effect without --use-distributed-optimizer, since every rank updates all of its"
+            " weights"
         )
 
 
@@ -255,14 +254,14 @@ def stop_without_saving(draft: Draft) -> Iterator[str]:
     if draft.config.checkpoint.save is None and (
         resilience.exit_interval or resilience.exit_duration_in_mins
     ):
-        yield "the run will stop early without saving anything: --save is not given"
+        yield "the run exits early without a checkpoint, since --save is not given"
 
 
-def start_that_is_not_gone_on_with(draft: Draft) -> Iterator[str]:
+def finetune_does_not_resume(draft: Draft) -> Iterator[str]:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.save is not None:
         yield (
-            "a run with --finetune that stops early does not go on with the same command: for that, give"
+            "the same command with --finetune does not resume after an early exit; to resume, use"
             f" --pretrained-checkpoint {checkpoint.load} --load {checkpoint.save} --save {checkpoint.save}"
         )
 
@@ -274,33 +273,33 @@ def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
 NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     dropout_by_default,
     float32_by_default,
-    sequence_parallel_alone,
-    context_settings_alone,
+    sequence_parallel_has_no_effect,
+    context_settings_have_no_effect,
     ring_is_replaced,
-    experts_one_by_one,
+    expert_gemms_are_not_grouped,
     strategy_without_fsdp,
-    no_norm_runs_again,
-    norms_are_computed_twice,
-    samples_left_over,
+    no_norm_is_recomputed,
+    norms_are_recomputed,
+    train_samples_are_rounded,
     batch_is_decreased,
-    schedules_start_anew,
+    schedules_restart,
     schedules_are_the_checkpoints,
     batch_changed_on_resume,
     split_has_no_effect,
-    datasets_come_twice,
+    datasets_are_duplicated,
     end_of_document_was_guessed,
-    positions_are_relative,
+    rotary_positions_are_relative,
     attention_kernel,
     memory_is_planned_with_local,
-    layers_are_of_ones_own,
-    width_is_its_own_base,
-    output_layer_is_slow,
+    custom_layers_are_used,
+    mup_base_is_this_model,
+    mup_output_layer_lr_differs,
     stop_without_saving,
     wandb_without_a_project,
     tensorboard_without_a_folder,
     profiling_without_a_switch,
     profiling_ends_in_time,
-    start_that_is_not_gone_on_with,
+    finetune_does_not_resume,
     changed_since_the_checkpoint,
-    nothing_is_gathered,
+    no_weights_are_gathered,
 )

@@ -6,7 +6,6 @@ from typing import Final
 
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
-from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 
 Problems = Iterator[Problem]
 
@@ -63,11 +62,11 @@ def instances_divide_replicas_of_experts(draft: Draft) -> Problems:
 
 def bf16_reduction_requires_bf16_weights(draft: Draft) -> Problems:
     precision = draft.config.precision
-    if precision.grad_reduce_in_bf16 and draft.config.precision.params_dtype != "bfloat16":
+    if precision.grad_reduce_in_bf16 and precision.params_dtype != "bfloat16":
         yield Problem(
-            f"--grad-reduce-in-bf16 with {draft.config.precision.params_dtype} weights: sums over ranks would have fewer digits than"
-            " the weights that they move",
-            "use --bf16, or leave it out",
+            f"--grad-reduce-in-bf16 requires bf16 weights, and they are {precision.params_dtype}: gradients would be less"
+            " precise than the weights that they update",
+            "add --bf16, or remove --grad-reduce-in-bf16",
         )
 
 
@@ -75,6 +74,5 @@ PARALLEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     sharding_settings_agree,
     instances_divide_replicas,
     instances_divide_replicas_of_experts,
-    *CONTEXT_PARALLEL_RULES,
     bf16_reduction_requires_bf16_weights,
 )

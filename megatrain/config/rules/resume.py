@@ -1,8 +1,8 @@
-"""A run that continues a checkpoint: what changed since, and what may not.
+"""Rules about checkpoints: which settings and data may differ from those of the checkpoint that a run resumes.
 
-stored and present value of each setting ──> its class (`resume_classes.py`) ──> a note, or a problem with its way out
-files, their weights and the tokenizer   ──> compared by content             ──> a problem
-schedules                                ──> compared by what they mean      ──> a problem, until a flag says which
+stored and current value of each setting ──> its class (`resume_classes.py`) ──> a note, or a problem with a remedy
+datasets, their weights, the tokenizer   ──> compared by content             ──> a problem
+schedules                                ──> compared by meaning             ──> a problem, unless a flag selects one
 """
 
 from collections import Counter
@@ -22,54 +22,55 @@ from megatrain.config.rules.resume_classes import (
 from megatrain.config.schema.tree import flag_of, settings, unit_of
 from megatrain.config.schema.values import is_resolved
 
-_LONGEST: Final = 160
-"""Characters of a value that are shown."""
+_MAX_SHOWN: Final = 160
+"""Maximum number of characters shown of a value."""
 
 
 def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
     for path, stored, now in _changes(draft):
-        of = _class_of(draft, path)
-        if of is SCHEDULE or of.kind not in ("consent", "refused") or _consent_to(draft, of):
+        resume_class = _class_of(draft, path)
+        kind = resume_class.kind
+        if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
-        way_out = {
-            "--finetune": "add --finetune and another --save to begin a new run with these weights",
-            "--no-load-optim": "add --no-load-optim to go on without the optimizer's state",
-        }.get(of.consent, "start a fresh run without --load and with another --save")
+        alternative = {
+            "--finetune": "add --finetune and another --save to start a new run from these weights",
+            "--no-load-optim": "add --no-load-optim to continue without the optimizer state",
+        }.get(resume_class.consent, "start from scratch without --load and with another --save")
         yield Problem(
-            f"{flag_of(path)} cannot change on resume, {of.reason}:"
-            f" the checkpoint has {_shown(path, stored)}, this run {_shown(path, now)}",
-            f"keep the stored value ({_spelled(path, stored)}), or {way_out}",
+            f"{flag_of(path)} cannot change on resume, since {resume_class.reason}:"
+            f" the checkpoint has {_with_unit(path, stored)}, this run {_with_unit(path, now)}",
+            f"use the stored value ({_as_flag(path, stored)}), or {alternative}",
         )
 
 
 def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
-    """Training files may move; what is in them, their weights and their order may not change."""
+    """Training files may move, but their contents, weights and order must not change."""
     stored = draft.facts.checkpoint
     if stored is None:
         return
-    fix = "give the data of the first run, or start a fresh run without --load and with another --save"
+    fix = "use the data of the stored run, or start from scratch without --load and with another --save"
     before, now = _trained_on(stored.datasets), _trained_on(draft.facts.datasets)
     if not before or not now:
         return
     if [dataset.split for dataset in before] != [dataset.split for dataset in now]:
         yield Problem(
-            f"the data cannot change on resume, the order of samples depends on it: the checkpoint read {len(before)}"
-            f" datasets ({_splits(before)}), this run names {len(now)} ({_splits(now)})",
+            f"the data cannot change on resume, since the order of samples depends on it: the checkpoint read {len(before)}"
+            f" datasets ({_counts(before)}), this run has {len(now)} ({_counts(now)})",
             fix,
         )
         return
     for former, dataset in zip(before, now, strict=True):
         if former.digest != dataset.digest:
             yield Problem(
-                f"{dataset.prefix} is not the dataset that the checkpoint read ({former.prefix}): it has"
-                f" {dataset.num_sequences} sequences of {dataset.num_tokens} tokens, that one had"
-                f" {former.num_sequences} of {former.num_tokens}, and the contents differ",
+                f"{dataset.prefix} is not the dataset that the checkpoint read ({former.prefix}), the contents differ: it has"
+                f" {dataset.num_sequences} sequences with {dataset.num_tokens} tokens, and the other had"
+                f" {former.num_sequences} with {former.num_tokens}",
                 fix,
             )
         elif former.weight != dataset.weight:
             yield Problem(
-                f"the weight of {dataset.prefix} cannot change on resume, the order of samples depends on it:"
-                f" the checkpoint has {_bare(former.weight)}, this run {_bare(dataset.weight)}",
+                f"the weight of {dataset.prefix} cannot change on resume, since the order of samples depends on it:"
+                f" the checkpoint has {_as_text(former.weight)}, this run {_as_text(dataset.weight)}",
                 fix,
             )
 
@@ -81,10 +82,10 @@ def cyclic_pass_size_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     now = draft.config.training.micro_batch_size * draft.derived.data_parallel_size
     if now != stored.pass_size:
         yield Problem(
-            f"--dataloader-type cyclic orders samples by micro-batch size * data-parallel size, which is {now} and was"
+            f"--dataloader-type cyclic orders samples by micro-batch size * data-parallel size, which is {now} here and"
             f" {stored.pass_size} in the checkpoint",
-            f"keep --micro-batch-size * data-parallel size at {stored.pass_size}, or use --dataloader-type single in a"
-            " fresh run, whose order depends on neither",
+            f"use --micro-batch-size * data-parallel size = {stored.pass_size}, or start from scratch with"
+            " --dataloader-type single, whose order depends on neither",
         )
 
 
@@ -92,7 +93,7 @@ def _trained_on(datasets: Sequence[DatasetFacts]) -> list[DatasetFacts]:
     return [dataset for dataset in datasets if dataset.split in ("all", "train")]
 
 
-def _splits(datasets: Sequence[DatasetFacts]) -> str:
+def _counts(datasets: Sequence[DatasetFacts]) -> str:
     counts = Counter(dataset.split for dataset in datasets)
     return ", ".join(f"{count} for {split}" for split, count in counts.items())
 
@@ -101,14 +102,14 @@ def tokenizer_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     stored, now = draft.facts.checkpoint, draft.facts.tokenizer_fingerprint
     if stored and stored.tokenizer_fingerprint and now and stored.tokenizer_fingerprint != now:
         yield Problem(
-            f"--tokenizer-model cannot change on resume, token numbers would mean other texts: the checkpoint has"
+            "--tokenizer-model cannot change on resume, since token ids would mean different text: the checkpoint has"
             f" fingerprint {stored.tokenizer_fingerprint}, this run {now}",
-            "use the tokenizer of the first run, or start a fresh run without --load and with another --save",
+            "use the tokenizer of the stored run, or start from scratch without --load and with another --save",
         )
 
 
 def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
-    """As Megatron-LM asks: whoever changes a schedule half-way says so."""
+    """As in Megatron-LM, a change of the schedule on resume requires a flag."""
     stored = draft.facts.checkpoint
     if stored is None or stored.schedule is None or not draft.continues_optimizer:
         return
@@ -116,13 +117,13 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         return
     changes = draft.derived.schedule.changes(stored.schedule)
     if changes:
-        said = "; ".join(
+        differences = "; ".join(
             f"{name}: the checkpoint has {before}, this run {now}" for name, before, now in changes
         )
         yield Problem(
-            f"the schedules are not those of the checkpoint: {said}",
-            "add --override-opt-param-scheduler to go on with this run's, or --use-checkpoint-opt-param-scheduler to go"
-            " on with the checkpoint's",
+            f"the schedules differ from the checkpoint: {differences}",
+            "add --override-opt-param-scheduler to use the schedules of this run, or"
+            " --use-checkpoint-opt-param-scheduler to use those of the checkpoint",
         )
 
 
@@ -130,8 +131,8 @@ def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if stored is not None and not stored.has_optimizer and draft.continues_optimizer:
         yield Problem(
-            f"{stored.path} was saved with --no-save-optim: it holds the weights alone",
-            "add --finetune to begin a run with them, or --no-load-optim to go on without the optimizer's state",
+            f"{stored.path} has no optimizer state, since it was saved with --no-save-optim",
+            "add --finetune to start a new run from its weights, or --no-load-optim to continue without the optimizer state",
         )
 
 
@@ -141,40 +142,41 @@ def restarts_keep_training_state(draft: Draft) -> Iterator[Problem]:
         return
     if checkpoint.finetune:
         yield Problem(
-            "--finetune with --save and --load in one folder would begin at iteration 0 at every restart",
-            "load from another folder, or leave out --finetune",
+            "--finetune with the same folder for --save and --load would start at iteration 0 at every restart",
+            "use another folder for --load, or remove --finetune",
         )
     elif checkpoint.no_load_optim:
         yield Problem(
-            "--no-load-optim with --save and --load in one folder would drop the optimizer's state at every restart",
-            "load from another folder, or leave out --no-load-optim",
+            "--no-load-optim with the same folder for --save and --load would drop the optimizer state at every restart",
+            "use another folder for --load, or remove --no-load-optim",
         )
 
 
 def finetune_requires_load(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
     if checkpoint.finetune and checkpoint.load is None:
-        yield Problem("--finetune is given without --load", "add --load FOLDER, or leave --finetune out")
+        yield Problem("--finetune requires --load", "add --load FOLDER, or remove --finetune")
 
 
 def changed_settings(draft: Draft) -> Iterator[str]:
-    """What changed since the checkpoint, by class, such as `--lr 0.001 -> 0.002`. What is refused is a problem."""
-    by_words: dict[str, list[str]] = {}
+    """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
+    by_label: dict[str, list[str]] = {}
     for path, stored, now in _changes(draft):
-        of = _class_of(draft, path)
-        if of.kind == "silent" or (
-            of is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
+        resume_class = _class_of(draft, path)
+        if resume_class.kind == "silent" or (
+            resume_class is SCHEDULE and draft.config.schedule.use_checkpoint_opt_param_scheduler
         ):
             continue
-        consent = _consent_to(draft, of) if of.kind == "consent" else ""
-        words = f"with consent ({consent})" if consent else "safe"
-        by_words.setdefault(words, []).append(f"{flag_of(path)} {_bare(stored)} -> {_shown(path, now)}")
-    for words, changes in by_words.items():
-        yield f"changed since the checkpoint, {words}: {', '.join(changes)}"
+        consent = _consent_to(draft, resume_class) if resume_class.kind == "consent" else ""
+        label = f"allowed by {consent}" if consent else "safe"
+        change = f"{flag_of(path)} {_as_text(stored)} -> {_with_unit(path, now)}"
+        by_label.setdefault(label, []).append(change)
+    for label, changes in by_label.items():
+        yield f"changed since the checkpoint, {label}: {', '.join(changes)}"
 
 
 def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
-    """Path, stored value and value now. What the checkpoint does not know, an older version has written: no change."""
+    """Yield path, stored and current value of changed settings. Settings that an older version did not store are skipped."""
     stored = draft.facts.checkpoint.config if draft.facts.checkpoint else {}
     for setting in settings():
         now = draft.config.raw(setting.path)
@@ -193,48 +195,48 @@ def _class_of(draft: Draft, path: str) -> ResumeClass:
     return classes_by_path()[path]
 
 
-def _consent_to(draft: Draft, of: ResumeClass) -> str:
-    """The flag by which the user consents to changes of this class; empty: there is none."""
+def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
+    """Return the given flag that allows changes of this class; empty: none."""
     checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
-    if of is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
-        return ""  # said in other words, it means the same
-    if of is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
-        return of.consent
-    if of in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
+    if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
+        return ""  # different settings, same schedule
+    if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
+        return resume_class.consent
+    if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
         return "--no-load-optim" if checkpoint.no_load_optim else "--skip-train"
-    if of.consent == "--finetune" and stored is not None and stored.is_start:
+    if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
         return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
     return ""
 
 
-def _shown(path: str, value: Any) -> str:
-    is_counted = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{_bare(value)} {unit_of(path)}".rstrip() if is_counted else _bare(value)
+def _with_unit(path: str, value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{_as_text(value)} {unit_of(path)}".rstrip() if is_number else _as_text(value)
 
 
-def _bare(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value)) or "none"
     if isinstance(value, bool):
         return "on" if value else "off"
     text = "none" if value is None else str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
-def _spelled(path: str, value: Any) -> str:
-    """How to say this value on the command line."""
+def _as_flag(path: str, value: Any) -> str:
+    """Return the command-line form of a value."""
     flag = flag_of(path)
     if isinstance(value, bool):
         return flag if value else f"without {flag}"
-    return f"without {flag}" if value is None or value == [] else f"{flag} {_bare(value)}"
+    return f"without {flag}" if value is None or value == [] else f"{flag} {_as_text(value)}"
 
 
 def save_interval_has_a_folder(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
     if checkpoint.save_interval is not None and checkpoint.save is None:
         yield Problem(
-            f"--save-interval {checkpoint.save_interval} is given without --save",
-            "add --save FOLDER, or leave --save-interval out",
+            f"--save-interval {checkpoint.save_interval} requires --save",
+            "add --save FOLDER, or remove --save-interval",
         )
 
 
@@ -242,12 +244,10 @@ def missing_checkpoint_has_one_answer(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
     if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
         yield Problem(
-            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "leave one of them out"
+            "--load-or-start and --exit-on-missing-checkpoint contradict each other", "remove one of them"
         )
     if checkpoint.load_or_start and checkpoint.load is None:
-        yield Problem(
-            "--load-or-start is given without --load", "add --load FOLDER, or leave --load-or-start out"
-        )
+        yield Problem("--load-or-start requires --load", "add --load FOLDER, or remove --load-or-start")
 
 
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (

@@ -1,11 +1,11 @@
-"""Each setting's class: what becomes of a change between a checkpoint and the run that goes on from it.
+"""The class of each setting: the effect of a change between a checkpoint and the run that resumes it.
 
     safe      a note                   the parallel layout, intervals, ...
-    silent    nothing                  says where to start from and where files lie, not what is trained
-    consent   an error, until a flag says that the change is meant
-    refused   an error                 these weights are of no use to such a run
+    silent    nothing                  where to start from and where files are, not what is trained
+    consent   a problem, unless a flag allows the change
+    refused   a problem                such a run cannot use these weights
 
-A setting without a class fails a test. What lies in files is judged by their contents, not by their paths (`resume.py`).
+A test fails if a setting has no class. Files are compared by contents, not by paths (`resume.py`).
 """
 
 import functools
@@ -15,13 +15,15 @@ from typing import Final, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeClass:
+    """Settings whose changes on resume have the same effect."""
+
     kind: Literal["safe", "silent", "consent", "refused"]
     reason: str = ""
-    """Why a change is not safe; follows `cannot change on resume, `."""
+    """The reason why a change is not safe; follows `cannot change on resume, since `."""
     consent: str = ""
-    """The flag that says that a change is meant."""
+    """The flag that allows a change."""
     settings: str
-    """A section, a colon, and names, divided by semicolons."""
+    """`section: names` with names separated by spaces, and sections by semicolons."""
 
 
 SHAPE: Final = ResumeClass(
@@ -36,12 +38,12 @@ SHAPE: Final = ResumeClass(
 )
 VOCABULARY: Final = ResumeClass(
     kind="refused",
-    reason="the meaning of token numbers depends on it",
+    reason="the meaning of token ids depends on it",
     settings="tokenizer: vocab_size",
 )
 FUNCTION: Final = ResumeClass(
     kind="consent",
-    reason="what the model computes depends on it",
+    reason="the function that the model computes depends on it",
     consent="--finetune",
     settings="model: norm_epsilon squared_relu no_bias_gelu_fusion activation_func_clamp_value glu_linear_offset"
     " rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
@@ -61,13 +63,13 @@ ORDER: Final = ResumeClass(
 )
 OPTIMIZER_STATE: Final = ResumeClass(
     kind="consent",
-    reason="the optimizer's state depends on it",
+    reason="the optimizer state depends on it",
     consent="--no-load-optim",
     settings="optimizer: optimizer",
 )
 SCHEDULE: Final = ResumeClass(
     kind="consent",
-    reason="learning rate and weight decay follow it",
+    reason="learning rate and weight decay depend on it",
     consent="--override-opt-param-scheduler",
     settings="optimizer: lr weight_decay decoupled_lr decoupled_min_lr; schedule: min_lr lr_decay_style"
     " lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples lr_decay_iters lr_decay_samples lr_warmup_iters"
@@ -120,11 +122,11 @@ RESUME_CLASSES: Final = (SHAPE, VOCABULARY, FUNCTION, ORDER, OPTIMIZER_STATE, SC
 
 @functools.cache
 def classes_by_path() -> dict[str, ResumeClass]:
-    """The class of each setting, by path."""
-    return {path: of for of in RESUME_CLASSES for path in paths_of(of)}
+    """Return the class of each setting, by path."""
+    return {path: resume_class for resume_class in RESUME_CLASSES for path in paths_of(resume_class)}
 
 
-def paths_of(of: ResumeClass) -> list[str]:
-    """The settings of a class."""
-    sections = [part.split(":") for part in of.settings.split(";")]
+def paths_of(resume_class: ResumeClass) -> list[str]:
+    """Return the paths of the settings of a class."""
+    sections = [part.split(":") for part in resume_class.settings.split(";")]
     return [f"{section.strip()}.{name}" for section, names in sections for name in names.split()]

@@ -10,6 +10,7 @@ from typing import Final
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import features_are_verified
 from megatrain.config.plan import Draft
+from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 from megatrain.config.rules.data import DATA_RULES
 from megatrain.config.rules.device import DEVICE_RULES
 from megatrain.config.rules.experts import EXPERT_RULES
@@ -26,6 +27,7 @@ from megatrain.config.rules.transformer_engine import TRANSFORMER_ENGINE_RULES
 RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *SIZE_RULES,
     *PARALLEL_RULES,
+    *CONTEXT_PARALLEL_RULES,
     *MODEL_RULES,
     *LAYER_RULES,
     *TRANSFORMER_ENGINE_RULES,

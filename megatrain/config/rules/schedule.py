@@ -16,16 +16,16 @@ def warmup_has_one_length(draft: Draft) -> Problems:
         "--lr-warmup-iters": schedule.lr_warmup_iters or None,
         "--lr-warmup-samples": schedule.lr_warmup_samples or None,
     }
-    said = [f"{flag} {value}" for flag, value in given.items() if value is not None]
-    if len(said) > 1:
-        yield Problem(f"{' and '.join(said)} all say how long warm-up takes", "give one of them")
+    lengths = [f"{flag} {value}" for flag, value in given.items() if value is not None]
+    if len(lengths) > 1:
+        yield Problem(f"{' and '.join(lengths)} each set the length of warm-up", "give one of them")
 
 
 def decay_has_one_length(draft: Draft) -> Problems:
     iterations, samples = draft.config.schedule.lr_decay_iters, draft.config.schedule.lr_decay_samples
     if iterations is not None and samples is not None:
         yield Problem(
-            f"--lr-decay-iters {iterations} and --lr-decay-samples {samples} both say when the decay ends",
+            f"--lr-decay-iters {iterations} and --lr-decay-samples {samples} both set the end of the decay",
             "give one of them",
         )
 
@@ -34,7 +34,7 @@ def warmup_ends_before_decay(draft: Draft) -> Problems:
     warmup, decay = draft.derived.lr_warmup_samples, draft.derived.lr_decay_samples
     if warmup >= decay:
         yield Problem(
-            f"warm-up takes {warmup} samples, and the decay ends at {decay}",
+            f"warm-up takes {warmup} samples, but the decay ends at sample {decay}",
             "shorten warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction), or end the decay later"
             " (--lr-decay-iters, --lr-decay-samples)",
         )
@@ -53,7 +53,8 @@ def decoupled_rates_are_in_order(draft: Draft) -> Problems:
     if top is None:
         if bottom is not None:
             yield Problem(
-                f"--decoupled-min-lr {bottom} has no effect without --decoupled-lr", "add --decoupled-lr"
+                f"--decoupled-min-lr {bottom} has no effect without --decoupled-lr",
+                "add --decoupled-lr, or remove --decoupled-min-lr",
             )
         return
     lowest, flag = (floor, "--min-lr") if bottom is None else (bottom, "--decoupled-min-lr")
@@ -68,13 +69,13 @@ def wsd_decay_has_one_length(draft: Draft) -> Problems:
     iterations, samples = schedule.lr_wsd_decay_iters, schedule.lr_wsd_decay_samples
     if iterations is not None and samples is not None:
         yield Problem(
-            f"--lr-wsd-decay-iters {iterations} and --lr-wsd-decay-samples {samples} both say how long the decay takes",
+            f"--lr-wsd-decay-iters {iterations} and --lr-wsd-decay-samples {samples} both set the length of the decay",
             "give one of them",
         )
     if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
         yield Problem(
-            "--lr-decay-style WSD does not say how long the decay at its end takes",
-            "give --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+            "--lr-decay-style WSD requires the length of its final decay",
+            "add --lr-wsd-decay-iters or --lr-wsd-decay-samples",
         )
 
 
@@ -82,7 +83,7 @@ def wsd_decay_fits_the_schedule(draft: Draft) -> Problems:
     wsd, decay = draft.derived.lr_wsd_decay_samples, draft.derived.lr_decay_samples
     if wsd is not None and wsd > decay:
         yield Problem(
-            f"the decay of WSD takes {wsd} samples, and ends at sample {decay}",
+            f"the final decay of WSD takes {wsd} samples, but ends at sample {decay}",
             "shorten it (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
         )
 
@@ -94,17 +95,18 @@ def weight_decay_schedule_is_complete(draft: Draft) -> Problems:
         for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
             if value is not None:
                 yield Problem(
-                    f"{flag} {value} is given, and --weight-decay-incr-style is constant",
-                    "use --weight-decay-incr-style linear or cosine, or --weight-decay alone",
+                    f"{flag} {value} has no effect with --weight-decay-incr-style constant",
+                    f"use --weight-decay-incr-style linear or cosine, or remove {flag} and use --weight-decay",
                 )
     elif start is None or end is None:
         yield Problem(
-            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} does not say from where to where",
-            "give --start-weight-decay and --end-weight-decay",
+            f"--weight-decay-incr-style {schedule.weight_decay_incr_style} requires a start and an end",
+            "add --start-weight-decay and --end-weight-decay",
         )
     elif end < start:
         yield Problem(
-            f"--end-weight-decay {end} is below --start-weight-decay {start}", "let weight decay increase"
+            f"--end-weight-decay {end} is below --start-weight-decay {start}",
+            f"use --end-weight-decay {start} or more",
         )
 
 

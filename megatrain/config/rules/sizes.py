@@ -15,7 +15,7 @@ def heads_divide_over_tp_ranks(draft: Draft) -> Problems:
     if heads % tp:
         yield Problem(
             f"--num-attention-heads {heads} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {_divisor_near(heads, tp)}, or --num-attention-heads {_multiple_near(heads, tp)}",
+            f"use --tensor-model-parallel-size {divisor_near(heads, tp)}, or --num-attention-heads {multiple_near(heads, tp)}",
         )
 
 
@@ -27,13 +27,13 @@ def query_groups_divide_over_tp_ranks(draft: Draft) -> Problems:
     if tp > groups:
         yield Problem(
             f"--tensor-model-parallel-size {tp} is not divisible by --num-query-groups {groups}, nor the other way round",
-            f"use --tensor-model-parallel-size {tp // groups * groups}, or --num-query-groups {_divisor_near(tp, groups)}",
+            f"use --tensor-model-parallel-size {tp // groups * groups}, or --num-query-groups {divisor_near(tp, groups)}",
         )
     else:
         yield Problem(
             f"--num-query-groups {groups} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --tensor-model-parallel-size {_divisor_near(groups, tp)}, or"
-            f" --num-query-groups {_multiple_near(groups, tp)}",
+            f"use --tensor-model-parallel-size {divisor_near(groups, tp)}, or"
+            f" --num-query-groups {multiple_near(groups, tp)}",
         )
 
 
@@ -43,7 +43,7 @@ def heads_divide_over_query_groups(draft: Draft) -> Problems:
     if model.group_query_attention and heads % groups:
         yield Problem(
             f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}",
-            f"use --num-query-groups {_divisor_near(heads, groups)}",
+            f"use --num-query-groups {divisor_near(heads, groups)}",
         )
 
 
@@ -69,7 +69,7 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
 def hidden_size_divides_over_heads(draft: Draft) -> Problems:
     model = draft.config.model
     if not draft.is_given("model.kv_channels") and model.hidden_size % model.num_attention_heads:
-        size = _multiple_near(model.hidden_size, model.num_attention_heads)
+        size = multiple_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}",
             f"use --hidden-size {size}, or give the channels per head with --kv-channels",
@@ -81,7 +81,7 @@ def hidden_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --hidden-size {_multiple_near(size, tp)}, or --tensor-model-parallel-size {_divisor_near(size, tp)}",
+            f"use --hidden-size {multiple_near(size, tp)}, or --tensor-model-parallel-size {divisor_near(size, tp)}",
         )
 
 
@@ -90,7 +90,7 @@ def ffn_size_divides_over_tp_ranks(draft: Draft) -> Problems:
     if size % tp:
         yield Problem(
             f"--ffn-hidden-size {size} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --ffn-hidden-size {_multiple_near(size, tp)}",
+            f"use --ffn-hidden-size {multiple_near(size, tp)}",
         )
 
 
@@ -108,7 +108,7 @@ def layers_divide_over_stages(draft: Draft) -> Problems:
     if layers % pp:
         yield Problem(
             f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}",
-            f"use --pipeline-model-parallel-size {_divisor_near(layers, pp)}, or --num-layers {_multiple_near(layers, pp)}",
+            f"use --pipeline-model-parallel-size {divisor_near(layers, pp)}, or --num-layers {multiple_near(layers, pp)}",
         )
 
 
@@ -138,7 +138,7 @@ def ranks_hold_all_experts(draft: Draft) -> Problems:
 def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems:
     world, product = draft.derived.world_size, math.prod(sizes.values())
     if world % product:
-        fits = _multiple_near(world, product)
+        fits = multiple_near(world, product)
         is_given = draft.config.parallel.world_size is not None
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'the number of ranks, {world},'} is not a multiple of"
@@ -180,7 +180,7 @@ def global_batch_divides_into_passes(draft: Draft) -> Problems:
         yield Problem(
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
-            f"use --global-batch-size {_multiple_near(batch, per_pass)}",
+            f"use --global-batch-size {multiple_near(batch, per_pass)}",
         )
 
 
@@ -192,7 +192,7 @@ def evaluation_batch_divides_into_passes(draft: Draft) -> Problems:
         yield Problem(
             f"--eval-global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} *"
             f" data-parallel size {dp} = {per_pass}",
-            f"use --eval-global-batch-size {_multiple_near(batch, per_pass)}",
+            f"use --eval-global-batch-size {multiple_near(batch, per_pass)}",
         )
 
 
@@ -202,7 +202,7 @@ def sequence_divides_over_tp_ranks(draft: Draft) -> Problems:
     if parallel.sequence_parallel and parallel.context_parallel_size == 1 and length % tp:
         yield Problem(
             f"--sequence-parallel requires --seq-length {length} to be divisible by --tensor-model-parallel-size {tp}",
-            f"use --seq-length {_multiple_near(length, tp)}, or remove --sequence-parallel",
+            f"use --seq-length {multiple_near(length, tp)}, or remove --sequence-parallel",
         )
 
 
@@ -220,17 +220,17 @@ def padded_vocabulary_divides_over_tp_ranks(draft: Draft) -> Problems:
     if rows % tp:
         yield Problem(
             f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {tp}",
-            f"use --padded-vocab-size {_multiple_near(rows, tp)}, or remove it (or set it to auto)",
+            f"use --padded-vocab-size {multiple_near(rows, tp)}, or remove it (or set it to auto)",
         )
 
 
-def _divisor_near(number: int, limit: int) -> int:
+def divisor_near(number: int, limit: int) -> int:
     """Return the largest divisor up to `limit`, which is capped to bound the search."""
     largest = min(number, limit, 2**16)
     return next(candidate for candidate in range(largest, 0, -1) if number % candidate == 0)
 
 
-def _multiple_near(number: int, factor: int) -> int:
+def multiple_near(number: int, factor: int) -> int:
     """Return the smallest multiple of `factor` that is at least `number`."""
     return -(-number // factor) * factor
 

@@ -1,4 +1,4 @@
-"""What must hold between the settings of batches, schedules, number formats and the optimizer."""
+"""Rules about the length of training, batch sizes, the optimizer, dtypes and signals."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -12,8 +12,8 @@ Problems = Iterator[Problem]
 
 
 def signal_number(text: str) -> int | None:
-    """Of a signal's name or number; None: there is no such signal, or it cannot be caught."""
-    by_name = {one.name: one.value for one in signal.Signals}
+    """Return the number of a signal given by name or number; None if it does not exist or cannot be caught."""
+    by_name = {member.name: member.value for member in signal.Signals}
     number = int(text) if text.isdecimal() else by_name.get(text.upper())
     if number not in by_name.values() or number in (signal.SIGKILL, signal.SIGSTOP):
         return None
@@ -25,11 +25,11 @@ def training_has_one_length(draft: Draft) -> Problems:
     if training.train_iters is None and training.train_samples is None:
         yield Problem(
             "neither --train-iters nor --train-samples is given",
-            "say how long to train, such as --train-iters 1000",
+            "give one of them, such as --train-iters 1000",
         )
     if training.train_iters is not None and training.train_samples is not None:
         yield Problem(
-            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both say how long to train",
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} both set the length of training",
             "give one of them",
         )
 
@@ -37,10 +37,10 @@ def training_has_one_length(draft: Draft) -> Problems:
 def samples_fill_a_batch(draft: Draft) -> Problems:
     training = draft.config.training
     samples, batch = training.train_samples, training.global_batch_size
-    is_growing = bool(training.rampup_batch_size) or training.step_batch_size_schedule is not None
+    is_changing = bool(training.rampup_batch_size) or training.step_batch_size_schedule is not None
     if samples is not None and draft.derived.train_iters == 0:
         yield Problem(
-            f"--train-samples {samples} do not fill one {'batch' if is_growing else f'--global-batch-size {batch}'}",
+            f"--train-samples {samples} is less than one {'batch' if is_changing else f'--global-batch-size {batch}'}",
             f"use --train-samples {batch} or more",
         )
 
@@ -56,7 +56,7 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
         for flag, is_given in others.items():
             if is_given:
                 yield Problem(
-                    f"--step-batch-size-schedule and {flag} both say how large a batch is",
+                    f"--step-batch-size-schedule and {flag} both set the batch size",
                     "give one of them",
                 )
     try:
@@ -69,9 +69,9 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
     if misfits and is_changing:
         flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
         yield Problem(
-            f"{flag} comes to a batch of {misfits[0]}, which is no multiple of --micro-batch-size"
+            f"{flag} has a batch size of {misfits[0]}, which is not a multiple of --micro-batch-size"
             f" {training.micro_batch_size} * data-parallel size {draft.derived.data_parallel_size} = {sizes.pass_size}",
-            f"use batches that are multiples of {sizes.pass_size}"
+            f"use batch sizes that are multiples of {sizes.pass_size}"
             + (", or add --decrease-batch-size-if-needed" if training.rampup_batch_size else ""),
         )
 
@@ -90,8 +90,8 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
     for other, (value, instead) in counted.items():
         if value is not None:
             yield Problem(
-                f"{other} {value} counts iterations, which differ in size with {flag}",
-                f"use {instead}, as Megatron-LM asks for too",
+                f"{other} {value} counts iterations, whose batch size changes with {flag}",
+                f"use {instead}, as Megatron-LM requires too",
             )
 
 
@@ -101,8 +101,8 @@ def moments_require_adam(draft: Draft) -> Problems:
     for flag, dtype in given.items():
         if optimizer.optimizer == "sgd" and dtype != "fp32":
             yield Problem(
-                f"{flag} {dtype} has no effect with --optimizer sgd, which keeps no such mean",
-                f"leave {flag} out, or use --optimizer adam",
+                f"{flag} {dtype} has no effect with --optimizer sgd, which has no such state",
+                f"remove {flag}, or use --optimizer adam",
             )
 
 
@@ -112,14 +112,14 @@ def offload_fraction_requires_offload(draft: Draft) -> Problems:
         yield Problem(
             f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction} has no effect without"
             " --optimizer-cpu-offload",
-            "add --optimizer-cpu-offload, or leave the fraction out",
+            "add --optimizer-cpu-offload, or remove --optimizer-offload-fraction",
         )
 
 
 def dtypes_agree(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.bf16 and precision.fp16:
-        yield Problem("--bf16 and --fp16 contradict each other", "leave one of them out")
+        yield Problem("--bf16 and --fp16 contradict each other", "remove one of them")
         return
     for flag, is_on, dtype in (
         ("--bf16", precision.bf16, "bfloat16"),
@@ -128,10 +128,10 @@ def dtypes_agree(draft: Draft) -> Problems:
         if is_on and precision.params_dtype != dtype:
             yield Problem(
                 f"{flag} and --params-dtype {precision.params_dtype} contradict each other",
-                "leave one of them out",
+                "remove one of them",
             )
         if not is_on and precision.params_dtype == dtype:
-            yield Problem(f"--params-dtype {dtype} is given without {flag}", f"add {flag}")
+            yield Problem(f"--params-dtype {dtype} requires {flag}", f"add {flag}")
 
 
 def loss_scale_is_in_range(draft: Draft) -> Problems:
@@ -148,7 +148,8 @@ def exit_signal_is_valid(draft: Draft) -> Problems:
     text = draft.config.resilience.exit_signal
     if signal_number(text) is None:
         yield Problem(
-            f"--exit-signal {text} is no signal that can be caught", "use a name such as SIGTERM, or a number"
+            f"--exit-signal {text} is not a signal that can be caught",
+            "use a name such as SIGTERM, or a number",
         )
 
 

@@ -1,6 +1,6 @@
-"""What `--transformer-impl transformer_engine` asks for: the library, a GPU, 16 bits, and layers that it can compute.
+"""Rules about `--transformer-impl transformer_engine`: the library, a GPU, bf16 or fp16, and layers that it supports.
 
-Nothing is done by `local` in its place: what the library does not have is a problem with what to use.
+`local` never replaces it silently: each feature that the library lacks is a problem with a remedy.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,126 +13,137 @@ from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
-_ASKED: Final = "--transformer-impl transformer_engine"
+_FLAG: Final = "--transformer-impl transformer_engine"
 _LOCAL: Final = "use --transformer-impl local"
 _LIBRARY: Final = "transformer_engine"
-_OLDEST: Final = "2.20"
-"""Its modules are called as this version takes it."""
+_MIN_VERSION: Final = "2.20"
+"""First version with the module signatures that megatrain uses."""
 
 
-def is_asked_for(draft: Draft) -> bool:
+def _is_used(draft: Draft) -> bool:
     return draft.config.model.transformer_impl == _LIBRARY
 
 
 def transformer_engine_is_installed(draft: Draft) -> Iterator[Problem]:
-    """Plans of other machines do without it."""
-    if not is_asked_for(draft) or draft.config.training.dry_run:
+    """A dry run does not need the library."""
+    if not _is_used(draft) or draft.config.training.dry_run:
         return
     version = draft.facts.libraries.get(_LIBRARY)
     if version is None:
         yield Problem(
-            f"{_ASKED}: Transformer Engine is not installed",
-            f"install it (pip install --no-build-isolation transformer_engine[pytorch], which is built for this CUDA), or {_LOCAL}",
+            f"{_FLAG} requires Transformer Engine, which is not installed",
+            "install it (pip install --no-build-isolation transformer_engine[pytorch], built for the installed CUDA),"
+            f" or {_LOCAL}",
         )
-    elif version_key(version) < version_key(_OLDEST):
+    elif version_key(version) < version_key(_MIN_VERSION):
         yield Problem(
-            f"{_ASKED}: Transformer Engine {version} is installed, and {_OLDEST} or later is needed",
-            f"install a later one, or {_LOCAL}",
+            f"{_FLAG} requires Transformer Engine {_MIN_VERSION} or later, and {version} is installed",
+            f"install a later version, or {_LOCAL}",
         )
 
 
 def transformer_engine_supports_this(draft: Draft) -> Iterator[Problem]:
-    if not is_asked_for(draft):
+    if not _is_used(draft):
         return
     if draft.config.training.device != "cuda":
-        yield Problem(f"{_ASKED} computes on GPUs, and this run on {draft.config.training.device}", _LOCAL)
+        yield Problem(f"{_FLAG} requires --device cuda, and it is {draft.config.training.device}", _LOCAL)
     if draft.config.precision.params_dtype not in ("bfloat16", "float16"):
         yield Problem(
-            f"{_ASKED} computes in bf16 or fp16, and this run in {draft.config.precision.params_dtype}",
+            f"{_FLAG} requires bf16 or fp16, and --params-dtype is {draft.config.precision.params_dtype}",
             f"add --bf16, or {_LOCAL}",
         )
-    for said, is_used, instead in _missing(draft):
+    for feature, is_used, remedy in _unsupported(draft):
         if is_used:
-            yield Problem(f"{_ASKED} does not have {said}", f"{instead}, or {_LOCAL}")
+            yield Problem(f"{_FLAG} does not support {feature}", f"{remedy}, or {_LOCAL}")
 
 
-def _missing(draft: Draft) -> Iterator[tuple[str, bool, str]]:
-    """What it lacks, or has in a way that depends on the layout: whether it is used, and what to use instead."""
-    model, training = draft.config.model, draft.config.training
+def _unsupported(draft: Draft) -> Iterator[tuple[str, bool, str]]:
+    """Yield features that the library lacks or that depend on the layout, with True if this run uses them, and the remedy."""
+    model = draft.config.model
     yield (
-        f"--attention-dropout {model.attention_dropout} that is the same under every layout",
+        f"--attention-dropout {model.attention_dropout} with equal results under every layout",
         model.attention_dropout > 0,
         "use --attention-dropout 0",
     )
     yield (
         f"--attn-logit-softcapping {model.attn_logit_softcapping} in its fused kernels",
         model.attn_logit_softcapping is not None,
-        "leave it out",
+        "remove --attn-logit-softcapping",
     )
     yield (
-        f"--softmax-type {model.softmax_type} here",
+        f"--softmax-type {model.softmax_type}",
         model.softmax_type != "vanilla",
         "use --softmax-type vanilla",
     )
     yield (
-        "exact GELU, which this run has without --swiglu and its like",
+        "exact GELU, the activation of this run",
         draft.derived.activation == "gelu",
-        "leave out what asks for it (--disable-bias-linear or --no-bias-gelu-fusion: GELU by tanh is there)",
+        "use --swiglu, or remove --disable-bias-linear and --no-bias-gelu-fusion to use its tanh approximation",
     )
     yield (
         f"--activation-func-clamp-value {model.activation_func_clamp_value}",
         model.activation_func_clamp_value is not None,
-        "leave it out",
+        "remove --activation-func-clamp-value",
     )
-    yield f"--glu-linear-offset {model.glu_linear_offset}", bool(model.glu_linear_offset), "leave it out"
     yield (
-        "--qk-layernorm-width all_heads, a norm over heads of several ranks",
+        f"--glu-linear-offset {model.glu_linear_offset}",
+        bool(model.glu_linear_offset),
+        "remove --glu-linear-offset",
+    )
+    yield (
+        "--qk-layernorm-width all_heads, a norm over the heads of several ranks",
         model.qk_layernorm and model.qk_layernorm_width == "all_heads",
         "use --qk-layernorm-width head",
     )
     yield (
-        "--fp32-residual-connection: its norms read what its products compute in",
+        f"--attention-backend {model.attention_backend}: it selects a kernel itself or by NVTE_FLASH_ATTN and related variables",
+        model.attention_backend != "auto",
+        "use --attention-backend auto, with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 to exclude a kernel",
+    )
+    yield from _unsupported_norm_options(draft)
+    num_experts = draft.config.experts.num_experts
+    yield f"--num-experts {num_experts}", num_experts is not None, "remove --num-experts"
+    function = layer_function(model.spec)
+    yield f"custom layers (--spec {function})", function is not None, "remove --spec"
+    yield from _unsupported_with_context_parallelism(draft)
+
+
+def _unsupported_norm_options(draft: Draft) -> Iterator[tuple[str, bool, str]]:
+    model, training = draft.config.model, draft.config.training
+    yield (
+        "--fp32-residual-connection: the input of its norms has the dtype of its GEMMs",
         model.fp32_residual_connection,
-        "leave it out",
+        "remove --fp32-residual-connection",
     )
     yield (
-        "--recompute-modules layernorm: its norms keep what they give",
+        "--recompute-modules layernorm: its norms always save their output",
         "layernorm" in training.recompute_modules,
         "use --recompute-modules core_attn mlp",
     )
-    yield "--recompute-norms: its norms keep what they give", training.recompute_norms, "leave it out"
     yield (
-        f"--attention-backend {model.attention_backend}: it chooses itself, or by NVTE_FLASH_ATTN and its like",
-        model.attention_backend != "auto",
-        "use --attention-backend auto, with NVTE_FLASH_ATTN, NVTE_FUSED_ATTN or NVTE_UNFUSED_ATTN=0 against a kernel",
+        "--recompute-norms: its norms always save their output",
+        training.recompute_norms,
+        "remove --recompute-norms",
     )
-    num_experts = draft.config.experts.num_experts
-    yield f"--num-experts {num_experts} here", num_experts is not None, "leave it out"
-    own = layer_function(model.spec)
-    yield f"layers of one's own (--spec {own})", own is not None, "leave --spec out"
-    yield from _missing_over_context_ranks(draft)
 
 
-def _missing_over_context_ranks(draft: Draft) -> Iterator[tuple[str, bool, str]]:
+def _unsupported_with_context_parallelism(draft: Draft) -> Iterator[tuple[str, bool, str]]:
     cp = draft.config.parallel.context_parallel_size
-    documents = (
-        f"documents in attention with --context-parallel-size {cp}: it divides each of them over the ranks"
-    )
     yield (
-        f"{documents}, which hold parts of whole samples here",
+        f"document masks with --context-parallel-size {cp}: it splits each document over the ranks, not whole samples",
         cp > 1 and has_documents(draft),
-        "leave --context-parallel-size out",
+        "remove --context-parallel-size",
     )
     yield (
-        "--cp-comm-type a2a+all_gather, which windows make of a2a+p2p, too",
+        "--cp-comm-type a2a+all_gather, which also replaces a2a+p2p with sliding windows",
         "a2a+all_gather" in draft.derived.cp_comm_types,
         "use --cp-comm-type all_gather",
     )
-    few = next((one for one in head_exchanges(draft) if one.groups % one.ranks), None)
-    if few is not None:
-        said = f"--cp-comm-type {few.comm_type} between {few.ranks} ranks with {few.groups} query groups on each tensor rank"
+    uneven = next((each for each in head_exchanges(draft) if each.groups % each.ranks), None)
+    if uneven is not None:
+        sizes = f"{uneven.ranks} ranks with {uneven.groups} query groups per tensor-parallel rank"
         yield (
-            f"{said} (layer {few.layer}, from 0): it copies no keys and values",
+            f"--cp-comm-type {uneven.comm_type} between {sizes} (layer {uneven.layer}, from 0): it does not replicate them",
             True,
             "use --cp-comm-type p2p",
         )
