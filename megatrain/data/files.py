@@ -1,38 +1,49 @@
-"""Files that survive a power cut, errors that name their file, and packages that need not be installed."""
+"""Durable writes, file locks and optional packages.
+
+Durable: written files and renames survive a power failure. Errors name the file and the remedy.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.config.errors import ConfigError, InputError, MegatrainError
+
+
+def log_to_stderr(text: str) -> None:
+    """Print a line to stderr; stdout is reserved for results."""
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Errors of the disk inside name the file."""
+def report_write_errors(path: Path) -> Iterator[None]:
+    """Convert OSError to MegatrainError that names the file."""
     try:
         yield
     except OSError as error:
         raise MegatrainError(
             f"{path}: cannot be written: {error.strerror or error}",
-            fix="make room or mend the disk, run again",
+            fix="free disk space or repair the disk, then run again",
         ) from error
 
 
-def flush(file: IO[bytes]) -> None:
-    """What was written to a file is on the disk."""
+def fsync(file: IO[bytes]) -> None:
+    """Flush a file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def flush_folder(folder: Path) -> None:
-    """Make renames in a folder last through a power cut."""
+def fsync_folder(folder: Path) -> None:
+    """Flush renames in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,14 +52,75 @@ def flush_folder(folder: Path) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file and put it on the disk."""
-    with writing(path), path.open("wb") as file:
+    """Write a JSON file and flush it to disk."""
+    with report_write_errors(path), path.open("wb") as file:
         file.write(json.dumps(content, indent=2).encode() + b"\n")
-        flush(file)
+        fsync(file)
+
+
+class FileLock:
+    """An exclusive lock between processes: a locked file, which the kernel unlocks when its owner dies.
+
+    The file exists while the lock is held; a file that a dead owner left behind locks nobody out.
+    """
+
+    def __init__(self, path: Path, *, target: str, log: Callable[[str], None] = log_to_stderr) -> None:
+        """Prepare a lock. `target` describes the protected output, for messages."""
+        self._path = path
+        self._target = target
+        self._log = log
+        self._file: IO[bytes] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """True if this object holds the lock."""
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """Take the lock without waiting. Raises InputError if another process has it or the folder is not writable."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._open_locked()
+        except BlockingIOError as error:
+            raise InputError(
+                f"{self._path}: another run is writing to {self._target}",
+                fix="wait for it, stop it, or give another output prefix",
+            ) from error
+        except OSError as error:
+            raise InputError(
+                f"{self._path}: cannot be written: {error.strerror}",
+                fix="give a prefix in a writable folder",
+            ) from error
+
+    def release(self) -> None:
+        """Release the lock and remove its file. Does nothing if the lock is not held."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)  # before closing: nobody else can hold this file's lock yet
+            self._file.close()
+            self._file = None
+
+    def _open_locked(self) -> IO[bytes]:
+        while True:
+            file = self._path.open("ab")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_ino == self._path.stat().st_ino:
+                    return file
+            except FileNotFoundError:
+                pass  # the previous owner has just removed the file: open a new one
+            except OSError as error:
+                if error.errno not in {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}:
+                    file.close()
+                    raise
+                self._log(
+                    f"{self._path}: this file system has no locks; make sure that no other run writes to {self._target}"
+                )
+                return file
+            file.close()
 
 
 def optional_package(name: str, *, needed_for: str) -> Any:
-    """A module of a package that is not among megatrain's own requirements."""
+    """Import a module of a package that megatrain does not require. Raises ConfigError if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Joins datasets into one: the sequences and documents of the first, then those of the second, and so on.
+"""Concatenate datasets: the sequences and documents of the first, then those of the second, and so on.
 
     a.bin/.idx/.json, b.bin/.idx/.json -> out.bin/.idx/.json
 
-Only a piece of a dataset is in memory at any time, and the output appears when it is whole.
+Memory is bounded, and the output appears when it is complete.
 """
 
 from __future__ import annotations
@@ -15,38 +15,37 @@ from typing import Any, Final
 import numpy as np
 
 from megatrain.config.errors import ConfigError, InputError, Problem
-from megatrain.data.indexed.reader import Elements, IndexedDataset
+from megatrain.data.indexed.reader import Elements, IndexedDataset, read_description
 from megatrain.data.indexed.writer import IndexedWriter
-from megatrain.data.samples.sources import read_description
 
 _SHARED: Final = ("tokenizer_type", "tokenizer_fingerprint", "vocab_size", "eod", "append_eod", "json_key")
-"""What a description says once: null where the datasets differ, such as in the key that the text came from."""
+"""Fields that are copied if all descriptions agree, else null."""
 
 
 def merge(
-    prefixes: Sequence[str | Path], output_prefix: str | Path, *, say: Callable[[str], None] = print
+    prefixes: Sequence[str | Path], output_prefix: str | Path, *, log: Callable[[str], None] = print
 ) -> None:
-    """Write one dataset that holds all documents of these, in this order. A dataset may be named several times.
+    """Write a dataset with all documents of the given ones, in order. A prefix may occur several times.
 
     Raises:
-        ConfigError: the datasets do not fit together, or one of them would be overwritten.
+        ConfigError: the datasets are incompatible, or one of them would be overwritten.
     """
     if not prefixes:
-        raise ConfigError("there is nothing to merge", fix="name the prefixes of two datasets or more")
+        raise ConfigError("no datasets to merge are given", fix="give the prefixes of two or more datasets")
     _require_other_output(prefixes, Path(output_prefix))
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    _require_alike(datasets)
-    description = _merged_description(datasets, say)
+    _require_compatible(datasets)
+    description = _merged_description(datasets, log)
     with IndexedWriter(output_prefix, datasets[0].dtype) as writer:
         for dataset in datasets:
             for elements in _elements(dataset):
                 writer.add_elements(elements)
             for first in range(0, dataset.num_documents, _DOCUMENTS):
-                _add_cuts(writer, dataset, first)
+                _add_boundaries(writer, dataset, first)
         writer.description = description
-        if description is None:  # one of a former merge would speak of other data
+        if description is None:  # an existing file would describe other data
             Path(f"{output_prefix}.json").unlink(missing_ok=True)
-    say(
+    log(
         f"{writer.prefix}: {writer.num_documents:,} documents, {writer.num_sequences:,} sequences, "
         f"{writer.num_tokens:,} tokens of {writer.dtype.name}, from {len(datasets)} datasets"
     )
@@ -59,22 +58,21 @@ _ELEMENT_BYTES: Final = 1 << 24
 def _require_other_output(prefixes: Sequence[str | Path], output_prefix: Path) -> None:
     inside = [prefix for prefix in prefixes if Path(prefix).resolve() == output_prefix.resolve()]
     if inside:
-        raise ConfigError(
-            f"{inside[0]}: is to be read and to be written", fix="give the output another prefix"
-        )
+        raise ConfigError(f"{inside[0]}: is both an input and the output", fix="give another --output-prefix")
     path = Path(f"{output_prefix}.json")
     if path.exists() and not _is_description(str(output_prefix)):
         raise ConfigError(
-            f"{path}: would be overwritten, and describes no dataset", fix="give the output another prefix"
+            f"{path}: would be overwritten, but does not describe a dataset",
+            fix="give another --output-prefix",
         )
 
 
-def _require_alike(datasets: Sequence[IndexedDataset]) -> None:
-    """All have the same element type, and either all have modes or none has. Those without sequences have no modes."""
+def _require_compatible(datasets: Sequence[IndexedDataset]) -> None:
+    """Raise ConfigError unless element types are equal, and all datasets with sequences or none of them have modes."""
     first = datasets[0]
     problems = [
         Problem(
-            f"{other.prefix}: holds {other.dtype.name}, and {first.prefix} {first.dtype.name}",
+            f"{other.prefix}: element type is {other.dtype.name}, but that of {first.prefix} is {first.dtype.name}",
             "make both with the same tokenizer",
         )
         for other in datasets
@@ -83,8 +81,8 @@ def _require_alike(datasets: Sequence[IndexedDataset]) -> None:
     filled = [dataset for dataset in datasets if len(dataset)]
     problems += [
         Problem(
-            f"{other.prefix}: {_with_modes(other)}, and {filled[0].prefix} {_with_modes(filled[0])}",
-            "merge those with modes and those without apart",
+            f"{other.prefix}: {_with_modes(other)}, but {filled[0].prefix} {_with_modes(filled[0])}",
+            "merge datasets with modes and datasets without modes separately",
         )
         for other in filled
         if (other.modes is None) != (filled[0].modes is None)
@@ -104,16 +102,16 @@ def _elements(dataset: IndexedDataset) -> Iterator[Elements]:
             yield elements
 
 
-def _add_cuts(writer: IndexedWriter, dataset: IndexedDataset, first: int) -> None:
-    """How the elements of some documents, from the first on, are cut."""
-    borders = dataset.document_borders[first : first + _DOCUMENTS + 1]
-    sequences = slice(int(borders[0]), int(borders[-1]))
+def _add_boundaries(writer: IndexedWriter, dataset: IndexedDataset, first: int) -> None:
+    """Add the boundaries of a block of documents that starts at `first`."""
+    boundaries = dataset.document_boundaries[first : first + _DOCUMENTS + 1]
+    sequences = slice(int(boundaries[0]), int(boundaries[-1]))
     modes = None if dataset.modes is None else dataset.modes[sequences]
-    writer.add_cuts(dataset.lengths[sequences], np.diff(borders), modes)
+    writer.add_boundaries(dataset.lengths[sequences], np.diff(boundaries), modes)
 
 
 def _description(prefix: str) -> dict[str, Any] | None:
-    """What a dataset's `.json` says; None if there is none, or if it is about something else. Raises InputError."""
+    """Return the description of a dataset; None if there is no `.json`, or it is not a description. Raises InputError."""
     content = read_description(prefix)
     return content if content and "tokenizer_fingerprint" in content else None
 
@@ -126,9 +124,9 @@ def _is_description(prefix: str) -> bool:
 
 
 def _merged_description(
-    datasets: Sequence[IndexedDataset], say: Callable[[str], None]
+    datasets: Sequence[IndexedDataset], log: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The descriptions as one, if all datasets have one. Raises InputError where they name different tokenizers."""
+    """Merge the descriptions if all datasets have one. Raises InputError if they name different tokenizers."""
     found = {dataset.prefix: _description(dataset.prefix) for dataset in datasets}
     known = {prefix: description for prefix, description in found.items() if description is not None}
     for prefix, description in known.items():
@@ -142,7 +140,7 @@ def _merged_description(
     missing = [prefix for prefix in found if prefix not in known]
     if missing:
         if known:
-            say(f"{missing[0]}.json is missing, so that the result gets no description either")
+            log(f"{missing[0]}.json is missing, so the result gets no description")
         return None
     parts = [known[dataset.prefix] for dataset in datasets]
     shared = {name: {json.dumps(part.get(name)) for part in parts} for name in _SHARED}
@@ -162,7 +160,7 @@ def _merged_description(
 
 
 def _sum(parts: Sequence[dict[str, Any]], name: str) -> int | None:
-    """None if a description does not say."""
+    """Sum a count over all descriptions; None if one of them lacks it."""
     numbers = [number for part in parts if type(number := part.get(name)) is int]
     return sum(numbers) if len(numbers) == len(parts) else None
 

@@ -1,11 +1,12 @@
-"""Tokenized sequences on disk: `<prefix>.bin` holds the elements, `<prefix>.idx` says where each sequence lies.
+"""Read tokenized sequences: `<prefix>.bin` contains the elements, `<prefix>.idx` the position of each sequence.
 
-    .bin   elements of all sequences, one after the other, little endian, nothing else
-    .idx   magic 9 | version u64 | element code u8 | sequences n u64 | borders d u64
-           lengths int32[n] | byte offsets int64[n] | document borders int64[d] | modes int8[n], if multimodal
+    .bin   elements of all sequences, concatenated, little endian, nothing else
+    .idx   magic 9 | version u64 | element code u8 | sequences n u64 | boundaries d u64
+           lengths int32[n] | byte offsets int64[n] | document boundaries int64[d] | modes int8[n], if multimodal
+    .json  optional description: the tokenizer that made the data, and counts
 
-Document i is made of the sequences border[i] .. border[i+1]-1. Opening checks that both files agree in every byte
-count, so that a truncated copy is found before the first step and not in the middle of a run.
+Document i consists of the sequences boundary[i] .. boundary[i+1]-1. Opening checks that both files agree in every byte
+count, so that a truncated copy is an error at the start and not in the middle of a run.
 
 Source: the file format of Megatron-LM, core/datasets/indexed_dataset.py.
 """
@@ -13,6 +14,7 @@ Source: the file format of Megatron-LM, core/datasets/indexed_dataset.py.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import struct
 import weakref
@@ -31,62 +33,62 @@ VERSION: Final = 1
 HEADER: Final = struct.Struct("<9sQBQQ")
 ELEMENT_TYPES: Final = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CHECK_ROWS: Final = 1 << 16
-"""Sequences checked at once: as many as stay in a core's cache."""
-REBUILD: Final = "copy the file again, or make the dataset anew with preprocess_data.py"
+"""Sequences checked at once: as many as fit in a core's cache."""
+REBUILD: Final = "copy the file again, or make the dataset again with preprocess_data.py"
 
 
 class SequenceSource(Protocol):
-    """What samples are cut from: numbered token sequences, from files or made up."""
+    """Numbered token sequences, from files or synthetic, that samples are cut from."""
 
     @property
     def name(self) -> str:
-        """Where the tokens come from, for messages."""
+        """Name of the data, for messages."""
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Elements of every sequence, [n]."""
+        """Elements per sequence, [n]."""
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> Elements:
-        """`length` elements of a sequence from `offset` on; None: to its end."""
+        """Return `length` elements of a sequence starting at `offset`; None: to its end."""
 
     def document_of(self, sequence: int) -> int:
-        """The document that a sequence belongs to."""
+        """Return the document of a sequence."""
 
 
 class IndexedDataset:
-    """Reads the sequences of `<prefix>.bin/.idx`. Safe to use from several threads."""
+    """The sequences of `<prefix>.bin/.idx`. Thread-safe."""
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
         """Open and check both files.
 
         Args:
             prefix: path without `.bin` or `.idx`.
-            mmap: map both files, so that processes of a host share the memory; else the index is read into memory
-                and elements are read when asked for.
+            mmap: map both files, so that the processes of a host share the memory; else the index is read into memory
+                and elements are read on request.
 
         Raises:
-            InputError: a file is missing, or its content contradicts itself or the other file.
+            InputError: a file is missing or damaged, or the two files contradict each other.
         """
         self.prefix = str(prefix)
         self._bin_path = Path(f"{prefix}.bin")
         index_path = Path(f"{prefix}.idx")
         _require_files(self.prefix)
-        self.dtype, num_sequences, num_borders, has_modes = _read_header(index_path)
+        self.dtype, num_sequences, num_boundaries, has_modes = _read_header(index_path)
         if mmap:
             body: Elements = np.asarray(np.memmap(index_path, dtype=np.uint8, mode="r"))[HEADER.size :]
         else:
             body = np.fromfile(index_path, dtype=np.uint8, offset=HEADER.size)
-        cuts = np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_borders])
-        lengths, offsets, borders, modes = np.split(body, cuts)
+        cuts = np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
+        lengths, offsets, boundaries, modes = np.split(body, cuts)
         self.lengths: npt.NDArray[np.int32] = lengths.view("<i4")
         self.offsets: npt.NDArray[np.int64] = offsets.view("<i8")
-        self.document_borders: npt.NDArray[np.int64] = borders.view("<i8")
+        self.document_boundaries: npt.NDArray[np.int64] = boundaries.view("<i8")
         self.modes: npt.NDArray[np.int8] | None = modes.view("i1") if has_modes else None
         self.num_tokens = _check_offsets(index_path, self.lengths, self.offsets, self.dtype)
-        _check_borders(index_path, self.document_borders, num_sequences)
+        _check_boundaries(index_path, self.document_boundaries, num_sequences)
         _check_bin(self._bin_path, self.num_tokens, self.dtype)
         self._elements: Elements | None = None
-        if not self.num_tokens:  # nothing can be mapped
+        if not self.num_tokens:  # an empty file cannot be mapped
             self._elements = np.empty(0, self.dtype)
         elif mmap:
             self._elements = np.asarray(np.memmap(self._bin_path, dtype=self.dtype, mode="r"))
@@ -95,25 +97,25 @@ class IndexedDataset:
             weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     @property
     def name(self) -> str:
-        """Where the tokens come from, for messages."""
+        """Name of the data, for messages."""
         return str(self._bin_path)
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, also those without sequences."""
-        return len(self.document_borders) - 1
+        """Number of documents, including those without sequences."""
+        return len(self.document_boundaries) - 1
 
     def document_of(self, sequence: int) -> int:
-        """The document that a sequence belongs to."""
-        return int(np.searchsorted(self.document_borders, sequence, side="right")) - 1
+        """Return the document of a sequence."""
+        return int(np.searchsorted(self.document_boundaries, sequence, side="right")) - 1
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> Elements:
-        """`length` elements of a sequence from `offset` on; None: to its end. Do not write to the answer."""
+        """Return `length` elements of a sequence starting at `offset`; None: to its end. The result is read-only."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.name}: sequence {sequence} of {len(self)}")
         available = int(self.lengths[sequence]) - offset
@@ -129,28 +131,56 @@ class IndexedDataset:
         return self._read_file(start * self.dtype.itemsize, count * self.dtype.itemsize).view(self.dtype)
 
     def _read_file(self, position: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-        answer = np.empty(num_bytes, np.uint8)
-        view = memoryview(answer.data)
+        result = np.empty(num_bytes, np.uint8)
+        view = memoryview(result.data)
         done = 0
-        while done < num_bytes:  # a read may stop early, at 2 GiB for one
+        while done < num_bytes:  # a read may return fewer bytes, for example at 2 GiB
             try:
                 got = os.preadv(self._descriptor, [view[done:]], position + done)
             except OSError as error:
                 raise InputError(
                     f"{self._bin_path}: byte {position + done} cannot be read: {error.strerror}",
-                    fix="mend the disk or copy the file from another place",
+                    fix="repair the disk, or copy the file from another place",
                 ) from error
             if not got:
                 raise InputError(
-                    f"{self._bin_path}: ends at byte {position + done}; it has become shorter since it was opened",
+                    f"{self._bin_path}: ends at byte {position + done}; it was truncated after it was opened",
                     fix="do not change data files during a run",
                 )
             done += got
-        return answer
+        return result
+
+
+def read_description(prefix: str) -> dict[str, Any] | None:
+    """Return the description of a dataset, `<prefix>.json`; None if there is none.
+
+    Raises:
+        InputError: the file is not a valid description.
+    """
+    path = Path(f"{prefix}.json")
+    if not os.path.lexists(path):
+        return None
+    fix = "make the dataset again, or move this file away to use the dataset without a description"
+    if not path.is_file():
+        raise InputError(f"{path}: is not a file", fix=fix)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read: {error}", fix=fix) from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: contains no JSON object", fix=fix)
+    for name in ("tokenizer_type", "tokenizer_fingerprint"):
+        if not isinstance(content.get(name), str | None):
+            raise InputError(f"{path}: {name} is {content[name]!r}, instead of text", fix=fix)
+    for name in ("vocab_size", "sequences", "tokens", "largest_id"):
+        found = content.get(name)
+        if found is not None and (type(found) is not int or found < 0):
+            raise InputError(f"{path}: {name} is {found!r}, instead of a count", fix=fix)
+    return content
 
 
 def _require_files(prefix: str) -> None:
-    """Both files are there, or an error says which is not and what lies nearby."""
+    """Raise InputError, with similar names as a hint, unless both files exist."""
     missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
     if not missing:
         return
@@ -158,17 +188,17 @@ def _require_files(prefix: str) -> None:
     if path.suffix in {".bin", ".idx"} and all(
         path.with_suffix(suffix).is_file() for suffix in (".bin", ".idx")
     ):
-        fix = f"give the path without its ending: {path.with_suffix('')}"
+        fix = f"give the path without its suffix: {path.with_suffix('')}"
     elif "," in prefix:
-        fix = "separate datasets by blanks, not by commas"
+        fix = "separate datasets by spaces, not by commas"
     elif len(missing) == 1:
-        fix = "a dataset is two files; copy both, or make it anew with preprocess_data.py"
+        fix = "copy both files of the dataset, or make it again with preprocess_data.py"
     elif not path.parent.is_dir():
-        fix = f"there is no folder {path.parent}"
+        fix = f"correct the path: the folder {path.parent} does not exist"
     else:
         names = sorted(file.stem for file in path.parent.glob("*.idx"))
         near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4) or names[:3]
-        fix = f"{path.parent} holds {', '.join(near)}" if near else f"{path.parent} holds no .idx file"
+        fix = f"correct the path: {path.parent} contains {', '.join(near) or 'no .idx file'}"
     raise InputError(
         f"{prefix}{missing[0]}: {_absence(prefix + missing[0])}" + (" (nor .idx)" if missing[1:] else ""),
         fix=fix,
@@ -176,59 +206,55 @@ def _require_files(prefix: str) -> None:
 
 
 def _absence(path: str) -> str:
-    """Why a path names no file."""
+    """Return why a path is not a file."""
     if os.path.lexists(path) and not Path(path).exists():
-        return "is a link to nowhere"
-    return "is no regular file" if Path(path).exists() else "there is no such file"
+        return "is a broken link"
+    return "is not a regular file" if Path(path).exists() else "there is no such file"
 
 
 def _file_bytes(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror}", fix="see that the file can be read from this host"
-        ) from error
+        raise InputError(f"{path}: {error.strerror}", fix="make the file readable on this host") from error
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int, bool]:
-    """Element type, number of sequences, number of document borders, whether modes follow."""
+    """Return the element type, the numbers of sequences and of document boundaries, and whether modes follow."""
     num_bytes = _file_bytes(path)
     try:
         with path.open("rb") as file:
             header = file.read(HEADER.size)
     except OSError as error:
-        raise InputError(
-            f"{path}: {error.strerror}", fix="see that the file can be read from this host"
-        ) from error
+        raise InputError(f"{path}: {error.strerror}", fix="make the file readable on this host") from error
     if not header.startswith(MAGIC):
-        raise InputError(f"{path}: magic is {header[:9]!r}, not {MAGIC!r}: not an index file", fix=REBUILD)
+        raise InputError(
+            f"{path}: magic is {header[:9]!r}, not {MAGIC!r}: it is not an index file", fix=REBUILD
+        )
     if len(header) < HEADER.size:
         raise InputError(f"{path}: header ends after {len(header)} of {HEADER.size} bytes", fix=REBUILD)
-    _, version, code, num_sequences, num_borders = HEADER.unpack(header)
+    _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if version != VERSION:
-        raise InputError(f"{path}: version is {version}, and only {VERSION} is known", fix=REBUILD)
+        raise InputError(f"{path}: version is {version}; only {VERSION} is supported", fix=REBUILD)
     if code not in ELEMENT_TYPES:
         known = ", ".join(f"{number} {np.dtype(name).name}" for number, name in ELEMENT_TYPES.items())
-        raise InputError(f"{path}: element type code is {code}; known are {known}", fix=REBUILD)
-    if not num_borders:
-        raise InputError(
-            f"{path}: the count of document borders is 0, but even no document has one", fix=REBUILD
-        )
-    plain = HEADER.size + 12 * num_sequences + 8 * num_borders  # Python integers: no count overflows
+        raise InputError(f"{path}: element type code is {code}; supported are {known}", fix=REBUILD)
+    if not num_boundaries:
+        raise InputError(f"{path}: the count of document boundaries is 0; the minimum is 1", fix=REBUILD)
+    plain = HEADER.size + 12 * num_sequences + 8 * num_boundaries  # Python integers: no count overflows
     if num_bytes not in {plain, plain + num_sequences}:
         raise InputError(
             f"{path}: the file has {num_bytes} bytes, but its counts of {num_sequences} sequences and "
-            f"{num_borders} document borders need {plain} ({plain + num_sequences} with modes)",
+            f"{num_boundaries} document boundaries need {plain} ({plain + num_sequences} with modes)",
             fix=REBUILD,
         )
-    return np.dtype(ELEMENT_TYPES[code]), num_sequences, num_borders, num_bytes > plain
+    return np.dtype(ELEMENT_TYPES[code]), num_sequences, num_boundaries, num_bytes > plain
 
 
 def _check_offsets(
     path: Path, lengths: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], dtype: np.dtype[Any]
 ) -> int:
-    """Lengths are counts and offsets their running sum. Returns the elements of all sequences."""
+    """Check that lengths are not negative and offsets are their running sum. Return the elements of all sequences."""
     position = 0
     for start in range(0, len(lengths), CHECK_ROWS):
         rows = lengths[start : start + CHECK_ROWS]
@@ -249,29 +275,29 @@ def _check_offsets(
     return position // dtype.itemsize
 
 
-def _check_borders(path: Path, borders: npt.NDArray[np.int64], num_sequences: int) -> None:
-    """Document borders start at 0, never fall, and end at the number of sequences."""
-    if borders[0] != 0 or borders[-1] != num_sequences:
+def _check_boundaries(path: Path, boundaries: npt.NDArray[np.int64], num_sequences: int) -> None:
+    """Check that document boundaries start at 0, never decrease, and end at the number of sequences."""
+    if boundaries[0] != 0 or boundaries[-1] != num_sequences:
         raise InputError(
-            f"{path}: document borders run from {borders[0]} to {borders[-1]}, not from 0 to {num_sequences} sequences",
+            f"{path}: document boundaries run from {boundaries[0]} to {boundaries[-1]}, not from 0 to {num_sequences} sequences",
             fix=REBUILD,
         )
-    for start in range(0, len(borders) - 1, CHECK_ROWS):
-        falls = np.diff(borders[start : start + CHECK_ROWS + 1]) < 0
-        if falls.any():
-            bad = start + int(np.argmax(falls)) + 1
+    for start in range(0, len(boundaries) - 1, CHECK_ROWS):
+        decreases = np.diff(boundaries[start : start + CHECK_ROWS + 1]) < 0
+        if decreases.any():
+            bad = start + int(np.argmax(decreases)) + 1
             raise InputError(
-                f"{path}: document border {bad} is {borders[bad]}, below {borders[bad - 1]} before it",
+                f"{path}: document boundary {bad} is {boundaries[bad]}, less than {boundaries[bad - 1]} before it",
                 fix=REBUILD,
             )
 
 
 def _check_bin(path: Path, num_elements: int, dtype: np.dtype[Any]) -> None:
-    """`.bin` holds just what the index counts."""
+    """Check that the size of `.bin` equals the count of the index."""
     num_bytes = _file_bytes(path)
     if num_bytes != num_elements * dtype.itemsize:
         raise InputError(
             f"{path}: the file has {num_bytes} bytes, but its .idx counts {num_elements * dtype.itemsize} "
             f"({num_elements} elements of {dtype.name})",
-            fix=f"the two files do not belong together or one is cut short: {REBUILD}",
+            fix=f"{REBUILD}: the two files do not belong together, or one is truncated",
         )

@@ -1,8 +1,8 @@
-"""What a preprocessing worker does: a chunk of documents in, token ids by key out.
+"""The work of a preprocessing worker: a chunk of documents in, token ids by key out.
 
-    documents -> parse -> sentences -> tokenize -> drop empty ones -> end-of-document id behind the last of a document
+    documents -> parse -> sentences -> tokenize -> drop empty ones -> append the end-of-document id to each document
 
-The answer depends on the chunk alone, so that the output is the same for any number of workers.
+The result depends on the chunk alone, so the output is the same for any number of workers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy.typing as npt
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.indexed.reader import Elements
 from megatrain.data.indexed.writer import token_dtype
-from megatrain.data.preprocess.lines import (
+from megatrain.data.preprocess.documents import (
     BadLine,
     Chunk,
+    InvalidDocumentError,
     Position,
     Row,
-    UnusableError,
     parse_line,
     sentences_of,
 )
@@ -37,32 +37,32 @@ Document = list[list[str]]
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """The documents of a chunk under one key, as `IndexedWriter.add_documents` takes them."""
+    """The documents of a chunk under one key: the arguments of `IndexedWriter.add_documents`."""
 
     elements: Elements
     lengths: npt.NDArray[np.int32]
     sequences_per_document: npt.NDArray[np.int64]
     largest_id: int
-    """-1 if there is none."""
+    """Largest token id; -1 if there are no tokens."""
     eod_count: int
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """A chunk's result."""
+    """The result of a chunk."""
 
     keys: list[EncodedKey]
-    """In the order of the requested keys."""
+    """Results in the order of the requested keys."""
     bad_lines: list[BadLine]
-    """Lines left out, in order."""
+    """Skipped lines, in order."""
     num_documents: int
     end: Position
-    """Where the chunk ends in the input."""
+    """Position in the input after the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """What a worker needs to know, in a form that reaches another process."""
+    """The settings of a worker, which can be pickled."""
 
     tokenizer: TokenizerConfig
     json_keys: tuple[str, ...]
@@ -70,7 +70,7 @@ class EncoderSettings:
     split: SplitSettings | None = None
     """None: a string is one sentence."""
     keep_bad_lines: bool = False
-    """Hand back the content of bad lines, too."""
+    """Also return the content of bad lines."""
 
 
 class ChunkEncoder:
@@ -85,23 +85,23 @@ class ChunkEncoder:
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Token ids of the good documents, and what is wrong with the others."""
+        """Return the token ids of the valid documents, and the reasons of the bad lines."""
         contents = chunk.split()
         documents: dict[int, Document] = {}
         reasons: dict[int, str] = {}
-        for place, content in enumerate(contents):
+        for index, content in enumerate(contents):
             try:
-                documents[place] = self._sentences(content)
-            except UnusableError as error:
-                reasons[place] = str(error)
+                documents[index] = self._sentences(content)
+            except InvalidDocumentError as error:
+                reasons[index] = str(error)
         try:
             keys = self._encode(list(documents.values()))
-        except Exception:  # noqa: BLE001 - each tokenizer raises its own; the document at fault is looked for
-            refused = self._refused(documents)
-            reasons |= refused
-            documents = {place: document for place, document in documents.items() if place not in refused}
+        except Exception:  # noqa: BLE001 - each tokenizer raises its own; encode documents one by one to find it
+            rejected = self._rejected(documents)
+            reasons |= rejected
+            documents = {index: document for index, document in documents.items() if index not in rejected}
             keys = self._encode(list(documents.values()))
-        bad = [self._bad_line(chunk, place, contents[place], reasons[place]) for place in sorted(reasons)]
+        bad = [self._bad_line(chunk, index, contents[index], reasons[index]) for index in sorted(reasons)]
         if chunk.too_long:
             bad.append(chunk.too_long)
         return EncodedChunk(keys, bad, len(documents), chunk.end)
@@ -127,7 +127,7 @@ class ChunkEncoder:
         for number, sentences in enumerate(documents):
             kept = [ids for ids in itertools.islice(encoded, len(sentences)) if ids]
             if kept and self._settings.append_eod:
-                assert eod is not None, "refused before the workers start"
+                assert eod is not None, "checked before the workers start"
                 kept[-1].append(eod)
             sequences += kept
             counts[number] = len(kept)
@@ -137,18 +137,18 @@ class ChunkEncoder:
         largest = int(elements.max()) if total else -1
         return EncodedKey(elements, lengths, counts, largest, int(np.count_nonzero(elements == eod)))
 
-    def _refused(self, documents: dict[int, Document]) -> dict[int, str]:
-        """The documents that the tokenizer does not take, and why."""
+    def _rejected(self, documents: dict[int, Document]) -> dict[int, str]:
+        """Return the reason for each document that the tokenizer rejects."""
         reasons = {}
-        for place, document in documents.items():
+        for index, document in documents.items():
             try:
                 self._encode([document])
             except Exception as error:  # noqa: BLE001 - each tokenizer raises its own
-                reasons[place] = f"refused by the tokenizer: {error}"
+                reasons[index] = f"rejected by the tokenizer: {error}"
         return reasons
 
-    def _bad_line(self, chunk: Chunk, place: int, content: bytes | Row, reason: str) -> BadLine:
-        bad = BadLine(chunk.file, chunk.first + place, reason, chunk.is_rows)
+    def _bad_line(self, chunk: Chunk, index: int, content: bytes | Row, reason: str) -> BadLine:
+        bad = BadLine(chunk.file, chunk.first + index, reason, chunk.is_rows)
         if not self._settings.keep_bad_lines:
             return bad
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -156,8 +156,8 @@ class ChunkEncoder:
 
 
 def make_encoder(settings: EncoderSettings) -> ChunkEncoder:
-    """The encoder of a worker process."""
-    # The library would start a thread for every core in every worker; only the environment can tell it not to.
+    """Create the encoder of a worker process."""
+    # Otherwise the library starts a thread per core in every worker; only this variable prevents it.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     splitter = load_splitter(settings.split) if settings.split else None
     return ChunkEncoder(settings, load_tokenizer(settings.tokenizer), splitter)

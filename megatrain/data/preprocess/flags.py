@@ -1,6 +1,6 @@
-"""The command line of `preprocess_data.py`, with Megatron-LM's names of flags.
+"""The command line of `preprocess_data.py`, with Megatron-LM's flag names.
 
-The flags of the tokenizer are made from the fields of `TokenizerConfig`. All that is wrong with a command line is told at once.
+Tokenizer flags are generated from the fields of `TokenizerConfig`. All problems of a command line are reported at once.
 """
 
 from __future__ import annotations
@@ -22,50 +22,52 @@ from megatrain.config.schema.values import Range
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessSettings:
-    """What to tokenize, how, and where to."""
+    """The settings of a preprocessing run."""
 
     input: tuple[str, ...]
-    """Paths and globs, in order."""
+    """Input paths and globs, in order."""
     output_prefix: str
-    """Output is `<output_prefix>_<key>_document.bin`, `.idx` and `.json`."""
+    """Prefix of `<output_prefix>_<key>_document.bin`, `.idx` and `.json`."""
     json_keys: tuple[str, ...] = ("text",)
-    """What to take of every object; each key makes a dataset of its own."""
+    """Keys of each object to tokenize; each key makes its own dataset."""
     split_sentences: bool = False
-    """Cut texts into sentences; each becomes a sequence."""
+    """Split texts into sentences; each becomes a sequence."""
     keep_newlines: bool = False
-    """White space between two sentences belongs to the first."""
+    """Keep the white space between two sentences at the end of the first one."""
     lang: str = "english"
-    """Language of the sentences."""
+    """nltk's name of the language of the text."""
     append_eod: bool = False
-    """End every document that is not empty with the end-of-document id."""
+    """Append the end-of-document id to every non-empty document."""
     workers: int = 1
-    """Processes that tokenize."""
+    """Tokenizer processes."""
     tokenizer: TokenizerConfig
     log_interval: int = 1000
-    """Documents between two lines of progress."""
+    """Documents between two progress lines."""
     on_bad_line: Literal["stop", "skip", "quarantine"] = "stop"
-    """What to do about a line that is no document."""
+    """Handling of a line that contains no document."""
     max_line_mb: int = 64
-    """Longer lines are bad lines."""
+    """Megabytes above which a line is a bad line."""
     without_effect: tuple[str, ...] = ()
-    """Flags given that change nothing here."""
+    """Given flags without effect."""
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
-    """The settings that a command line asks for; None: this process's own.
+    """Parse a command line; None: that of this process.
 
     Raises:
         ConfigError: with all problems of the command line.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    parser = _make_parser(with_help=bool({"-h", "--help"} & set(words)))
-    values, unknown = parser.parse_known_args(words)
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = _make_parser(with_help=bool({"-h", "--help"} & set(arguments)))
+    values, unknown = parser.parse_known_args(arguments)
     given = {name: value for name, value in vars(values).items() if value not in (None, False)}
     flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no other list
-    problems = _unknown(unknown, words, flags)
-    loaded = given | _loaded(_SETTINGS, given, problems)
-    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | _loaded(_tokenizer_settings(), given, problems)
-    problems += _missing(given) + _wrong_values(loaded)
+    problems = _unknown_flags(unknown, arguments, flags)
+    loaded = given | _load_values(_SETTINGS, given, problems)
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer"} | _load_values(
+        _tokenizer_settings(), given, problems
+    )
+    problems += _missing_flags(given) + _invalid_values(loaded)
     if problems:
         raise ConfigError.of(problems)
     fields = {field.name for field in dataclasses.fields(PreprocessSettings)}
@@ -77,14 +79,14 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports through the project's errors."""
+    """A parser that raises the project's errors."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, fix="see --help")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows what a flag takes; that the parser takes any number of values is for the errors' sake."""
+    """Shows one metavar per flag, although every flag accepts any number of values for better error messages."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         return str(action.metavar or default_metavar)
@@ -113,7 +115,7 @@ def _make_parser(*, with_help: bool) -> argparse.ArgumentParser:
 
 
 def _default_of(flag: str) -> str:
-    """What the help says of the default, where there is one."""
+    """Return the default of a flag for its help text."""
     defaults = {field.name: field.default for field in dataclasses.fields(PreprocessSettings)}
     value = defaults.get(flag.removeprefix("--").replace("-", "_"), dataclasses.MISSING)
     if value is dataclasses.MISSING:
@@ -122,7 +124,7 @@ def _default_of(flag: str) -> str:
 
 
 def _add_tokenizer_flag(group: Any, setting: Setting, text: str) -> None:
-    """What is not given stays None: its default is the field's."""
+    """Add a tokenizer flag. A missing flag stays None; the field has the default."""
     if setting.kind is bool:
         group.add_argument(setting.flag, dest=setting.name, action="store_const", const=["true"], help=text)
         off = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
@@ -137,38 +139,38 @@ def _add_tokenizer_flag(group: Any, setting: Setting, text: str) -> None:
 
 _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
     "input and output": {
-        "--input": ("FILE ...", "JSON Lines (plain, .gz, .bz2, .zst) or .parquet; paths and quoted globs"),
+        "--input": (
+            "FILE ...",
+            "JSON Lines (plain, .gz, .bz2, .zst) or .parquet files; paths and quoted globs",
+        ),
         "--output-prefix": (
             "PREFIX",
-            "writes PREFIX_KEY_document.bin, .idx and .json (PREFIX_KEY_sentence with --split-sentences)",
+            "write PREFIX_KEY_document.bin, .idx and .json (PREFIX_KEY_sentence with --split-sentences)",
         ),
-        "--json-keys": ("KEY ...", "a dataset is made of each"),
+        "--json-keys": ("KEY ...", "keys to tokenize; each makes its own dataset"),
         "--on-bad-line": (
             "{stop,skip,quarantine}",
-            "a line that is no document; quarantine writes it to PREFIX.bad_lines.jsonl",
+            "handling of a line that contains no document; quarantine writes it to PREFIX.bad_lines.jsonl",
         ),
         "--max-line-mb": (
             "MB",
-            "longer lines are bad lines, which are not read into memory; a worker needs about 150 times the longest line",
+            "megabytes above which a line is a bad line; a worker needs about 150 times the longest line in memory",
         ),
-        "--append-eod": (None, "end documents with the end-of-document id"),
+        "--append-eod": (None, "append the end-of-document id to every document"),
     },
     "sentences": {
         "--split-sentences": (None, "make a sequence of each sentence (needs nltk)"),
-        "--keep-newlines": (None, "sentences keep the white space behind them"),
+        "--keep-newlines": (None, "keep the white space after a sentence"),
         "--lang": ("LANGUAGE", "nltk's name of the language"),
     },
     "runtime": {
-        "--workers": ("N", "processes that tokenize"),
-        "--log-interval": (
-            "N",
-            "documents between lines of progress, of which there is at most one a second",
-        ),
+        "--workers": ("N", "tokenizer processes"),
+        "--log-interval": ("N", "documents between progress lines; at most one line per second is printed"),
         "--partitions": ("N", "without effect: workers share all files"),
-        "--keep-sequential-samples": (None, "without effect: output is always in the order of the input"),
+        "--keep-sequential-samples": (None, "without effect: output always has the order of the input"),
     },
 }
-"""By title: every flag, what its value is called (None: it has none), and its help."""
+"""By title: every flag, its metavar (None: a flag without value), and its help."""
 _WITHOUT_EFFECT: Final = ("partitions", "keep_sequential_samples")
 
 
@@ -203,35 +205,37 @@ _SETTINGS: Final = {
         _count("partitions"),
     )
 }
-"""The flags that take a value, but for those of the tokenizer."""
+"""The flags with a value, without those of the tokenizer."""
 
 
 def _tokenizer_settings() -> dict[str, Setting]:
     return {setting.name: setting for setting in settings() if setting.section == "tokenizer"}
 
 
-def _loaded(
+def _load_values(
     settings: Mapping[str, Setting], given: Mapping[str, Any], problems: list[Problem]
 ) -> dict[str, Any]:
-    """The values of the settings that are given; what is wrong with others joins the problems."""
+    """Load the values of the given settings; append problems for invalid ones."""
     values: dict[str, Any] = {}
     for name, setting in settings.items():
         if name not in given:
             continue
-        words = given[name]
-        if not words:
+        arguments = given[name]
+        if not arguments:
             problems.append(
-                Problem(f"{setting.flag} has no value", f"{setting.flag} takes {accepted_values(setting)}")
+                Problem(f"{setting.flag} has no value", f"give {setting.flag} {accepted_values(setting)}")
             )
             continue
         try:
-            values[name] = load_value(setting, words if setting.is_list or len(words) > 1 else words[0])
+            values[name] = load_value(
+                setting, arguments if setting.is_list or len(arguments) > 1 else arguments[0]
+            )
         except BadValueError as error:
-            problems.append(Problem(f"{setting.flag} {' '.join(words)} {error.text}", error.fix))
+            problems.append(Problem(f"{setting.flag} {' '.join(arguments)} {error.text}", error.fix))
     return values
 
 
-def _missing(given: Mapping[str, Any]) -> list[Problem]:
+def _missing_flags(given: Mapping[str, Any]) -> list[Problem]:
     return [
         Problem(f"{flag_of(name)} is missing", f"give {flag_of(name)} {value}")
         for name, value in (("input", "FILE"), ("output_prefix", "PREFIX"))
@@ -239,48 +243,49 @@ def _missing(given: Mapping[str, Any]) -> list[Problem]:
     ]
 
 
-def _wrong_values(loaded: Mapping[str, Any]) -> list[Problem]:
-    """Values that are fine by themselves, and name nothing or say nothing here."""
+def _invalid_values(loaded: Mapping[str, Any]) -> list[Problem]:
+    """Return problems of values that are valid alone, but not here."""
     problems = []
     prefix = loaded.get("output_prefix")
     if isinstance(prefix, str) and (not prefix or prefix.endswith("/")):
         problems.append(
             Problem(
-                f"--output-prefix {prefix or repr(prefix)} names no file",
-                f"end it with the beginning of a name, such as {prefix}corpus",
+                f"--output-prefix {prefix or repr(prefix)} does not end with a file name",
+                f"append the beginning of a file name, such as {prefix}corpus",
             )
         )
     keys: Sequence[str] = loaded.get("json_keys", ())
     repeated = sorted({key for key in keys if keys.count(key) > 1})
-    problems += [Problem(f"--json-keys names {key!r} twice", "name every key once") for key in repeated]
     problems += [
-        Problem(f"--json-keys {key!r} cannot be part of a file's name", "rename the key in the input")
+        Problem(f"--json-keys names {key!r} twice", "give --json-keys each key once") for key in repeated
+    ]
+    problems += [
+        Problem(f"--json-keys {key!r} cannot be part of a file name", "rename the key in the input")
         for key in keys
         if "/" in key or "\0" in key
     ]
-    whole = "whole texts keep all of their newlines"
     problems += [
         Problem(
-            f"{flag_of(name)} says how sentences are split, and they are not",
+            f"{flag_of(name)} has no meaning without --split-sentences",
             f"add --split-sentences, or leave {flag_of(name)} out{reason}",
         )
-        for name, reason in (("keep_newlines", f": {whole}"), ("lang", ""))
+        for name, reason in (("keep_newlines", ": unsplit texts keep all newlines"), ("lang", ""))
         if name in loaded and "split_sentences" not in loaded
     ]
     return problems
 
 
-def _unknown(unknown: Sequence[str], words: Sequence[str], flags: Sequence[str]) -> list[Problem]:
-    """What is no flag, and no value of what was meant to be one."""
+def _unknown_flags(unknown: Sequence[str], arguments: Sequence[str], flags: Sequence[str]) -> list[Problem]:
+    """Return a problem for each unknown flag, and for each argument that belongs to no flag."""
     problems = []
     left = list(unknown)
     flag = ""
-    for word in words:
-        flag = word if word.startswith("-") else flag
-        if left and word == left[0]:
+    for argument in arguments:
+        flag = argument if argument.startswith("-") else flag
+        if left and argument == left[0]:
             left.pop(0)
-            if word == flag or flag not in unknown:
-                near = near_name(word.partition("=")[0].replace("_", "-"), flags)
-                fix = f"did you mean {near}?" if near else "see --help for what there is"
-                problems.append(Problem(f"{word} is unknown", fix))
+            if argument == flag or flag not in unknown:
+                near = near_name(argument.partition("=")[0].replace("_", "-"), flags)
+                fix = f"use {near} if that is what you meant" if near else "see --help for all flags"
+                problems.append(Problem(f"{argument} is unknown", fix))
     return problems

@@ -1,8 +1,8 @@
-"""The input files of preprocessing: found, looked at, and all that is wrong with them told at once.
+"""Find and check the input files of preprocessing; all problems are reported at once.
 
-    --input words -> globs expanded -> InputFile(path, kind, size, mtime)
+    --input arguments -> globs expanded -> InputFile(path, kind, size, mtime)
 
-The name says what a file is (`.gz`, `.bz2`, `.zst`, `.parquet`, anything else: JSON Lines), and its first bytes must agree.
+The suffix determines the kind (`.gz`, `.bz2`, `.zst`, `.parquet`, else JSON Lines), and the first bytes must match it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MAGIC: Final[dict[Kind, bytes]] = {
     "parquet": b"PAR1",
 }
 _SKIPPABLE_ZST: Final = b"\x2a\x4d\x18"
-"""Bytes 1 to 3 of a frame without content, which a .zst file may begin with."""
-_WITHOUT_WORK: Final = "give --input regular files that can be read"
+"""Bytes 1 to 3 of a skippable frame, which may begin a .zst file."""
+_GIVE_FILES: Final = "give --input readable regular files"
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file, as it was when the run began."""
+    """An input file as it was at the start of the run."""
 
     path: Path
     kind: Kind
@@ -41,78 +41,83 @@ class InputFile:
     mtime_ns: int
 
     def require_unchanged(self) -> None:
-        """Raises InputError if the file is another one by now: half of the output would be made from each."""
+        """Raise InputError if the file has changed: the output would mix both versions."""
         try:
             now = self.path.stat()
         except OSError as error:
             raise InputError(
-                f"{self.path}: is gone while it is read: {error.strerror}", fix="restore it, run again"
+                f"{self.path}: was removed while it was read: {error.strerror}",
+                fix="restore it, then run again",
             ) from error
         if (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise InputError(
                 f"{self.path}: changed while it was read ({self.num_bytes} bytes at the start, {now.st_size} now)",
-                fix="run again once nothing writes to it any more",
+                fix="run again after all writes to it have ended",
             )
 
 
-def find_inputs(words: Sequence[str]) -> list[InputFile]:
-    """The files that these paths and globs stand for, in this order; the matches of a glob by name.
+def find_inputs(arguments: Sequence[str]) -> list[InputFile]:
+    """Return the files of these paths and globs, in this order; the matches of a glob are sorted by name.
 
     Raises:
-        ConfigError: with what is wrong with each of them.
+        ConfigError: with all problems.
     """
     files: list[InputFile] = []
     problems: list[Problem] = []
     seen: dict[Path, Path] = {}
-    for path in (path for word in words for path in _expanded(word, problems)):
-        found = _look_at(path)
+    for path in (path for argument in arguments for path in _expand(argument, problems)):
+        found = _check(path)
         problems += [found] if isinstance(found, Problem) else []
         files += [found] if isinstance(found, InputFile) else []
         first = seen.setdefault(path.resolve(), path)
         if first is not path:
             also = "" if str(first) == str(path) else f" ({first} is the same file)"
-            problems.append(Problem(f"{path}: is given twice{also}", "name every file once"))
+            problems.append(Problem(f"{path}: is given twice{also}", "give --input each file once"))
     if problems:
         raise ConfigError.of(problems)
     return files
 
 
-def _expanded(word: str, problems: list[Problem]) -> Iterator[Path]:
-    if not glob.has_magic(word) or os.path.lexists(word):
-        yield Path(word)
+def _expand(argument: str, problems: list[Problem]) -> Iterator[Path]:
+    if not glob.has_magic(argument) or os.path.lexists(argument):
+        yield Path(argument)
         return
-    matches = sorted(glob.glob(word, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+    matches = sorted(glob.glob(argument, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
     if not matches:
-        problems.append(Problem(f"--input {word}: no file matches", "look at the pattern with ls"))
+        problems.append(
+            Problem(f"--input {argument}: no file matches", "correct the pattern (try it with ls)")
+        )
     yield from map(Path, matches)
 
 
-def _look_at(path: Path) -> InputFile | Problem:
+def _check(path: Path) -> InputFile | Problem:
     try:
-        facts = path.stat()
+        status = path.stat()
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for its writer
-            kind = kinds.get(stat.S_IFMT(facts.st_mode), "a device")
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block until a writer opens it
+            kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
             inside = f", such as '{path}/*.jsonl'" if kind == "a folder" else ""
-            return Problem(f"{path}: is {kind}, not a file", _WITHOUT_WORK + inside)
+            return Problem(f"{path}: is {kind}, not a file", _GIVE_FILES + inside)
         with path.open("rb") as file:
             start = file.read(4)
     except FileNotFoundError:
         return _missing(path)
     except OSError as error:
-        return Problem(f"{path}: cannot be read: {error.strerror}", _WITHOUT_WORK)
+        return Problem(f"{path}: cannot be read: {error.strerror}", _GIVE_FILES)
     kind_by_name = _kind_of(path)
     return _mismatch(path, kind_by_name, start) or InputFile(
-        path, kind_by_name, facts.st_size, facts.st_mtime_ns
+        path, kind_by_name, status.st_size, status.st_mtime_ns
     )
 
 
 def _missing(path: Path) -> Problem:
     if path.is_symlink():
-        return Problem(f"{path}: is a link to {path.readlink()}, which does not exist", _WITHOUT_WORK)
+        return Problem(f"{path}: is a broken link to {path.readlink()}", _GIVE_FILES)
     names = [entry.name for entry in path.parent.glob("*")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=3)
-    fix = f"{path.parent} holds {', '.join(near)}" if near else "give --input the path of a JSON Lines file"
+    fix = "give --input the path of an existing file" + (
+        f": {path.parent} contains {', '.join(near)}" if near else ""
+    )
     return Problem(f"{path}: there is no such file", fix)
 
 
@@ -122,15 +127,18 @@ def _kind_of(path: Path) -> Kind:
 
 
 def _mismatch(path: Path, kind: Kind, start: bytes) -> Problem | None:
-    """What is wrong if a file's first bytes are not those of the kind that it is named as."""
+    """Return the problem if the first bytes of a file do not match the kind of its suffix."""
     actual = next((other for other, magic in _MAGIC.items() if start.startswith(magic)), "plain")
     if actual == kind or (kind == "zst" and start[1:4] == _SKIPPABLE_ZST):
         return None
     if kind == "plain":
-        return Problem(f"{path}: holds {actual} data, and is not named so", f"rename it to {path}.{actual}")
+        return Problem(
+            f"{path}: contains {actual} data, but has no .{actual} suffix", f"rename it to {path}.{actual}"
+        )
     if not start:
-        return Problem(f"{path}: is empty, which no .{kind} file is", "leave it out, or make it again")
-    is_text = f", but {actual} data" if actual != "plain" else f": it begins with {start!r}"
+        return Problem(f"{path}: is empty, which no .{kind} file can be", "leave it out, or make it again")
+    content = f"contains {actual} data" if actual != "plain" else f"begins with {start!r}"
     return Problem(
-        f"{path}: is no .{kind} file{is_text}", "name it after what it holds, or copy or make it again"
+        f"{path}: is not a .{kind} file: it {content}",
+        "rename it after its content, or copy or make it again",
     )

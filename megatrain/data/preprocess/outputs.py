@@ -1,14 +1,18 @@
-"""Where preprocessing writes to: a dataset a key, the bad lines, and the journal that lets an interrupted run go on.
+"""The output files of preprocessing: a dataset per key, bad lines, and the journal that makes a run resumable.
 
-    add(chunk)  -> partial files         every few seconds, between chunks: flush them, then write down how far they are
-    finish()    -> all files complete -> written down -> each gets its name -> the journal goes
+    add(chunk)  -> partial files         every few seconds, between chunks: flush them, then write their sizes to the journal
+    finish()    -> all files complete -> journaled -> renamed to their final names -> journal removed
 
-Whatever ends the run, the next one with the same settings cuts the partial files to the journal and goes on from there.
+    <prefix>.preprocess.json   journal          <prefix>.preprocess.lock   lock: one run at a time per prefix
+
+However a run ends, the next run with the same settings truncates the partial files to the journal and resumes there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -18,18 +22,18 @@ from typing import Any, Final, Self
 
 import numpy.typing as npt
 
+from megatrain.data.files import FileLock, fsync_folder, report_write_errors, write_json
 from megatrain.data.indexed.writer import IndexedWriter, WriterState, dataset_files
 from megatrain.data.preprocess.bad_lines import BadLines, bad_lines_files
+from megatrain.data.preprocess.documents import Position
 from megatrain.data.preprocess.encoder import EncodedChunk
-from megatrain.data.preprocess.journal import DamagedError, Journal, journal_files
-from megatrain.data.preprocess.lines import Position
 
 JOURNAL_SECONDS: Final = 5.0
-"""Work that a crash may cost, and then some."""
+"""Seconds between two journal entries: about the work that a crash costs."""
 
 
 class KeyOutput:
-    """The dataset of one key, and what its tokens are."""
+    """The dataset of one key, and counts of its tokens."""
 
     def __init__(self, prefix: str, dtype: npt.DTypeLike, state: Mapping[str, Any] | None) -> None:
         counts = dict(state or {"largest_id": -1, "eod_count": 0})
@@ -39,11 +43,11 @@ class KeyOutput:
         self.writer = IndexedWriter(prefix, dtype, resume_from=resume_from)
 
     def state(self) -> dict[str, Any]:
-        """How far it is, on the disk."""
+        """Return the flushed state of the dataset."""
         return asdict(self.writer.state()) | {"largest_id": self.largest_id, "eod_count": self.eod_count}
 
     def counts(self) -> dict[str, Any]:
-        """What its `.json` says of its content."""
+        """Return the counts of the dataset's `.json`."""
         return {
             "documents": self.writer.num_documents,
             "sequences": self.writer.num_sequences,
@@ -54,7 +58,7 @@ class KeyOutput:
 
 
 class Outputs:
-    """All files of a run. Entering finds out what a former run has left to go on from."""
+    """All output files of a run. Entering the `with` block resumes an interrupted run if possible."""
 
     def __init__(
         self,
@@ -62,19 +66,29 @@ class Outputs:
         prefixes: Mapping[str, str],
         dtype: npt.DTypeLike,
         bad_lines: BadLines,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         settings: Mapping[str, Any],
         journal_seconds: float,
     ) -> None:
-        """`prefixes`: of the dataset of each key. `settings`: all that decides about their bytes, as JSON has it."""
+        """Prepare the files.
+
+        Args:
+            journal: the entered journal of the output prefix.
+            prefixes: dataset prefix of each key.
+            dtype: element type of the datasets.
+            bad_lines: handles bad lines.
+            log: receives a line if an interrupted run cannot be resumed.
+            settings: JSON of everything that determines the bytes of the output.
+            journal_seconds: minimum time between two journal entries.
+        """
         self.position = Position()
         self.is_complete = False
         self.bad_lines = bad_lines
         self._journal = journal
         self._prefixes = prefixes
         self._dtype = dtype
-        self._say = say
+        self._log = log
         self._settings = settings
         self._journal_seconds = journal_seconds
         self._written_at = time.monotonic()
@@ -82,9 +96,9 @@ class Outputs:
         self.keys: dict[str, KeyOutput] = {}
 
     def __enter__(self) -> Self:
-        """Lock all datasets, and open the partial files, new or those of an interrupted run."""
+        """Lock all datasets and open the partial files: new ones, or those of an interrupted run."""
         try:
-            left = self._found()
+            left = self._load_journal()
             self.is_complete = bool(left) and left["is_complete"]
             self.position = Position(**left["position"]) if left else Position()
             self._journaled_documents = self.num_documents
@@ -94,27 +108,29 @@ class Outputs:
                     output.writer.open()
                 self.bad_lines.open(num_bytes=left["bad_lines"]["num_bytes"] if left else 0)
         except BaseException:
-            self._end()
+            self._cleanup()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error, keep what the journal counts; without a journal, nothing. The error says which."""
+        """After an error, keep what the journal covers, and add a note to the error that says so."""
         if error is not None:
-            kept = f"{self._journaled_documents:,} documents are done and kept: the same command goes on from there"
+            kept = (
+                f"{self._journaled_documents:,} documents are done and kept: run the same command to resume"
+            )
             error.add_note(kept if self._journal.exists else "nothing was kept")
-        self._end()
+        self._cleanup()
 
     @property
     def num_documents(self) -> int:
-        """Documents of the first key; all keys have as many."""
+        """Documents so far, which is the same number for all keys."""
         return next(iter(self.keys.values())).writer.num_documents
 
     def add(self, chunk: EncodedChunk) -> None:
-        """The next chunk. Raises InputError for a bad line that stops the run."""
-        self.bad_lines.take(chunk.bad_lines)
+        """Write the next chunk. Raises InputError for a bad line that stops the run."""
+        self.bad_lines.handle(chunk.bad_lines)
         for output, part in zip(self.keys.values(), chunk.keys, strict=True):
             output.writer.add_documents(part.elements, part.lengths, part.sequences_per_document)
             output.largest_id = max(output.largest_id, part.largest_id)
@@ -124,54 +140,57 @@ class Outputs:
             self._write_journal()
 
     def finish(self, description: Mapping[str, Any]) -> None:
-        """Complete all files, then give them their names."""
+        """Complete all files, then rename them to their final names."""
         if not self.is_complete:
             for key, output in self.keys.items():
                 specific = {"json_key": key, **output.counts(), "skipped_lines": self.bad_lines.num_lines}
                 output.writer.description = {**description, **specific}
-                output.writer.seal()
+                output.writer.finalize()
             self.is_complete = True
-            self._write_journal()  # from here on, a run that is killed is finished by the next one
-        self.bad_lines.publish()
+            self._write_journal()  # from here on, the next run finishes a killed one
+        self.bad_lines.commit()
         for output in self.keys.values():
-            output.writer.publish()
+            output.writer.commit()
         self._journal.remove()
 
-    def _found(self) -> Mapping[str, Any]:
-        """Make and lock the writers; the journal that they go on from, or nothing, and then it says why."""
+    def _load_journal(self) -> Mapping[str, Any]:
+        """Create and lock the writers; return the journal entry that they resume from, or an empty dict."""
         left, reason = self._usable_journal()
-        self._make_writers(left)
-        if left and not self._is_all_there(left):
-            reason = "an interrupted run are dropped: its partial files are not all there"
-            self._let_go()
+        self._create_writers(left)
+        if left and not self._has_partial_files(left):
+            reason = "an interrupted run are dropped: its partial files are incomplete"
+            self._close()
             left = {}
-            self._make_writers(left)
+            self._create_writers(left)
         if reason:
-            self._say(f"the remains of {reason}")
-            self._journal.remove()  # not before all is locked: until then, nothing here may be ours to remove
+            self._log(f"the remains of {reason}")
+            self._journal.remove()  # not before all writers are locked: the files may belong to another run until then
         return left
 
     def _usable_journal(self) -> tuple[Mapping[str, Any], str]:
-        """The journal of a run with these settings, or nothing and the reason why it is of no use."""
+        """Return the journal of a run with these settings, or an empty dict and the reason."""
         try:
             left = self._journal.read()
-        except DamagedError as error:
+        except DamagedJournalError as error:
             return {}, f"an interrupted run are dropped: {error}"
         changed = self._changed(left) if left else []
         if changed:
-            return {}, f"another run with this prefix are dropped: it had other {', '.join(changed)}"
+            return (
+                {},
+                f"another run with this prefix are dropped: these settings differ: {', '.join(changed)}",
+            )
         return left, ""
 
     def _changed(self, left: Mapping[str, Any]) -> list[str]:
-        """The settings that are not those of the run that left this."""
+        """Return the names of the settings that differ from those of the journal."""
         before = left["settings"]
         if before["format"] != self._settings["format"]:
             return ["format"]
         changed = [name for name in self._settings if before.get(name) != self._settings[name]]
-        # Where no line was bad yet, all policies have done the same.
+        # Without a bad line so far, all policies have the same output.
         return [name for name in changed if name != "--on-bad-line" or left["bad_lines"]["num_lines"]]
 
-    def _make_writers(self, left: Mapping[str, Any]) -> None:
+    def _create_writers(self, left: Mapping[str, Any]) -> None:
         states = left["keys"] if left else {}
         self.keys = {
             key: KeyOutput(prefix, self._dtype, states.get(key)) for key, prefix in self._prefixes.items()
@@ -179,11 +198,11 @@ class Outputs:
         for output in self.keys.values():
             output.writer.lock()
 
-    def _is_all_there(self, left: Mapping[str, Any]) -> bool:
+    def _has_partial_files(self, left: Mapping[str, Any]) -> bool:
         writers = [output.writer for output in self.keys.values()]
         bad_bytes = left["bad_lines"]["num_bytes"]
         if left["is_complete"]:
-            return all(writer.can_publish() for writer in writers) and self.bad_lines.can_publish(bad_bytes)
+            return all(writer.can_commit() for writer in writers) and self.bad_lines.can_commit(bad_bytes)
         return all(writer.can_resume() for writer in writers) and self.bad_lines.can_resume(bad_bytes)
 
     def _write_journal(self) -> None:
@@ -202,26 +221,95 @@ class Outputs:
         self._journaled_documents = self.num_documents
         self._written_at = time.monotonic()
 
-    def _end(self) -> None:
-        """Let go of all files. What no journal counts is removed: nobody can go on from it."""
+    def _cleanup(self) -> None:
+        """Close and unlock all files. Without a journal, remove them: they cannot be resumed."""
         if not self._journal.exists:
             for output in self.keys.values():
                 output.writer.discard()
             self.bad_lines.discard()
-        self._let_go()
+        self._close()
 
-    def _let_go(self) -> None:
+    def _close(self) -> None:
         for output in self.keys.values():
             output.writer.close()
         self.bad_lines.close()
 
 
+class DamagedJournalError(Exception):
+    """The journal is not as a run wrote it; the message names the file."""
+
+
+class Journal:
+    """The progress of an unfinished run on disk, locked while its `with` block runs.
+
+    Writing replaces the file as a whole, so that after a power failure one of its versions exists. The file contains a
+    digest of itself; a file with another digest is not used.
+    """
+
+    def __init__(self, prefix: str, log: Callable[[str], None]) -> None:
+        self._path, self._partial, lock = journal_files(prefix)
+        self._lock = FileLock(lock, target=f"--output-prefix {prefix}", log=log)
+
+    def __enter__(self) -> Self:
+        """Acquire the lock. Raises InputError if another run has it or the folder is not writable."""
+        self._lock.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release the lock."""
+        self._lock.release()
+
+    @property
+    def exists(self) -> bool:
+        """True if there is a run to resume."""
+        return self._path.is_file()
+
+    def read(self) -> dict[str, Any]:
+        """Return the last written content, or an empty dict. Raises DamagedJournalError."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError) as error:
+            raise DamagedJournalError(f"{self._path} is damaged") from error
+        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
+            raise DamagedJournalError(f"{self._path} is damaged")
+        return content
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Replace the content."""
+        write_json(self._partial, {**content, "digest": _digest(content)})
+        with report_write_errors(self._path):
+            self._partial.replace(self._path)
+            fsync_folder(self._path.parent)
+
+    def remove(self) -> None:
+        """Remove the journal: no run can be resumed any more."""
+        self._path.unlink(missing_ok=True)
+        self._partial.unlink(missing_ok=True)
+
+
 def output_prefixes(prefix: str, keys: Sequence[str], *, is_split: bool) -> dict[str, str]:
-    """The dataset of each key, by Megatron-LM's rule of names."""
+    """Return the dataset prefix of each key, named as in Megatron-LM."""
     return {key: f"{prefix}_{key}_{'sentence' if is_split else 'document'}" for key in keys}
 
 
 def files_of_run(prefix: str, dataset_prefixes: Iterable[str]) -> list[Path]:
-    """All files that a run with this output prefix makes, replaces or removes."""
+    """Return all files that a run with this output prefix creates, replaces or removes."""
     datasets = itertools.chain.from_iterable(map(dataset_files, dataset_prefixes))
     return [*datasets, *bad_lines_files(prefix), *journal_files(prefix)]
+
+
+def journal_files(prefix: str) -> tuple[Path, Path, Path]:
+    """Return the paths of a journal, its partial file and its lock."""
+    return (
+        Path(f"{prefix}.preprocess.json"),
+        Path(f"{prefix}.preprocess.json.partial"),
+        Path(f"{prefix}.preprocess.lock"),
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

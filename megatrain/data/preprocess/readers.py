@@ -1,9 +1,9 @@
-"""From input files to chunks of documents, from any border between documents on.
+"""Read input files in chunks of documents, starting at any boundary between documents.
 
-    .jsonl, .gz, .bz2, .zst -> pieces of bytes -> blocks of whole lines -.
-    .parquet                -> batches of rows --------------------------+-> Chunk(file, first, documents, end)
+    .jsonl, .gz, .bz2, .zst -> blocks of bytes -> whole lines -.
+    .parquet                -> batches of rows ----------------+-> Chunk(file, first, documents, end)
 
-Nothing larger than a chunk and its longest line is ever held; a line above the limit is passed over, not read in.
+At most one chunk and its longest line are in memory; a line above the limit is skipped without reading it into memory.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import IO, Any, Final
 
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.data.files import optional_package
+from megatrain.data.preprocess.documents import CHUNK_BYTES, BadLine, Chunk, Position, Row
 from megatrain.data.preprocess.inputs import InputFile
-from megatrain.data.preprocess.lines import CHUNK_BYTES, BadLine, Chunk, Position
-from megatrain.data.preprocess.parquet import read_rows, require_columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkReader:
-    """Reads the files one after the other."""
+    """Reads the input files one after the other."""
 
     files: Sequence[InputFile]
     json_keys: Sequence[str]
@@ -33,7 +32,7 @@ class ChunkReader:
     chunk_bytes: int = CHUNK_BYTES
 
     def require_readable(self) -> None:
-        """Raises ConfigError with what is missing to read the files: packages, columns."""
+        """Raise ConfigError with all missing packages and columns."""
         problems: dict[Problem, None] = {}
         for file in self.files:
             try:
@@ -47,7 +46,7 @@ class ChunkReader:
             raise ConfigError.of(list(problems))
 
     def chunks(self, start: Position) -> Iterator[Chunk]:
-        """All documents from a position on. Raises InputError where a file is damaged or has changed."""
+        """Yield all documents from a position on. Raises InputError if a file is damaged or has changed."""
         position = start
         for number, file in enumerate(self.files):
             if number < position.file:
@@ -62,12 +61,12 @@ class ChunkReader:
 
     def _lines(self, file: InputFile, position: Position, bytes_before: int) -> Iterator[Chunk]:
         with file.path.open("rb", buffering=0) as raw:
-            pieces = _checked(
+            content = _checked(
                 file,
-                _pieces(file, raw, position.offset, min(self.chunk_bytes, _PIECE_BYTES)),
+                _read_uncompressed(file, raw, position.offset, min(self.chunk_bytes, _BLOCK_BYTES)),
                 is_start=not position.offset,
             )
-            blocks = whole_lines(pieces, chunk_bytes=self.chunk_bytes, max_line_bytes=self.max_line_bytes)
+            blocks = whole_lines(content, chunk_bytes=self.chunk_bytes, max_line_bytes=self.max_line_bytes)
             try:
                 for block in blocks:
                     first = position.document + 1
@@ -77,14 +76,14 @@ class ChunkReader:
             except _READ_ERRORS as error:
                 file.require_unchanged()
                 raise InputError(
-                    f"{file.path}: cannot be read any further after line {position.document}: {error}",
-                    fix="the file is cut short or damaged: copy or make it again",
+                    f"{file.path}: cannot be read after line {position.document}: {error}",
+                    fix="copy or make the file again: it is truncated or damaged",
                 ) from error
 
     def _after(
         self, file: InputFile, position: Position, block: LineBlock
     ) -> tuple[Position, BadLine | None]:
-        """The position behind a block, and the line at its end that is too long, if there is one."""
+        """Return the position after a block, and the too long line at its end, if any."""
         content = block.lines
         num_lines = content.count(b"\n") + (bool(content) and not content.endswith(b"\n"))
         end = replace(position, document=position.document + num_lines, offset=position.offset + len(content))
@@ -97,8 +96,8 @@ class ChunkReader:
             offset=end.offset,
             num_bytes=block.too_long_bytes,
         )
-        behind = replace(end, document=end.document + 1, offset=end.offset + block.too_long_bytes)
-        return behind, bad
+        after = replace(end, document=end.document + 1, offset=end.offset + block.too_long_bytes)
+        return after, bad
 
     def _rows(self, file: InputFile, position: Position, bytes_before: int) -> Iterator[Chunk]:
         for rows in read_rows(file, self.json_keys, start=position.document, batch_bytes=self.chunk_bytes):
@@ -113,41 +112,42 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Whole lines, then perhaps one that was passed over because it is too long."""
+    """Whole lines, optionally followed by a line that was skipped because it is too long."""
 
     lines: bytes
     too_long_bytes: int = 0
-    """Bytes of that line with its line feed, or 0."""
+    """Bytes of the skipped line with its line feed, or 0."""
 
 
-def whole_lines(pieces: Iterable[bytes], *, chunk_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
-    """Cut a stream of bytes between lines, every `chunk_bytes` or as soon as a line ends after them.
+def whole_lines(blocks: Iterable[bytes], *, chunk_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+    """Group a stream of bytes into whole lines of at least `chunk_bytes` per block.
 
-    An error of the stream is raised once all whole lines before it are out. No piece is above `max_line_bytes`.
+    An error of the stream is raised after all whole lines before it were yielded. No block of the stream may be larger
+    than `max_line_bytes`.
     """
-    held = bytearray()  # whole lines, then what there is of one that has not ended yet
+    held = bytearray()  # whole lines, then the beginning of a line without its end
     num_whole_bytes = begun_bytes = 0
     failure: Exception | None = None
-    for piece in _until_failure(pieces):
-        if isinstance(piece, Exception):
-            failure = piece
+    for block in _until_failure(blocks):
+        if isinstance(block, Exception):
+            failure = block
             break
-        first, last = piece.find(b"\n") + 1, piece.rfind(b"\n") + 1  # 0: no line ends in this piece
-        begun_bytes += first or len(piece)
-        held += piece[: first or len(piece)]
+        first, last = block.find(b"\n") + 1, block.rfind(b"\n") + 1  # 0: no line feed in this block
+        begun_bytes += first or len(block)
+        held += block[: first or len(block)]
         is_too_long = begun_bytes - bool(first) > max_line_bytes
         if is_too_long:
             del held[num_whole_bytes:]
         if not first:
             continue
         if is_too_long:
-            yield LineBlock(_taken(held, num_whole_bytes), begun_bytes)
-        held += piece[first:last]
+            yield LineBlock(_pop_bytes(held, num_whole_bytes), begun_bytes)
+        held += block[first:last]
         num_whole_bytes = len(held)
-        held += piece[last:]
-        begun_bytes = len(piece) - last
+        held += block[last:]
+        begun_bytes = len(block) - last
         if num_whole_bytes >= chunk_bytes:
-            yield LineBlock(_taken(held, num_whole_bytes))
+            yield LineBlock(_pop_bytes(held, num_whole_bytes))
             num_whole_bytes = 0
     is_too_long = begun_bytes > max_line_bytes
     if failure is not None and not is_too_long:
@@ -158,77 +158,84 @@ def whole_lines(pieces: Iterable[bytes], *, chunk_bytes: int, max_line_bytes: in
         raise failure
 
 
-_PIECE_BYTES: Final = 1 << 18
-"""Read at once, if chunks are not smaller."""
-_PACKED_BYTES: Final = 1 << 14
-"""Compressed bytes at once: what comes out of them is held, and may be many times more."""
+_BLOCK_BYTES: Final = 1 << 18
+"""Bytes read at once, unless chunks are smaller."""
+_COMPRESSED_BYTES: Final = 1 << 14
+"""Compressed bytes read at once; their content, which may be much larger, is in memory."""
 _ZST_WINDOW_BYTES: Final = 1 << 31
-"""The largest that any .zst file needs (`zstd --ultra --long=31`); by default the library refuses many."""
+"""The largest window of any .zst file (`zstd --ultra --long=31`); the library's default rejects many files."""
 _READ_ERRORS: Final = (EOFError, OSError, zlib.error)
 
 
-def _taken(held: bytearray, num_bytes: int) -> bytes:
-    """The first bytes, which do not stay behind."""
+def _pop_bytes(held: bytearray, num_bytes: int) -> bytes:
+    """Remove and return the first bytes."""
     content = bytes(memoryview(held)[:num_bytes])
     del held[:num_bytes]
     return content
 
 
-def _until_failure(pieces: Iterable[bytes]) -> Iterator[bytes | Exception]:
+def _until_failure(blocks: Iterable[bytes]) -> Iterator[bytes | Exception]:
     try:
-        yield from pieces
+        yield from blocks
     except _READ_ERRORS as error:
         yield error
 
 
-def _checked(file: InputFile, pieces: Iterable[bytes], *, is_start: bool) -> Iterator[bytes]:
-    """The pieces, of a file that is text in the right encoding and stays what it is until its end."""
-    for piece in pieces:
-        if is_start and piece[:2] in {b"\xff\xfe", b"\xfe\xff", b"{\0", b"\0{"}:  # its mark, or a brace in it
+def _checked(file: InputFile, blocks: Iterable[bytes], *, is_start: bool) -> Iterator[bytes]:
+    """Pass blocks through; raise InputError for UTF-16, and if the file has changed by its end."""
+    for block in blocks:
+        if is_start and block[:2] in {
+            b"\xff\xfe",
+            b"\xfe\xff",
+            b"{\0",
+            b"\0{",
+        }:  # a byte-order mark or an opening brace in UTF-16
             raise InputError(
                 f"{file.path}: is UTF-16, not UTF-8", fix="convert it: iconv -f UTF-16 -t UTF-8 IN > OUT"
             )
         is_start = False
-        yield piece
+        yield block
     file.require_unchanged()
 
 
-def _pieces(file: InputFile, raw: Any, offset: int, piece_bytes: int) -> Iterator[bytes]:
-    """What a file holds behind `offset`, uncompressed."""
+def _read_uncompressed(file: InputFile, raw: Any, offset: int, block_bytes: int) -> Iterator[bytes]:
+    """Yield the uncompressed content of a file from `offset` on."""
     if file.kind == "plain":
         raw.seek(offset)
-        yield from iter(lambda: raw.read(piece_bytes), b"")
+        yield from iter(lambda: raw.read(block_bytes), b"")
         return
     content: Iterator[bytes]
     if file.kind == "gz":
-        content = iter(functools.partial(gzip.GzipFile(fileobj=raw).read1, piece_bytes), b"")
+        content = iter(functools.partial(gzip.GzipFile(fileobj=raw).read1, block_bytes), b"")
     else:
-        content = _unpacked(raw, _zstandard_frame if file.kind == "zst" else bz2.BZ2Decompressor, piece_bytes)
-    for piece in content:
-        if offset < len(piece):
-            yield piece[offset:]
-        offset = max(offset - len(piece), 0)
+        content = _decompressed(
+            raw, _zstandard_frame if file.kind == "zst" else bz2.BZ2Decompressor, block_bytes
+        )
+    for block in content:
+        if offset < len(block):
+            yield block[offset:]
+        offset = max(offset - len(block), 0)
 
 
-def _unpacked(raw: IO[bytes], new_frame: Callable[[], Any], piece_bytes: int) -> Iterator[bytes]:
-    """What the frames of a file hold, one after the other.
+def _decompressed(raw: IO[bytes], new_frame: Callable[[], Any], block_bytes: int) -> Iterator[bytes]:
+    """Yield the content of the frames of a compressed file.
 
-    The libraries' own readers of files take some that are cut short, or damaged between two frames, for whole.
+    The libraries' own file readers accept some files that are truncated, or damaged between two frames.
     """
     frame = None
-    while packed := raw.read(_PACKED_BYTES):
-        while packed:
+    while compressed := raw.read(_COMPRESSED_BYTES):
+        while compressed:
             frame = frame or new_frame()
             try:
-                content = frame.decompress(packed)
+                content = frame.decompress(compressed)
             except Exception as error:
                 raise OSError(str(error)) from error  # each library raises its own
-            for start in range(0, len(content), piece_bytes):
-                yield content[start : start + piece_bytes]
-            packed = frame.unused_data if frame.eof else b""
+            for start in range(0, len(content), block_bytes):
+                yield content[start : start + block_bytes]
+            compressed = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("its last part has no end")
+        raise EOFError("the last frame has no end")
 
 
 def _zstandard() -> Any:
@@ -237,3 +244,96 @@ def _zstandard() -> Any:
 
 def _zstandard_frame() -> Any:
     return _zstandard().ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES).decompressobj()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of a Parquet file."""
+
+    values: list[Row]
+    num_bytes: int
+    share_read: float
+    """Share of the file up to the end of these rows."""
+
+
+def require_columns(file: InputFile, names: Sequence[str]) -> None:
+    """Raise InputError unless the file can be opened and has these text columns."""
+    with _open_parquet(file) as table:
+        schema = table.schema_arrow
+        for name in names:
+            if name not in schema.names:
+                raise InputError(
+                    f"{file.path}: has no column {name!r}, only {', '.join(map(repr, schema.names))}",
+                    fix="give --json-keys names of its columns",
+                )
+            if not _is_text(schema.field(name).type):
+                raise InputError(
+                    f"{file.path}: column {name!r} has type {schema.field(name).type}, not strings or lists of strings",
+                    fix="give --json-keys the name of a text column",
+                )
+
+
+def read_rows(file: InputFile, columns: Sequence[str], *, start: int, batch_bytes: int) -> Iterator[Rows]:
+    """Yield all rows from index `start` on, in batches of about `batch_bytes`."""
+    row = start
+    errors = _arrow().ArrowException
+    try:
+        with _open_parquet(file) as table:
+            for batch, end in _row_batches(table, columns, start, batch_bytes):
+                row = end
+                yield Rows(batch.to_pylist(), batch.nbytes, end / table.metadata.num_rows)
+    except (OSError, errors) as error:
+        file.require_unchanged()
+        raise InputError(
+            f"{file.path}: cannot be read after row {row}: {error}",
+            fix="copy or make the file again: it is truncated or damaged",
+        ) from error
+    file.require_unchanged()
+
+
+_PARQUET_READ_BYTES: Final = 1 << 20
+
+
+def _arrow() -> Any:
+    return optional_package("pyarrow", needed_for="reading .parquet files")
+
+
+def _open_parquet(file: InputFile) -> Any:
+    parquet = optional_package("pyarrow.parquet", needed_for="reading .parquet files")
+    try:
+        return parquet.ParquetFile(
+            file.path, buffer_size=_PARQUET_READ_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
+    except (OSError, _arrow().ArrowException) as error:
+        raise InputError(
+            f"{file.path}: cannot be opened as a Parquet file: {error}", fix="copy or make the file again"
+        ) from error
+
+
+def _row_batches(
+    table: Any, columns: Sequence[str], start: int, batch_bytes: int
+) -> Iterator[tuple[Any, int]]:
+    """Yield batches of rows, each with the number of rows up to its end."""
+    end = 0
+    for group in range(table.num_row_groups):
+        metadata = table.metadata.row_group(group)
+        if not metadata.num_rows or end + metadata.num_rows <= start:
+            end += metadata.num_rows
+            continue
+        bytes_per_row = metadata.total_byte_size / metadata.num_rows
+        batch_rows = max(int(batch_bytes / max(bytes_per_row, 1)), 1)
+        for batch in table.iter_row_batches(
+            batch_size=batch_rows, row_groups=[group], columns=list(columns), use_threads=False
+        ):
+            end += batch.num_rows
+            if end > start:
+                yield batch.slice(max(start - (end - batch.num_rows), 0)), end
+
+
+def _is_text(kind: Any) -> bool:
+    types = _arrow().types
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_text(kind.value_type)
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

@@ -1,9 +1,10 @@
-"""JSON Lines and Parquet to `.bin/.idx`: `preprocess_data.py`.
+"""Preprocess JSON Lines and Parquet into `.bin/.idx`: the command `preprocess_data.py`.
 
     input files -> ChunkReader -> Workers (parse, tokenize) -> in order: Outputs -> <prefix>_<key>_document
                                                                            `-> bad lines: stop, skip, quarantine
 
-Output is whole or not there at all, its bytes do not depend on the number of workers, and an interrupted run goes on.
+Output files are complete or absent, their bytes do not depend on the number of workers, and an interrupted run can be
+resumed.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from typing import Any, Final, NoReturn
 
 from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
 from megatrain.config.schema.tokenizer import missing_end_of_document
+from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.writer import token_dtype
 from megatrain.data.preprocess.bad_lines import BadLines
+from megatrain.data.preprocess.documents import CHUNK_BYTES, Chunk, Position
 from megatrain.data.preprocess.encoder import EncoderSettings, make_encoder
 from megatrain.data.preprocess.flags import PreprocessSettings, parse_settings
 from megatrain.data.preprocess.inputs import InputFile, find_inputs
-from megatrain.data.preprocess.journal import Journal
-from megatrain.data.preprocess.lines import CHUNK_BYTES, Chunk, Position
-from megatrain.data.preprocess.outputs import JOURNAL_SECONDS, Outputs, files_of_run, output_prefixes
+from megatrain.data.preprocess.outputs import JOURNAL_SECONDS, Journal, Outputs, files_of_run, output_prefixes
+from megatrain.data.preprocess.progress import Progress
 from megatrain.data.preprocess.readers import ChunkReader
 from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
 from megatrain.data.preprocess.workers import Workers
-from megatrain.data.progress import Progress, say
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 
 FORMAT: Final = 2
-"""Of the journal and of what is written; a run of another format is not gone on with."""
+"""Version of the journal and of the output; a run with another version is not resumed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0, or 2 for input and flags that cannot work, 1 for other failures."""
+    """Run the command. Return the exit code: 0, 2 for invalid input or flags, 1 for other failures."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _stop)
+        signal.signal(number, _raise_stopped)
     try:
         preprocess(parse_settings(argv))
     except MegatrainError as error:
-        return _tell(error, describe(error), error.exit_code)
+        return _report(error, describe(error), error.exit_code)
     except OSError as error:
-        return _tell(error, f"error: {error}\n  fix: make room or mend the disk, run again", 1)
+        return _report(error, f"error: {error}\n  fix: free disk space or repair the disk, then run again", 1)
     except _StoppedError as stop:
-        return _tell(stop, f"stopped by {stop.signal.name}", 128 + stop.signal)
+        return _report(stop, f"stopped by {stop.signal.name}", 128 + stop.signal)
     return 0
 
 
@@ -57,19 +58,21 @@ def preprocess(
     journal_seconds: float = JOURNAL_SECONDS,
     workers_type: type[Workers[Any, Any]] = Workers,
 ) -> None:
-    """Tokenize the input, and write one dataset and one description for each key.
+    """Tokenize the input and write a dataset with a description for each key.
 
     Args:
-        chunk_bytes: text that a worker gets at once.
-        journal_seconds: time between two notes of how far the run is.
-        workers_type: what the workers are made by.
+        chunk_bytes: bytes of text per chunk.
+        journal_seconds: minimum time between two journal entries.
+        workers_type: class of the worker pool.
 
     Raises:
-        ConfigError: the input, the tokenizer or a line of the input cannot be used.
+        ConfigError: the input, the tokenizer or a line of the input is invalid.
         MegatrainError: a worker died, or the output cannot be written.
     """
     for flag in settings.without_effect:
-        say(f"{flag} has no effect: output is in the order of the input anyway, and workers share all files")
+        log_to_stderr(
+            f"{flag} has no effect: output always has the order of the input, and workers share all files"
+        )
     reader = ChunkReader(
         files=find_inputs(settings.input),
         json_keys=settings.json_keys,
@@ -78,17 +81,17 @@ def preprocess(
     )
     encoder = _encoder_settings(settings)
     tokenizer = load_tokenizer(settings.tokenizer)
-    _require_all_that_is_needed(settings, reader, encoder, tokenizer)
+    _check_inputs(settings, reader, encoder, tokenizer)
     if settings.append_eod and tokenizer.note:
-        say(tokenizer.note)
+        log_to_stderr(tokenizer.note)
     with (
-        Journal(settings.output_prefix, say) as journal,
+        Journal(settings.output_prefix, log_to_stderr) as journal,
         Outputs(
             journal,
             _prefixes(settings),
             token_dtype(tokenizer.vocab_size),
-            BadLines(settings.on_bad_line, settings.output_prefix, say),
-            say,
+            BadLines(settings.on_bad_line, settings.output_prefix, log_to_stderr),
+            log_to_stderr,
             settings=_fingerprint(settings, reader, tokenizer),
             journal_seconds=journal_seconds,
         ) as outputs,
@@ -98,16 +101,16 @@ def preprocess(
             if not outputs.is_complete:
                 with workers_type(settings.workers, functools.partial(make_encoder, encoder)) as workers:
                     chunks = reader.chunks(outputs.position)
-                    most_bytes = _HELD_CHUNKS * settings.workers * chunk_bytes
-                    for chunk in workers.map(chunks, size=_num_bytes, most_bytes=most_bytes):
+                    max_bytes = _CHUNKS_IN_FLIGHT * settings.workers * chunk_bytes
+                    for chunk in workers.map(chunks, size=_num_bytes, max_bytes=max_bytes):
                         outputs.add(chunk)
                         progress.add(chunk.num_documents, bytes_read=chunk.end.bytes_read)
             outputs.finish(_description(settings, tokenizer, reader.files))
-    _say_summary(progress, outputs)
+    _log_summary(progress, outputs)
 
 
-_HELD_CHUNKS: Final = 4
-"""Chunks whose bytes a worker may have on its way: those under way together, which may be larger than asked for."""
+_CHUNKS_IN_FLIGHT: Final = 4
+"""Chunks per worker whose bytes may be in flight; a chunk may be larger than `chunk_bytes`."""
 
 
 def _num_bytes(chunk: Chunk) -> int:
@@ -119,11 +122,11 @@ def _prefixes(settings: PreprocessSettings) -> dict[str, str]:
 
 
 def _progress(settings: PreprocessSettings, reader: ChunkReader, outputs: Outputs) -> Progress:
-    """Progress from where the run begins, which is said if that is not the beginning."""
+    """Return the progress at the start of the run; log it if the run resumes another one."""
     start = outputs.position
     if start != Position():
-        place = f"{start.document:,} lines of file {start.file + 1} of {len(reader.files)}"
-        say(f"going on with an interrupted run, after {outputs.num_documents:,} documents, {place}")
+        position = f"{start.document:,} lines of file {start.file + 1} of {len(reader.files)}"
+        log_to_stderr(f"resuming an interrupted run after {outputs.num_documents:,} documents, {position}")
     return Progress(
         total_bytes=sum(file.num_bytes for file in reader.files),
         log_interval=settings.log_interval,
@@ -132,14 +135,12 @@ def _progress(settings: PreprocessSettings, reader: ChunkReader, outputs: Output
     )
 
 
-def _require_all_that_is_needed(
+def _check_inputs(
     settings: PreprocessSettings, reader: ChunkReader, encoder: EncoderSettings, tokenizer: Tokenizer
 ) -> None:
-    """Raises ConfigError for what would go wrong later, before any work."""
+    """Raise ConfigError before any work for problems that would appear later."""
     reader.require_readable()
-    _require_no_input_among_outputs(
-        reader.files, files_of_run(settings.output_prefix, _prefixes(settings).values())
-    )
+    _require_distinct_files(reader.files, files_of_run(settings.output_prefix, _prefixes(settings).values()))
     _require_eod(settings, tokenizer)
     if encoder.split:
         load_splitter(encoder.split)
@@ -157,7 +158,7 @@ def _encoder_settings(settings: PreprocessSettings) -> EncoderSettings:
     )
 
 
-def _require_no_input_among_outputs(files: Sequence[InputFile], paths: Iterable[Path]) -> None:
+def _require_distinct_files(files: Sequence[InputFile], paths: Iterable[Path]) -> None:
     outputs = {path.resolve() for path in paths}
     problems = [
         Problem(f"{file.path}: would be overwritten by the output", "give another --output-prefix")
@@ -174,7 +175,7 @@ def _require_eod(settings: PreprocessSettings, tokenizer: Tokenizer) -> None:
 
 
 def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> dict[str, Any]:
-    """All that decides about the bytes of the output, by the words that say what has changed."""
+    """Return everything that determines the bytes of the output, under the names that messages use."""
     return {
         "format": FORMAT,
         "--input": [[str(file.path.resolve()), file.num_bytes, file.mtime_ns] for file in reader.files],
@@ -189,7 +190,7 @@ def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: T
 
 
 def _library_versions(settings: PreprocessSettings) -> dict[str, str | None]:
-    """Of what turns text into ids. An upgrade may change them, so nobody goes on with what another version began."""
+    """Return the versions of tokenizer libraries. An upgrade may change ids, so a run does not resume across versions."""
     names = ["tokenizers", "sentencepiece", "tiktoken"] + ["nltk"] * settings.split_sentences
     return {name: _version(name) for name in names}
 
@@ -204,7 +205,7 @@ def _version(package: str) -> str | None:
 def _description(
     settings: PreprocessSettings, tokenizer: Tokenizer, files: Sequence[InputFile]
 ) -> dict[str, Any]:
-    """What made a dataset, so that training can see whether its tokenizer is the same."""
+    """Return the description of a dataset, so that training can compare tokenizers."""
     return {
         "tokenizer_type": settings.tokenizer.tokenizer_type,
         "tokenizer_fingerprint": tokenizer.fingerprint,
@@ -215,31 +216,34 @@ def _description(
     }
 
 
-def _say_summary(progress: Progress, outputs: Outputs) -> None:
-    say(f"done: {progress.summary()}")
+def _log_summary(progress: Progress, outputs: Outputs) -> None:
+    log_to_stderr(f"done: {progress.summary()}")
     for output in outputs.keys.values():
         writer = output.writer
-        say(
+        log_to_stderr(
             f"  {writer.prefix}: {writer.num_documents:,} documents, {writer.num_sequences:,} sequences, "
             f"{writer.num_tokens:,} tokens of {writer.dtype.name}"
         )
-    if outputs.bad_lines.num_lines:
-        place = f"; see {outputs.bad_lines.path}" if outputs.bad_lines.are_put_aside else ""
-        say(f"  {outputs.bad_lines.num_lines:,} bad lines were left out{place}")
+    bad_lines = outputs.bad_lines
+    if bad_lines.num_lines:
+        file = f" to {bad_lines.path}" if bad_lines.has_quarantined else ""
+        log_to_stderr(
+            f"  {bad_lines.num_lines:,} bad lines were {'quarantined' if file else 'skipped'}{file}"
+        )
 
 
 class _StoppedError(BaseException):
-    """Unwinds, so that workers are ended and locks are let go."""
+    """A signal as an exception, so that workers are stopped and locks released."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
 
 
-def _stop(number: int, _frame: object) -> NoReturn:
+def _raise_stopped(number: int, _frame: object) -> NoReturn:
     raise _StoppedError(number)
 
 
-def _tell(error: BaseException, text: str, code: int) -> int:
-    """Say what went wrong and what became of the output; the exit code."""
-    say("\n  ".join((text, *getattr(error, "__notes__", ()))))
+def _report(error: BaseException, text: str, code: int) -> int:
+    """Log an error and its notes about the output; return the exit code."""
+    log_to_stderr("\n  ".join((text, *getattr(error, "__notes__", ()))))
     return code

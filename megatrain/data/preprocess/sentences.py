@@ -1,4 +1,4 @@
-r"""Cuts documents into sentences, with the punkt models of nltk.
+r"""Split documents into sentences with the punkt models of nltk.
 
 "One. Two.\nThree."  ->  "One."  "Two."  "Three."          keep_newlines:  "One. "  "Two.\n"  "Three."
 """
@@ -12,50 +12,50 @@ from typing import Any, Final
 from megatrain.config.errors import ConfigError
 from megatrain.data.files import optional_package
 
-PIECE_CHARS: Final = 1_000_000
-"""Longer texts are cut into pieces of this many characters first, as Megatron-LM does."""
+MAX_CHARS: Final = 1_000_000
+"""Longer texts are first cut into parts of this many characters, as in Megatron-LM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings:
-    """How to cut."""
+    """Settings of sentence splitting."""
 
     lang: str
-    """Language of the model, by nltk's name: english, german, ..."""
+    """Language of the model, named as in nltk: english, german, ..."""
     keep_newlines: bool
-    """The white space between two sentences belongs to the first one, instead of to none."""
+    """Keep the white space between two sentences at the end of the first one."""
 
 
 class SentenceSplitter:
-    """Cuts with a punkt tokenizer: anything that has `span_tokenize`."""
+    """Splits texts with a punkt tokenizer: any object with `span_tokenize`."""
 
     def __init__(self, punkt: Any, *, keep_newlines: bool) -> None:
         self._punkt = punkt
         self._keep_newlines = keep_newlines
 
     def __call__(self, text: str) -> list[str]:
-        """The sentences of a text. White space at its end belongs to none."""
+        """Split a text into sentences. White space at the end of the text is dropped."""
         return [
             sentence
-            for start in range(0, len(text), PIECE_CHARS)
-            for sentence in self._sentences(text[start : start + PIECE_CHARS])
+            for start in range(0, len(text), MAX_CHARS)
+            for sentence in self._sentences(text[start : start + MAX_CHARS])
         ]
 
-    def _sentences(self, piece: str) -> list[str]:
-        spans = list(self._punkt.span_tokenize(piece))
+    def _sentences(self, text: str) -> list[str]:
+        spans = list(self._punkt.span_tokenize(text))
         ends = [end for _, end in spans]
         if self._keep_newlines:
             ends[:-1] = [start for start, _ in spans[1:]]
-        return [piece[start:end] for (start, _), end in zip(spans, ends, strict=True)]
+        return [text[start:end] for (start, _), end in zip(spans, ends, strict=True)]
 
 
 def load_splitter(settings: SplitSettings) -> SentenceSplitter:
-    """The splitter of a language. Raises ConfigError if nltk or its model of the language is not there."""
+    """Load the splitter of a language. Raises ConfigError if nltk or its model of the language is missing."""
     data = optional_package("nltk.data", needed_for="--split-sentences")
     punkt = optional_package("nltk.tokenize.punkt", needed_for="--split-sentences")
     if not hasattr(punkt, "PunktTokenizer"):
         raise ConfigError(
-            "--split-sentences needs nltk 3.9 or newer: older ones read models that can run code",
+            "--split-sentences needs nltk 3.9 or newer: older versions read models that can run code",
             fix="pip install --upgrade nltk",
         )
     try:
@@ -70,10 +70,13 @@ def _missing_model(data: Any, lang: str) -> ConfigError:
         folder = Path(data.find("tokenizers/punkt_tab/"))
     except LookupError:
         return ConfigError(
-            f"--split-sentences needs nltk's punkt models, and there are none in {', '.join(data.path)}",
-            fix="python -m nltk.downloader punkt_tab (elsewhere, say where with the variable NLTK_DATA)",
+            f"--split-sentences needs nltk's punkt models, which are missing in {', '.join(data.path)}",
+            fix="python -m nltk.downloader punkt_tab (for another folder, set the variable NLTK_DATA)",
         )
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     return ConfigError(
-        f"--lang {lang}: {folder} has no such model", fix=f"use {' or '.join(names) or 'other data'}"
+        f"--lang {lang}: {folder} has no model of this language",
+        fix=f"use --lang {' or '.join(names)}"
+        if names
+        else "install the models: python -m nltk.downloader punkt_tab",
     )

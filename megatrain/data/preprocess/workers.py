@@ -1,9 +1,9 @@
-"""Runs one function over many items in several processes, and gives the results in order.
+"""Run a function over many items in several processes, and return the results in order.
 
-    item k -> pipe -> worker k mod n -> pipe -> result k      at most IN_FLIGHT items a worker, and so many bytes, are under way
+    item k -> pipe -> worker k mod n -> pipe -> result k      IN_FLIGHT items per worker, and a number of bytes, are in flight
 
-Each worker has a pipe of its own. A worker that dies closes it, which the parent sees at once; a parent that dies
-closes all of them, and the workers end. So nobody waits for the dead.
+Each worker has its own pipe. A worker that dies closes it, which the parent sees at once; a parent that dies closes all
+pipes, which ends the workers. So no process waits for a dead one.
 """
 
 from __future__ import annotations
@@ -34,44 +34,44 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 IN_FLIGHT: Final = 2
-"""One item being worked on, one waiting, so that a worker does not pause for the parent."""
+"""Items per worker: one being processed and one queued, so that a worker does not wait for the parent."""
 END_SECONDS: Final = 10.0
-"""How long a process may take to end once it has to."""
+"""Seconds after which a process that should end is killed."""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """An exception of a worker in a form that reaches the parent."""
+    """An exception of a worker, in a form that can be sent to the parent."""
 
     problems: tuple[Problem, ...]
     trace: str
 
 
 class Workers(Generic[Item, Result]):
-    """Processes that each hold their own function, made by `make` in the process itself."""
+    """A pool of processes, each with its own function, which `make` creates in the process."""
 
     def __init__(self, num_workers: int, make: Callable[[], Callable[[Item], Result]]) -> None:
         """Start the processes. `make` must be importable by name there."""
         self._connections: list[Connection[Any, Any]] = []
         self._processes: list[BaseProcess] = []
-        context = multiprocessing.get_context("spawn")  # a fork would copy threads' locks in whatever state
-        with _interrupts_kept_from_children():
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+        with _block_sigint_in_children():
             for _ in range(num_workers):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+                process = context.Process(target=_run_worker, args=(theirs, make), daemon=True)
                 process.start()
-                theirs.close()  # else the pipe would outlive the worker, and its death go unseen
+                theirs.close()  # else the pipe would stay open after the worker's death
                 self._connections.append(ours)
                 self._processes.append(process)
 
     def __enter__(self) -> Self:
-        """Leaving the `with` block ends the processes."""
+        """Return the pool; leaving the `with` block ends its processes."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all processes, also those at work."""
+        """End all processes, including busy ones."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -88,72 +88,74 @@ class Workers(Generic[Item, Result]):
         items: Iterable[Item],
         *,
         size: Callable[[Item], int] = lambda _: 0,
-        most_bytes: float = math.inf,
+        max_bytes: float = math.inf,
     ) -> Iterator[Result]:
-        """The results, in the order of the items, which are taken as workers become free.
+        """Yield the results in the order of the items. Items are consumed as workers become free.
 
         Args:
-            size: bytes of an item.
-            most_bytes: that may be under way together; an item that is larger alone goes alone.
+            size: returns the bytes of an item.
+            max_bytes: maximum bytes in flight; a larger item is processed alone.
 
         Raises:
             MegatrainError: a worker failed or died, with the reason.
         """
-        under_way: deque[tuple[int, int]] = deque()
+        in_flight: deque[tuple[int, int]] = deque()
         num_bytes = 0
         for number, item in enumerate(items):
             item_bytes = size(item)
-            while under_way and (
-                len(under_way) == IN_FLIGHT * len(self._processes) or num_bytes + item_bytes > most_bytes
+            while in_flight and (
+                len(in_flight) == IN_FLIGHT * len(self._processes) or num_bytes + item_bytes > max_bytes
             ):
-                worker, done_bytes = under_way.popleft()
+                worker, done_bytes = in_flight.popleft()
                 num_bytes -= done_bytes
-                yield self._receive(worker)
+                yield self._receive_result(worker)
             worker = number % len(self._processes)
-            self._send(worker, item)
-            under_way.append((worker, item_bytes))
+            self._send_item(worker, item)
+            in_flight.append((worker, item_bytes))
             num_bytes += item_bytes
-        for worker, _ in under_way:
-            yield self._receive(worker)
+        for worker, _ in in_flight:
+            yield self._receive_result(worker)
 
-    def _send(self, worker: int, item: Item) -> None:
+    def _send_item(self, worker: int, item: Item) -> None:
         try:
-            _put(self._connections[worker], item)
+            _send(self._connections[worker], item)
         except OSError as error:
-            raise self._death(worker) from error
+            raise self._death_error(worker) from error
 
-    def _receive(self, worker: int) -> Result:
+    def _receive_result(self, worker: int) -> Result:
         try:
-            result = _take(self._connections[worker])
+            result = _receive(self._connections[worker])
         except (EOFError, OSError) as error:
-            raise self._death(worker) from error
+            raise self._death_error(worker) from error
         if isinstance(result, _Failure):
-            raise _as_error(result)
+            raise _error_of(result)
         answer: Result = result
         return answer
 
-    def _death(self, worker: int) -> MegatrainError:
-        """What became of a worker whose pipe is closed."""
-        failure = self._last_words(worker)
+    def _death_error(self, worker: int) -> MegatrainError:
+        """Return the error of a worker whose pipe is closed."""
+        failure = self._reported_failure(worker)
         if failure is not None:
-            return _as_error(failure)
+            return _error_of(failure)
         process = self._processes[worker]
         process.join(END_SECONDS)
         code = process.exitcode
         if code is None or code >= 0:
             return MegatrainError(
-                f"worker {worker} ended with exit code {code}", fix="see what it printed above, and run again"
+                f"worker {worker} ended with exit code {code}", fix="see its output above, then run again"
             )
         name = signal.Signals(-code).name
-        fix = "the host may have run out of memory: use fewer --workers" if name == "SIGKILL" else "run again"
-        return MegatrainError(f"worker {worker} was ended by {name}", fix=fix)
+        fix = "use fewer --workers: the host may have run out of memory" if name == "SIGKILL" else "run again"
+        return MegatrainError(f"worker {worker} was killed by {name}", fix=fix)
 
-    def _last_words(self, worker: int) -> _Failure | None:
-        """The failure that a worker reported before its pipe closed, if it did."""
-        for _ in range(2):  # an item that the worker never read shows as one error in front of what it wrote
+    def _reported_failure(self, worker: int) -> _Failure | None:
+        """Return the failure that a worker reported before its pipe closed, if any."""
+        for _ in range(
+            2
+        ):  # an item that the worker did not read raises one error before its messages can be read
             try:
                 while True:
-                    result = _take(self._connections[worker])
+                    result = _receive(self._connections[worker])
                     if isinstance(result, _Failure):
                         return result
             except EOFError:
@@ -164,9 +166,9 @@ class Workers(Generic[Item, Result]):
 
 
 @contextlib.contextmanager
-def _interrupts_kept_from_children() -> Iterator[None]:
-    """Ctrl-C reaches all processes of a terminal; the parent alone decides. Children inherit what is blocked."""
-    resource_tracker.ensure_running()  # it is a child, too, and unblocks signals here once it is started
+def _block_sigint_in_children() -> Iterator[None]:
+    """Block Ctrl-C in child processes, which inherit blocked signals: only the parent handles it."""
+    resource_tracker.ensure_running()  # also a child process; starting it unblocks signals in this process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -174,56 +176,56 @@ def _interrupts_kept_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _put(connection: Connection[Any, Any], message: object) -> None:
-    """Send a message; the content of arrays as it lies in memory, without a copy that holds all of it."""
+def _send(connection: Connection[Any, Any], message: object) -> None:
+    """Send a message; arrays are sent from their memory without a copy of the whole message."""
     arrays: list[Any] = []
-    rest = io.BytesIO()
-    ForkingPickler(rest, 5, True, arrays.append).dump(message)
+    pickled = io.BytesIO()
+    ForkingPickler(pickled, 5, True, arrays.append).dump(message)
     connection.send(len(arrays))
-    for content in (rest.getbuffer(), *(array.raw() for array in arrays)):
+    for content in (pickled.getbuffer(), *(array.raw() for array in arrays)):
         connection.send_bytes(content)
 
 
-def _take(connection: Connection[Any, Any]) -> Any:
-    """Receive a message. Its arrays cannot be written to."""
+def _receive(connection: Connection[Any, Any]) -> Any:
+    """Receive a message. Its arrays are read-only."""
     num_arrays = connection.recv()
-    rest = connection.recv_bytes()
-    return ForkingPickler.loads(rest, buffers=[connection.recv_bytes() for _ in range(num_arrays)])
+    pickled = connection.recv_bytes()
+    return ForkingPickler.loads(pickled, buffers=[connection.recv_bytes() for _ in range(num_arrays)])
 
 
-def _as_error(failure: _Failure) -> MegatrainError:
+def _error_of(failure: _Failure) -> MegatrainError:
     if failure.problems:
         return ConfigError.of(failure.problems)
-    return MegatrainError(f"a worker failed:\n{failure.trace}", fix="report this; it is a fault in megatrain")
+    return MegatrainError(f"a worker failed:\n{failure.trace}", fix="report this bug in megatrain")
 
 
-def _serve(connection: Connection[Any, Any], make: Callable[[], Callable[[Any], Any]]) -> None:
-    """A worker's life: items in, results out, until the pipe closes."""
+def _run_worker(connection: Connection[Any, Any], make: Callable[[], Callable[[Any], Any]]) -> None:
+    """Process items until the pipe closes."""
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # Without a thread that always reads, parent and worker could both wait for the other to empty a full pipe.
+    # Without a thread that always reads, parent and worker could both block on a full pipe.
     threading.Thread(target=_receive_all, args=(connection, inbox), daemon=True).start()
     try:
         work = make()
         while (item := inbox.get()) is not _END:
-            _put(connection, work(item))
+            _send(connection, work(item))
     except BrokenPipeError:
-        return  # the parent is gone
+        return  # the parent has died
     except MegatrainError as error:
-        _put(connection, _Failure(error.problems, ""))
-    except BaseException:  # noqa: BLE001 - whatever it is, also a panic of a tokenizer, the parent has to hear of it
-        _put(connection, _Failure((), traceback.format_exc()))
+        _send(connection, _Failure(error.problems, ""))
+    except BaseException:  # noqa: BLE001 - the parent must learn of every failure, including a panic of a tokenizer
+        _send(connection, _Failure((), traceback.format_exc()))
 
 
 def _receive_all(connection: Connection[Any, Any], inbox: queue.SimpleQueue[Any]) -> None:
     try:
         while True:
-            inbox.put(_take(connection))
+            inbox.put(_receive(connection))
     except (EOFError, OSError):
         inbox.put(_END)
 
 
 class _End:
-    """No more items."""
+    """The marker after the last item."""
 
 
 _END: Final = _End()

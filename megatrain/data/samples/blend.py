@@ -1,10 +1,11 @@
-"""Mixes several datasets into one, by weights or in proportion to their sizes.
+"""Mix several datasets into one, by weight or in proportion to their sizes.
 
-    words "0.3 a 0.7 b" -> Blend -> samples wanted of each dataset -> draw: which dataset is next, which sample of it
+    weights and prefixes -> samples needed of each dataset -> BlendIndex: the dataset and its sample at each position
 
-The draw is greedy: position i takes the dataset that lags most behind its share, w * max(i, 1) - times taken, and its
-next sample. Each position depends on all before it, which would cost a step of Python each; so the positions are cut
-into chunks that are drawn side by side from guessed counts, and a chunk whose guess was wrong is drawn again.
+The order is greedy: position i takes the next sample of the dataset with the largest deficit, weight * max(i, 1) -
+samples taken so far. Each position depends on all before it, which would cost one Python step per position. Instead,
+positions are cut into chunks that are computed in parallel from estimated counts; a chunk whose estimate was wrong is
+computed again.
 
 Source: Megatron-LM, core/datasets/blended_dataset.py; rules in tests/golden.
 """
@@ -23,173 +24,177 @@ from megatrain.config.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatrain.data.samples.dataset import Piece, Sample, Samples
+    from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.integer[Any]]
 
 SURPLUS: Final = 0.005
-"""Share of samples by which each dataset is built longer than its weight asks for."""
+"""Share of extra samples that each dataset is built with, on top of those its weight needs."""
 CELLS: Final = 1 << 16
-"""Chunks times datasets that are drawn side by side: as many as stay in a core's cache."""
-MOST_DATASETS: Final = np.iinfo(np.int16).max + 1
-"""A draw numbers them in 16 bits."""
-SHORTEST_CHUNK: Final = 1024
+"""Chunks times datasets that are computed in parallel: as many as fit in a core's cache."""
+MAX_DATASETS: Final = np.iinfo(np.int16).max + 1
+"""`BlendIndex.dataset_index` has 16 bits."""
+MIN_CHUNK: Final = 1024
+"""Positions of the shortest chunk."""
 BURN_IN: Final = 8
-"""A chunk's guess is improved by drawing this fraction of a chunk ahead of it."""
+"""An estimate is improved by computing 1 / BURN_IN of a chunk before the chunk."""
 
 
 def normalized(weights: Sequence[float] | Floats) -> Floats:
-    """Weights over their sum."""
+    """Divide weights by their sum."""
     shares = np.asarray(weights, np.float64)
     normal: Floats = shares / np.sum(shares)
     return normal
 
 
 def blend_counts(shares: Floats, num_samples: int) -> list[int]:
-    """How many of `num_samples` each dataset gives, each rounded up."""
+    """Return how many of `num_samples` each dataset provides, each rounded up."""
     return [math.ceil(num_samples * share) for share in shares.tolist()]
 
 
-def longer_counts(counts: Sequence[int], surplus: float = SURPLUS) -> list[int]:
-    """How many samples each dataset is built for."""
+def counts_with_surplus(counts: Sequence[int], surplus: float = SURPLUS) -> list[int]:
+    """Return how many samples each dataset is built with."""
     return [math.ceil(count * (1 + surplus)) for count in counts]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What a blend reads at each position."""
+class BlendIndex:
+    """The sample at each position of a blend."""
 
-    dataset: npt.NDArray[np.int16]
+    dataset_index: npt.NDArray[np.int16]
     """Number of the dataset, [n]."""
-    sample: npt.NDArray[np.int64]
-    """Number of the sample in that dataset, [n]."""
+    dataset_sample_index: npt.NDArray[np.int64]
+    """Sample of that dataset, [n]."""
 
     def counts(self, num_datasets: int) -> Integers:
-        """How many samples of each dataset are read."""
-        return np.bincount(self.dataset, minlength=num_datasets)
+        """Return how many samples of each dataset are read."""
+        return np.bincount(self.dataset_index, minlength=num_datasets)
 
 
-def draw_weighted(weights: Sequence[float] | Floats, num_samples: int) -> Draw:
-    """`num_samples` draws by weight, each from the dataset that lags most; the first among equals.
+def build_blend_index(weights: Sequence[float] | Floats, num_samples: int) -> BlendIndex:
+    """Order `num_samples` samples by weight: always the dataset with the largest deficit, the first among equals.
 
     Raises:
-        ConfigError: there are more datasets than a draw can number.
+        ConfigError: there are more datasets than the index can number.
     """
-    shares = normalized(weights)
-    return _Chunks(shares, num_samples, limits=None).draw()
+    return _ChunkedBlend(normalized(weights), num_samples, limits=None).build()
 
 
-def draw_exhaustive(sizes: Sequence[int]) -> Draw:
-    """All samples of all datasets, in proportion to their sizes."""
-    return _Chunks(normalized(sizes), sum(sizes), limits=np.asarray(sizes, np.float64)).draw()
+def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
+    """Order all samples of all datasets, in proportion to their sizes."""
+    return _ChunkedBlend(normalized(sizes), sum(sizes), limits=np.asarray(sizes, np.float64)).build()
 
 
-class _Chunks:
-    """A draw, cut into chunks of positions. `counts` are kept as floats, which hold them exactly."""
+class _ChunkedBlend:
+    """Computes a blend index in chunks of positions. Counts are floats, which represent them exactly."""
 
     def __init__(self, shares: Floats, num_samples: int, *, limits: Floats | None) -> None:
         self.shares = shares
         self.limits = limits
         self.num_samples = num_samples
         num_datasets = len(shares)
-        if num_datasets > MOST_DATASETS:
+        if num_datasets > MAX_DATASETS:
             raise ConfigError(
-                f"the blend has {num_datasets} datasets, and can have {MOST_DATASETS}",
+                f"the blend has {num_datasets} datasets; the maximum is {MAX_DATASETS}",
                 fix="merge datasets of equal weight",
             )
-        shortest = max(SHORTEST_CHUNK, 4 * num_datasets)
-        self.num_chunks = max(1, min(CELLS // num_datasets, num_samples // shortest))
+        min_chunk = max(MIN_CHUNK, 4 * num_datasets)
+        self.num_chunks = max(1, min(CELLS // num_datasets, num_samples // min_chunk))
         self.length = -(-num_samples // self.num_chunks)
 
-    def draw(self) -> Draw:
+    def build(self) -> BlendIndex:
         first = np.arange(self.num_chunks) * self.length
         burn_in = self.length // BURN_IN
         counts = np.zeros((self.num_chunks, len(self.shares)))
-        counts[1:] = self._guessed(first[1:] - burn_in)
+        counts[1:] = self._estimated_counts(first[1:] - burn_in)
         self._run(first[1:] - burn_in, counts[1:], burn_in)
         ends = np.empty_like(counts)
         datasets = np.empty((self.num_chunks, self.length), np.int16)
         samples = np.empty((self.num_chunks, self.length), np.int64)
         wrong = np.arange(self.num_chunks)
-        while len(wrong):  # the first wrong chunk starts where a right one ends, so each round leaves fewer
+        while len(
+            wrong
+        ):  # the first wrong chunk starts at the end of a right one, so each round leaves fewer
             running = counts[wrong]
             datasets[wrong], samples[wrong] = self._run(first[wrong], running, self.length)
             ends[wrong] = running
             wrong = np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1)) + 1
             counts[wrong] = ends[wrong - 1]
-        return Draw(datasets.reshape(-1)[: self.num_samples], samples.reshape(-1)[: self.num_samples])
+        return BlendIndex(datasets.reshape(-1)[: self.num_samples], samples.reshape(-1)[: self.num_samples])
 
-    def _guessed(self, positions: Integers) -> Floats:
-        """Counts after so many draws, about: shares rounded such that their sum is right, [chunks, datasets]."""
+    def _estimated_counts(self, positions: Integers) -> Floats:
+        """Estimate the counts at these positions: shares rounded such that their sum is right, [chunks, datasets]."""
         exact = np.multiply.outer(positions, self.shares)
         counts = np.floor(exact)
         missing = positions - counts.sum(axis=1)
         ranks = np.argsort(np.argsort(counts - exact, axis=1, kind="stable"), axis=1, kind="stable")
-        guess: Floats = counts + (ranks < missing[:, None])
-        return guess
+        estimate: Floats = counts + (ranks < missing[:, None])
+        return estimate
 
     def _run(self, positions: Integers, counts: Floats, steps: int) -> tuple[Integers, Integers]:
-        """Draw `steps` times in each chunk and update its counts; datasets and samples, [chunks, steps]."""
+        """Advance each chunk by `steps` positions and update its counts; return datasets and samples, [chunks, steps]."""
         rows = np.arange(len(positions))
-        lag = np.empty_like(counts)
+        deficit = np.empty_like(counts)
         datasets = np.empty((len(positions), steps), np.int16)
         samples = np.empty((len(positions), steps), np.int64)
         for step in range(steps):
-            # A plain product of a column and a row, which this function forms twice as fast as broadcasting does.
-            np.einsum("i,j->ij", np.maximum(positions + step, 1).astype(np.float64), self.shares, out=lag)
-            lag -= counts
+            # An outer product; einsum is twice as fast here as broadcasting.
+            np.einsum("i,j->ij", np.maximum(positions + step, 1).astype(np.float64), self.shares, out=deficit)
+            deficit -= counts
             if self.limits is not None:
-                lag[counts >= self.limits] = -np.inf
-            taken = lag.argmax(axis=1)
+                deficit[counts >= self.limits] = -np.inf
+            taken = deficit.argmax(axis=1)
             datasets[:, step] = taken
             samples[:, step] = counts[rows, taken]
             counts[rows, taken] += 1
         return datasets, samples
 
 
-class BlendedSamples:
-    """Samples of several datasets in the order of a draw."""
+class BlendedDataset:
+    """The samples of several datasets in the order of a blend index."""
 
-    def __init__(self, datasets: Sequence[Samples], draw: Draw, names: Sequence[str] = ()) -> None:
-        """Join datasets with a draw from them.
+    def __init__(
+        self, datasets: Sequence[SampleDataset], index: BlendIndex, names: Sequence[str] = ()
+    ) -> None:
+        """Combine datasets.
 
         Args:
-            datasets: what is read.
-            draw: in which order.
-            names: of the datasets, for messages.
+            datasets: the datasets, as numbered in the index.
+            index: the sample at each position.
+            names: names of the datasets, for messages.
 
         Raises:
-            ConfigError: the draw takes more of a dataset than it has.
+            ConfigError: the index takes more samples of a dataset than it has.
         """
         self.datasets = tuple(datasets)
-        self.order = draw
+        self.index = index
         for number, (count, dataset) in enumerate(
-            zip(draw.counts(len(datasets)).tolist(), datasets, strict=True)
+            zip(index.counts(len(datasets)).tolist(), datasets, strict=True)
         ):
             if count > len(dataset):
-                named = f" ({names[number]})" if names else ""
+                name = f" ({names[number]})" if names else ""
                 raise ConfigError(
-                    f"dataset {number} of the blend{named} has {len(dataset)} samples, and its weight asks for {count}",
-                    fix="use a larger --mid-level-dataset-surplus, or leave out weights to read each dataset once",
+                    f"dataset {number} of the blend{name} has {len(dataset)} samples, but its weight needs {count}",
+                    fix="use a larger --mid-level-dataset-surplus, or leave out the weights to read each dataset once",
                 )
 
     def __len__(self) -> int:
-        """Samples of the blend."""
-        return len(self.order.dataset)
+        """Return the samples of the blend."""
+        return len(self.index.dataset_index)
 
     def __getitem__(self, k: int) -> Sample:
-        """Sample k of the blend."""
-        dataset, number = self._place(k)
-        return dataset[number]
+        """Return sample k of the blend."""
+        dataset, sample = self._locate(k)
+        return dataset[sample]
 
-    def origin(self, k: int) -> list[Piece]:
-        """See `Samples`."""
-        dataset, number = self._place(k)
-        return dataset.origin(number)
+    def spans(self, k: int) -> list[TokenSpan]:
+        """See `SampleDataset`."""
+        dataset, sample = self._locate(k)
+        return dataset.spans(sample)
 
-    def _place(self, k: int) -> tuple[Samples, int]:
-        """The dataset that sample k is drawn from, and its number there."""
+    def _locate(self, k: int) -> tuple[SampleDataset, int]:
+        """Return the dataset of sample k, and the sample's index in it."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
-        return self.datasets[int(self.order.dataset[k])], int(self.order.sample[k])
+        return self.datasets[int(self.index.dataset_index[k])], int(self.index.dataset_sample_index[k])

@@ -1,7 +1,7 @@
-"""What the datasets of this folder have in common: numbered samples.
+"""The interface of all sample datasets, and a dataset that concatenates sample plans.
 
-`GptSamples` cuts them out of text, `BlendedSamples` mixes several of those, `PlannedSamples` follows one by another;
-`BatchLoader` reads any of them.
+`GPTDataset` cuts samples out of token sequences, `BlendedDataset` mixes several datasets, `PlannedDataset` concatenates
+the plans of one run; `BatchLoader` reads any of them.
 """
 
 from __future__ import annotations
@@ -30,70 +30,70 @@ class Sample:
     """1 where the label counts."""
     position_ids: npt.NDArray[np.int64]
     document_starts: npt.NDArray[np.int64]
-    """Where the stretches begin that attention stays inside of, ascending, the first at 0."""
+    """Offsets at which attention restarts, ascending, the first is 0."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of a stored sequence that a sample is made of."""
+class TokenSpan:
+    """A contiguous part of a stored sequence that belongs to a sample."""
 
     source: str
-    """Where the tokens come from, as `SequenceSource.name` says."""
+    """`SequenceSource.name` of the dataset."""
     document: int
     sequence: int
     offset: int
-    """Of its first token, in the sequence."""
+    """Offset of the first token in the sequence."""
     length: int
-    """Tokens. The last one of a sample may be a label alone."""
+    """Tokens. The last token of a sample may serve as a label only."""
 
 
-class Samples(Protocol):
-    """Numbered samples. Sample k is the same whenever and wherever it is read."""
+class SampleDataset(Protocol):
+    """Indexed samples. Sample k is the same whenever and wherever it is read."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
 
     def __getitem__(self, k: int, /) -> Sample:
-        """Sample k."""
+        """Return sample k."""
 
-    def origin(self, k: int, /) -> list[Piece]:
-        """What sample k is made of, in order."""
+    def spans(self, k: int, /) -> list[TokenSpan]:
+        """Return the stored token spans of sample k, in order."""
 
 
-class PlannedSamples:
-    """The samples of a first plan, then those of the plans that were appended to it when training grew longer."""
+class PlannedDataset:
+    """The samples of a first plan, followed by those of the plans appended when training was extended."""
 
-    def __init__(self, plans: Sequence[Samples], num_planned: Sequence[int]) -> None:
-        """Join plans; of all but the last, which may be read to its end, the first `num_planned` samples count.
+    def __init__(self, plans: Sequence[SampleDataset], num_planned: Sequence[int]) -> None:
+        """Concatenate plans: the first `num_planned` samples of each plan, but all samples of the last one.
 
         Raises:
-            ConfigError: a plan has fewer.
+            ConfigError: a plan has fewer samples.
         """
         for number, (plan, planned) in enumerate(zip(plans[:-1], num_planned[:-1], strict=True)):
             if len(plan) < planned:
                 raise ConfigError(
-                    f"plan {number} of the checkpoint is for {planned} samples, and the data gives {len(plan)}",
-                    fix="give the data of the first run, or start a fresh run without --load and with another --save",
+                    f"plan {number} of the checkpoint has {planned} samples, but the data gives {len(plan)}",
+                    fix="use the data of the first run, or start from scratch without --load and with another --save",
                 )
         self.plans = tuple(plans)
         self._starts = [0, *itertools.accumulate(num_planned[:-1])]
 
     def __len__(self) -> int:
-        """Samples of all plans."""
+        """Return the samples of all plans."""
         return self._starts[-1] + len(self.plans[-1])
 
     def __getitem__(self, k: int) -> Sample:
-        """Sample k, counted from the first plan on."""
-        plan, number = self._place(k)
-        return plan[number]
+        """Return sample k, counted from the first plan on."""
+        plan, index = self._locate(k)
+        return plan[index]
 
-    def origin(self, k: int) -> list[Piece]:
-        """See `Samples`."""
-        plan, number = self._place(k)
-        return plan.origin(number)
+    def spans(self, k: int) -> list[TokenSpan]:
+        """See `SampleDataset`."""
+        plan, index = self._locate(k)
+        return plan.spans(index)
 
-    def _place(self, k: int) -> tuple[Samples, int]:
-        """The plan that sample k belongs to, and its number there."""
+    def _locate(self, k: int) -> tuple[SampleDataset, int]:
+        """Return the plan that contains sample k, and the sample's index in it."""
         if not 0 <= k < len(self):
             raise IndexError(f"sample {k} of {len(self)}")
         plan = bisect.bisect_right(self._starts, k) - 1

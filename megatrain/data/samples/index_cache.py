@@ -1,12 +1,12 @@
-"""Keeps arrays that took long to compute, so that the next start, and the other ranks of this one, map them from disk.
+"""A cache of index arrays on disk, so that the next start and the other ranks map them instead of computing them.
 
-    key -> <folder>/<kind>-<digest of key>.index -> whole, of this key, unchanged? -> mapped arrays
-                                                 -> not there, or not so: computed, and put there if that is possible
+    key -> <folder>/<kind>-<digest of key>.index -> valid and of this key: mapped arrays
+                                                 -> missing or invalid: computed, and written if the folder is writable
 
     file   magic 8 | header bytes u64 | header crc u32 | header (JSON: key, arrays) | padding to 64 | arrays, each padded
 
-A key names everything that the arrays depend on, so that a file is never out of date. A file is written beside its
-place and renamed, so that it is whole for whoever finds it; two that write the same file write the same bytes.
+A key names everything that the arrays depend on, so a file is never out of date. A file is written under a temporary
+name and renamed, so readers find only complete files; two processes that write the same file write the same bytes.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ MAGIC: Final = b"MTINDEX\x01"
 PREFIX: Final = struct.Struct("<8sQI")
 ALIGNMENT: Final = 64
 WORTH_ROWS: Final = 1 << 16
-"""What has fewer rows is computed faster than a file is opened."""
+"""Smaller indices are computed faster than a file is opened."""
 STALE_SECONDS: Final = 3600.0
-"""A temporary file this old belongs to no living job."""
+"""Age after which a temporary file belongs to no running job."""
 
 
 class IndexCache:
     """A folder of cached arrays."""
 
-    def __init__(self, folder: str | Path | None, say: Callable[[str], None] = lambda _: None) -> None:
-        """Use a folder, which need not exist or be writable; None: compute everything anew.
+    def __init__(self, folder: str | Path | None, log: Callable[[str], None] = lambda _: None) -> None:
+        """Use a folder, which need not exist or be writable; None: always compute.
 
         Args:
-            folder: where files are looked for and left.
-            say: told once why nothing can be left there, and of each file that is not what it should be.
+            folder: location of the files.
+            log: receives one line if the folder cannot be written, and one for each invalid file.
         """
         self.folder = Path(folder) if folder is not None else None
-        self._say = say
+        self._log = log
         self._is_writable = folder is not None
 
-    def is_worth(self, num_rows: int) -> bool:
-        """Whether an array of so many rows should be cached."""
+    def should_cache(self, num_rows: int) -> bool:
+        """Return whether an index of this many rows is worth a file."""
         return self.folder is not None and num_rows >= WORTH_ROWS
 
-    def find_or_make(self, kind: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
-        """The arrays of a key (anything that JSON holds), read-only if they come from a file."""
-        assert self.folder is not None, "ask `is_worth` first"
+    def get_or_build(self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays of a key (any JSON), read-only if they come from a file."""
+        assert self.folder is not None, "ask `should_cache` first"
         text = json.dumps({"kind": kind, **key}, sort_keys=True)
         path = self.folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.index"
         try:
@@ -67,30 +67,30 @@ class IndexCache:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            self._say(f"{path}: not used, and made anew: {error}")
-        arrays = make()
+            self._log(f"{path}: ignored and rebuilt: {error}")
+        arrays = build()
         if self._is_writable:
             try:
                 _write(path, text, arrays)
             except OSError as error:
                 self._is_writable = False
-                self._say(
-                    f"{self.folder}: sample indices cannot be kept here ({error.strerror}), and each start computes them: "
-                    "give --data-cache-path a folder that can be written"
+                self._log(
+                    f"{self.folder}: cannot store sample indices ({error.strerror}); each start computes them again. "
+                    "To store them, set --data-cache-path to a writable folder"
                 )
         return arrays
 
 
 def digest(array: npt.NDArray[Any]) -> str:
-    """What an array holds, as part of a key."""
+    """Return a digest of an array, for use in a key."""
     return hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
 
 
 def _read(path: Path, key: str) -> Arrays:
-    """Map a file's arrays. Raises ValueError if it is damaged or another key's."""
+    """Map the arrays of a file. Raises ValueError if it is damaged or belongs to another key."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
-        raise ValueError("it is no regular file")
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
+        raise ValueError("it is not a regular file")
     size = status.st_size
     with path.open("rb") as file:
         prefix = file.read(PREFIX.size)
@@ -98,7 +98,7 @@ def _read(path: Path, key: str) -> Arrays:
             raise ValueError(f"it ends after {size} bytes")
         magic, header_bytes, crc = PREFIX.unpack(prefix)
         if magic != MAGIC or header_bytes > size:
-            raise ValueError("it is no index file of this version")
+            raise ValueError("it is not an index file of this version")
         header = file.read(header_bytes)
     if zlib.crc32(header) != crc:
         raise ValueError("its header is damaged")
@@ -106,7 +106,7 @@ def _read(path: Path, key: str) -> Arrays:
     if described["key"] != key:
         raise ValueError("it belongs to other data or settings")
     if described["bytes"] != size:
-        raise ValueError(f"it has {size} bytes, and should have {described['bytes']}")
+        raise ValueError(f"it has {size} bytes instead of {described['bytes']}")
     content = np.asarray(np.memmap(path, np.uint8, "r"))
     arrays = {}
     for array in described["arrays"]:
@@ -131,13 +131,13 @@ def _write(path: Path, key: str, arrays: Arrays) -> None:
         }
         for name, array in arrays.items()
     ]
-    # Starts are counted from a place that does not depend on how long the header becomes.
+    # The first start must not depend on the header's length, since the header contains the starts.
     position = _padded(PREFIX.size + len(_header(key, described, 0)) + 20 * (len(described) + 1))
     for array in described:
         array["start"] = position
         position = _padded(position + array["bytes"])
     header = _header(key, described, position)
-    # Containers may share a disk, a host's name and the number of a process.
+    # Containers on one disk may have equal host names and process ids.
     writer = f"{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}"
     partial = path.with_name(f"{path.name}.{writer}.partial")
     try:
@@ -163,10 +163,10 @@ def _padded(position: int) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove what killed jobs have left of this file."""
+    """Remove temporary versions of this file that killed jobs left behind."""
     for partial in path.parent.glob(f"{path.name}.*.partial"):
         try:
             if time.time() - partial.stat().st_mtime > STALE_SECONDS:
                 partial.unlink()
         except OSError:
-            continue  # another job was faster, or may not
+            continue  # another job removed it, or permission is missing

@@ -1,9 +1,9 @@
-"""Turns samples into the micro-batches of a step, the next step's while this one computes.
+"""Read samples into the micro-batches of a step, and prefetch the next step while this one computes.
 
-    microbatches(consumed, n) -> read by background threads since the last call, if that foresaw it, else now
-                              -> copied to the device -> (consumed + what this step takes, n) is read ahead
+    microbatches(consumed, n) -> prefetched by background threads, or read now if the prefetch was for another step
+                              -> copied to the device -> prefetch (consumed + this step's samples, n)
 
-What comes back depends on the arguments alone: reading ahead only changes when it is read.
+The result depends on the arguments alone; prefetching only changes when samples are read.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from megatrain.data.samples.dataset import Sample, Samples
-    from megatrain.data.samples.sampler import Order
+    from megatrain.data.samples.dataset import Sample, SampleDataset
+    from megatrain.data.samples.sampler import Sampler
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step's place in the data: all that its batches depend on."""
+    """A step's position in the data, which determines its batches."""
 
     consumed_samples: int
     num_microbatches: int
 
 
-class _Block:
-    """The batches of a step in host memory, all samples in one tensor of each kind: few copies, and large ones."""
+class _HostBatches:
+    """The batches of a step in host memory: one tensor [samples, s] per field, so that device copies are few and large."""
 
     def __init__(self, rows: int, seq_length: int, num_microbatches: int, *, is_pinned: bool) -> None:
         def empty(dtype: torch.dtype) -> torch.Tensor:
@@ -45,15 +45,15 @@ class _Block:
         self.loss_mask = empty(torch.float32)
         self.documents: list[Documents | None] = [None] * num_microbatches
 
-    def put(self, row: int, sample: Sample) -> None:
-        """Write a sample into its row."""
+    def fill_row(self, row: int, sample: Sample) -> None:
+        """Copy a sample into a row."""
         self.tokens.numpy()[row] = sample.tokens
         self.labels.numpy()[row] = sample.labels
         self.position_ids.numpy()[row] = sample.position_ids
         self.loss_mask.numpy()[row] = sample.loss_mask
 
     def batches(self, device: torch.device) -> list[Batch]:
-        """The micro-batches on the device."""
+        """Copy the micro-batches to the device."""
         moved = [
             x.to(device, non_blocking=True).tensor_split(len(self.documents))
             for x in (self.tokens, self.labels, self.loss_mask, self.position_ids)
@@ -72,137 +72,139 @@ class _Block:
 
 
 class BatchLoader:
-    """The micro-batches of one data-parallel rank."""
+    """The micro-batches of one data-parallel rank, prefetched by background threads."""
 
     def __init__(
         self,
-        samples: Samples,
-        order: Order,
+        samples: SampleDataset,
+        sampler: Sampler,
         *,
         seq_length: int,
         device: torch.device | str = "cpu",
         num_workers: int = 1,
         has_documents: bool = False,
     ) -> None:
-        """Read samples in an order.
+        """Load the samples that a sampler selects.
 
         Args:
-            samples: what is read.
-            order: which of them this rank reads, and when.
+            samples: the dataset.
+            sampler: the sample indices of this rank.
             seq_length: s, tokens of each sample.
-            device: where batches are wanted.
-            num_workers: threads that read ahead; 0: a step reads what it needs when it needs it.
-            has_documents: whether batches say where documents start.
+            device: device of the returned batches.
+            num_workers: prefetching threads; 0: each step reads its samples when they are requested.
+            has_documents: batches include document boundaries.
         """
         self._samples = samples
-        self._order = order
+        self._sampler = sampler
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._seq_length = seq_length
         self._has_documents = has_documents
         self._threads = (
-            ThreadPoolExecutor(num_workers, "batches", initializer=_enter_device, initargs=(self._device,))
+            ThreadPoolExecutor(num_workers, "batches", initializer=_set_device, initargs=(self._device,))
             if num_workers
             else None
         )
-        self._ahead: tuple[_Step, _Block, list[Future[None]]] | None = None
+        self._prefetched: tuple[_Step, _HostBatches, list[Future[None]]] | None = None
 
     def __enter__(self) -> Self:
-        """Leaving the `with` block ends the threads."""
+        """Return the loader; leaving the `with` block stops its threads."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the background threads."""
+        """Stop the background threads."""
         self.close()
 
     def microbatches(self, consumed_samples: int, num_microbatches: int) -> list[Batch]:
-        """The rank's micro-batches of the step that starts behind `consumed_samples`, on the device.
+        """Return the rank's micro-batches, on the device, of the step that starts after `consumed_samples`.
 
         Raises:
-            MegatrainError: the step needs samples beyond the last one.
+            MegatrainError: the step needs samples after the last one.
         """
         step = _Step(consumed_samples, num_microbatches)
         self._require_samples(step)
-        # Copied by the caller, so that the copy is ordered before its use on the caller's stream, and before the
-        # threads set to work again, which would hold it up.
+        # The calling thread copies, so that its stream orders the copy before the use. It copies before it submits the
+        # next prefetch, whose threads would slow the copy down.
         batches = self._read(step).batches(self._device)
         following = _Step(self._end(step), num_microbatches)
-        if self._threads is not None and self._has(following):
-            self._ahead = (following, *self._submit(self._threads, following))
+        if self._threads is not None and self._has_samples(following):
+            self._prefetched = (following, *self._submit(self._threads, following))
         return batches
 
     def close(self) -> None:
-        """End the background threads; what they read ahead is dropped."""
-        self._ahead = None
+        """Stop the background threads and drop the prefetched step."""
+        self._prefetched = None
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: _Step) -> _Block:
-        """The step as read ahead if it was foreseen; else it is read now, behind what the threads are at."""
+    def _read(self, step: _Step) -> _HostBatches:
+        """Return the prefetched step; if another step was prefetched, read this one after the work in progress."""
         if self._threads is None:
-            block = self._block(step)
+            host = self._allocate(step)
             for number in range(step.num_microbatches):
-                self._fill(block, step, number)
-            return block
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == step:
-            _, block, futures = ahead
+                self._fill(host, step, number)
+            return host
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == step:
+            _, host, futures = prefetched
         else:
-            for future in ahead[2] if ahead is not None else ():
+            for future in prefetched[2] if prefetched is not None else ():
                 future.cancel()
-            block, futures = self._submit(self._threads, step)
+            host, futures = self._submit(self._threads, step)
         for future in futures:
             future.result()
-        return block
+        return host
 
-    def _submit(self, threads: ThreadPoolExecutor, step: _Step) -> tuple[_Block, list[Future[None]]]:
-        block = self._block(step)
-        return block, [
-            threads.submit(self._fill, block, step, number) for number in range(step.num_microbatches)
+    def _submit(self, threads: ThreadPoolExecutor, step: _Step) -> tuple[_HostBatches, list[Future[None]]]:
+        host = self._allocate(step)
+        return host, [
+            threads.submit(self._fill, host, step, number) for number in range(step.num_microbatches)
         ]
 
-    def _block(self, step: _Step) -> _Block:
-        rows = step.num_microbatches * self._order.share.micro_batch_size
+    def _allocate(self, step: _Step) -> _HostBatches:
+        rows = step.num_microbatches * self._sampler.shard.micro_batch_size
         is_pinned = self._device.type == "cuda"
-        return _Block(rows, self._seq_length, step.num_microbatches, is_pinned=is_pinned)
+        return _HostBatches(rows, self._seq_length, step.num_microbatches, is_pinned=is_pinned)
 
     def _end(self, step: _Step) -> int:
-        """Consumed samples after a step, over all ranks."""
-        return step.consumed_samples + step.num_microbatches * self._order.share.pass_size
+        """Return the samples consumed after a step, over all ranks."""
+        return step.consumed_samples + step.num_microbatches * self._sampler.shard.global_micro_batch_size
 
-    def _has(self, step: _Step) -> bool:
-        return self._order.end is None or self._end(step) <= self._order.end
+    def _has_samples(self, step: _Step) -> bool:
+        return self._sampler.end is None or self._end(step) <= self._sampler.end
 
     def _require_samples(self, step: _Step) -> None:
-        if not self._has(step):
+        if not self._has_samples(step):
             raise MegatrainError(
                 f"a step needs samples {step.consumed_samples} to {self._end(step) - 1}, "
-                f"but the dataset has {self._order.end}",
-                fix="build the data for as many samples as the run takes "
+                f"but the dataset has {self._sampler.end}",
+                fix="build the data for at least as many samples as the run reads "
                 "(--train-iters, --train-samples, --eval-iters), or end the run earlier",
             )
 
-    def _fill(self, block: _Block, step: _Step, number: int) -> None:
-        """Read a micro-batch into its rows."""
-        size = self._order.share.micro_batch_size
-        samples = [self._samples[k] for k in self._order.numbers(step.consumed_samples, number)]
-        if len(samples) < size:  # the last of a dataset that is read whole: shapes stay, their loss is masked
-            blank = _blank(samples[0] if samples else self._samples[0])
-            samples += [blank] * (size - len(samples))
+    def _fill(self, host: _HostBatches, step: _Step, number: int) -> None:
+        """Read micro-batch `number` into its rows."""
+        size = self._sampler.shard.micro_batch_size
+        samples = [self._samples[k] for k in self._sampler.indices(step.consumed_samples, number)]
+        if (
+            len(samples) < size
+        ):  # the last micro-batch of full validation: fill it up with samples without loss
+            padding = _without_loss(samples[0] if samples else self._samples[0])
+            samples += [padding] * (size - len(samples))
         for row, sample in enumerate(samples, start=number * size):
-            block.put(row, sample)
+            host.fill_row(row, sample)
         if self._has_documents:
             documents = _documents(samples)
             if self._device.type == "cuda":
                 documents = replace(documents, cu_seqlens=documents.cu_seqlens.pin_memory())
-            block.documents[number] = documents
+            host.documents[number] = documents
 
 
-def _blank(sample: Sample) -> Sample:
-    """A sample without loss."""
+def _without_loss(sample: Sample) -> Sample:
+    """Return a padding sample of the same shape whose loss mask is zero."""
     return type(sample)(
         np.zeros_like(sample.tokens),
         np.zeros_like(sample.labels),
@@ -213,14 +215,14 @@ def _blank(sample: Sample) -> Sample:
 
 
 def _documents(samples: Sequence[Sample]) -> Documents:
-    """The documents of a micro-batch, its samples laid end to end."""
+    """Return the document boundaries of a micro-batch whose samples are concatenated."""
     length = len(samples[0].tokens)
     starts = [number * length + sample.document_starts for number, sample in enumerate(samples)]
-    borders = np.concatenate([*starts, [len(samples) * length]]).astype(np.int32)
-    return Documents(torch.from_numpy(borders), int(np.diff(borders).max()), len(samples), length)
+    cu_seqlens = np.concatenate([*starts, [len(samples) * length]]).astype(np.int32)
+    return Documents(torch.from_numpy(cu_seqlens), int(np.diff(cu_seqlens).max()), len(samples), length)
 
 
-def _enter_device(device: torch.device) -> None:
-    """Pin memory for the rank's own GPU: a new thread stands on the first, and would open a context there."""
+def _set_device(device: torch.device) -> None:
+    """Select the rank's GPU in a new thread, which would otherwise create a CUDA context on device 0 to pin memory."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

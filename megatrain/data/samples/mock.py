@@ -1,6 +1,6 @@
-"""Made-up sequences for runs without data: sequence of length n is 1, 2, .. n - 1, then the end-of-document id.
+"""Synthetic sequences for runs without data: sequence of length n is 1, 2, .. n - 1, then the end-of-document id.
 
-The lengths and ids are Megatron-LM's mock data, so that runs of both programs see the same samples.
+Lengths and ids equal Megatron-LM's mock data, so that runs of both programs see the same samples.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ if TYPE_CHECKING:
     from megatrain.data.indexed.reader import Elements
 
 NUM_SEQUENCES: Final = 100_000
-LONGEST: Final = 4096
-"""Every sequence is shorter than this."""
+MAX_LENGTH: Final = 4096
+"""Exclusive upper bound of sequence lengths."""
 MOCK_SPLIT: Final = "1,1,1"
 
 
 class MockSequences:
-    """As `IndexedDataset`, without files: one sequence a document."""
+    """A `SequenceSource` without files; each sequence is a document."""
 
     def __init__(self, *, vocab_size: int, eod: int) -> None:
         self.name = "mock data"
         self.lengths: npt.NDArray[np.int32] = np.random.default_rng(0).integers(
-            1, LONGEST, NUM_SEQUENCES, dtype=np.int32
+            1, MAX_LENGTH, NUM_SEQUENCES, dtype=np.int32
         )
-        self._longest: npt.NDArray[np.int64] = np.arange(1, LONGEST, dtype=np.int64) % vocab_size
+        self._elements: npt.NDArray[np.int64] = np.arange(1, MAX_LENGTH, dtype=np.int64) % vocab_size
         self._eod = eod
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.lengths)
 
     def document_of(self, sequence: int) -> int:
-        """The document that a sequence belongs to."""
+        """Return the document of a sequence."""
         return sequence
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> Elements:
-        """`length` elements of a sequence from `offset` on; None: to its end."""
-        elements = self._longest[: self.lengths[sequence]].copy()
+        """Return `length` elements of a sequence starting at `offset`; None: to its end."""
+        elements = self._elements[: self.lengths[sequence]].copy()
         elements[-1] = self._eod
         return elements[offset : None if length is None else offset + length]

@@ -1,12 +1,12 @@
-"""Which data-parallel rank reads which samples, in which order.
+"""Samplers: the samples that each data-parallel rank reads, in order.
 
     single:  consumed -> | rank 0: m | rank 1: m | .. | rank d-1: m | rank 0: m | ..     (m = micro-batch size)
                          `------------- micro-batch 0 ------------' `- micro-batch 1 ..
-    cyclic:  the same places, filled from a new permutation in each epoch, without end
-    whole:   each sample once, rank r has r, r + d, r + 2d, ..
+    cyclic:  the same layout over a new permutation in each epoch, without end
+    full:    each sample once, rank r reads r, r + d, r + 2d, ..
 
-All are functions of the consumed samples: resuming needs one integer. Tensor, pipeline and context ranks of a replica
-read the same samples.
+Each sampler is a function of the consumed samples: resuming needs one integer. The tensor, pipeline and context ranks
+of a replica read the same samples.
 
 Source: Megatron-LM, training/datasets/data_samplers.py; rules in tests/golden.
 """
@@ -25,144 +25,142 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """The part of each step that one data-parallel rank reads."""
+class DataShard:
+    """The part of each global micro-batch that one data-parallel rank reads."""
 
     micro_batch_size: int
     dp_rank: int
     dp_size: int
 
     @property
-    def pass_size(self) -> int:
-        """Samples that all ranks together read in a micro-batch."""
+    def global_micro_batch_size(self) -> int:
+        """Samples that all ranks together read in one micro-batch."""
         return self.micro_batch_size * self.dp_size
 
 
-class Order(Protocol):
-    """The samples of one rank."""
+class Sampler(Protocol):
+    """The sample indices of one rank."""
 
     @property
-    def share(self) -> Share:
-        """What the order is cut for."""
+    def shard(self) -> DataShard:
+        """The rank's part of each micro-batch."""
 
-    def numbers(self, consumed_samples: int, microbatch: int) -> Sequence[int]:
-        """Sample numbers of micro-batch `microbatch` of the step that starts behind `consumed_samples`."""
+    def indices(self, consumed_samples: int, microbatch: int) -> Sequence[int]:
+        """Return the sample indices of micro-batch `microbatch` of the step that starts after `consumed_samples`."""
 
     @property
     def end(self) -> int | None:
-        """Consumed samples behind which there are none; None: it goes on for ever."""
+        """Consumed samples after which none are left; None: endless."""
 
 
 @dataclass(frozen=True)
-class SingleOrder:
-    """Samples in order and never twice. A rest that does not fill a micro-batch on all ranks is dropped, or, without
-    `drop_last`, handed out the same way: some ranks get fewer or none.
-    """
+class SingleSampler:
+    """Samples in order, each once. A remainder that does not fill a micro-batch on all ranks is dropped."""
 
-    share: Share
+    shard: DataShard
     total_samples: int
-    drop_last: bool = True
 
-    def numbers(self, consumed_samples: int, microbatch: int) -> range:
-        """See `Order`."""
-        size, total = self.share.micro_batch_size, self.total_samples
-        group_start = consumed_samples + microbatch * self.share.pass_size
-        if self.drop_last and group_start + self.share.pass_size > total:
+    def indices(self, consumed_samples: int, microbatch: int) -> range:
+        """See `Sampler`."""
+        global_start = consumed_samples + microbatch * self.shard.global_micro_batch_size
+        if global_start + self.shard.global_micro_batch_size > self.total_samples:
             return range(0)
-        start = group_start + self.share.dp_rank * size
-        return range(min(start, total), min(start + size, total))
+        start = global_start + self.shard.dp_rank * self.shard.micro_batch_size
+        return range(start, start + self.shard.micro_batch_size)
 
     @property
     def end(self) -> int:
-        """See `Order`."""
+        """See `Sampler`."""
         return self.total_samples
 
 
-class CyclicOrder:
-    """Samples in a new order in each epoch, without end. The epoch's number alone seeds its order, as in Megatron-LM."""
+class CyclicSampler:
+    """Samples in a new order in each epoch, without end. The epoch number alone seeds the order, as in Megatron-LM."""
 
-    def __init__(self, share: Share, total_samples: int, *, data_sharding: bool = True) -> None:
-        """Hand out `total_samples`.
+    def __init__(self, shard: DataShard, total_samples: int, *, data_sharding: bool = True) -> None:
+        """Sample from `total_samples`.
 
         Args:
-            share: the rank's.
-            total_samples: of the dataset.
-            data_sharding: each rank keeps to a bucket of samples of its own; else all share one permutation.
+            shard: the rank's part of each micro-batch.
+            total_samples: samples of the dataset.
+            data_sharding: each rank shuffles its own contiguous range of samples; else all ranks split one permutation.
 
         Raises:
-            ConfigError: an epoch holds no micro-batch for each rank, or would hold more for some than for others.
+            ConfigError: an epoch holds no micro-batch for each rank, or more micro-batches for some ranks than others.
         """
-        self.share = share
+        self.shard = shard
         self.total_samples = total_samples
         self.data_sharding = data_sharding
-        self.epoch_samples = total_samples - total_samples % share.pass_size
+        self.epoch_samples = total_samples - total_samples % shard.global_micro_batch_size
         if not self.epoch_samples:
             raise ConfigError(
-                f"the dataset has {total_samples} samples, and a micro-batch on all ranks takes {share.pass_size}",
+                f"the dataset has {total_samples} samples, fewer than one micro-batch on all ranks"
+                f" ({shard.global_micro_batch_size})",
                 fix="use more data, a smaller --micro-batch-size or fewer data-parallel ranks",
             )
-        self._orders: dict[int, torch.Tensor] = {}
-        longest = -(-self._shared_samples // share.dp_size) // share.micro_batch_size
-        if not data_sharding and longest * share.pass_size != self.epoch_samples:
+        self._permutations: dict[int, torch.Tensor] = {}
+        most_microbatches = -(-self._num_shuffled // shard.dp_size) // shard.micro_batch_size
+        if not data_sharding and most_microbatches * shard.global_micro_batch_size != self.epoch_samples:
             raise ConfigError(
-                f"--no-data-sharding: {total_samples} samples in micro-batches of {share.micro_batch_size} do not come "
-                f"out even over {share.dp_size} data-parallel ranks, which would drift apart",
+                f"--no-data-sharding: {total_samples} samples in micro-batches of {shard.micro_batch_size} do not divide"
+                f" evenly over {shard.dp_size} data-parallel ranks, which would get out of step",
                 fix="leave out --no-data-sharding, or use another --micro-batch-size",
             )
 
     @property
     def end(self) -> None:
-        """See `Order`."""
+        """See `Sampler`."""
 
     @property
-    def _shared_samples(self) -> int:
-        """Samples that ranks without buckets share out."""
-        return self.total_samples // self.share.micro_batch_size * self.share.micro_batch_size
+    def _num_shuffled(self) -> int:
+        """Samples in the permutation that all ranks split (without data sharding)."""
+        return self.total_samples // self.shard.micro_batch_size * self.shard.micro_batch_size
 
-    def numbers(self, consumed_samples: int, microbatch: int) -> list[int]:
-        """See `Order`."""
-        share = self.share
-        epoch, done = divmod(consumed_samples + microbatch * share.pass_size, self.epoch_samples)
+    def indices(self, consumed_samples: int, microbatch: int) -> list[int]:
+        """See `Sampler`."""
+        shard = self.shard
+        epoch, done = divmod(
+            consumed_samples + microbatch * shard.global_micro_batch_size, self.epoch_samples
+        )
         if self.data_sharding:
-            first, start = done // share.dp_size, share.dp_rank * (self.epoch_samples // share.dp_size)
-            places = slice(first, first + share.micro_batch_size)
+            first, offset = done // shard.dp_size, shard.dp_rank * (self.epoch_samples // shard.dp_size)
+            positions = slice(first, first + shard.micro_batch_size)
         else:
-            start = 0
-            places = slice(done + share.dp_rank, done + share.pass_size, share.dp_size)
-        found: list[int] = (self._permutation(epoch)[places] + start).tolist()
-        assert len(found) == share.micro_batch_size, "a pass begins at a multiple of its size"
+            offset = 0
+            positions = slice(done + shard.dp_rank, done + shard.global_micro_batch_size, shard.dp_size)
+        found: list[int] = (self._permutation(epoch)[positions] + offset).tolist()
+        assert len(found) == shard.micro_batch_size, "a global micro-batch starts at a multiple of its size"
         return found
 
     def _permutation(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._orders:
-            size = self.epoch_samples // self.share.dp_size if self.data_sharding else self._shared_samples
-            order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
-            # A step reads at the border of two epochs at most; readers in other threads keep what they hold.
-            self._orders = {number: kept for number, kept in self._orders.items() if number == epoch - 1} | {
-                epoch: order
-            }
-        return self._orders[epoch]
+        if epoch not in self._permutations:
+            size = self.epoch_samples // self.shard.dp_size if self.data_sharding else self._num_shuffled
+            permutation = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
+            # A step spans two epochs at most. Replace the dict: loader threads may still read the old one.
+            previous = {number: kept for number, kept in self._permutations.items() if number == epoch - 1}
+            self._permutations = previous | {epoch: permutation}
+        return self._permutations[epoch]
 
 
 @dataclass(frozen=True)
-class WholeOrder:
-    """Each sample once. Some ranks have one fewer, and the last micro-batch may be smaller or empty."""
+class FullSampler:
+    """Each sample once, for full validation. Some ranks get one sample fewer; the last micro-batch may be smaller or empty."""
 
-    share: Share
+    shard: DataShard
     total_samples: int
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches in which all ranks have read everything."""
-        return -(-self.total_samples // self.share.pass_size)
+        """Micro-batches after which all ranks have read everything."""
+        return -(-self.total_samples // self.shard.global_micro_batch_size)
 
     @property
     def end(self) -> int:
-        """See `Order`."""
-        return self.num_microbatches * self.share.pass_size
+        """See `Sampler`."""
+        return self.num_microbatches * self.shard.global_micro_batch_size
 
-    def numbers(self, consumed_samples: int, microbatch: int) -> range:
-        """See `Order`."""
-        share = self.share
-        start = consumed_samples + microbatch * share.pass_size + share.dp_rank
-        return range(start, min(start + share.pass_size, self.total_samples), share.dp_size)
+    def indices(self, consumed_samples: int, microbatch: int) -> range:
+        """See `Sampler`."""
+        shard = self.shard
+        start = consumed_samples + microbatch * shard.global_micro_batch_size + shard.dp_rank
+        return range(start, min(start + shard.global_micro_batch_size, self.total_samples), shard.dp_size)

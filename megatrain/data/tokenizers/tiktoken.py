@@ -27,7 +27,7 @@ from megatrain.data.tokenizers.files import (
     read_file,
 )
 
-LARGEST_DEFAULT: Final = 2**17
+DEFAULT_VOCAB_SIZE: Final = 2**17
 """Tokens that are used where no --vocab-size is given."""
 NAMED: Final = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 END, PAD = "</s>", "<pad>"
@@ -118,7 +118,7 @@ def _special_tokens(config: TokenizerConfig) -> list[str]:
 
 def _vocab_size(config: TokenizerConfig, file: TokenizerFile) -> int:
     special, total = config.tiktoken_num_special_tokens, config.tiktoken_num_special_tokens + len(file.data)
-    size = min(total, LARGEST_DEFAULT) if config.vocab_size is None else config.vocab_size
+    size = min(total, DEFAULT_VOCAB_SIZE) if config.vocab_size is None else config.vocab_size
     if size > total:
         raise ConfigError(
             f"--vocab-size {size} is more than the {len(file.data)} tokens of {file.path} and"

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config import Facts, Plan, Request, parse, resolve
-from megatrain.config.derive.splits import SPLIT_NAMES
+from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
 from megatrain.data.indexed.merge import merge
-from megatrain.data.samples.build import BuiltIndex, Splits
-from megatrain.data.samples.dataset import Piece, Sample, Samples
+from megatrain.data.samples.build import BuiltIndex, SplitDatasets
+from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
 from megatrain.training.batches import build_samples
@@ -55,7 +55,7 @@ def _sample(arguments: argparse.Namespace) -> int:
             f"--index {arguments.index}: there are {len(samples)} {arguments.of} samples",
             fix=f"give a number from 0 to {len(samples) - 1}" if len(samples) else "use more data",
         )
-    sample, origin = samples[arguments.index], samples.origin(arguments.index)
+    sample, origin = samples[arguments.index], samples.spans(arguments.index)
     if arguments.json:
         print(json.dumps({name: values.tolist() for name, values in vars(sample).items()}))
         return 0
@@ -149,7 +149,7 @@ def _only(plan: Plan, split: str) -> Plan:
     return dataclasses.replace(plan, derived=dataclasses.replace(plan.derived, **others))
 
 
-def _chosen(splits: Splits, split: str, name: str | None) -> Samples:
+def _chosen(splits: SplitDatasets, split: str, name: str | None) -> SampleDataset:
     """The samples of a split, or those of one of several validation sets."""
     named = splits.named_valid if split == "valid" else {}
     if name is None and len(named) == 1:
@@ -171,7 +171,7 @@ def _chosen(splits: Splits, split: str, name: str | None) -> Samples:
             fix="give it a share in --split or data of its own, and let the run read it (--eval-iters above 0, and"
             " no --skip-train)",
         )
-    chosen: Samples = samples
+    chosen: SampleDataset = samples
     return chosen
 
 
@@ -206,7 +206,7 @@ def _ranges(numbers: npt.NDArray[np.int64]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _print_pieces(sample: Sample, origin: list[Piece], tokenizer: Tokenizer | None) -> None:
+def _print_pieces(sample: Sample, origin: list[TokenSpan], tokenizer: Tokenizer | None) -> None:
     """Each stored piece of a sample: where it is in the sample and in which file, and what it says."""
     place = 0
     for piece in origin:

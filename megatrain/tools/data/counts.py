@@ -131,7 +131,7 @@ def _sequence_lengths(dataset: IndexedDataset) -> Blocks:
 def _borders(dataset: IndexedDataset) -> Iterator[Integers]:
     """Document borders, in blocks that share one."""
     for start in range(0, dataset.num_documents, ROWS):
-        yield dataset.document_borders[start : start + ROWS + 1]
+        yield dataset.document_boundaries[start : start + ROWS + 1]
 
 
 def _sequences_per_document(dataset: IndexedDataset) -> Blocks:

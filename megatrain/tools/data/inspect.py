@@ -16,8 +16,7 @@ from megatrain.config.cli.parse_value import BadValueError, load_value
 from megatrain.config.errors import ConfigError, InputError, Problem
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import settings
-from megatrain.data.indexed.reader import IndexedDataset
-from megatrain.data.samples.sources import read_description
+from megatrain.data.indexed.reader import IndexedDataset, read_description
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.counts import Lengths, contents
 
@@ -142,7 +141,7 @@ def _problems(
 
 
 def _document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    first, end = map(int, dataset.document_borders[number : number + 2])
+    first, end = map(int, dataset.document_boundaries[number : number + 2])
     parts = [dataset.read(sequence).tolist() for sequence in range(first, end)]
     ids = [token for part in parts for token in part]
     is_text = tokenizer is not None and dataset.dtype.kind in "iu"

@@ -25,7 +25,7 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import is_resolved
-from megatrain.data.samples.sources import inspect_datasets, blends_from_config, used_eod
+from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import with_custom_layers
 from megatrain.training.logging.metrics import is_metrics_file, metrics_path
@@ -105,12 +105,12 @@ def stored_run(request: Request) -> StoredRun | None:
     if load is not None:
         found = _newest_run(Path(load))
         if found is not None:
-            return found.weights_alone if request.known("checkpoint.finetune") else found
+            return found.weights_only if request.known("checkpoint.finetune") else found
     if start is not None and not (load is not None and find_checkpoints(Path(load))):
         found = _newest_run(Path(start))
         if found is None:
             raise _no_checkpoint("--pretrained-checkpoint", start)
-        return found.weights_alone
+        return found.weights_only
     if load is None:
         return None
     candidates, save = find_checkpoints(Path(load)), request.known("checkpoint.save")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from named_pairs import VOCAB, bin_, idx, write_pair
+from damaged_pairs import VOCAB, bin_, idx, write_pair
 
 from megatrain.config.errors import ConfigError
 from megatrain.data.samples.gpt_dataset import GPTDataset, SampleOptions

@@ -12,7 +12,7 @@ import functools
 import itertools
 
 import pytest
-from named_pairs import VOCAB, write_pair
+from damaged_pairs import VOCAB, write_pair
 
 from megatrain.config.derive.datasets import Blend
 from megatrain.data.samples.build import SamplePlans, SplitBuilder
@@ -35,9 +35,9 @@ def build(tmp_path_factory):
 
     @functools.cache
     def made(*plans):
-        rules = SampleOptions(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
+        sample_options = SampleOptions(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
         blend = Blend(prefixes, (0.375, 0.625))
-        builder = SplitBuilder(rules)
+        builder = SplitBuilder(sample_options)
         return builder.build(
             {"all": blend}, "1,0,0", SamplePlans(train=plans, valid=(0,), test=(0,), seed=1)
         ).train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from named_pairs import VOCAB, describe, idx, write_pair
+from damaged_pairs import VOCAB, describe, idx, write_pair
 
 import pretrain
 

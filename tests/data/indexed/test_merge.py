@@ -43,10 +43,10 @@ def test_pieces_of_any_size_give_the_same(tmp_path, monkeypatch):
         write_dataset(tmp_path / name, documents)
     write_dataset(tmp_path / "empty", [])
     inputs = [tmp_path / name for name in ("a", "empty", "b")]
-    merge(inputs, tmp_path / "whole", say=str)
+    merge(inputs, tmp_path / "whole", log=str)
     monkeypatch.setattr(module, "_DOCUMENTS", 1)
     monkeypatch.setattr(module, "_ELEMENT_BYTES", 4)
-    merge(inputs, tmp_path / "pieces", say=str)
+    merge(inputs, tmp_path / "pieces", log=str)
     write_dataset(tmp_path / "expected", documents * 2)
     for suffix in (".bin", ".idx"):
         contents = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "pieces", "expected")}
@@ -63,7 +63,7 @@ def described(tmp_path, name, texts, *flags):
 def test_descriptions_add_up(tmp_path):
     first = described(tmp_path, "a", ["1 2", ""], "--append-eod")
     second = described(tmp_path, "b", ["7 55"])
-    merge([first, second, first], tmp_path / "out", say=str)
+    merge([first, second, first], tmp_path / "out", log=str)
     merged = json.loads((tmp_path / "out.json").read_text())
     parts = [json.loads(Path(f"{prefix}.json").read_text()) for prefix in (first, second, first)]
     assert set(merged) == set(parts[0])
@@ -74,7 +74,7 @@ def test_descriptions_add_up(tmp_path):
     assert merged["sources"] == [part["sources"][0] for part in parts]
     Path(f"{second}.json").unlink()
     said = []
-    merge([first, second], tmp_path / "out", say=said.append)
+    merge([first, second], tmp_path / "out", log=said.append)
     assert said[0].startswith(f"{second}.json is missing")
     assert not (tmp_path / "out.json").exists()
 
@@ -115,7 +115,7 @@ def test_a_second_writer_of_a_dataset_is_told_at_once(tmp_path):
             merge([tmp_path / "a"], tmp_path / "out")
         writer.add_document([[8]])
     assert IndexedDataset(tmp_path / "out").num_tokens == 2
-    merge([tmp_path / "a"], tmp_path / "out", say=str)
+    merge([tmp_path / "a"], tmp_path / "out", log=str)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
 
 
@@ -124,7 +124,7 @@ def test_remains_of_a_dead_writer_do_not_get_into_a_merge(tmp_path):
     write_dataset(tmp_path / "a", [[[1, 2]]])
     for name in ("lock", "json.partial", "idx.partial", "modes.partial", "owner.partial"):
         (tmp_path / f"out.{name}").write_text("{}")
-    merge([tmp_path / "a"], tmp_path / "out", say=str)
+    merge([tmp_path / "a"], tmp_path / "out", log=str)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
 
 
@@ -134,7 +134,7 @@ def test_a_description_that_cannot_be_read_is_an_error(tmp_path):
     with pytest.raises(InputError, match=r"a\.json: cannot be read: "):
         merge([tmp_path / "a"], tmp_path / "out")
     (tmp_path / "a.json").write_text('{"tokenizer_fingerprint": "x", "sources": null, "eod_count": "many"}')
-    merge([tmp_path / "a"], tmp_path / "out", say=str)
+    merge([tmp_path / "a"], tmp_path / "out", log=str)
     merged = json.loads((tmp_path / "out.json").read_text())
     assert (merged["sources"], merged["eod_count"]) == ([], None)
 

@@ -130,8 +130,8 @@ def test_closing_ends_the_thread():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_are_on_the_device_and_right():
-    rules = SampleOptions(seq_length=512, eod=999, vocab_size=1000)
-    train = SplitBuilder(rules).build({}, "", SamplePlans(train=(64,), valid=(0,), test=(0,), seed=1)).train
+    sample_options = SampleOptions(seq_length=512, eod=999, vocab_size=1000)
+    train = SplitBuilder(sample_options).build({}, "", SamplePlans(train=(64,), valid=(0,), test=(0,), seed=1)).train
     with (
         make(train, micro_batch_size=4, seq_length=512, device="cuda") as fast,
         make(train, micro_batch_size=4, seq_length=512) as plain,

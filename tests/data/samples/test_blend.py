@@ -117,9 +117,7 @@ def test_an_exhaustive_draw_takes_each_sample_once():
         assert index.dataset_sample_index[index.dataset_index == number].tolist() == list(range(size))
 
 
-BLENDS = [
-    case for case in EXPECTED["blends"] if case["options"].get("add_extra_token_to_sequence", True)
-]
+BLENDS = [case for case in EXPECTED["blends"] if case["options"].get("add_extra_token_to_sequence", True)]
 
 
 def builder_of(case, *, surplus=None):

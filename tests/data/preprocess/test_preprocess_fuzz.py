@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from preprocessing import NULL, run
 
 from megatrain.data.indexed.reader import IndexedDataset

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from named_pairs import (
+from damaged_pairs import (
     BORDER_0,
     BORDERS,
     CODE,

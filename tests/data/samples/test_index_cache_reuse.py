@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from named_pairs import VOCAB, write_pair
+from damaged_pairs import VOCAB, write_pair
 
 from megatrain.config.derive.datasets import Blend
 from megatrain.config.errors import InputError
@@ -21,7 +21,7 @@ from megatrain.data.samples.sources import content_digest, open_token_ids
 
 pytestmark = pytest.mark.usefixtures("ends_soon")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LENGTHS = np.random.default_rng(3).integers(0, 30, 200, dtype=np.int32)
 SETTINGS = {"seq_length": 16, "seed": 5, "num_samples": 400}
 NAMES = ("document_index", "sample_index", "shuffle_index")
@@ -212,8 +212,8 @@ def test_two_jobs_at_once(tmp_path):
 
 
 def blended(prefixes, folder, weights=(0.3, 0.7), num_samples=60, **options):
-    rules = SampleOptions(seq_length=8, eod=0, vocab_size=VOCAB)
-    builder = SplitBuilder(rules, cache_folder=folder, **options)
+    sample_options = SampleOptions(seq_length=8, eod=0, vocab_size=VOCAB)
+    builder = SplitBuilder(sample_options, cache_folder=folder, **options)
     blend = Blend(tuple(map(str, prefixes)), weights)
     plans = SamplePlans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
     return builder.build({"all": blend}, "1,0,0", plans).train
@@ -258,7 +258,7 @@ def test_a_node_without_shared_disk_makes_its_own(cached, prefixes, tmp_path):
     here, there = tmp_path / "node 0", tmp_path / "node 1"
     expected = tokens(blended(prefixes, here))
     said = []
-    assert tokens(blended(prefixes, there, say=said.append)) == expected
+    assert tokens(blended(prefixes, there, log=said.append)) == expected
     assert not said
     names = sorted(path.name for path in here.iterdir())
     assert sorted(path.name for path in there.iterdir()) == names

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from named_pairs import VOCAB, all_tokens, write_pair
+from damaged_pairs import VOCAB, all_tokens, write_pair
 from recorded import write_dataset
 
 from megatrain.config import parse, resolve
@@ -159,8 +159,8 @@ def test_validation_alone_needs_no_training_data(here):
     assert build_samples(plan, facts).train is None
 
 
-def blended(blend, *, say=print, num_samples=30):
-    builder = SplitBuilder(SampleOptions(seq_length=8, eod=0, vocab_size=VOCAB), say=say)
+def blended(blend, *, log=print, num_samples=30):
+    builder = SplitBuilder(SampleOptions(seq_length=8, eod=0, vocab_size=VOCAB), log=log)
     plans = SamplePlans(train=(num_samples,), valid=(0,), test=(0,), seed=1)
     return builder.build({"all": blend}, "1,0,0", plans).train
 
@@ -174,7 +174,7 @@ def test_the_same_prefix_twice_is_read_twice():
 
 def test_text_too_short_for_a_sample_is_left_out_and_said():
     said = []
-    samples = blended(Blend(("a", "short")), num_samples=5, say=said.append)
+    samples = blended(Blend(("a", "short")), num_samples=5, log=said.append)
     assert said == ["short.bin: left out, its train data is shorter than a sample"]
     assert all_tokens(samples) == all_tokens(blended(Blend(("a",)), num_samples=5))[:5]
 

@@ -28,7 +28,7 @@ from megatrain.data.preprocess.run import main, preprocess
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import load_tokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def check_hashes(prefix, recorded):

@@ -24,9 +24,9 @@ from megatrain.data.indexed.reader import IndexedDataset
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.data.preprocess import encoder
 from megatrain.data.preprocess import run as preprocess_module
-from megatrain.data.preprocess.journal import Journal
+from megatrain.data.preprocess.outputs import Journal
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SETTLED = [f"out_{key}_document.{kind}" for key in ("id", "text") for kind in ("bin", "idx", "json")]
 
 

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from named_pairs import FINGERPRINT, VOCAB, bin_, describe, write_pair
+from damaged_pairs import FINGERPRINT, VOCAB, bin_, describe, write_pair
 from recorded import write_dataset
 
 from megatrain.config.derive.datasets import Blend, parse_weight

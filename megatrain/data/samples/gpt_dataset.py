@@ -1,0 +1,150 @@
+"""Cut token sequences into samples for a GPT model.
+
+    k -> stored token spans of sample k (gpt_index) -> tokens, and labels shifted by one
+                                                    -> loss mask, position ids, document starts
+
+Source: Megatron-LM, core/datasets/gpt_dataset.py; rules in tests/golden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.config.errors import InputError
+from megatrain.data.samples.dataset import Sample, TokenSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from megatrain.data.indexed.reader import Elements, SequenceSource
+    from megatrain.data.samples.gpt_index import GPTIndex, Integers
+
+NO_PAD: Final = -1
+"""The pad id of data without padding; no stored token equals it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    """How all datasets of a run cut and mask their samples."""
+
+    seq_length: int
+    """s, tokens of a sample."""
+    eod: int | None
+    """End-of-document id; None: the tokenizer has none, and no option below needs it."""
+    pad: int = NO_PAD
+    """Padding id, see `effective_pad`; it is masked in the loss and replaced before it reaches the model."""
+    vocab_size: int | None = None
+    """Ids from here on are an error when they are read; None: not checked."""
+    eod_mask_loss: bool = False
+    """Mask the loss at end-of-document tokens."""
+    reset_position_ids: bool = False
+    """Restart positions after every end-of-document token."""
+    reset_attention_mask: bool = False
+    """Confine attention to documents; an end-of-document token belongs to the document before it."""
+    inter_document_masking: bool = False
+    """Confine attention and positions to stored sequences, whatever tokens they hold."""
+
+
+def document_starts(tokens: Integers, eod: int | None) -> npt.NDArray[np.int64]:
+    """Return the offsets of documents in a sample: 0, and after every end-of-document token."""
+    starts = np.flatnonzero(tokens[:-1] == eod) + 1
+    return np.concatenate((np.zeros(1, np.int64), starts))
+
+
+def effective_pad(pad: int, special_ids: Collection[int], *, allow_ambiguous: bool = False) -> int:
+    """Return the id that counts as padding in the data: none if the tokenizer also uses its pad id for something else."""
+    return NO_PAD if pad in special_ids and not allow_ambiguous else pad
+
+
+class GPTDataset:
+    """The samples of one split of one dataset. Stateless: sample k is the same whenever and wherever it is read."""
+
+    def __init__(self, source: SequenceSource, index: GPTIndex, options: SampleOptions) -> None:
+        """Combine sequences with a sample index that was built for the same `seq_length`."""
+        self.source = source
+        self.index = index
+        self.options = options
+
+    def __len__(self) -> int:
+        """Return the samples of all epochs."""
+        return len(self.index)
+
+    def __getitem__(self, k: int) -> Sample:
+        """Return sample k of the shuffled order."""
+        options = self.options
+        text, span_starts = self._read_tokens(self._unshuffled(k))
+        tokens = text[: options.seq_length].copy()
+        labels = text[1:]
+        loss_mask = (labels != options.pad).astype(np.float32)
+        if options.eod_mask_loss:
+            loss_mask[tokens == options.eod] = 0.0
+        position_ids = np.arange(options.seq_length, dtype=np.int64)
+        attention_starts = np.zeros(1, np.int64)
+        if options.inter_document_masking:
+            attention_starts = span_starts
+        elif options.reset_attention_mask:
+            attention_starts = document_starts(tokens, options.eod)
+        if options.inter_document_masking or options.reset_position_ids:
+            starts = span_starts if options.inter_document_masking else document_starts(tokens, options.eod)
+            position_ids -= np.repeat(starts, np.diff(starts, append=options.seq_length))
+        tokens[tokens == options.pad] = 0  # the pad id may lie outside the vocabulary; its loss is masked
+        labels = np.where(labels == options.pad, 0, labels)
+        return Sample(tokens, labels, loss_mask, position_ids, attention_starts)
+
+    def spans(self, k: int) -> list[TokenSpan]:
+        """See `SampleDataset`. Empty spans are left out."""
+        spans = []
+        for sequence, offset, length in self._spans(self._unshuffled(k)):
+            count = int(self.source.lengths[sequence]) - offset if length is None else length
+            if count:
+                document = self.source.document_of(sequence)
+                spans.append(TokenSpan(self.source.name, document, sequence, offset, count))
+        return spans
+
+    def _unshuffled(self, k: int) -> int:
+        """Return the index of sample k before shuffling."""
+        if not 0 <= k < len(self):
+            raise IndexError(f"sample {k} of {len(self)}")
+        return int(self.index.shuffle_index[k])
+
+    def _read_tokens(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the s + 1 tokens of unshuffled sample `number`, and the offsets of its spans.
+
+        A span that contains only the last label has no offset.
+        """
+        text = np.empty(self.options.seq_length + 1, np.int64)
+        starts = []
+        filled = 0
+        for sequence, offset, length in self._spans(number):
+            span = self.source.read(sequence, offset, length)
+            if self.options.vocab_size is not None:
+                self._check_ids(span, sequence, offset, self.options.vocab_size)
+            text[filled : filled + len(span)] = span
+            if filled < self.options.seq_length:
+                starts.append(filled)
+            filled += len(span)
+        assert filled == len(text), "the index holds whole samples only"
+        return text, np.array(starts, np.int64)
+
+    def _spans(self, number: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield (sequence, offset, length) of each stored span of a sample; length None: to the end of the sequence."""
+        first, offset = map(int, self.index.sample_index[number])
+        last, last_offset = map(int, self.index.sample_index[number + 1])
+        for position in range(first, last + 1):
+            length = last_offset + 1 - offset if position == last else None
+            yield int(self.index.document_index[position]), offset, length
+            offset = 0
+
+    def _check_ids(self, tokens: Elements, sequence: int, offset: int, vocab_size: int) -> None:
+        wrong = (tokens < 0) | (tokens >= vocab_size)
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            raise InputError(
+                f"{self.source.name}: document {self.source.document_of(sequence)} (sequence {sequence}, token "
+                f"{offset + first}) has id {tokens[first]}, outside the vocabulary of {vocab_size}",
+                fix="use the tokenizer that the data was made with, or the right --vocab-size",
+            )
