@@ -1,10 +1,10 @@
-"""What can go wrong for a user, and the exit code that says which of it happened.
+"""Errors for the user, and their exit codes.
 
     MegatrainError     1   something failed while running
-    ConfigError        2   the command line, the configuration or an input file: nothing was started
-    NoCheckpointError  3   `--load` was asked for, and no valid checkpoint is there
+    ConfigError        2   the command line, the configuration or an input file is wrong: nothing was started
+    NoCheckpointError  3   `--load` is given, and there is no valid checkpoint
 
-Every message says what is wrong, with its values, and then what to do about it.
+Every message states the problem with its values, and then one imperative sentence: the fix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and what to do about it. `text` names the flag or the `file:line`."""
+    """A problem and its fix. `text` names the flag or the `file:line`."""
 
     text: str
     fix: str
@@ -25,11 +25,11 @@ class Problem:
 
 
 class MegatrainError(Exception):
-    """An error whose message is meant for the user: the entry points print it without a traceback."""
+    """Base of the errors for the user: the entry points print the message without a traceback."""
 
     exit_code = 1
     is_reported = False
-    """Whether another rank tells the user, so that this one ends without a word."""
+    """Whether another rank reports the error, so that this one exits silently."""
 
     def __init__(self, problem: str, *, fix: str) -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, fix),)
@@ -37,13 +37,13 @@ class MegatrainError(Exception):
 
 
 class ConfigError(MegatrainError):
-    """A run that cannot work as described: found before anything was started or written."""
+    """A run that cannot work as described. Raised before anything is started or written."""
 
     exit_code = 2
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> ConfigError:
-        """All problems at once, so that a user mends them in one go."""
+        """Return one error for all problems, so that the user can fix them together."""
         assert problems, "an error needs a problem"
         error = cls(problems[0].text, fix=problems[0].fix)
         error.problems = tuple(problems)
@@ -52,17 +52,17 @@ class ConfigError(MegatrainError):
 
 
 class InputError(ConfigError):
-    """A file that is not what it should be. The problem starts with `file:` or `file:line:`."""
+    """An invalid input file. The problem starts with `file:` or `file:line:`."""
 
 
 class NoCheckpointError(MegatrainError):
-    """`--load` names a place that holds no valid checkpoint."""
+    """No valid checkpoint in the folder of `--load`."""
 
     exit_code = 3
 
 
 def describe(error: MegatrainError) -> str:
-    """What a user reads: all problems, numbered where they are several."""
+    """Format all problems for the user, numbered if there are several."""
     problems = error.problems
     if len(problems) == 1:
         return f"error: {problems[0]}"

@@ -1,6 +1,7 @@
-"""What the world outside the command line says: ranks, devices, the tokenizer, the checkpoint, the libraries.
+"""Facts from outside the command line: ranks, devices, tokenizer, checkpoint, data files, libraries.
 
-Rank 0 gathers them (`training/launch/facts.py`) and hands them to all ranks as JSON, so that every rank resolves the same plan.
+Rank 0 gathers the facts (`training/launch/facts.py`) and sends them to all ranks as JSON, so that every rank resolves the
+same plan.
 """
 
 from __future__ import annotations
@@ -18,47 +19,47 @@ from megatrain.config.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFacts:
-    """A pair of .bin and .idx files that a run reads."""
+    """A dataset of the run: a pair of .bin and .idx files."""
 
     split: str
-    """`all` where --split shares it out, else the one of train, valid and test that reads it."""
+    """`all` if --split splits the dataset, else train, valid or test."""
     prefix: str
     weight: float | None
-    """In its blend, as given; None: by size."""
+    """Weight in its blend, as given; None: in proportion to its size."""
     num_sequences: int
     num_tokens: int
     digest: str
-    """Equal for equal contents, wherever the files lie."""
+    """Digest of the contents, independent of the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """The checkpoint that a run continues."""
+    """The checkpoint from which a run starts."""
 
     path: str
     iteration: int
     consumed_train_samples: int
     consumed_valid_samples: int = 0
     is_evaluation_left: bool = False
-    """Whether a stop came before the evaluation at this iteration was done."""
+    """Whether the run stopped before the evaluation at this iteration."""
     pass_size: int | None = None
-    """Samples that all its ranks together read in a micro-batch."""
+    """Samples of one micro-batch on all replicas."""
     config: Mapping[str, Mapping[str, Any]]
-    """The resolved configuration that it was saved with, as `Config.to_dict` gives it."""
+    """Resolved configuration of the saved run, from `Config.to_dict`."""
     tokenizer_fingerprint: str | None = None
     data_plans: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
-    """Samples that the order of each split was made for, plan by plan."""
+    """Samples of each plan, by split."""
     datasets: tuple[DatasetFacts, ...] = ()
     schedule: Mapping[str, Any] | None = None
-    """What its schedules followed, as `ScheduleValues.to_dict` gives it; None: they are not taken up."""
+    """Schedules of the saved run, from `ScheduleValues.to_dict`; None: they are not resumed."""
     has_optimizer: bool = True
-    """Whether it holds more than weights."""
+    """Whether the checkpoint contains optimizer state."""
     is_start: bool = False
-    """Whether a run begins with its weights, and does not continue it."""
+    """Whether the run starts from these weights instead of resuming."""
 
     @property
     def weights_only(self) -> StoredRun:
-        """What it means to a run that begins with its weights."""
+        """The checkpoint as seen by a run that only starts from its weights."""
         stored = {
             "model": self.config.get("model", {}),
             "tokenizer": {
@@ -71,7 +72,7 @@ class StoredRun:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:
-        """From what a checkpoint keeps beside its tensors."""
+        """Build from the state that a checkpoint stores apart from its tensors."""
         return cls(
             tokenizer_fingerprint=state.get("tokenizer_fingerprint"),
             consumed_valid_samples=state.get("consumed_valid_samples", 0),
@@ -87,41 +88,41 @@ class StoredRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Equal on all ranks. None: not known."""
+    """All facts, equal on all ranks. None: not known."""
 
     world_size: int = 1
     device: Literal["cpu", "cuda"] = "cpu"
     device_name: str | None = None
     device_capability: tuple[int, int] | None = None
-    """Of a GPU: Hopper's is (9, 0)."""
+    """Compute capability of the GPU: (9, 0) for Hopper."""
     cublas_workspace: str | None = None
-    """CUBLAS_WORKSPACE_CONFIG, if it is set."""
+    """CUBLAS_WORKSPACE_CONFIG; None: not set."""
     devices_per_node: int | None = None
-    """GPUs that a node's processes can see."""
+    """Visible GPUs per node."""
     ranks_per_node: int | None = None
     vocab_size: int | None = None
-    """Tokens of the tokenizer, before padding."""
+    """Number of tokens of the tokenizer, before padding."""
     eod_id: int | None = None
     pad_id: int = -1
-    """The tokenizer's padding id; -1: it has none."""
+    """Padding token id of the tokenizer; -1: none."""
     special_ids: tuple[int, ...] = ()
-    """Its ids with a role other than padding."""
+    """Token ids with a role other than padding."""
     tokenizer_fingerprint: str | None = None
     tokenizer_note: str | None = None
-    """What a user should hear about it, such as how its end-of-document token was found."""
+    """Note on the tokenizer for the user, such as the source of its end-of-document token."""
     checkpoint: StoredRun | None = None
     custom_layers: CustomLayers | None = None
-    """What --spec gives."""
+    """The custom layers of --spec."""
     layers_config: str | None = None
-    """What --heterogeneous-layers-config-path names holds."""
+    """Contents of the file of --heterogeneous-layers-config-path."""
     datasets: tuple[DatasetFacts, ...] = ()
-    """What --data-path and its kin name, split by split in their order; empty for mock data."""
+    """Datasets of --data-path and the flags per split, in order; empty for mock data."""
     data_problems: tuple[Problem, ...] = ()
-    """What was found wrong with input files."""
+    """Problems of input files."""
     has_triton: bool = True
     """Whether Triton, which compiles kernels for GPUs, can be imported."""
     libraries: Mapping[str, str] = field(default_factory=dict)
-    """Version of each library that is installed."""
+    """Versions of installed libraries."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

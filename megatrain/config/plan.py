@@ -1,6 +1,6 @@
-"""A run once everything about it is decided: the configuration without gaps, and the numbers that follow from it.
+"""The plan of a run: a complete configuration and the values derived from it.
 
-Request + Facts  ->  Draft, filled in step by step  ->  Plan
+Request + Facts  ->  Draft, completed value by value in `resolve`  ->  Plan
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from megatrain.config.schema.values import INVALID, CheckedSection
 DType = Literal["float32", "bfloat16", "float16", "float64"]
 
 Activation = Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "squared_relu"]
-"""What stands between the MLP's two layers."""
+"""Activation between the two linear layers of an MLP."""
 
 
 @dataclass(frozen=True)
@@ -29,81 +29,86 @@ class DerivedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived(CheckedSection):
-    """What follows from configuration and facts, and is no setting itself or is wanted in one place."""
+    """Values that follow from configuration and facts and are no settings. INVALID until derived."""
 
     world_size: int = INVALID
+    """Number of ranks."""
     activation: Activation = INVALID
     layer_table: LayerTable = INVALID
-    """The sizes of each layer."""
+    """Sizes of each layer."""
     attention_scale: float | None = INVALID
-    """Factor of attention's scores; None: 1 / sqrt(kv channels)."""
+    """Factor of attention scores; None: 1 / sqrt(kv channels)."""
     attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math", "transformer_engine"] = INVALID
-    """The kernel of attention."""
+    """Attention kernel."""
     cp_comm_types: tuple[str, ...] = INVALID
-    """How context ranks share keys and values: one way for all layers, or one for each."""
+    """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
     matrix_init_std: float = INVALID
-    """Standard deviation of initial matrices, before what the depth asks for."""
+    """Standard deviation of initial matrices, before scaling by depth."""
     model_parallel_size: int = INVALID
-    """Ranks that hold one model replica: tp * pp."""
+    """Ranks of a model replica: tp * pp."""
     kv_copies: int = INVALID
-    """How many tensor ranks hold the same keys and values."""
+    """Number of tensor-parallel ranks with the same keys and values."""
     data_parallel_size: int = INVALID
     """Ranks that read different samples: ranks / (tp * cp * pp)."""
     expert_tensor_parallel_size: int = INVALID
-    """Ranks that split the matrices of each expert, where there are experts."""
+    """Ranks over which the matrices of an expert are split."""
     startup_timeout_seconds: int = INVALID
-    """That a collective may take until the first iteration has ended: a rank may wait for another's index or cache."""
+    """Time limit of a collective until the end of the first iteration: a rank may wait for another's index or cache."""
     collective_timeout_seconds: int = INVALID
-    """The same from then on."""
+    """Time limit of a collective after the first iteration."""
     num_microbatches: int = INVALID
-    """Micro-batches that each rank runs in an iteration, once the batch has its full size."""
+    """Micro-batches per rank and iteration, at the full global batch."""
     num_eval_microbatches: int = INVALID
-    """The same in an evaluation."""
+    """Micro-batches per rank and evaluation iteration."""
     train_iters: int = INVALID
+    """Iterations of the run, those of the checkpoint included."""
     train_samples: int = INVALID
-    """Samples that training has read at its end: whole global batches."""
+    """Samples consumed at the end of training: whole global batches."""
     requested_train_samples: int = INVALID
-    """Samples that training asks for."""
+    """Training samples that the dataset must provide."""
     requested_valid_samples: int | None = INVALID
-    """None: all of one epoch."""
+    """Validation samples that the dataset must provide; None: one epoch."""
     requested_test_samples: int = INVALID
+    """Test samples that the dataset must provide."""
     train_plan: tuple[int | None, ...] = INVALID
-    """Samples that the training order is made for, plan by plan; plan k is shuffled with --seed + k."""
+    """Samples of each plan of training data; plan k is shuffled with --seed + k."""
     valid_plan: tuple[int | None, ...] = INVALID
     test_plan: tuple[int | None, ...] = INVALID
     lr_decay_samples: int = INVALID
+    """Sample at which the decay of the learning rate ends."""
     lr_warmup_samples: float = INVALID
-    """A fraction of the decay is not rounded, as in Megatron-LM."""
+    """Samples of warm-up. A --lr-warmup-fraction is not rounded, as in Megatron-LM."""
     lr_wsd_decay_samples: int | None = INVALID
-    """None: the decay is not WSD."""
+    """Samples of the decay at the end of WSD; None: the decay is not WSD."""
     schedule: ScheduleValues = INVALID
-    """The schedules that are followed: of the command line, or of the checkpoint where that is asked for."""
+    """Schedules in effect: those of this run, or of the checkpoint on request."""
     lr_groups: LRGroups = INVALID
     """Learning rate of each kind of parameter."""
     vocab_size: int = INVALID
-    """Tokens of the tokenizer, before padding."""
+    """Number of tokens of the tokenizer, before padding."""
     eod_id: int | None = INVALID
-    """The end-of-document token, if there is one."""
+    """End-of-document token; None: there is none."""
     master_dtype: DType = INVALID
-    """Number format of the optimizer's copies of weights, of its state and of gradient sums."""
+    """Dtype of master weights, optimizer state and gradient sums."""
     tokens_per_iteration: int = INVALID
-    """Of a full batch."""
+    """Tokens of a full global batch."""
     flops_per_iteration: int = INVALID
-    """By Megatron-LM's formula, of a full batch; recomputation is not counted."""
+    """FLOPs of a full global batch by Megatron-LM's formula, without recomputation."""
     start_iteration: int = INVALID
-    """Iterations done by the checkpoint that is loaded."""
+    """Iterations of the loaded checkpoint."""
     start_consumed_samples: int = INVALID
+    """Training samples consumed by the loaded checkpoint."""
 
 
 def continues_optimizer(config: Config, facts: Facts) -> bool:
-    """Whether the optimizer, its schedules and the loss scale go on where the checkpoint has them."""
+    """Whether optimizer, schedules and loss scale resume from the checkpoint."""
     is_continued = facts.checkpoint is not None and not facts.checkpoint.is_start
     return is_continued and not (config.checkpoint.no_load_optim or config.training.skip_train)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A plan in the making. What is not derived yet, or cannot be, is INVALID."""
+    """An incomplete plan. Derivations and rules read it; reading a value that is not derived raises UnresolvedError."""
 
     config: Config
     derived: Derived
@@ -124,11 +129,11 @@ class Draft:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is built from. Nothing in it is open."""
+    """The complete description of a run. No value in it is open."""
 
     config: Config
     derived: Derived
     origins: Mapping[str, Origin]
-    """Of `model.num_layers` and of `derived.num_microbatches` alike."""
+    """Origin of each value, by path such as `model.num_layers` or `derived.num_microbatches`."""
     notes: tuple[str, ...]
-    """What a user should hear about, though nothing is wrong."""
+    """Notes for the user; none is an error."""

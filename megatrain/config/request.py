@@ -1,4 +1,7 @@
-"""What a user asked for: the values given, where each was given, and what is wrong with how it was said."""
+"""The parsed command line and YAML files, before any value is derived or checked against others.
+
+argv ── parse ──> Request ── resolve (with Facts) ──> Plan
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from megatrain.config.schema.values import is_resolved
 
 @dataclass(frozen=True)
 class Given:
-    """A value that a flag or a YAML file sets. INVALID if it could not be understood."""
+    """A setting that a flag or a YAML file sets; its value is INVALID if it could not be parsed."""
 
     path: str
     value: Any
@@ -23,24 +26,25 @@ class Given:
 
 @dataclass(frozen=True)
 class Request:
-    """The outcome of parsing. `config` may still hold AUTO, REQUIRED and INVALID; `resolve` reports and removes them."""
+    """The result of parsing. `config` may contain AUTO, REQUIRED and INVALID, which `resolve` derives or reports."""
 
     config: Config
     origins: Mapping[str, Origin]
-    """By path, such as `model.num_layers`: of every setting."""
+    """Origin of every setting, by path such as `model.num_layers`."""
     problems: tuple[Problem, ...] = ()
+    """Problems found while parsing."""
     notes: tuple[str, ...] = ()
-    """What there is to say about flags of Megatron-LM's that are accepted without setting anything."""
+    """Notes on Megatron-LM flags that are accepted and set nothing."""
     is_complete: bool = True
-    """False where a file of settings could not be read: nothing else can be judged then."""
+    """False if a --config file could not be read: other problems would be misleading then."""
 
     def known(self, path: str) -> Any | None:
-        """The value at this path, or None where it is open, missing or not understood: for gathering facts."""
+        """Return the value at a path; None if it is open, missing or invalid. For gathering facts before `resolve`."""
         value = self.config.raw(path)
         return value if is_resolved(value) else None
 
     def fewest_ranks(self) -> int:
-        """As many as hold the model once, as far as is known: all of its dense layers, and all of its experts."""
+        """Return the smallest number of ranks for one replica of the model, its dense layers and its experts."""
         tp, cp, pp, ep = (
             self.known(f"parallel.{name}_parallel_size") or 1
             for name in ("tensor_model", "context", "pipeline_model", "expert_model")

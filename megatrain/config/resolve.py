@@ -1,10 +1,10 @@
-"""From what was asked for and what is there to a plan, or to all that is wrong with it at once.
+"""Resolve a request into a plan, or report all of its problems at once.
 
-    request ──> missing and out of range? ──> derivations, in order ──> rules ──> notes ──> Plan
-                                                                          └──> ConfigError with every problem
+    request ──> missing or out of range? ──> derivations, in order ──> overrides ──> rules ──> notes ──> Plan
+                                                                                       └──> ConfigError with every problem
 
-Each derivation is a function from the draft to an answer with its reason. One that meets INVALID, because of a
-problem that is reported elsewhere, leaves INVALID; a rule that meets it says nothing.
+A derivation is a function from the draft to a value and its reason. A derivation or rule that reads an INVALID value
+stops (UnresolvedError): the value stays INVALID, and the rule reports nothing more. The cause is reported elsewhere.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def resolve(request: Request, facts: Facts) -> Plan:
-    """The plan of a run. Pure: equal arguments give equal plans. Raises ConfigError with all problems."""
+    """Return the plan of a run. Pure: equal arguments give equal plans. Raises ConfigError with all problems."""
     if not request.is_complete:
         raise ConfigError.of([*request.problems, *facts.data_problems])
     config, problems = _checked_values(request.config)
@@ -36,21 +36,24 @@ def resolve(request: Request, facts: Facts) -> Plan:
         draft = _with_derived(draft, path, derive)
     overridden: list[str] = []
     for path, override in OVERRIDES:
-        answer = _tried(override, draft)
-        if answer is not None:
-            draft = _with_answer(draft, path, answer)
-            overridden.append(answer.reason)
-    problems += [problem for rule in RULES for problem in _told(rule, draft)]
+        new = _unless_unresolved(override, draft)
+        if new is not None:
+            draft = _with_value(draft, path, new)
+            overridden.append(new.reason)
+    problems += [problem for rule in RULES for problem in _until_unresolved(rule, draft)]
     if problems:
         raise ConfigError.of(list(dict.fromkeys(problems)))
-    left_open = [path for path in draft.origins if not is_resolved(_value_at(draft, path))]
-    assert not left_open, f"nothing was found wrong, and yet these are open: {left_open}"
-    notes = [note for tell in NOTES for note in _told(tell, draft)]
+    unresolved = [path for path in draft.origins if not is_resolved(_value_at(draft, path))]
+    assert not unresolved, f"no rule reports these unresolved values: {unresolved}"
+    notes = [note for note_rule in NOTES for note in _until_unresolved(note_rule, draft)]
     return Plan(draft.config, draft.derived, draft.origins, (*request.notes, *overridden, *notes))
 
 
 def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
-    """The configuration with INVALID for what is missing or out of range, which the command line's loader checks too."""
+    """Return the configuration with INVALID for missing and out-of-range values, and the problems.
+
+    The command line checks ranges too; a `Request` may also be built in code.
+    """
     problems: list[Problem] = []
     invalid: list[str] = []
     for setting in settings():
@@ -70,11 +73,11 @@ def _checked_values(config: Config) -> tuple[Config, list[Problem]]:
 
 
 def _example(path: str) -> str:
-    """A value to begin with, for settings that have no default."""
+    """Return a first value for a setting without default."""
     return {
-        "model.num_layers": "12 is the size of GPT-2 small",
-        "model.hidden_size": "768 is the size of GPT-2 small",
-        "model.num_attention_heads": "12 is the size of GPT-2 small",
+        "model.num_layers": "GPT-2 small has 12",
+        "model.hidden_size": "GPT-2 small has 768",
+        "model.num_attention_heads": "GPT-2 small has 12",
         "data.seq_length": "1024 tokens, for example",
         "optimizer.lr": "3e-4 is a common start for small models",
         "training.micro_batch_size": "1 always works; larger ones use the device better",
@@ -82,33 +85,33 @@ def _example(path: str) -> str:
 
 
 def _with_derived(draft: Draft, path: str, derive: Callable[[Draft], DerivedValue]) -> Draft:
-    """The draft with this value filled in, unless the user gave it."""
+    """Return the draft with this value derived, unless the user gave it."""
     if not path.startswith("derived.") and draft.config.raw(path) is not AUTO:
         return draft
-    return _with_answer(draft, path, _tried(derive, draft) or DerivedValue(INVALID, "not known"))
+    return _with_value(draft, path, _unless_unresolved(derive, draft) or DerivedValue(INVALID, "not known"))
 
 
-def _with_answer(draft: Draft, path: str, answer: DerivedValue) -> Draft:
+def _with_value(draft: Draft, path: str, derived: DerivedValue) -> Draft:
     section, name = path.split(".")
-    origins = {**draft.origins, path: Origin("derived", answer.reason)}
+    origins = {**draft.origins, path: Origin("derived", derived.reason)}
     if section == "derived":
         return dataclasses.replace(
-            draft, derived=draft.derived.replaced({name: answer.value}), origins=origins
+            draft, derived=draft.derived.replaced({name: derived.value}), origins=origins
         )
-    return dataclasses.replace(draft, config=draft.config.with_values({path: answer.value}), origins=origins)
+    return dataclasses.replace(draft, config=draft.config.with_values({path: derived.value}), origins=origins)
 
 
-def _tried(function: Callable[[Draft], T], draft: Draft) -> T | None:
+def _unless_unresolved(function: Callable[[Draft], T], draft: Draft) -> T | None:
     try:
         return function(draft)
     except UnresolvedError:
         return None
 
 
-def _told(tell: Callable[[Draft], Iterable[T]], draft: Draft) -> Iterator[T]:
-    """What a rule says, up to where it meets INVALID."""
+def _until_unresolved(rule: Callable[[Draft], Iterable[T]], draft: Draft) -> Iterator[T]:
+    """Iterate over the results of a rule until it reads an INVALID value."""
     try:
-        yield from tell(draft)
+        yield from rule(draft)
     except UnresolvedError:
         return
 

@@ -145,7 +145,7 @@ def test_evaluations_to_come_are_counted_as_they_come(train_iters, interval, sta
         train_iters=train_iters, eval_interval=interval, eval_iters=1, batch_size=1, start_eval_at_iter=start
     )
     found = sum(of_run.is_due(later) for later in range(iteration + 1, train_iters + 1))
-    assert of_run.to_come(iteration) == found
+    assert of_run.remaining(iteration) == found
 
 
 def test_a_cyclic_run_keeps_its_passes(plan_of, problems_of, stored):

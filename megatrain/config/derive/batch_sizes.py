@@ -1,10 +1,10 @@
-"""How many samples an iteration takes, as a function of the samples consumed before it.
+"""Samples per iteration, as a function of the samples consumed before it.
 
     constant   --global-batch-size
     ramp       --rampup-batch-size START INCREMENT SAMPLES: from START to --global-batch-size in equal steps
-    steps      --step-batch-size-schedule "0:768 250B:1536": from given numbers of tokens on
+    steps      --step-batch-size-schedule "0:768 250B:1536": each from a given number of tokens on
 
-The sizes are Megatron-LM's. Because they follow from the consumed samples alone, a run goes on in the middle of a ramp.
+The sizes are Megatron-LM's. They depend on the consumed samples only, so a run can resume within a ramp.
 """
 
 import re
@@ -17,27 +17,27 @@ from megatrain.config.schema.tree import Config
 
 _POWERS: Final = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _LARGEST_RAMP: Final = 10**6
-"""Sizes that a ramp may go through: more are a mistyped number."""
+"""Largest number of sizes in a ramp; a larger one is a typing error."""
 
 
 class BatchRule(Protocol):
-    """The sizes that were asked for."""
+    """Batch sizes that the user asks for."""
 
     def at(self, consumed: int) -> int:
-        """Samples of the iteration that starts behind `consumed` samples."""
+        """Return the samples of the iteration that starts after `consumed` samples."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All sizes, in their order."""
+        """All sizes in order."""
 
     @property
     def constant_from(self) -> int:
-        """Consumed samples from which on the size is the last one."""
+        """Consumed samples from which on the size is constant."""
 
 
 @dataclass(frozen=True)
 class ConstantBatch:
-    """One size."""
+    """One size for all iterations."""
 
     size: int
     constant_from: int = 0
@@ -54,7 +54,7 @@ class ConstantBatch:
 
 @dataclass(frozen=True)
 class RampedBatch:
-    """From `start` to `target` in steps of `increment`, evenly over `samples`."""
+    """Sizes from `start` to `target` in steps of `increment`, spread evenly over `samples`."""
 
     start: int
     increment: int
@@ -62,11 +62,11 @@ class RampedBatch:
     target: int
 
     def at(self, consumed: int) -> int:
-        """See `BatchRule`. Both divisions are in double precision, as in Megatron-LM: the last size may come late."""
+        """See `BatchRule`. Both divisions are in double precision, as in Megatron-LM: the last size may start late."""
         if consumed > self.samples:
             return self.target
-        samples_a_step = self.samples / ((self.target - self.start) // self.increment)
-        return self.start + int(consumed / samples_a_step) * self.increment
+        samples_per_step = self.samples / ((self.target - self.start) // self.increment)
+        return self.start + int(consumed / samples_per_step) * self.increment
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -81,10 +81,10 @@ class RampedBatch:
 
 @dataclass(frozen=True)
 class SteppedBatch:
-    """The size of the last threshold that was reached."""
+    """The size of the last threshold reached."""
 
     steps: tuple[tuple[int, int], ...]
-    """Consumed samples and size, the first at 0."""
+    """Pairs of consumed samples and size; the first is at 0."""
 
     def at(self, consumed: int) -> int:
         """See `BatchRule`."""
@@ -103,22 +103,22 @@ class SteppedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """Samples of each iteration."""
+    """Samples of each iteration, in whole micro-batches of all replicas."""
 
     rule: BatchRule
     pass_size: int
-    """Samples of one micro-batch on all replicas."""
+    """Samples of one micro-batch on all replicas: micro-batch size * data-parallel size."""
 
     def at(self, consumed: int) -> int:
-        """Samples of the iteration that starts behind `consumed` samples: what was asked for, in whole passes."""
+        """Return the samples of the iteration that starts after `consumed` samples, rounded down to whole passes."""
         return self.num_microbatches(consumed) * self.pass_size
 
     def num_microbatches(self, consumed: int) -> int:
-        """Micro-batches of each rank in that iteration."""
+        """Return the micro-batches of each rank in that iteration."""
         return self.rule.at(consumed) // self.pass_size
 
     def misfits(self, *, is_decreased: bool) -> list[int]:
-        """The sizes that cannot be had: none of a pass left, or more than whole passes where they are not decreased."""
+        """Return the sizes that are smaller than a pass or, unless they are decreased, no multiple of one."""
         return [
             size
             for size in self.rule.sizes
@@ -126,7 +126,7 @@ class BatchSizes:
         ]
 
     def iterations_to(self, samples: int, *, consumed: int, fills_up: bool) -> int:
-        """Iterations from `consumed` samples to `samples`. `fills_up`: a last one may go beyond, otherwise it is left out."""
+        """Count iterations from `consumed` samples to `samples`. `fills_up`: the last one may exceed `samples`; otherwise it is left out."""
 
         def has_more(consumed: int) -> bool:
             return consumed < samples if fills_up else consumed + self.at(consumed) <= samples
@@ -138,24 +138,24 @@ class BatchSizes:
         return count + (-(-left // size) if fills_up else left // size)
 
     def samples_after(self, iterations: int, *, consumed: int) -> int:
-        """Consumed samples after so many iterations more."""
+        """Return the consumed samples after this many further iterations."""
         count, consumed = self._walk(consumed, lambda count, _: count < iterations)
         return consumed + (iterations - count) * self.at(consumed)
 
-    def _walk(self, consumed: int, goes_on: Callable[[int, int], bool]) -> tuple[int, int]:
-        """Iterations and consumed samples at which the size is settled, or where `goes_on` says to stop."""
+    def _walk(self, consumed: int, has_next: Callable[[int, int], bool]) -> tuple[int, int]:
+        """Count iterations and consumed samples until the size is constant or `has_next` is false."""
         count = 0
-        while consumed < self.rule.constant_from and goes_on(count, consumed):
+        while consumed < self.rule.constant_from and has_next(count, consumed):
             consumed += self.at(consumed)
             count += 1
         return count, consumed
 
 
 def batch_rule(config: Config) -> BatchRule:
-    """The sizes that a configuration asks for.
+    """Return the batch sizes that a configuration asks for.
 
     Raises:
-        ConfigError: ramp or steps are not what they should be.
+        ConfigError: the ramp or the steps are not valid.
     """
     training = config.training
     if training.rampup_batch_size:
@@ -166,63 +166,63 @@ def batch_rule(config: Config) -> BatchRule:
 
 
 def batch_sizes(config: Config, *, data_parallel_size: int) -> BatchSizes:
-    """The sizes of a configuration on so many replicas."""
+    """Return the batch sizes of a configuration on this many replicas."""
     return BatchSizes(
         rule=batch_rule(config), pass_size=config.training.micro_batch_size * data_parallel_size
     )
 
 
 def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
-    """The ramp that --rampup-batch-size describes."""
+    """Parse --rampup-batch-size."""
     texts = " ".join(words).split()
-    said = f"--rampup-batch-size {' '.join(texts)}"
+    given = f"--rampup-batch-size {' '.join(texts)}"
     if len(texts) != 3 or not all(re.fullmatch(r"[0-9]{1,18}", text) for text in texts):
         raise ConfigError(
-            f"{said}: these are not three whole numbers",
+            f"{given}: not three whole numbers",
             fix="give start, increment and samples, such as --rampup-batch-size 32 32 1000000",
         )
     start, increment, samples = map(int, texts)
     if not (start and increment and samples):
-        raise ConfigError(f"{said}: a number is 0", fix="use numbers above 0")
+        raise ConfigError(f"{given}: a number is 0", fix="use numbers above 0")
     if start >= target:
         raise ConfigError(
-            f"{said} starts at --global-batch-size {target} or above",
-            fix="start lower, or leave --rampup-batch-size out",
+            f"{given} starts at --global-batch-size {target} or above",
+            fix="use a smaller start, or leave --rampup-batch-size out",
         )
     if (target - start) % increment or (target - start) // increment > _LARGEST_RAMP:
         raise ConfigError(
-            f"{said}: steps of {increment} do not lead from {start} to --global-batch-size {target}",
+            f"{given}: steps of {increment} do not lead from {start} to --global-batch-size {target}",
             fix=f"use an increment that divides {target - start}",
         )
     return RampedBatch(start, increment, samples, target)
 
 
 def parse_steps(text: str, *, seq_length: int | None) -> SteppedBatch:
-    """The steps that --step-batch-size-schedule describes. Thresholds are tokens, or samples without `seq_length`."""
-    said = f"--step-batch-size-schedule '{text}'"
+    """Parse --step-batch-size-schedule. Thresholds count tokens; without `seq_length`, samples."""
+    given = f"--step-batch-size-schedule '{text}'"
     steps: dict[int, int] = {}
     for entry in re.split(r"[\s,]+", text.strip()):
         threshold, colon, size = entry.partition(":")
         if not colon:
             raise ConfigError(
-                f"{said}: '{entry}' has no colon", fix="write threshold:batch, such as '0:768 250B:1536'"
+                f"{given}: '{entry}' has no colon", fix="write threshold:batch, such as '0:768 250B:1536'"
             )
-        start = _number(threshold, said) // (seq_length or 1)
+        start = _number(threshold, given) // (seq_length or 1)
         if start in steps:
-            raise ConfigError(f"{said}: two thresholds fall on sample {start}", fix="leave one of them out")
-        steps[start] = _number(size, said)
+            raise ConfigError(f"{given}: two thresholds fall on sample {start}", fix="leave one of them out")
+        steps[start] = _number(size, given)
     if 0 not in steps:
-        raise ConfigError(f"{said}: no threshold is 0", fix="say which batch comes first, such as '0:768'")
+        raise ConfigError(f"{given}: no threshold is 0", fix="start with a batch at 0, such as '0:768'")
     if not all(steps.values()):
-        raise ConfigError(f"{said}: a batch is 0", fix="use batches above 0")
+        raise ConfigError(f"{given}: a batch is 0", fix="use batches above 0")
     return SteppedBatch(tuple(sorted(steps.items())))
 
 
-def _number(text: str, said: str) -> int:
-    """`2.5k` is 2500."""
+def _number(text: str, given: str) -> int:
+    """Parse a number with a suffix: `2.5k` is 2500."""
     match = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,18})?([kmbt]?)", text.lower())
     if match is None:
-        raise ConfigError(f"{said}: '{text}' is no number", fix="use numbers such as 768, 2.5K or 250B")
+        raise ConfigError(f"{given}: '{text}' is not a number", fix="use numbers such as 768, 2.5K or 250B")
     whole, fraction, suffix = match.groups()
     power = _POWERS[suffix]
     digits = (fraction or ".")[1:]

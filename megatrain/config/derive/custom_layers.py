@@ -1,4 +1,4 @@
-"""`--spec`: layers from a function of the user's own (`model/custom_layers.py` calls it).
+"""`--spec`: custom layers from a function of the user, which `model/custom_layers.py` calls.
 
 --spec module:function      --spec module function      --spec file.py:function
 """
@@ -11,20 +11,20 @@ from typing import Final, Literal
 
 from megatrain.config.derive.layer_sizes import LayerSizes
 
-_MEGATRONS: Final = "megatron.core.models.gpt.gpt_layer_specs"
-_USUAL: Final = (
+_MEGATRON_SPECS: Final = "megatron.core.models.gpt.gpt_layer_specs"
+_PLAIN_GPT_LAYERS: Final = (
     ("local",),
-    (_MEGATRONS, "get_gpt_layer_local_spec"),
-    (_MEGATRONS, "get_gpt_layer_with_transformer_engine_spec"),
+    (_MEGATRON_SPECS, "get_gpt_layer_local_spec"),
+    (_MEGATRON_SPECS, "get_gpt_layer_with_transformer_engine_spec"),
 )
 
 
 @dataclass(frozen=True)
 class LayerFunction:
-    """Where the function is."""
+    """Location of the function."""
 
     module: str
-    """A module on the Python path, or a file that ends in .py."""
+    """Module on the Python path, or a file that ends in .py."""
     function: str
 
     def __str__(self) -> str:
@@ -32,40 +32,40 @@ class LayerFunction:
 
 
 LayerShare = Literal["none", "some", "all"]
-"""Of the layers with attention."""
+"""Part of the layers with attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomLayers:
-    """What the function gave, as a plan needs it."""
+    """The layers that the function returned, as far as a plan depends on them."""
 
     digest: str
-    """Of the file that it is in."""
+    """Digest of the file with the function."""
     layers: tuple[LayerSizes, ...]
     differences: tuple[str, ...]
-    """From the layers that the flags describe."""
+    """Differences from the layers that the flags describe."""
     has_windows: bool = False
-    """Whether the attention of one sees near keys alone."""
+    """Whether a layer has a sliding window."""
     has_sinks: bool = False
-    """Whether the softmax of one sums over more than the keys."""
+    """Whether the softmax of a layer has a sink."""
     eager_attention: LayerShare = "none"
-    """Those with a softcap or dropout of scores."""
+    """Layers with logit softcapping or attention dropout."""
 
 
-def _apart(words: Sequence[str]) -> tuple[str, ...]:
-    """`module function` of a YAML file is one text there."""
+def _module_and_function(words: Sequence[str]) -> tuple[str, ...]:
+    """Split `module function`, which is one string in a YAML file."""
     return tuple(words[0].split()) if len(words) == 1 and ":" not in words[0] else tuple(words)
 
 
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:
-    """Whether Megatron-LM's name of a plain GPT layer is given."""
-    return _apart(words) in _USUAL
+    """Whether --spec is one of Megatron-LM's names of a plain GPT layer."""
+    return _module_and_function(words) in _PLAIN_GPT_LAYERS
 
 
 def layer_function(words: Sequence[str]) -> LayerFunction | None:
-    """The function that --spec names; None where it names none, or a plain GPT layer."""
-    words = _apart(words)
-    if not words or words in _USUAL:
+    """Return the function that --spec names; None: it names none, or a plain GPT layer."""
+    words = _module_and_function(words)
+    if not words or words in _PLAIN_GPT_LAYERS:
         return None
     module, sign, function = words[0].rpartition(":") if len(words) == 1 else (words[0], ":", words[1])
     is_named = len(words) <= 2 and module and sign and function.isidentifier()

@@ -1,10 +1,10 @@
-"""How many samples a run asks for of each split, and the plans by which they are drawn.
+"""Number of samples that a run requests of each split, and the plans in which it reads them.
 
     iterations, batches, evaluations     -> requested: samples of train, valid and test      (Megatron-LM's rule)
-    requested, the plans of a checkpoint -> plans: what was planned stays, what is missing is appended
+    requested, plans of the checkpoint   -> plans: those of the checkpoint, and one for further samples
 
-The order of samples depends on how many are planned. So a run keeps the plan that it began with, and one that grows
-longer draws the samples beyond it by a further plan: nothing that was seen comes in another order.
+The order of samples depends on how many are planned. A run therefore keeps its first plan, and a longer run reads the
+further samples in another plan: samples that were read keep their order.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megatrain.config.plan import DerivedValue, Draft, Plan
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluations:
-    """When a run evaluates, and on how much."""
+    """Iterations at which a run evaluates, and the samples of an evaluation."""
 
     train_iters: int
     eval_interval: int | None
@@ -27,19 +27,19 @@ class Evaluations:
 
     @property
     def samples(self) -> int:
-        """Samples of one evaluation."""
+        """Number of samples of an evaluation."""
         return self.eval_iters * self.batch_size
 
     @property
     def planned(self) -> int:
-        """Evaluations on validation data that Megatron-LM plans for: at times one more than there are."""
+        """Number of validation runs that Megatron-LM plans for: sometimes one too many."""
         if self.skip_train or self.eval_interval is None:
             return 1
         before = (self.start_eval_at_iter or 0) // self.eval_interval
         return max(0, self.train_iters // self.eval_interval + 1 - before)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether there is one behind this iteration: at the interval, and at the end of training."""
+        """Whether an evaluation follows this iteration: at the interval, and at the end of training."""
         if iteration >= self.train_iters:
             return True
         interval = self.eval_interval
@@ -47,8 +47,8 @@ class Evaluations:
             interval is not None and iteration % interval == 0 and iteration >= (self.start_eval_at_iter or 0)
         )
 
-    def to_come(self, iteration: int) -> int:
-        """How many there are behind later iterations than this one."""
+    def remaining(self, iteration: int) -> int:
+        """Return the number of evaluations after later iterations than this one."""
         if self.skip_train:
             return 1
         if iteration >= self.train_iters:
@@ -61,13 +61,13 @@ class Evaluations:
 
 
 def evaluations(draft: Draft | Plan) -> Evaluations:
-    """The evaluations of a run."""
+    """Return the evaluations of a run."""
     training = draft.config.training
     return Evaluations(
         train_iters=draft.derived.train_iters,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
-        # What passes of all ranks hold: less than --eval-global-batch-size where it is decreased to that.
+        # --decrease-batch-size-if-needed may leave fewer samples than --eval-global-batch-size.
         batch_size=draft.derived.num_eval_microbatches
         * training.micro_batch_size
         * draft.derived.data_parallel_size,
@@ -82,7 +82,7 @@ def requested_train_samples(draft: Draft) -> DerivedValue:
         return DerivedValue(training.train_samples, "--train-samples")
     if training.decrease_batch_size_if_needed and training.train_iters is not None:
         iterations, batch = draft.derived.train_iters, training.global_batch_size
-        if iterations * batch > read:  # as in Megatron-LM, which plans for what was asked for
+        if iterations * batch > read:  # as in Megatron-LM, which plans for the given batch
             return DerivedValue(iterations * batch, f"{iterations} iterations * global batch {batch}")
     return DerivedValue(read, draft.origins["derived.train_samples"].detail)
 
@@ -90,20 +90,20 @@ def requested_train_samples(draft: Draft) -> DerivedValue:
 def requested_valid_samples(draft: Draft) -> DerivedValue:
     if draft.config.data.full_validation:
         return DerivedValue(None, "all, with --full-validation")
-    of_run, stored = evaluations(draft), draft.facts.checkpoint
-    each = f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}"
+    runs, stored = evaluations(draft), draft.facts.checkpoint
+    each = f"{runs.eval_iters} iterations * global batch {runs.batch_size}"
     consumed = stored.consumed_valid_samples if stored else 0
-    to_come = of_run.to_come(stored.iteration if stored else 0)
-    to_come += bool(stored and stored.is_evaluation_left)
-    needed = consumed + to_come * of_run.samples
-    if of_run.samples and needed > of_run.planned * of_run.samples:  # they came more often before, say
-        return DerivedValue(needed, f"{consumed} so far, and {to_come} to come * {each}")
-    return DerivedValue(of_run.planned * of_run.samples, f"{of_run.planned} * {each}")
+    remaining = runs.remaining(stored.iteration if stored else 0)
+    remaining += bool(stored and stored.is_evaluation_left)
+    needed = consumed + remaining * runs.samples
+    if runs.samples and needed > runs.planned * runs.samples:  # the interval was shorter before, for example
+        return DerivedValue(needed, f"{consumed} so far, and {remaining} to come * {each}")
+    return DerivedValue(runs.planned * runs.samples, f"{runs.planned} * {each}")
 
 
 def requested_test_samples(draft: Draft) -> DerivedValue:
-    of_run = evaluations(draft)
-    return DerivedValue(of_run.samples, f"{of_run.eval_iters} iterations * global batch {of_run.batch_size}")
+    runs = evaluations(draft)
+    return DerivedValue(runs.samples, f"{runs.eval_iters} iterations * global batch {runs.batch_size}")
 
 
 def train_plan(draft: Draft) -> DerivedValue:
@@ -123,25 +123,27 @@ def _plan(draft: Draft, split: str) -> DerivedValue:
     requested = getattr(draft.derived, f"requested_{split}_samples")
     stored = draft.facts.checkpoint
     plans = stored.data_plans.get(split, ()) if stored else ()
-    former = [count for count in plans if count]
+    stored_plan = [count for count in plans if count]
     if requested is None:
         return DerivedValue((None,), "all of one epoch")
-    if not former:
+    if not stored_plan:
         return DerivedValue((requested,), "one plan for all samples")
     if draft.config.data.dataloader_type == "cyclic":
-        return DerivedValue(tuple(former), "the checkpoint's; the cyclic order goes round in it")
-    plan = extended(former, requested)
-    if len(plan) > len(former):
-        return DerivedValue(plan, f"the checkpoint's {_sum(former)}, and {plan[-1]} more with another seed")
+        return DerivedValue(tuple(stored_plan), "the checkpoint's, which the cyclic order repeats")
+    plan = extended(stored_plan, requested)
+    if len(plan) > len(stored_plan):
+        return DerivedValue(
+            plan, f"the checkpoint's {_sum(stored_plan)}, and {plan[-1]} more with another seed"
+        )
     return DerivedValue(
-        plan, "the checkpoint's" + (", of which fewer are read" if requested < sum(former) else "")
+        plan, "the checkpoint's" + (", more than are read" if requested < sum(stored_plan) else "")
     )
 
 
-def extended(former: Sequence[int], requested: int) -> tuple[int, ...]:
-    """Plans that hold `requested` samples and begin as the former ones."""
-    missing = requested - sum(former)
-    return (*former, missing) if missing > 0 else tuple(former)
+def extended(plan: Sequence[int], requested: int) -> tuple[int, ...]:
+    """Return the plan with at least `requested` samples that starts with this one."""
+    missing = requested - sum(plan)
+    return (*plan, missing) if missing > 0 else tuple(plan)
 
 
 def _sum(counts: Sequence[int]) -> str:

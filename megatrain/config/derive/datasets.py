@@ -1,4 +1,12 @@
-"""Datasets of a run: blends of them, and the split into training, validation and test data."""
+"""Datasets of a run: their blend, and the split into training, validation and test data.
+
+    "0.3 a 0.7 b"  ->  Blend(prefixes (a, b), weights (0.3, 0.7))
+    "969, 30, 1"   ->  fractions 0.969, 0.03, 0.001  ->  cuts at 0, 0.969, 0.999, 1  ->  ranges of sequence numbers
+
+The split cuts between sequences, not between documents: a document of several sequences may be cut.
+
+Source: Megatron-LM, core/datasets/utils.py and core/datasets/blended_megatron_dataset_config.py; rules in tests/golden.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +22,41 @@ from megatrain.config.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class Blend:
-    """Datasets that are read as one."""
+    """Several datasets, sampled as one."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
-    """As given, not normalised. None: by size."""
+    """Weights as given, not normalised. None: in proportion to their sizes."""
 
 
 def parse_blend(words: Sequence[str], flag: str = "--data-path") -> Blend:
-    """The blend that a list of words describes: pairs of weight and prefix, or prefixes alone.
+    """Parse words: pairs of weight and prefix, or prefixes alone.
 
     Raises:
-        ConfigError: a weight is no positive number.
+        ConfigError: a weight is not a positive number.
     """
     words = [word.strip() for word in words]
-    firsts = [parse_weight(word) for word in words[::2]]
-    if len(words) % 2 or None in firsts:
+    weights_or_none = [parse_weight(word) for word in words[::2]]
+    if len(words) % 2 or None in weights_or_none:
         return Blend(tuple(words))
-    weights = tuple(weight for weight in firsts if weight is not None)
+    weights = tuple(weight for weight in weights_or_none if weight is not None)
     problems = [
         Problem(
             f"{flag}: the weight of {prefix} is {weight:g}",
-            "give every dataset a weight above 0, and leave out those that should not be read",
+            "give every dataset a weight above 0, and leave out datasets that should not be read",
         )
         for weight, prefix in zip(weights, words[1::2], strict=True)
         if not 0 < weight < math.inf
     ]
     if not problems and not math.isfinite(sum(weights)):
-        problems = [Problem(f"{flag}: the weights add up to infinity", "divide them by their largest")]
+        problems = [Problem(f"{flag}: the weights add up to infinity", "divide all weights by the largest")]
     if problems:
         raise ConfigError.of(problems)
     return Blend(tuple(words[1::2]), weights)
 
 
 def parse_weight(word: str) -> float | None:
-    """The weight that a word may be; None: it is none."""
+    """Return a word as a number; None: it is not a number."""
     try:
         return float(word)
     except ValueError:
@@ -59,79 +67,82 @@ SPLIT_NAMES: Final = ("train", "valid", "test")
 
 
 def split_fractions(split: str) -> tuple[float, float, float]:
-    """The numbers of a split string over their sum. Missing ones are 0; all but digits and dots separates them."""
+    """Return the numbers of a split string, divided by their sum. Missing numbers are 0; all but digits and dots are separators."""
     try:
         numbers = [float(word) for word in re.findall(r"[.0-9]+", split)]
     except ValueError as error:
-        raise ConfigError(f"--split {split!r} holds a number that is none: {error}", fix=_EXAMPLE) from error
+        raise ConfigError(f"--split {split!r} has an invalid number: {error}", fix=_EXAMPLE) from error
     if len(numbers) > len(SPLIT_NAMES):
         raise ConfigError(
-            f"--split {split!r} has {len(numbers)} numbers, and at most 3 have a meaning", fix=_EXAMPLE
+            f"--split {split!r} has {len(numbers)} numbers, and at most 3 are allowed", fix=_EXAMPLE
         )
     total = sum(numbers)
     if not total:
-        raise ConfigError(f"--split {split!r} gives no data to any split", fix=_EXAMPLE)
+        raise ConfigError(f"--split {split!r} assigns no data to any split", fix=_EXAMPLE)
     if total == math.inf:
-        raise ConfigError(f"--split {split!r} holds too large a number", fix=_EXAMPLE)
+        raise ConfigError(f"--split {split!r} has a number that is too large", fix=_EXAMPLE)
     train, valid, test = (number / total for number in numbers + [0.0] * (len(SPLIT_NAMES) - len(numbers)))
     return train, valid, test
 
 
 def split_ranges(split: str, num_sequences: int) -> tuple[range | None, range | None, range | None]:
-    """The sequence numbers of train, valid and test. None: its share is 0. A range may be empty by rounding."""
-    shares = split_fractions(split)
-    borders = [0.0, *itertools.accumulate(shares)]
-    # Python's round, ties to even, is the rule; it is not numpy's or C's.
+    """Return the sequence numbers of train, valid and test. None: the fraction is 0. Rounding may leave a range empty."""
+    fractions = split_fractions(split)
+    cuts = [0.0, *itertools.accumulate(fractions)]
+    # Megatron-LM uses Python's `round` (ties to even), which differs from C's.
     train, valid, test = (
-        range(round(low * num_sequences), round(high * num_sequences)) if share else None
-        for share, low, high in zip(shares, borders[:-1], borders[1:], strict=True)
+        range(round(low * num_sequences), round(high * num_sequences)) if fraction else None
+        for fraction, low, high in zip(fractions, cuts[:-1], cuts[1:], strict=True)
     )
     return train, valid, test
 
 
-def require_sequences(split: str, num_sequences: Mapping[str, int], is_asked: Sequence[bool]) -> None:
-    """Every split that samples are asked of holds a sequence of every dataset.
+def require_sequences(split: str, num_sequences: Mapping[str, int], is_used: Sequence[bool]) -> None:
+    """Check that every split in use has a sequence of every dataset.
 
     Args:
         split: the split string.
-        num_sequences: of each dataset, by name.
-        is_asked: whether samples are asked of train, valid and test.
+        num_sequences: number of sequences of each dataset, by name.
+        is_used: whether the run reads samples of train, valid and test.
+
+    Raises:
+        ConfigError: a split in use has no sequence of a dataset.
     """
     counts = {
         name: [len(part or ()) for part in split_ranges(split, number)]
         for name, number in num_sequences.items()
     }
-    lacking = {
+    too_small = {
         name: found
         for name, found in counts.items()
-        if any(asked and not count for count, asked in zip(found, is_asked, strict=True))
+        if any(used and not count for count, used in zip(found, is_used, strict=True))
     }
-    if not lacking:
+    if not too_small:
         return
-    name, found = min(lacking.items(), key=lambda item: num_sequences[item[0]])
+    name, found = min(too_small.items(), key=lambda item: num_sequences[item[0]])
     described = ", ".join(f"{part} {count}" for part, count in zip(SPLIT_NAMES, found, strict=True))
     empty = [
-        part for part, count, asked in zip(SPLIT_NAMES, found, is_asked, strict=True) if asked and not count
+        part for part, count, used in zip(SPLIT_NAMES, found, is_used, strict=True) if used and not count
     ]
-    others = f" ({len(lacking) - 1} other datasets are too small too)" if len(lacking) > 1 else ""
-    proposal = working_split(found, is_asked)
+    others = f" ({len(too_small) - 1} other datasets are too small too)" if len(too_small) > 1 else ""
+    proposal = working_split(found, is_used)
     raise ConfigError(
         f"--split {split!r} of the {num_sequences[name]} sequences of {name} is {described}: "
-        f"samples are asked of {' and '.join(empty)}, which has none{others}",
-        fix=f"--split {proposal}, or ask for no samples there (--eval-iters 0)"
+        f"the run reads {' and '.join(empty)}, which has none{others}",
+        fix=f"use --split {proposal}, or read no samples there (--eval-iters 0)"
         if proposal
-        else "the data has too few sequences: add data, or ask for no samples there (--eval-iters 0)",
+        else "add data, as there are too few sequences, or read no samples there (--eval-iters 0)",
     )
 
 
-def working_split(counts: Sequence[int], is_asked: Sequence[bool]) -> str | None:
-    """A split string near `counts` in which every split that is asked for has a sequence, if there is one."""
-    wanted = [max(count, int(asked)) for count, asked in zip(counts, is_asked, strict=True)]
+def working_split(counts: Sequence[int], is_used: Sequence[bool]) -> str | None:
+    """Return a split string near `counts` that gives every split in use a sequence; None: there is none."""
+    wanted = [max(count, int(used)) for count, used in zip(counts, is_used, strict=True)]
     num_sequences = sum(counts)
-    if sum(is_asked) > num_sequences:
+    if sum(is_used) > num_sequences:
         return None
     while sum(wanted) > num_sequences:
-        spare = [count - asked for count, asked in zip(wanted, is_asked, strict=True)]
+        spare = [count - used for count, used in zip(wanted, is_used, strict=True)]
         wanted[spare.index(max(spare))] -= 1
     if not sum(wanted):
         return None

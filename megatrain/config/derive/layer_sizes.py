@@ -1,11 +1,11 @@
-"""The sizes of each layer: alike in all, or as a JSON file gives them, layer by layer.
+"""Sizes of each layer: the same for all, or from a JSON file.
 
     {"block_configs": [{"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 512}},
                        {"attention": {"no_op": true},         "mlp": {"ffn_mult": 2.625}}, ...]}
 
-The format is Megatron-LM's for --heterogeneous-layers-config-path, which takes it from the models of NVIDIA's Puzzle
-(arXiv:2411.19146): `ffn` is another name of `mlp`; `n_heads_in_group` gives heads / groups, and `ffn_mult` a width of
-2/3 * ffn_mult * hidden size, up to a multiple of 256. What a layer leaves out, or gives as null, is as for all layers.
+The format is that of Megatron-LM's --heterogeneous-layers-config-path, from the models of NVIDIA's Puzzle
+(arXiv:2411.19146): `ffn` is an alias of `mlp`; `n_heads_in_group` is heads / groups; `ffn_mult` is a width of
+2/3 * ffn_mult * hidden size, up to a multiple of 256. Missing and null values are those of the flags.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from megatrain.config.schema.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertSizes:
-    """The experts of a layer."""
+    """Sizes of the experts of a layer."""
 
     num_experts: int
     top_k: int
-    """Of them, that each token goes to."""
+    """Experts per token."""
     ffn_hidden_size: int
-    """Width inside each."""
+    """Width of each expert."""
     shared_ffn_hidden_size: int
-    """Width of the MLP beside them; 0: there is none."""
+    """Width of the shared expert; 0: none."""
 
     @property
     def active_width(self) -> int:
-        """Width that each token meets."""
+        """Total MLP width that a token uses."""
         return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """One layer. 0 heads: no attention; a width of 0 and no experts: no MLP."""
+    """Sizes of a layer. 0 heads: no attention; a width of 0 and no experts: no MLP."""
 
     num_heads: int = 0
     num_query_groups: int = 0
     head_channels: int = 0
     ffn_hidden_size: int = 0
-    """Of a dense MLP."""
+    """Width of a dense MLP."""
     is_gated: bool = False
     experts: ExpertSizes | None = None
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSizes:
-        """Of what JSON holds of it."""
+        """Build from the values of a JSON object."""
         experts = values["experts"]
         return cls(**{**values, "experts": None if experts is None else ExpertSizes(**experts)})
 
     @property
     def has_mlp(self) -> bool:
-        """Dense, or of experts."""
+        """Whether the layer has a dense MLP or experts."""
         return bool(self.ffn_hidden_size) or self.experts is not None
 
     @property
     def active_width(self) -> int:
-        """Width that each token meets."""
+        """Total MLP width that a token uses."""
         return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
 
 @dataclass(frozen=True)
 class LayerTable:
-    """All layers."""
+    """Sizes of all layers."""
 
     layers: tuple[LayerSizes, ...]
 
@@ -82,7 +82,7 @@ class LayerTable:
             f"{len(self.layers)} layers",
             f"query groups {_span(attention)}" if attention else "",
             f"ffn {_span(mlp)}" if mlp else "",
-            _told_experts(experts, len(self.layers)),
+            _describe_experts(experts, len(self.layers)),
             _missing(len(self.layers) - len(attention), "attention"),
             _missing(len(self.layers) - len(mlp) - len(experts), "MLP"),
         ]
@@ -90,7 +90,7 @@ class LayerTable:
 
 
 class LayersError(Exception):
-    """What is wrong in the JSON: the place, and what it has."""
+    """An error in the JSON: its place and value."""
 
 
 _PARTS: Final = {"attention": ("attention",), "mlp": ("mlp", "ffn")}
@@ -101,7 +101,7 @@ _KEYS: Final = {
 
 
 def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
-    """The sizes that a resolved model's settings give. Raises LayersError."""
+    """Return the layer sizes of a resolved model. Raises LayersError."""
     dense = _dense_layers(model)
     if experts.num_experts is None:
         return LayerTable(dense)
@@ -127,7 +127,7 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
 
 def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
     text = model.heterogeneous_layers_config_encoded_json
-    usual = LayerSizes(
+    default = LayerSizes(
         num_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         head_channels=model.kv_channels,
@@ -135,15 +135,15 @@ def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
         is_gated=model.swiglu or model.geglu or model.quick_geglu,
     )
     if text is None:
-        return (usual,) * model.num_layers
+        return (default,) * model.num_layers
     blocks = _blocks(text)
     if len(blocks) != model.num_layers:
         raise LayersError(f"block_configs has {len(blocks)} layers, and --num-layers is {model.num_layers}")
-    return tuple(_layer(block, f"block_configs[{n}]", usual, model) for n, block in enumerate(blocks))
+    return tuple(_layer(block, f"block_configs[{n}]", default, model) for n, block in enumerate(blocks))
 
 
 def condensed(text: str) -> str:
-    """The same layers in one line, without what else the file holds. Text that is not understood stays as it is."""
+    """Return the layers as one line of JSON, without other values of the file. Invalid text is returned unchanged."""
     try:
         return json.dumps({"block_configs": _blocks(text)}, separators=(",", ":"))
     except LayersError:
@@ -160,7 +160,7 @@ def _blocks(text: str) -> list[Any]:
     return list(found["block_configs"])
 
 
-def _layer(block: Any, place: str, usual: LayerSizes, model: ModelConfig) -> LayerSizes:
+def _layer(block: Any, place: str, default: LayerSizes, model: ModelConfig) -> LayerSizes:
     if not isinstance(block, dict):
         raise LayersError(f"{place} is not an object")
     _refuse_others(block, [name for names in _PARTS.values() for name in names], place)
@@ -168,11 +168,11 @@ def _layer(block: Any, place: str, usual: LayerSizes, model: ModelConfig) -> Lay
     groups = _whole(attention, "num_query_groups", where)
     heads_in_group = _whole(attention, "n_heads_in_group", where)
     if groups is None and heads_in_group is not None:
-        if usual.num_heads % heads_in_group:
+        if default.num_heads % heads_in_group:
             raise LayersError(
-                f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {usual.num_heads}"
+                f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {default.num_heads}"
             )
-        groups = usual.num_heads // heads_in_group
+        groups = default.num_heads // heads_in_group
     has_attention = _is_there(attention, where, groups)
     mlp, where = _part(block, "mlp", place)
     width, times = _whole(mlp, "ffn_hidden_size", where), mlp.get("ffn_mult")
@@ -182,29 +182,29 @@ def _layer(block: Any, place: str, usual: LayerSizes, model: ModelConfig) -> Lay
         width = -(-int(2 * times * model.hidden_size / 3) // 256) * 256
     has_mlp = _is_there(mlp, where, width)
     return LayerSizes(
-        num_heads=usual.num_heads if has_attention else 0,
-        num_query_groups=(groups or usual.num_query_groups) if has_attention else 0,
-        head_channels=usual.head_channels if has_attention else 0,
-        ffn_hidden_size=(width or usual.ffn_hidden_size) if has_mlp else 0,
-        is_gated=usual.is_gated and has_mlp,
+        num_heads=default.num_heads if has_attention else 0,
+        num_query_groups=(groups or default.num_query_groups) if has_attention else 0,
+        head_channels=default.head_channels if has_attention else 0,
+        ffn_hidden_size=(width or default.ffn_hidden_size) if has_mlp else 0,
+        is_gated=default.is_gated and has_mlp,
     )
 
 
 def _part(block: Mapping[str, Any], name: str, place: str) -> tuple[Mapping[str, Any], str]:
-    """What a block says of its attention or MLP, and where."""
+    """Return the attention or MLP part of a block, and its place."""
     given = [key for key in _PARTS[name] if key in block]
     if len(given) != 1 or not isinstance(block[given[0]], dict):
-        said = (
+        found = (
             f"{' and '.join(given)} together"
             if len(given) > 1
             else f"no object `{'` or `'.join(_PARTS[name])}`"
         )
-        raise LayersError(f"{place} has {said}")
+        raise LayersError(f"{place} has {found}")
     where = f"{place}.{given[0]}"
     part: Mapping[str, Any] = block[given[0]]
     _refuse_others(part, _KEYS[name], where)
     if part.get("replace_with_linear"):
-        raise LayersError(f"{where}.replace_with_linear is not there yet")
+        raise LayersError(f"{where}.replace_with_linear is not supported")
     return part, where
 
 
@@ -225,13 +225,13 @@ def _whole(part: Mapping[str, Any], key: str, where: str) -> int | None:
 
 
 def _refuse_others(values: Mapping[str, Any], known: Any, where: str) -> None:
-    """Keys without meaning here may stand there with null, false or nothing in them."""
+    """Raise LayersError for an unknown key, unless its value is null, false or empty."""
     for key, value in values.items():
         if key not in known and value:
-            raise LayersError(f"{where}.{key} {json.dumps(value)} has no meaning here")
+            raise LayersError(f"{where}.{key} {json.dumps(value)} is not supported")
 
 
-def _told_experts(experts: Sequence[ExpertSizes], num_layers: int) -> str:
+def _describe_experts(experts: Sequence[ExpertSizes], num_layers: int) -> str:
     if not experts:
         return ""
     one = experts[0]

@@ -1,4 +1,14 @@
-"""The learning-rate schedule of a run and the learning rate of each kind of parameter."""
+"""Schedules of learning rate and weight decay, and the learning rate of each kind of parameter.
+
+A checkpoint stores its schedules. A run that resumes from it must have the same ones, or choose:
+
+    --use-checkpoint-opt-param-scheduler   those of the checkpoint
+    --override-opt-param-scheduler         those of this run
+    neither                                a difference is an error
+
+The kind of a parameter decides its learning rate: --decoupled-lr applies to the embedding and the output layer, and muP
+(`model.py`) scales kinds differently.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,13 +32,13 @@ _NAMES: Final = {
     "start_weight_decay": "--start-weight-decay",
     "end_weight_decay": "--end-weight-decay",
     "weight_decay_incr_style": "--weight-decay-incr-style",
-    "weight_decay_incr_samples": "samples until weight decay ends to increase (the end of training)",
+    "weight_decay_incr_samples": "samples until weight decay stops increasing (the end of training)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleValues:
-    """Counted in samples."""
+    """Settings of the schedules. Lengths are numbers of samples."""
 
     lr: float
     min_lr: float
@@ -51,19 +61,19 @@ class ScheduleValues:
         return f"{self.lr_decay_style}, lr {self.lr:g} to {self.min_lr:g}, weight decay {decay:g}{increase}"
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the values that a checkpoint stores."""
         return dataclasses.asdict(self)
 
     def changes(self, stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Flag, stored value and own value of what differs and plays a role. What is not stored does not differ."""
-        own = self.to_dict()
+        """Return flag, stored value and current value of each difference that has an effect. A value that is not stored is equal."""
+        current = self.to_dict()
         return [
-            (said, stored[name], own[name])
-            for name, said in _NAMES.items()
-            if name in stored and stored[name] != own[name] and self._matters(name)
+            (flag, stored[name], current[name])
+            for name, flag in _NAMES.items()
+            if name in stored and stored[name] != current[name] and self._has_effect(name)
         ]
 
-    def _matters(self, name: str) -> bool:
+    def _has_effect(self, name: str) -> bool:
         match name:
             case "lr_wsd_decay_style" | "lr_wsd_decay_samples":
                 return self.lr_decay_style == "WSD"
@@ -73,14 +83,14 @@ class ScheduleValues:
                 return self.lr_decay_style != "constant"
             case "weight_decay_incr_samples":
                 return self.weight_decay_incr_style != "constant"
-            case "start_weight_decay":  # equals the end: one word about it is enough
+            case "start_weight_decay":  # equals the end value, which is reported
                 return self.weight_decay_incr_style != "constant"
         return True
 
 
 ParamKind = Literal["matrix", "vector", "embedding", "positions", "output"]
-"""What a parameter is to the learning rate: a matrix of a layer, a bias or norm, the table of tokens (and the output
-layer where they are tied), the table of positions, an output layer of its own."""
+"""Kind of a parameter: a matrix of a layer, a bias or norm, the token embedding (and a tied output layer), the learned
+position embedding, an untied output layer."""
 
 _KINDS: Final[tuple[ParamKind, ...]] = get_args(ParamKind)
 _HIDDEN: Final = ("matrix", "output")
@@ -89,15 +99,15 @@ _DECOUPLED: Final = ("embedding", "output")
 
 @dataclass(frozen=True, kw_only=True)
 class LRGroup:
-    """The learning rate of some kinds of parameters."""
+    """Learning rate of some kinds of parameters."""
 
     kinds: tuple[ParamKind, ...]
     lr: float
-    """Once warm-up ends."""
+    """Learning rate at the end of warm-up."""
     min_lr: float
-    """Once the decay has ended."""
+    """Learning rate at the end of the decay."""
     eps_scale: float = 1.0
-    """What Adam's eps is multiplied with."""
+    """Factor of Adam's eps."""
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -106,12 +116,12 @@ class LRGroup:
 
 @dataclass(frozen=True)
 class LRGroups:
-    """Every kind of parameter is in one of these."""
+    """Learning rates of all parameters: each kind is in one group."""
 
     groups: tuple[LRGroup, ...]
 
     def of(self, kind: ParamKind) -> LRGroup:
-        """The group of a kind."""
+        """Return the group of a kind."""
         (found,) = (group for group in self.groups if kind in group.kinds)
         return found
 
@@ -122,30 +132,30 @@ class LRGroups:
         )
 
 
-def lr_groups(
+def group_learning_rates(
     model: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleValues
 ) -> tuple[LRGroups, str]:
-    """How fast each kind of parameter moves, and why."""
+    """Return the learning rate of each kind of parameter, and the reason."""
     base = LRGroup(kinds=(), lr=schedule.lr, min_lr=schedule.min_lr)
     of_kind = {kind: _scaled(base, model, optimizer.optimizer, kind) for kind in _KINDS}
     reasons = []
     if model.use_mup and model.mup_width_mult != 1:
-        said = {
-            "sgd": "muP: SGD of vectors and tables at lr * ",
-            "adam": "muP: Adam of matrices at lr and eps / ",
-            "muon": "muP: Adam of an output layer at lr / ",
+        scaling = {
+            "sgd": "muP: SGD of vectors and tables with lr * ",
+            "adam": "muP: Adam of matrices with lr and eps / ",
+            "muon": "muP: Adam of an output layer with lr / ",
         }[optimizer.optimizer]
-        reasons.append(f"{said}width multiplier {model.mup_width_mult:g}")
+        reasons.append(f"{scaling}width multiplier {model.mup_width_mult:g}")
     if schedule.decoupled_lr is not None:
-        reasons.append(f"embedding and output layer by --decoupled-lr {schedule.decoupled_lr:g}")
+        reasons.append(f"embedding and output layer have --decoupled-lr {schedule.decoupled_lr:g}")
         floor = schedule.min_lr if schedule.decoupled_min_lr is None else schedule.decoupled_min_lr
         for kind in _DECOUPLED:
             of_kind[kind] = replace(of_kind[kind], lr=schedule.decoupled_lr, min_lr=floor)
-    joined: dict[tuple[float, float, float], LRGroup] = {}
+    groups: dict[tuple[float, float, float], LRGroup] = {}
     for kind, group in of_kind.items():
-        known = joined.get(group.rates, group)
-        joined[group.rates] = replace(known, kinds=(*known.kinds, kind))
-    return LRGroups(tuple(joined.values())), "; ".join(reasons) or "--lr"
+        known = groups.get(group.rates, group)
+        groups[group.rates] = replace(known, kinds=(*known.kinds, kind))
+    return LRGroups(tuple(groups.values())), "; ".join(reasons) or "--lr"
 
 
 def _scaled(base: LRGroup, model: ModelConfig, optimizer: str, kind: ParamKind) -> LRGroup:
@@ -153,7 +163,7 @@ def _scaled(base: LRGroup, model: ModelConfig, optimizer: str, kind: ParamKind) 
     if optimizer == "sgd":
         return base if kind in _HIDDEN else replace(base, lr=base.lr * m, min_lr=base.min_lr * m)
     if kind not in _HIDDEN or (optimizer == "muon" and kind == "matrix"):
-        return base  # the steps of Muon have a scale of their own, by shape
+        return base  # Muon scales its updates by shape
     if optimizer == "muon":
         return replace(base, lr=base.lr / m, min_lr=base.min_lr / m)
     return replace(base, lr=base.lr / m, min_lr=base.min_lr / m, eps_scale=1 / m)

@@ -1,4 +1,28 @@
-"""What follows about the model: its sizes, layers and vocabulary, initial values and scales."""
+"""Derived values of the model: sizes, layers, vocabulary, muP, FLOPs, recomputed norms.
+
+FLOPs, each a multiply and an add, forward and twice in backward (times 6):
+
+    per token and layer    h*(q + 2k)  queries, keys, values      q = heads * channels
+                           q*h         attention output           k = groups * channels
+                           m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
+    per token              h*v         the output layer           v = padded vocabulary
+    per pair of tokens     q           scores and their use: the causal half of two products
+
+Recomputation, norms, softmax and embedding are not counted. Source: Megatron-LM, training/training.py; its numbers
+are in tests/golden. It treats --quick-geglu as not gated, and counts windows as whole sequences; only the latter is
+done here.
+
+Maximal update parametrization (muP) with m = hidden size / base hidden size, as in Megatron-LM (core 0.20.0):
+
+                       initial values   Adam             SGD       forward
+    matrices           std / sqrt(m)    lr / m, eps / m  lr
+    vectors, tables    std              lr               lr * m    embedding output * embedding multiplier
+    untied output      std              lr / m, eps / m  lr        logits * output multiplier, 1 / m
+    attention                                                      scores * sqrt(base head channels) / channels ** power
+
+A --decoupled-lr is not scaled. Source: Yang et al., arXiv:2203.03466, table 8; it also has the lr for Adam's untied
+output layer.
+"""
 
 from typing import Final
 
@@ -9,6 +33,10 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
 
 _WITHOUT_MUP: Final = "--use-mup is off"
+_MAX_NORMS_PERCENT: Final = 0.5
+"""Largest part of a step that recomputed norms may take by default."""
+_FLOPS_PER_BYTE: Final = 600 / 4
+"""Matrix FLOPs of a Hopper GPU in the time of moving a byte, both at the rates of training (docs/benchmarks.md)."""
 
 
 def kv_channels(draft: Draft) -> DerivedValue:
@@ -38,7 +66,7 @@ def activation(draft: Draft) -> DerivedValue:
 
 
 def activation_of(model: ModelConfig) -> tuple[Activation, str]:
-    """What stands between the MLP's two layers, and why."""
+    """Return the activation of the MLP, and the reason."""
     if model.swiglu:
         return "swiglu", "--swiglu"
     if model.geglu:
@@ -51,7 +79,7 @@ def activation_of(model: ModelConfig) -> tuple[Activation, str]:
         return "gelu", "exact, as in Megatron-LM without biases (--disable-bias-linear)"
     if model.no_bias_gelu_fusion:
         return "gelu", "exact, as in Megatron-LM with --no-bias-gelu-fusion"
-    return "gelu_tanh", "GELU by tanh, as Megatron-LM fuses it with biases"
+    return "gelu_tanh", "GELU by tanh, as in Megatron-LM's fusion of bias and GELU"
 
 
 def num_query_groups(draft: Draft) -> DerivedValue:
@@ -66,7 +94,7 @@ def heterogeneous_layers_config_encoded_json(draft: Draft) -> DerivedValue:
     if path is None:
         return DerivedValue(None, "--heterogeneous-layers-config-path is not given")
     if text is None:
-        raise UnresolvedError  # The facts say why it could not be read.
+        raise UnresolvedError  # `data_problems` has the reason.
     return DerivedValue(condensed(text), f"read from {path}")
 
 
@@ -75,17 +103,17 @@ def spec_digest(draft: Draft) -> DerivedValue:
     if function is None:
         return DerivedValue(None, "--spec is not given")
     if draft.facts.custom_layers is None:
-        raise UnresolvedError  # The facts say why it could not be had.
+        raise UnresolvedError  # `data_problems` has the reason.
     return DerivedValue(draft.facts.custom_layers.digest, f"of {function}")
 
 
 def sizes_of_layers(draft: Draft) -> DerivedValue:
-    model, own = draft.config.model, draft.facts.custom_layers
+    model, custom = draft.config.model, draft.facts.custom_layers
     function = layer_function(model.spec)
     if function is not None:
-        if own is None:
-            raise UnresolvedError  # The facts say why they could not be had.
-        return DerivedValue(LayerTable(own.layers), f"by --spec {function}")
+        if custom is None:
+            raise UnresolvedError  # `data_problems` has the reason.
+        return DerivedValue(LayerTable(custom.layers), f"by --spec {function}")
     text = model.heterogeneous_layers_config_encoded_json
     try:
         table = layer_table(model, draft.config.experts)
@@ -101,8 +129,8 @@ def kv_copies(draft: Draft) -> DerivedValue:
     fewer = [count for count in counts if count < tp]
     groups = fewer[0] if fewer else draft.config.model.num_query_groups
     if tp <= groups or not counts:
-        return DerivedValue(1, f"{groups} key and value heads for {tp} tensor ranks")
-    return DerivedValue(whole(tp, groups), f"{tp} tensor ranks for {groups} key and value heads")
+        return DerivedValue(1, f"{groups} key and value heads for {tp} tensor-parallel ranks")
+    return DerivedValue(whole(tp, groups), f"{tp} tensor-parallel ranks for {groups} key and value heads")
 
 
 def mup_base_hidden_size(draft: Draft) -> DerivedValue:
@@ -113,10 +141,9 @@ def mup_base_hidden_size(draft: Draft) -> DerivedValue:
 
 
 def mup_width_mult(draft: Draft) -> DerivedValue:
-    model = draft.config.model
-    if not model.use_mup:
+    width, base = draft.config.model.hidden_size, draft.config.model.mup_base_hidden_size
+    if not draft.config.model.use_mup or base is None:
         return DerivedValue(1.0, _WITHOUT_MUP)
-    width, base = model.hidden_size, model.mup_base_hidden_size
     return DerivedValue(width / base, f"hidden size {width} / base hidden size {base}")
 
 
@@ -127,12 +154,42 @@ def mup_output_mult(draft: Draft) -> DerivedValue:
     return DerivedValue(1.0 / model.mup_width_mult, f"1 / width multiplier {model.mup_width_mult:g}")
 
 
+def mup_output_mult_of_one(draft: Draft) -> DerivedValue | None:
+    """Override --mup-output-mult 1, which Megatron-LM takes for its default."""
+    model = draft.config.model
+    if not model.use_mup or model.mup_output_mult != 1 or model.mup_width_mult == 1:
+        return None
+    given = 1.0 / model.mup_width_mult
+    return DerivedValue(
+        given,
+        f"--mup-output-mult 1 with --use-mup means 1 / width multiplier, as in Megatron-LM: {given:g}",
+    )
+
+
 def scale_of_attention(draft: Draft) -> DerivedValue:
     return DerivedValue(*attention_scale(draft.config.model))
 
 
+def attention_scale(model: ModelConfig) -> tuple[float | None, str]:
+    """Return the factor of attention scores, and the reason. None: 1 / sqrt(kv channels)."""
+    if model.softmax_scale is not None or not model.use_mup:
+        return model.softmax_scale, "equals --softmax-scale"
+    base, power = model.mup_base_head_dim, model.mup_attn_scale_power
+    root = 1.0 if base is None else base**0.5
+    numerator = "1" if base is None else f"sqrt(base head channels {base:g})"
+    return root / model.kv_channels**power, f"{numerator} / kv channels {model.kv_channels} ** {power:g}"
+
+
 def init_std_of_matrices(draft: Draft) -> DerivedValue:
     return DerivedValue(*matrix_init_std(draft.config.model))
+
+
+def matrix_init_std(model: ModelConfig) -> tuple[float, str]:
+    """Return the standard deviation of initial matrices before scaling by depth, and the reason."""
+    if not model.use_mup or model.mup_width_mult == 1:
+        return model.init_method_std, "equals --init-method-std"
+    reason = f"--init-method-std {model.init_method_std:g} / sqrt(width multiplier {model.mup_width_mult:g})"
+    return model.init_method_std / model.mup_width_mult**0.5, f"muP: {reason}"
 
 
 def vocab_size(draft: Draft) -> DerivedValue:
@@ -146,7 +203,7 @@ def vocab_size(draft: Draft) -> DerivedValue:
 
 def eod_id(draft: Draft) -> DerivedValue:
     if draft.facts.vocab_size is not None or draft.facts.eod_id is not None:
-        reason = "the tokenizer names none" if draft.facts.eod_id is None else "the tokenizer's"
+        reason = "the tokenizer has none" if draft.facts.eod_id is None else "the tokenizer's"
         return DerivedValue(draft.facts.eod_id, reason)
     given = draft.config.tokenizer.null_tokenizer_eod_id
     if given is not None:
@@ -159,6 +216,12 @@ def padded_vocab_size(draft: Draft) -> DerivedValue:
     multiple = draft.config.model.make_vocab_size_divisible_by
     rows = padded_vocabulary(vocabulary, divisible_by=multiple, tp_size=tp)
     return DerivedValue(rows, f"{vocabulary} up to a multiple of {multiple} * tp {tp}")
+
+
+def padded_vocabulary(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
+    """Return the rows of the embedding: each tensor-parallel rank holds a multiple of `divisible_by`."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
 
 
 def flops_per_iteration(draft: Draft) -> DerivedValue:
@@ -174,50 +237,10 @@ def flops_per_iteration(draft: Draft) -> DerivedValue:
     )
 
 
-def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
-    words = draft.config.model.spec
-    if not is_plain_gpt_layer(words):
-        return None
-    return DerivedValue(
-        (),
-        f"--spec {' '.join(words)}: a GPT layer is built from --normalization, --swiglu and their like, of the parts that"
-        " --transformer-impl names",
-    )
-
-
-def output_multiplier_by_width(draft: Draft) -> DerivedValue | None:
-    model = draft.config.model
-    if not model.use_mup or model.mup_output_mult != 1 or model.mup_width_mult == 1:
-        return None
-    given = 1.0 / model.mup_width_mult
-    return DerivedValue(
-        given,
-        f"--mup-output-mult 1 with --use-mup stands for 1 / width multiplier, as in Megatron-LM: {given:g}",
-    )
-
-
-def attention_scale(model: ModelConfig) -> tuple[float | None, str]:
-    """Factor of attention's scores, None for the usual one, and why."""
-    if model.softmax_scale is not None or not model.use_mup:
-        return model.softmax_scale, "equals --softmax-scale"
-    base, power = model.mup_base_head_dim, model.mup_attn_scale_power
-    root = 1.0 if base is None else base**0.5
-    said = "1" if base is None else f"sqrt(base head channels {base:g})"
-    return root / model.kv_channels**power, f"{said} / kv channels {model.kv_channels} ** {power:g}"
-
-
-def matrix_init_std(model: ModelConfig) -> tuple[float, str]:
-    """Standard deviation of the matrices' initial values, before what the depth asks for, and why."""
-    if not model.use_mup or model.mup_width_mult == 1:
-        return model.init_method_std, "equals --init-method-std"
-    reason = f"--init-method-std {model.init_method_std:g} / sqrt(width multiplier {model.mup_width_mult:g})"
-    return model.init_method_std / model.mup_width_mult**0.5, f"muP: {reason}"
-
-
 def training_flops(
     model: ModelConfig, table: LayerTable, *, num_tokens: int, sum_of_squared_lengths: int
 ) -> int:
-    """Operations of forward and backward over documents with this many tokens and this sum of squared lengths."""
+    """Return the FLOPs of forward and backward over documents of these lengths."""
     h = model.hidden_size
     per_token, per_pair = h * model.padded_vocab_size, 0
     for layer in table.layers:
@@ -228,35 +251,37 @@ def training_flops(
     return 6 * (num_tokens * per_token + sum_of_squared_lengths * per_pair)
 
 
-def padded_vocabulary(vocab_size: int, *, divisible_by: int, tp_size: int) -> int:
-    """Rows of the embedding: the next multiple at which every tensor-parallel rank holds a multiple of `divisible_by`."""
-    multiple = divisible_by * tp_size
-    return -(-vocab_size // multiple) * multiple
-
-
-_MOST_PERCENT: Final = 0.5
-"""Of a step, that may be given for memory without being asked."""
-_BYTES_PER_FLOP: Final = 600 / 4
-"""FLOPs that a Hopper GPU's matrix products do while it moves a byte, both as training reaches them (docs/benchmarks.md)."""
-
-
 def recompute_norms(draft: Draft) -> DerivedValue:
     training, model = draft.config.training, draft.config.model
-    if draft.config.training.device != "cuda":
+    if training.device != "cuda":
         return DerivedValue(False, "not on a GPU")
     if model.transformer_impl != "local":
-        return DerivedValue(False, f"--transformer-impl {model.transformer_impl} keeps what its norms give")
+        return DerivedValue(
+            False, f"--transformer-impl {model.transformer_impl} keeps the outputs of its norms"
+        )
     if model.norm_position == "post":
-        return DerivedValue(False, "no norm stands before a linear layer")
+        return DerivedValue(False, "no norm precedes a linear layer")
     if training.recompute_granularity is not None or training.recompute_activations:
-        return DerivedValue(False, "something else is computed twice")
+        return DerivedValue(False, "something else is recomputed")
     percent = percent_of_norms(model.hidden_size)
-    said = f"about {percent:.1f} % of a step at --hidden-size {model.hidden_size}"
-    if percent > _MOST_PERCENT:
-        return DerivedValue(False, f"that would take {said}")
-    return DerivedValue(True, f"it takes {said}, and what two norms a layer give is not kept")
+    cost = f"about {percent:.1f} % of a step at --hidden-size {model.hidden_size}"
+    if percent > _MAX_NORMS_PERCENT:
+        return DerivedValue(False, f"that would take {cost}")
+    return DerivedValue(True, f"it takes {cost} and saves the outputs of two norms per layer")
 
 
 def percent_of_norms(hidden_size: int) -> float:
-    """Time of two norms more, of a layer's: 8 h bytes a token, beside 6 FLOPs for each of some 12 h^2 weights."""
-    return 100 * 8 * hidden_size * _BYTES_PER_FLOP / (72 * hidden_size**2)
+    """Return the time of two more norms in percent of a layer's: 8 h bytes per token, against 6 FLOPs for each of 12 h^2 weights."""
+    return 100 * 8 * hidden_size * _FLOPS_PER_BYTE / (72 * hidden_size**2)
+
+
+def plain_gpt_layers(draft: Draft) -> DerivedValue | None:
+    """Override a --spec that names one of Megatron-LM's plain GPT layers: flags describe these here."""
+    words = draft.config.model.spec
+    if not is_plain_gpt_layer(words):
+        return None
+    return DerivedValue(
+        (),
+        f"--spec {' '.join(words)}: flags such as --normalization and --swiglu describe the GPT layer, and"
+        " --transformer-impl names its implementation",
+    )

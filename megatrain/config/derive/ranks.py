@@ -1,18 +1,18 @@
-"""What follows about the machine: devices and data types, ranks, how they share the work and how long they wait."""
+"""Derived values of the machine: device, data types, ranks, sharding, timeouts."""
 
 from typing import Final
 
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.values import whole
 
-_LEAST_STARTUP_MINUTES: Final = 60
+_MIN_STARTUP_MINUTES: Final = 60
 
 
 def device(draft: Draft) -> DerivedValue:
     name = draft.facts.device_name
     if draft.facts.device == "cuda" and name is None and draft.config.training.dry_run is not None:
-        return DerivedValue("cuda", "what a run elsewhere is taken to have")
-    return DerivedValue(draft.facts.device, f"the device that was found{f', {name}' if name else ''}")
+        return DerivedValue("cuda", "assumed for a dry run")
+    return DerivedValue(draft.facts.device, f"the device found{f', {name}' if name else ''}")
 
 
 def params_dtype(draft: Draft) -> DerivedValue:
@@ -29,21 +29,21 @@ def master_dtype(draft: Draft) -> DerivedValue:
 
 
 def distributed_backend(draft: Draft) -> DerivedValue:
-    where = draft.config.training.device
-    return DerivedValue("nccl" if where == "cuda" else "gloo", f"for {where}")
+    device = draft.config.training.device
+    return DerivedValue("nccl" if device == "cuda" else "gloo", f"for {device}")
 
 
 def data_parallel_sharding_strategy(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.use_megatron_fsdp:
-        return DerivedValue("optim_grads_params", "what --use-megatron-fsdp spreads: all (ZeRO-3)")
+        return DerivedValue("optim_grads_params", "--use-megatron-fsdp shards everything (ZeRO-3)")
     if parallel.use_distributed_optimizer:
         return DerivedValue("optim", "--use-distributed-optimizer")
     return DerivedValue("no_shard", "--no-use-distributed-optimizer")
 
 
 def world_size(draft: Draft) -> DerivedValue:
-    return DerivedValue(draft.facts.world_size, "ranks that were started")
+    return DerivedValue(draft.facts.world_size, "ranks that were launched")
 
 
 def model_parallel_size(draft: Draft) -> DerivedValue:
@@ -69,10 +69,10 @@ def expert_tensor_parallel_size(draft: Draft) -> DerivedValue:
 
 def startup_timeout_seconds(draft: Draft) -> DerivedValue:
     minutes = draft.config.parallel.distributed_timeout_minutes
-    if minutes > _LEAST_STARTUP_MINUTES:
+    if minutes > _MIN_STARTUP_MINUTES:
         return DerivedValue(60 * minutes, "--distributed-timeout-minutes")
     return DerivedValue(
-        60 * _LEAST_STARTUP_MINUTES, "an hour at least: ranks wait for each other's indices and caches"
+        60 * _MIN_STARTUP_MINUTES, "at least an hour: ranks wait for each other's indices and caches"
     )
 
 
@@ -87,19 +87,21 @@ def collective_timeout_seconds(draft: Draft) -> DerivedValue:
 
 
 def gloo_without_gpu(draft: Draft) -> DerivedValue | None:
-    is_misfit = draft.config.training.device == "cpu" and draft.config.parallel.distributed_backend == "nccl"
+    """Override --distributed-backend nccl on CPUs."""
+    is_nccl_on_cpu = (
+        draft.config.training.device == "cpu" and draft.config.parallel.distributed_backend == "nccl"
+    )
     return (
         DerivedValue("gloo", "--distributed-backend nccl needs GPUs; on CPUs gloo is used")
-        if is_misfit
+        if is_nccl_on_cpu
         else None
     )
 
 
 def nothing_is_sharded(draft: Draft) -> DerivedValue | None:
+    """Override the default of --use-distributed-optimizer for no_shard."""
     path, parallel = "parallel.use_distributed_optimizer", draft.config.parallel
     is_open = parallel.use_distributed_optimizer and draft.is_default(path)
     if parallel.data_parallel_sharding_strategy != "no_shard" or not is_open:
         return None
-    return DerivedValue(
-        False, "--data-parallel-sharding-strategy no_shard: optimizer state is not spread over ranks"
-    )
+    return DerivedValue(False, "--data-parallel-sharding-strategy no_shard: optimizer state is not sharded")

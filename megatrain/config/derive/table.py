@@ -1,7 +1,7 @@
-"""The values that follow from others, each with its reason. A derivation is found by the path that it fills.
+"""The order in which values are derived. Each entry: the path of the value, and the function that derives it.
 
-DERIVATIONS  fill what the user left open, and all of `Derived`; later ones may use earlier ones
-OVERRIDES    replace what the user gave where it cannot be had, as Megatron-LM's users expect, and say so in a note
+DERIVATIONS  set the settings that the user left open, and all fields of `Derived`; later ones may read earlier ones
+OVERRIDES    replace given values that have no meaning here, as Megatron-LM does, and add a note
 """
 
 from collections.abc import Callable
@@ -17,25 +17,6 @@ from megatrain.config.derive.data_plans import (
     train_plan,
     valid_plan,
 )
-from megatrain.config.derive.lengths import (
-    data_cache_path,
-    eval_global_batch_size,
-    even_split_of_mock_data,
-    global_batch_size,
-    lr_decay_samples,
-    lr_warmup_samples,
-    lr_wsd_decay_samples,
-    num_eval_microbatches,
-    num_microbatches,
-    rates,
-    schedule,
-    split,
-    start_consumed_samples,
-    start_iteration,
-    tokens_per_iteration,
-    train_iters,
-    train_samples,
-)
 from megatrain.config.derive.model import (
     activation,
     eod_id,
@@ -48,9 +29,9 @@ from megatrain.config.derive.model import (
     moe_ffn_hidden_size,
     mup_base_hidden_size,
     mup_output_mult,
+    mup_output_mult_of_one,
     mup_width_mult,
     num_query_groups,
-    output_multiplier_by_width,
     padded_vocab_size,
     plain_gpt_layers,
     recompute_norms,
@@ -73,6 +54,25 @@ from megatrain.config.derive.ranks import (
     params_dtype,
     startup_timeout_seconds,
     world_size,
+)
+from megatrain.config.derive.training_length import (
+    data_cache_path,
+    eval_global_batch_size,
+    even_split_of_mock_data,
+    global_batch_size,
+    lr_decay_samples,
+    lr_groups,
+    lr_warmup_samples,
+    lr_wsd_decay_samples,
+    num_eval_microbatches,
+    num_microbatches,
+    schedule,
+    split,
+    start_consumed_samples,
+    start_iteration,
+    tokens_per_iteration,
+    train_iters,
+    train_samples,
 )
 from megatrain.config.plan import DerivedValue, Draft
 
@@ -125,7 +125,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.lr_warmup_samples", lr_warmup_samples),
     ("derived.lr_wsd_decay_samples", lr_wsd_decay_samples),
     ("derived.schedule", schedule),
-    ("derived.lr_groups", rates),
+    ("derived.lr_groups", lr_groups),
     ("derived.vocab_size", vocab_size),
     ("derived.eod_id", eod_id),
     ("model.padded_vocab_size", padded_vocab_size),
@@ -135,7 +135,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
 
 OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], DerivedValue | None]], ...]] = (
     ("model.spec", plain_gpt_layers),
-    ("model.mup_output_mult", output_multiplier_by_width),
+    ("model.mup_output_mult", mup_output_mult_of_one),
     ("parallel.distributed_backend", gloo_without_gpu),
     ("parallel.use_distributed_optimizer", nothing_is_sharded),
     ("data.split", even_split_of_mock_data),

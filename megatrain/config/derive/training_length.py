@@ -1,10 +1,10 @@
-"""What follows about data and time: split and cache, batches, iterations and samples, and the schedules over them."""
+"""Derived values of data and training length: split, cache, batches, iterations, samples, schedules."""
 
 import dataclasses
 import os.path
 
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes, parse_steps
-from megatrain.config.derive.lr_schedule import ScheduleValues, lr_groups
+from megatrain.config.derive.lr_schedule import ScheduleValues, group_learning_rates
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import DerivedValue, Draft
 from megatrain.config.schema.values import UnresolvedError, whole
@@ -12,7 +12,7 @@ from megatrain.config.schema.values import UnresolvedError, whole
 
 def split(draft: Draft) -> DerivedValue:
     if draft.config.data.mock_data:
-        return DerivedValue("1,1,1", "always so for mock data")
+        return DerivedValue("1,1,1", "fixed for mock data")
     return DerivedValue("969, 30, 1", "Megatron-LM's default for files")
 
 
@@ -20,10 +20,11 @@ def data_cache_path(draft: Draft) -> DerivedValue:
     if not draft.facts.datasets:
         return DerivedValue(None, "there are no files")
     folder = os.path.dirname(draft.facts.datasets[0].prefix)  # noqa: PTH120 (a path such as `./a` stays as it is)
-    return DerivedValue(os.path.join(folder, "index_cache"), "beside the first dataset")  # noqa: PTH118
+    return DerivedValue(os.path.join(folder, "index_cache"), "next to the first dataset")  # noqa: PTH118
 
 
 def even_split_of_mock_data(draft: Draft) -> DerivedValue | None:
+    """Override --split for mock data."""
     given = draft.config.data.split
     if not draft.config.data.mock_data or given == "1,1,1":
         return None
@@ -34,7 +35,7 @@ def even_split_of_mock_data(draft: Draft) -> DerivedValue | None:
 
 def start_iteration(draft: Draft) -> DerivedValue:
     stored = draft.facts.checkpoint
-    return DerivedValue(stored.iteration, f"{stored.path}") if stored else DerivedValue(0, "a fresh run")
+    return DerivedValue(stored.iteration, f"{stored.path}") if stored else DerivedValue(0, "no checkpoint")
 
 
 def start_consumed_samples(draft: Draft) -> DerivedValue:
@@ -42,7 +43,7 @@ def start_consumed_samples(draft: Draft) -> DerivedValue:
     return (
         DerivedValue(stored.consumed_train_samples, f"{stored.path}")
         if stored
-        else DerivedValue(0, "a fresh run")
+        else DerivedValue(0, "no checkpoint")
     )
 
 
@@ -53,13 +54,13 @@ def global_batch_size(draft: Draft) -> DerivedValue:
             steps = parse_steps(training.step_batch_size_schedule, seq_length=draft.config.data.seq_length)
         except ConfigError:
             raise UnresolvedError from None  # The rule `batch_sizes_are_valid` reports it.
-        return DerivedValue(steps.sizes[-1], "the last of --step-batch-size-schedule")
+        return DerivedValue(steps.sizes[-1], "the last entry of --step-batch-size-schedule")
     return DerivedValue(training.micro_batch_size * dp, f"micro-batch {training.micro_batch_size} * dp {dp}")
 
 
 def num_microbatches(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    return _passes(draft, training.global_batch_size, dp)
+    return _num_microbatches(draft, training.global_batch_size, dp)
 
 
 def eval_global_batch_size(draft: Draft) -> DerivedValue:
@@ -74,10 +75,10 @@ def eval_global_batch_size(draft: Draft) -> DerivedValue:
 
 def num_eval_microbatches(draft: Draft) -> DerivedValue:
     training, dp = draft.config.training, draft.derived.data_parallel_size
-    return _passes(draft, training.eval_global_batch_size, dp)
+    return _num_microbatches(draft, training.eval_global_batch_size, dp)
 
 
-def _passes(draft: Draft, batch: int, dp: int) -> DerivedValue:
+def _num_microbatches(draft: Draft, batch: int, dp: int) -> DerivedValue:
     micro = draft.config.training.micro_batch_size
     is_decreased = draft.config.training.decrease_batch_size_if_needed
     count = batch // (micro * dp) if is_decreased else whole(batch, micro * dp)
@@ -118,7 +119,7 @@ def train_samples(draft: Draft) -> DerivedValue:
     to_come = max(derived.train_iters - derived.start_iteration, 0)
     samples = sizes.samples_after(to_come, consumed=derived.start_consumed_samples)
     if len(sizes.rule.sizes) > 1:
-        return DerivedValue(samples, f"what {derived.train_iters} iterations read, as the batch grows")
+        return DerivedValue(samples, f"{derived.train_iters} iterations of growing batches")
     if samples != derived.train_iters * sizes.at(0):
         return DerivedValue(
             samples,
@@ -161,11 +162,12 @@ def lr_wsd_decay_samples(draft: Draft) -> DerivedValue:
 
 def schedule(draft: Draft) -> DerivedValue:
     config, derived, optimizer = draft.config.schedule, draft.derived, draft.config.optimizer
-    is_constant = config.weight_decay_incr_style == "constant"
     start, end = config.start_weight_decay, config.end_weight_decay
-    if not is_constant and (start is None or end is None):
+    if config.weight_decay_incr_style == "constant":
+        start = end = optimizer.weight_decay
+    if start is None or end is None:
         raise UnresolvedError  # The rule `weight_decay_schedule_is_complete` reports it.
-    own = ScheduleValues(
+    given = ScheduleValues(
         lr=optimizer.lr,
         min_lr=config.min_lr,
         decoupled_lr=optimizer.decoupled_lr,
@@ -176,19 +178,21 @@ def schedule(draft: Draft) -> DerivedValue:
         lr_decay_samples=derived.lr_decay_samples,
         lr_wsd_decay_style=config.lr_wsd_decay_style,
         lr_wsd_decay_samples=derived.lr_wsd_decay_samples,
-        start_weight_decay=optimizer.weight_decay if is_constant else start,
-        end_weight_decay=optimizer.weight_decay if is_constant else end,
+        start_weight_decay=start,
+        end_weight_decay=end,
         weight_decay_incr_style=config.weight_decay_incr_style,
         weight_decay_incr_samples=_samples_of_training(draft).value,
     )
     stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
     if stored and draft.continues_optimizer and config.use_checkpoint_opt_param_scheduler:
-        return DerivedValue(dataclasses.replace(own, **stored), "the checkpoint's")
-    return DerivedValue(own, "of this run")
+        return DerivedValue(dataclasses.replace(given, **stored), "the checkpoint's")
+    return DerivedValue(given, "of this run")
 
 
-def rates(draft: Draft) -> DerivedValue:
-    return DerivedValue(*lr_groups(draft.config.model, draft.config.optimizer, draft.derived.schedule))
+def lr_groups(draft: Draft) -> DerivedValue:
+    return DerivedValue(
+        *group_learning_rates(draft.config.model, draft.config.optimizer, draft.derived.schedule)
+    )
 
 
 def _samples_of(draft: Draft, iterations: int) -> DerivedValue:
@@ -197,7 +201,7 @@ def _samples_of(draft: Draft, iterations: int) -> DerivedValue:
 
 
 def _samples_of_training(draft: Draft) -> DerivedValue:
-    """As schedules count it: whether or not samples are left over, or the batch was another one before."""
+    """Return the samples of training as schedules count them: without left-over samples or former batch sizes."""
     training = draft.config.training
     if training.train_samples is not None:
         return DerivedValue(training.train_samples, "--train-samples")
@@ -205,7 +209,7 @@ def _samples_of_training(draft: Draft) -> DerivedValue:
 
 
 def _batch_sizes(draft: Draft) -> BatchSizes:
-    """The sizes of iterations, if they can be had; rules report it if not."""
+    """Return the batch sizes. Raises UnresolvedError if they are not valid: rules report it."""
     try:
         sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
     except ConfigError:
