@@ -82,11 +82,11 @@ def attention(plan: Plan) -> tuple[float, float]:
     k, v = (
         torch.randn(s, b, layer.num_query_groups, d, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
-    kernel, view = attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)), MaskSpec(is_causal=True)
-    out, lse = kernel.forward(q, k, v, view)
+    kernel, spec = attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)), MaskSpec(is_causal=True)
+    out, lse = kernel.forward(q, k, v, spec)
     flops = 2 * s * s * b * layer.num_heads * d
-    forward = seconds_of(lambda: kernel.forward(q, k, v, view))
-    backward = seconds_of(lambda: kernel.backward(dout, q, k, v, out, lse, view))
+    forward = seconds_of(lambda: kernel.forward(q, k, v, spec))
+    backward = seconds_of(lambda: kernel.backward(dout, q, k, v, out, lse, spec))
     return flops / forward / 1e12, 2.5 * flops / backward / 1e12
 
 

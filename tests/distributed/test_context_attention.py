@@ -37,39 +37,39 @@ DROPOUT = 0.3
 class ByRules:
     """Stands for kernels of GPUs: it is told rules, not masks."""
 
-    takes_masks = False
+    needs_explicit_mask = False
     written = EagerAttention(scale=0.4)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, view: MaskSpec) -> tuple[Tensor, Tensor]:
-        return self.written.forward(q, k, v, as_mask(view, len(q), len(k)))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor]:
+        return self.written.forward(q, k, v, as_mask(spec, len(q), len(k)))
 
     def backward(self, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *known, view = tensors
-        return self.written.backward(*known, as_mask(view, len(known[1]), len(known[2])))
+        *known, spec = tensors
+        return self.written.backward(*known, as_mask(spec, len(known[1]), len(known[2])))
 
 
-def as_mask(view: MaskSpec, num_queries: int, num_keys: int) -> MaskSpec:
+def as_mask(spec: MaskSpec, num_queries: int, num_keys: int) -> MaskSpec:
     """Each document by itself, its last query beside its last key."""
-    assert view.mask is None
-    if not view.is_causal:
-        assert view.borders is None
-        return view
+    assert spec.explicit is None
+    if not spec.is_causal:
+        assert spec.cu_seqlens is None
+        return spec
     mask = torch.zeros(B * num_queries, B * num_keys, dtype=torch.bool)
     queries = torch.arange(0, (B + 1) * num_queries, num_queries)
     keys = torch.arange(0, (B + 1) * num_keys, num_keys)
-    if view.borders is not None:
-        queries, keys = view.borders.queries, view.borders.keys
-        assert int(queries.diff().max()) <= view.borders.max_queries
-        assert int(keys.diff().max()) <= view.borders.max_keys
+    if spec.cu_seqlens is not None:
+        queries, keys = spec.cu_seqlens.cu_seqlens_q, spec.cu_seqlens.cu_seqlens_k
+        assert int(queries.diff().max()) <= spec.cu_seqlens.max_seqlen_q
+        assert int(keys.diff().max()) <= spec.cu_seqlens.max_seqlen_k
     for i in range(len(queries) - 1):
         rows, columns = slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
         part = mask[rows, columns]
         offset = part.shape[1] - part.shape[0]
         part.fill_(value=True).tril_(offset)
-        if view.window is not None:
-            part.triu_(offset - view.window)
+        if spec.window is not None:
+            part.triu_(offset - spec.window)
     by_sample = mask.view(B, num_queries, B, num_keys)
-    return MaskSpec(mask=torch.stack([by_sample[b, :, b] for b in range(B)]).unsqueeze(1))
+    return MaskSpec(explicit=torch.stack([by_sample[b, :, b] for b in range(B)]).unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Case:
         """Of a rank with these heads."""
         return BlockMasks(
             device=q.device,
-            takes_masks=self.attention(q).takes_masks,
+            needs_explicit_mask=self.attention(q).needs_explicit_mask,
             window=self.window,
             documents=Documents(torch.tensor(BORDERS, dtype=torch.int32, device=q.device), 29, B, S)
             if self.has_documents

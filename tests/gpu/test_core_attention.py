@@ -9,9 +9,9 @@ import pytest
 import torch
 from heads_on_gpus import DTYPES, LIMITS, heads_of
 
-from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.kernels.attention.eager import EagerAttention
-from megatrain.model.implementations.attention_one_rank import LocalAttention
+from megatrain.kernels.attention.interface import MaskSpec
+from megatrain.model.implementations.attention import LocalAttention
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo
 
@@ -42,11 +42,11 @@ def test_heads_of_all_sizes(backend: str, d: int, has_documents: bool) -> None:
     out = core(*qkv.split(sizes, dim=2), PassInfo(documents=documents if has_documents else None))
     out.backward(dout.flatten(2))
     q, k, v = qkv.detach().double().split(sizes, dim=2)
-    written, view = EagerAttention(scale=d**-0.5), MaskSpec(is_causal=True)
+    written, spec = EagerAttention(scale=d**-0.5), MaskSpec(is_causal=True)
     if has_documents:
-        view = MaskSpec(mask=documents.mask)
-    expected, lse = written.forward(q, k, v, view)
-    gradients = written.backward(dout.double(), q, k, v, expected, lse, view)
+        spec = MaskSpec(explicit=documents.mask)
+    expected, lse = written.forward(q, k, v, spec)
+    gradients = written.backward(dout.double(), q, k, v, expected, lse, spec)
     for found, wanted in ((out.detach(), expected.flatten(2)), (qkv.grad, torch.cat(gradients, dim=2))):
         error = ((found.double() - wanted).abs().max() / wanted.abs().max()).item()
         assert error < LIMITS[dtype], error

@@ -63,10 +63,10 @@ def plain(
     return [out.detach(), scores.logsumexp(-1).permute(2, 0, 1).detach(), *grads]
 
 
-def of(kernel: AttentionKernel, x: list[Tensor], view: MaskSpec) -> list[Tensor]:
+def of(kernel: AttentionKernel, x: list[Tensor], spec: MaskSpec) -> list[Tensor]:
     q, k, v, upstream = x
-    out, lse = kernel.forward(q, k, v, view)
-    return [out, lse, *kernel.backward(upstream, q, k, v, out, lse.masked_fill(lse == -torch.inf, 0), view)]
+    out, lse = kernel.forward(q, k, v, spec)
+    return [out, lse, *kernel.backward(upstream, q, k, v, out, lse.masked_fill(lse == -torch.inf, 0), spec)]
 
 
 def all_seen(shape: Shape) -> Tensor:
@@ -82,15 +82,15 @@ SHORT = Shape(queries=7, keys=12)
 @pytest.mark.parametrize("kind", ["whole", "causal", "mask"])
 def test_a_block_is_the_sum_written_out(kernel: AttentionKernel, groups: int, kind: str) -> None:
     shape = Shape(queries=12 if kind == "causal" else 7, groups=groups)
-    mask, view = all_seen(shape), WHOLE
+    mask, spec = all_seen(shape), WHOLE
     if kind == "causal":
-        mask, view = mask.tril(), CAUSAL
+        mask, spec = mask.tril(), CAUSAL
     elif kind == "mask":
         mask = torch.rand(shape.b, 1, 7, 12, generator=torch.Generator().manual_seed(2)) < 0.5
         mask[1, :, 3] = False  # a query that sees no key
-        view = MaskSpec(mask=mask)
+        spec = MaskSpec(explicit=mask)
     x = inputs(shape)
-    for found, expected in zip(of(kernel, x, view), plain(*x, mask), strict=True):
+    for found, expected in zip(of(kernel, x, spec), plain(*x, mask), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -125,9 +125,9 @@ def test_blocks_join_to_the_whole(cut: int) -> None:
     torch.testing.assert_close(joined.out, expected_out, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(joined.lse, expected_lse, rtol=1e-12, atol=1e-13)
     total = torch.zeros_like(q)
-    for keys, rows, view in blocks:
+    for keys, rows, spec in blocks:
         out, lse = joined.out[rows], joined.lse[rows]
-        dq, dk, dv = kernel.backward(upstream[rows], q[rows], k[keys], v[keys], out, lse, view)
+        dq, dk, dv = kernel.backward(upstream[rows], q[rows], k[keys], v[keys], out, lse, spec)
         total[rows] += dq
         torch.testing.assert_close(dk, expected[1][keys], rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(dv, expected[2][keys], rtol=1e-12, atol=1e-13)
@@ -141,7 +141,7 @@ def test_a_block_that_is_hidden_from_a_query_changes_nothing() -> None:
     out, lse = joined.out.clone(), joined.lse.clone()
     mask = all_seen(Shape())
     mask[:, :, 4:] = False
-    joined.add(*kernel.forward(q, k, v, MaskSpec(mask=mask)))
+    joined.add(*kernel.forward(q, k, v, MaskSpec(explicit=mask)))
     assert torch.equal(joined.out[4:], out[4:])
     assert torch.equal(joined.lse[4:], lse[4:])
     assert not joined.lse[:4].eq(lse[:4]).any()
@@ -186,7 +186,7 @@ def rules() -> dict[str, tuple[Shape, MaskSpec, Tensor]]:
         ),
         "documents": (
             short,
-            MaskSpec(is_causal=True, window=4, borders=CuSeqlens(queries, keys, 7, 10)),
+            MaskSpec(is_causal=True, window=4, cu_seqlens=CuSeqlens(queries, keys, 7, 10)),
             is_same & (distance >= 0) & (distance <= 4),
         ),
     }
@@ -202,12 +202,12 @@ RULES = [("cudnn", name) for name in ("whole", "causal")] + [
 def test_kernels_of_gpus_are_planned_without_one(backend: str, name: str) -> None:
     """Tensors without memory: the sizes, and that torch takes such arguments."""
     kernel = attention_kernel(backend, SCALE)
-    shape, view, _ = rules()[name]
+    shape, spec, _ = rules()[name]
     x = inputs(shape, torch.bfloat16, "meta")
-    if view.borders is not None:
-        meta = [border.to("meta") for border in view.borders[:2]]
-        view = MaskSpec(is_causal=True, window=view.window, borders=CuSeqlens(meta[0], meta[1], 7, 10))
-    out, lse, *gradients = of(kernel, x, view)
+    if spec.cu_seqlens is not None:
+        meta = [border.to("meta") for border in spec.cu_seqlens[:2]]
+        spec = MaskSpec(is_causal=True, window=spec.window, cu_seqlens=CuSeqlens(meta[0], meta[1], 7, 10))
+    out, lse, *gradients = of(kernel, x, spec)
     assert (out.shape, lse.shape) == (x[0].shape, x[0].shape[:3])
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     assert [one.shape for one in gradients] == [one.shape for one in x[:3]]
@@ -215,9 +215,9 @@ def test_kernels_of_gpus_are_planned_without_one(backend: str, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["run", "window", "documents"])
 def test_cudnn_is_never_asked_for_what_it_does_not_take(name: str) -> None:
-    shape, view, _ = rules()[name]
+    shape, spec, _ = rules()[name]
     with pytest.raises(AssertionError, match=r"no windows|not square"):
-        of(CuDnn(SCALE), inputs(shape, torch.bfloat16, "meta"), view)
+        of(CuDnn(SCALE), inputs(shape, torch.bfloat16, "meta"), spec)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -227,13 +227,13 @@ def test_cudnn_is_never_asked_for_what_it_does_not_take(name: str) -> None:
 def test_kernels_of_gpus_are_the_sum_written_out(backend: str, name: str, groups: int) -> None:
     if backend == "flash4":
         pytest.importorskip("flash_attn.cute")
-    shape, view, mask = rules()[name]
+    shape, spec, mask = rules()[name]
     shape = Shape(queries=shape.queries, keys=shape.keys, groups=groups, d=64)
-    if view.borders is not None:
-        moved = [border.cuda() for border in view.borders[:2]]
-        view = MaskSpec(is_causal=True, window=view.window, borders=CuSeqlens(moved[0], moved[1], 7, 10))
+    if spec.cu_seqlens is not None:
+        moved = [border.cuda() for border in spec.cu_seqlens[:2]]
+        spec = MaskSpec(is_causal=True, window=spec.window, cu_seqlens=CuSeqlens(moved[0], moved[1], 7, 10))
     x = inputs(shape, torch.bfloat16, "cuda")
-    found = of(attention_kernel(backend, SCALE), x, view)
+    found = of(attention_kernel(backend, SCALE), x, spec)
     for own, expected in zip(found, plain(*inputs(shape), mask), strict=True):
         error = (own.double().cpu() - expected).abs().max() / expected.abs().max()
         assert error < 0.02, f"{backend}, {name}: off by {error}"

@@ -38,7 +38,7 @@ def made(backend: str, d: int) -> AttentionKernel:
     return KERNELS[backend](d**-0.5)
 
 
-def view_of(name: str) -> tuple[MaskSpec, Tensor]:
+def spec_of(name: str) -> tuple[MaskSpec, Tensor]:
     """What queries see, by rules and by a mask, [1 or b, 1, sq, sk]."""
     queries = SOME if name in ("whole", "run") else S
     distance = torch.arange(S - queries, S)[:, None] - torch.arange(S)
@@ -53,7 +53,7 @@ def view_of(name: str) -> tuple[MaskSpec, Tensor]:
             number = torch.bucketize(torch.arange(B * S), ends, right=True).view(B, 1, S)
             is_same = number.unsqueeze(-1) == number.unsqueeze(-2)
             borders = CuSeqlens(ends.cuda(), ends.cuda(), S, S)
-            return MaskSpec(is_causal=True, borders=borders), mask & is_same
+            return MaskSpec(is_causal=True, cu_seqlens=borders), mask & is_same
         case _:
             return MaskSpec(is_causal=True), mask
 
@@ -67,16 +67,16 @@ def inputs(queries: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor
     return [q[S - queries :], k, v, dout]
 
 
-def of(kernel: AttentionKernel, x: list[Tensor], view: MaskSpec) -> list[Tensor]:
+def of(kernel: AttentionKernel, x: list[Tensor], spec: MaskSpec) -> list[Tensor]:
     """Output, log-sum-exp and gradients."""
     q, k, v, dout = x
-    out, lse = kernel.forward(q, k, v, view)
-    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, view)]
+    out, lse = kernel.forward(q, k, v, spec)
+    return [out, lse, *kernel.backward(dout, q, k, v, out, lse, spec)]
 
 
 def check(found: list[Tensor], x: list[Tensor], mask: Tensor) -> None:
     written = EagerAttention(scale=x[0].shape[-1] ** -0.5)
-    expected = of(written, [one.double().cpu() for one in x], MaskSpec(mask=mask))
+    expected = of(written, [one.double().cpu() for one in x], MaskSpec(explicit=mask))
     names = ("out", "lse", "dq", "dk", "dv")
     for name, own, wanted in zip(names, found, expected, strict=True):
         error = ((own.double().cpu() - wanted).abs().max() / wanted.abs().max()).item()
@@ -85,10 +85,10 @@ def check(found: list[Tensor], x: list[Tensor], mask: Tensor) -> None:
 
 @pytest.mark.parametrize(("backend", "d", "name"), CASES)
 def test_heads_of_all_sizes(backend: str, d: int, name: str) -> None:
-    kernel, (view, mask) = made(backend, d), view_of(name)
+    kernel, (spec, mask) = made(backend, d), spec_of(name)
     groups = 2 if name == "causal" else HEADS  # whose gradients go another way than those of several heads
     x = inputs(S, groups, d, DTYPES[d])
-    check(of(kernel, x, view), x, mask)
+    check(of(kernel, x, spec), x, mask)
 
 
 @pytest.fixture
@@ -106,9 +106,9 @@ def _one_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(("groups", "d"), [(2, 128), (4, 64)])
 def test_sums_in_one_order_are_those_written_out(backend: str, name: str, groups: int, d: int) -> None:
     assert determinism_options() == {"deterministic": True}
-    kernel, (view, mask) = made(backend, d), view_of(name)
+    kernel, (spec, mask) = made(backend, d), spec_of(name)
     x = inputs(mask.shape[2], groups, d, torch.bfloat16)
-    found = of(kernel, x, view)
+    found = of(kernel, x, spec)
     check(found, x, mask)
-    for one, other in zip(found, of(kernel, x, view), strict=True):
+    for one, other in zip(found, of(kernel, x, spec), strict=True):
         assert torch.equal(one, other)

@@ -76,9 +76,9 @@ def test_results_lie_as_what_the_linear_layer_gave(groups: int, has_documents: b
     qkv, dout = torch.randn(S, B, 4 + 2 * groups, D).double(), torch.randn(S, B, 4, D).double()
     q, k, v = qkv.split(sizes, dim=2)
     ends = torch.tensor(ENDS, dtype=torch.int32)
-    view = MaskSpec(is_causal=True, borders=CuSeqlens(ends, ends, S, S) if has_documents else None)
-    out, lse = Flash4(SCALE).forward(q, k, v, view)
-    gradients = Flash4(SCALE).backward(dout, q, k, v, out, lse, view)
+    spec = MaskSpec(is_causal=True, cu_seqlens=CuSeqlens(ends, ends, S, S) if has_documents else None)
+    out, lse = Flash4(SCALE).forward(q, k, v, spec)
+    gradients = Flash4(SCALE).backward(dout, q, k, v, out, lse, spec)
     parts = [slice(a, b) for a, b in itertools.pairwise(ENDS)] if has_documents else None
     expected = one_by_one(q, k, v, dout, parts or [slice(0, S), slice(S, 2 * S)])
     for found, wanted in zip((out, lse.double(), *gradients), expected, strict=True):
@@ -105,11 +105,11 @@ def test_blocks_with_more_keys_than_queries() -> None:
     torch.manual_seed(1)
     q, dout = torch.randn(S, B, 4, D).double(), torch.randn(S, B, 4, D).double()
     k, v = torch.randn(2, 2 * S, B, 2, D).double()
-    view = MaskSpec()
-    out, lse = Flash4(SCALE).forward(q, k, v, view)
-    found = (out, lse.double(), *Flash4(SCALE).backward(dout, q, k, v, out, lse, view))
-    wanted_out, wanted_lse = WRITTEN.forward(q, k, v, view)
-    wanted = WRITTEN.backward(dout, q, k, v, wanted_out, wanted_lse, view)
+    spec = MaskSpec()
+    out, lse = Flash4(SCALE).forward(q, k, v, spec)
+    found = (out, lse.double(), *Flash4(SCALE).backward(dout, q, k, v, out, lse, spec))
+    wanted_out, wanted_lse = WRITTEN.forward(q, k, v, spec)
+    wanted = WRITTEN.backward(dout, q, k, v, wanted_out, wanted_lse, spec)
     for one, other in zip(found, (wanted_out, wanted_lse, *wanted), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 

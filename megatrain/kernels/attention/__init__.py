@@ -1,1 +1,1 @@
-"""Attention kernels that return the log-sum-exp, and their eager reference."""
+"""Attention kernels that return the log-sum-exp: interface, library backends, eager reference."""
