@@ -50,12 +50,15 @@ def test_each_launcher_is_understood(name):
 
 
 def test_what_was_taken_is_told():
-    assert read_environment(SRUN).taken == (
-        "SLURM_PROCID 9, SLURM_NTASKS 12; they meet at gpu007:18456 (SLURM_STEP_NODELIST, SLURM_JOB_ID)"
+    assert read_environment(SRUN).description == (
+        "SLURM_PROCID 9, SLURM_NTASKS 12; rendezvous at gpu007:18456 (SLURM_STEP_NODELIST, SLURM_JOB_ID)"
     )
-    assert read_environment(OPEN_MPI).taken.endswith("127.0.0.1:29500 (all ranks are on one host)")
+    assert read_environment(OPEN_MPI).description.endswith("127.0.0.1:29500 (all ranks are on one host)")
     batch = {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}
-    assert read_environment(batch).taken == "the Slurm job has 12 tasks, and srun did not start this process"
+    assert (
+        read_environment(batch).description
+        == "the Slurm job has 12 tasks, and srun did not start this process"
+    )
 
 
 @pytest.mark.parametrize(

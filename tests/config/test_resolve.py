@@ -152,7 +152,7 @@ def test_all_problems_come_at_once(problems_of):
 
 def test_a_bad_value_is_reported_once_and_not_blamed_again(problems_of):
     assert problems_of("--hidden-size x") == [
-        "--hidden-size x is not a whole number\n  fix: --hidden-size takes a whole number at least 1"
+        "--hidden-size x is not a whole number\n  fix: give --hidden-size a whole number at least 1"
     ]
     assert len(problems_of("--tensor-model-parallel-size 0")) == 1
     assert len(problems_of("", without="--seq-length")) == 1

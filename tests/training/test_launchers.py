@@ -41,7 +41,7 @@ def test_two_tasks_of_srun_train_together() -> None:
     ]  # fmt: skip
     (shown, errors), (shown_elsewhere, _) = (task.communicate(timeout=120) for task in tasks)
     assert [task.returncode for task in tasks] == [0, 0], errors
-    assert "> started by srun: SLURM_PROCID 0, SLURM_NTASKS 2; they meet at localhost:" in shown
+    assert "> started by srun: SLURM_PROCID 0, SLURM_NTASKS 2; rendezvous at localhost:" in shown
     assert "grid: 2 ranks = tp 2 x dp 1 x pp 1" in shown
     assert shown_elsewhere == ""
 
@@ -67,10 +67,10 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert port != DEFAULT_PORT
     told = capsys.readouterr().err
     assert (
-        f"rank 0 of 2 found no meeting place with the others (RANK 0, WORLD_SIZE 2; they meet at 127.0.0.1:{port}"
+        f"rank 0 of 2 found no meeting place with the others (RANK 0, WORLD_SIZE 2; rendezvous at 127.0.0.1:{port}"
         in told
     )
-    assert "fix: set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a port that is free there" in told
+    assert "fix: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port" in told
 
 
 @pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (75, True), (1, False)])

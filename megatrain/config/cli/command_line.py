@@ -1,8 +1,8 @@
-"""The command line: flags made from the settings, and YAML files below them.
+"""The command line: flags generated from the settings, and YAML files.
 
     defaults  <  --config first.yaml  <  --config second.yaml  <  flags
 
-Flags are Megatron-LM's; `_` and `-` mean the same in them. Those of its flags that are no settings are answered by
+Flags are Megatron-LM's; `_` and `-` are equivalent. Those of its flags that are no settings are answered by
 `megatron_flags.py`. Nothing is raised here for what a user typed: problems travel in the `Request`, so that `resolve`
 can report them together with all others.
 """
@@ -36,15 +36,15 @@ _NEGATIVE_NUMBER: Final = re.compile(r"-\.?[0-9]")
 
 
 def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
-    """What these arguments ask for. Prints and exits with 0 for --help and --version."""
+    """Parse arguments into a request. For --help and --version: print and exit with 0."""
     if {"-h", "--help"} & set(argv):
         print(_parser(program, field_help()).format_help(), end="")
         raise SystemExit(0)
     if "--version" in argv:
         print(f"megatrain {__version__}")
         raise SystemExit(0)
-    flags, strays = _typed_flags(_parser(program, {}, foreign=_spellings(argv)), argv)
-    found: list[Given | GivenFlag | Problem] = list(_stray_problems(strays))
+    flags, unknown = _typed_flags(_parser(program, {}, megatron=_spellings(argv)), argv)
+    found: list[Given | GivenFlag | Problem] = list(_unknown_argument_problems(unknown))
     for flag in flags:
         if flag.dest == "config":
             found += _yaml_values(flag)
@@ -68,9 +68,9 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
 
 @dataclass(frozen=True)
 class _TypedFlag:
-    """A flag on the command line: the path that it sets, how it was spelled, and its text or texts.
+    """A flag on the command line: the path that it sets, its spelling, and its text or texts.
 
-    A flag of Megatron-LM's that sets nothing here is its own `dest`.
+    For a Megatron-LM flag that sets nothing here, `dest` is the flag.
     """
 
     dest: str
@@ -79,7 +79,7 @@ class _TypedFlag:
 
 
 class _Collect(argparse.Action):
-    """Keeps flags in the order in which they were typed; argparse itself converts and checks nothing."""
+    """Collects flags in the order given; argparse itself converts and checks nothing."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class _Collect(argparse.Action):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Shows `--flag VALUE`, as that argparse sees every value as optional is not for the user; tears no flag apart."""
+    """Shows `--flag VALUE` although argparse takes all values as optional, and does not break flags at hyphens."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         metavar = f" {action.metavar}" if action.metavar else ""
@@ -107,30 +107,30 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _parser(
-    program: str, texts: Mapping[str, str], *, foreign: Collection[str] = ()
+    program: str, texts: Mapping[str, str], *, megatron: Collection[str] = ()
 ) -> argparse.ArgumentParser:
-    """The flags by section.
+    """Build the parser of the flags, by section.
 
     Args:
-        texts: help by path, only needed where help is printed.
-        foreign: other flags to understand, as far as Megatron-LM has them: all of them would take long to add.
+        texts: help by path; needed only to print help.
+        megatron: given flags, added if Megatron-LM has them: adding all of its flags would be slow.
     """
     parser = argparse.ArgumentParser(
         prog=program,
         usage=f"{program} [--config FILE] [--flag VALUE ...]\n"
         f"       torchrun --nproc-per-node 8 {program} [--config FILE] [--flag VALUE ...]\n"
         f"       {program} [--config FILE] [--flag VALUE ...] --dry-run [--world-size RANKS]",
-        description="Pretrain a language model. Flags win over --config files, later files over earlier ones. A run needs"
+        description="Pretrain a language model. Flags override --config files, later files override earlier ones. A run needs"
         f" {', '.join(setting.flag for setting in settings() if setting.is_required)}, a length (--train-iters), data"
         " (--data-path, or --mock-data) and a tokenizer (--tokenizer-type).",
-        epilog="What is said about Megatron-LM's other flags: docs/differences.md.",
+        epilog="Other flags of Megatron-LM: docs/differences.md.",
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
     )
     general = parser.add_argument_group("general")
-    general.add_argument("-h", "--help", action="store_true", help="show this and exit")
+    general.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     general.add_argument("--version", action="store_true", help="show the version and exit")
     general.add_argument(
         "--config",
@@ -147,12 +147,12 @@ def _parser(
                 setting.section, section_help(setting.section)
             )
         _add_flag(groups[setting.section], setting, texts.get(setting.path, ""))
-    for spelling in foreign:
-        _add_foreign_flag(parser, spelling)
+    for spelling in megatron:
+        _add_megatron_flag(parser, spelling)
     return parser
 
 
-def _add_foreign_flag(parser: argparse.ArgumentParser, spelling: str) -> None:
+def _add_megatron_flag(parser: argparse.ArgumentParser, spelling: str) -> None:
     flag, alias = megatron_flags().get(spelling), aliases().get(spelling)
     if flag or alias:
         parser.add_argument(
@@ -176,7 +176,7 @@ def _add_flag(group: Any, setting: Setting, text: str) -> None:
         help=f"{text} ({_default_words(setting)})".replace("%", "%%"),
     )
     if is_switch:
-        shown = f"turn {setting.flag} off" if setting.default else argparse.SUPPRESS
+        shown = f"turn off {setting.flag}" if setting.default else argparse.SUPPRESS
         group.add_argument(
             setting.opposite_flag,
             dest=setting.path,
@@ -207,35 +207,35 @@ def _default_words(setting: Setting) -> str:
 
 
 def _typed_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[list[_TypedFlag], list[str]]:
-    """The flags that exist, and all arguments that belong to none of them."""
+    """Return the known flags, and the arguments that belong to none."""
     known = {spelling for action in parser._actions for spelling in action.option_strings}  # noqa: SLF001
-    namespace, strays = parser.parse_known_args(_tidied(argv, known), argparse.Namespace(typed=[]))
-    return namespace.typed, strays
+    namespace, unknown = parser.parse_known_args(_normalized(argv, known), argparse.Namespace(typed=[]))
+    return namespace.typed, unknown
 
 
 def _spellings(argv: Sequence[str]) -> set[str]:
-    """The flags in these arguments, as far as words look like flags."""
+    """Return the words that look like flags."""
     return {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
 
 
-def _tidied(argv: Sequence[str], known: set[str]) -> list[str]:
-    """`_` to `-` in flags that exist, and negative numbers joined to their flag: argparse takes `-1e-4` for a flag."""
-    tidy: list[str] = []
+def _normalized(argv: Sequence[str], known: set[str]) -> list[str]:
+    """Replace `_` by `-` in known flags, and join negative numbers to their flag: argparse takes `-1e-4` for a flag."""
+    words: list[str] = []
     for word in argv:
         name, sign, value = word.partition("=")
         spelling = name.replace("_", "-")
         if spelling in known:
-            tidy.append(spelling + sign + value)
-        elif tidy and tidy[-1] in known and _NEGATIVE_NUMBER.match(word):
-            tidy[-1] += f"={word}"
+            words.append(spelling + sign + value)
+        elif words and words[-1] in known and _NEGATIVE_NUMBER.match(word):
+            words[-1] += f"={word}"
         else:
-            tidy.append(word)
-    return tidy
+            words.append(word)
+    return words
 
 
 def _yaml_values(flag: _TypedFlag) -> list[Given | GivenFlag | Problem]:
     if flag.value is _NO_VALUE:
-        return [Problem("--config has no value", "name a YAML file after it")]
+        return [Problem("--config has no value", "give it a YAML file")]
     return read_yaml(flag.value)
 
 
@@ -250,13 +250,13 @@ def _flag_value(flag: _TypedFlag) -> Iterator[Given | GivenFlag | Problem]:
     alias = aliases().get(flag.spelling)
     try:
         if alias and alias.value is not None:
-            value = _aliased(setting, alias.value, is_missing=is_missing)
+            value = _alias_value(setting, alias.value, is_missing=is_missing)
         elif setting.kind is bool:
-            value = _switched(setting, flag, is_missing=is_missing)
+            value = _switch_value(setting, flag, is_missing=is_missing)
         elif is_missing and setting.alone is not None:
             value = setting.alone
         elif is_missing:
-            raise BadValueError("has no value", fix=f"{setting.flag} takes {accepted_values(setting)}")  # noqa: TRY301
+            raise BadValueError("has no value", fix=f"give {setting.flag} {accepted_values(setting)}")  # noqa: TRY301
         else:
             value = load_value(setting, flag.value)
     except BadValueError as error:
@@ -269,21 +269,21 @@ def _alias_note(spelling: str) -> str:
     return " ".join(filter(None, (f"{spelling} is", flag_of(alias.path), alias.value)))
 
 
-def _aliased(setting: Setting, meaning: str, *, is_missing: bool) -> Any:
-    """The value of a flag that is short for a setting with a value."""
+def _alias_value(setting: Setting, meaning: str, *, is_missing: bool) -> Any:
+    """Return the value of a flag that is an alias for a setting with a value."""
     if is_missing:
         return load_value(setting, meaning)
-    raise BadValueError("has a value, and takes none", fix=f"use {setting.flag} {meaning}")
+    raise BadValueError("has a value, and accepts none", fix=f"use {setting.flag} {meaning}")
 
 
-def _switched(setting: Setting, flag: _TypedFlag, *, is_missing: bool) -> Any:
-    """A switch alone turns on, its opposite turns off; `--switch=false` is understood, too."""
+def _switch_value(setting: Setting, flag: _TypedFlag, *, is_missing: bool) -> Any:
+    """Return the value of a switch: on, off for its opposite; `--switch=false` is valid too."""
     if flag.spelling == setting.flag:
         return is_missing or load_value(setting, flag.value)
     if is_missing:
         return False
     raise BadValueError(
-        "has a value, and takes none", fix=f"use {setting.opposite_flag} alone, or {setting.flag}"
+        "has a value, and accepts none", fix=f"use {setting.opposite_flag} alone, or {setting.flag}"
     )
 
 
@@ -292,17 +292,15 @@ def _text(value: str | list[str]) -> str:
     return textwrap.shorten(text, 200) or "''"
 
 
-def _stray_problems(strays: Sequence[str]) -> Iterator[Problem]:
-    """Unknown flags; what follows one is taken for its value and not reported again."""
+def _unknown_argument_problems(unknown: Sequence[str]) -> Iterator[Problem]:
+    """Report unknown flags; words after one are taken for its value."""
     flag = None
-    for word in strays:
+    for word in unknown:
         if word.startswith("-") and not _NEGATIVE_NUMBER.match(word):
             flag = word.partition("=")[0]
             spelling = flag.lower().replace("_", "-")
             near = closest_flag(spelling)
-            fix = f"did you mean {near}?" if near else "leave it out; --help lists the flags that exist"
+            fix = f"did you mean {near}?" if near else "leave it out; --help lists all flags"
             yield Problem(f"{flag} is not a flag", fix)
         elif flag is None:
-            yield Problem(
-                f"{word} stands alone, without a flag before it", "put the flag that it belongs to before it"
-            )
+            yield Problem(f"{word} follows no flag", "put its flag before it")

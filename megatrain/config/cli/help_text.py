@@ -1,4 +1,4 @@
-"""What each setting means, in words: read from the sentence under the field, in the source, when help is asked for."""
+"""Help texts: the docstrings under the fields of config/schema/, read from the source when help is printed."""
 
 import ast
 import inspect
@@ -9,36 +9,36 @@ from megatrain.config.schema.tree import section_types, settings
 
 
 def section_help(section: str) -> str:
-    """The sentence of a section."""
+    """Return the help text of a section."""
     return inspect.cleandoc(section_types()[section].__doc__ or "")
 
 
 def field_help() -> dict[str, str]:
-    """The sentence of each setting, by path."""
+    """Return the help text of each setting, by path."""
     return {
         f"{section}.{name}": text
         for section, cls in section_types().items()
-        for name, text in _field_sentences(cls).items()
+        for name, text in _field_docs(cls).items()
     }
 
 
 def docs_reference() -> str:
-    """The reference page of all flags, in Markdown."""
+    """Return the reference page of all flags in Markdown: docs/configuration.md."""
     texts = field_help()
     lines = [
         "# Configuration",
         "",
-        "Made from `megatrain/config/` by `docs_reference()`: change it there. Each flag can stand in a YAML file",
-        "(`--config FILE`, repeatable) below its section, with `_` for `-`. Flags win over YAML, YAML over defaults.",
-        "A switch takes no value; its opposite is `--no-...`, or the flag without `no-`.",
-        "`auto`: derived from other values, as the plan that is printed at start says.",
+        "Generated from `megatrain/config/` by `docs_reference()`: edit it there. A YAML file (`--config FILE`, repeatable)",
+        "contains the same settings below their section, with `_` for `-`. Flags override YAML, YAML overrides defaults.",
+        "A switch has no value; its opposite is `--no-...`, or the flag without `no-`.",
+        "`auto`: derived from other values; the plan printed at start has value and reason.",
     ]
     section = ""
     for setting in settings():
         if setting.section != section:
             section = setting.section
             lines += ["", f"## {section}", "", section_help(section), ""]
-            lines += ["| flag | takes | default | meaning |", "|---|---|---|---|"]
+            lines += ["| flag | value | default | meaning |", "|---|---|---|---|"]
         if setting.is_required:
             default = "required"
         elif setting.is_derived_if_open:
@@ -47,20 +47,20 @@ def docs_reference() -> str:
             default = "none"
         else:
             default = str(setting.default).lower() if setting.kind is bool else str(setting.default)
-        takes = "switch" if setting.kind is bool else accepted_values(setting)
-        lines.append(f"| `{setting.flag}` | {takes} | {default} | {texts.get(setting.path, '')} |")
+        accepted = "switch" if setting.kind is bool else accepted_values(setting)
+        lines.append(f"| `{setting.flag}` | {accepted} | {default} | {texts.get(setting.path, '')} |")
     return "\n".join(lines) + "\n"
 
 
-def _field_sentences(cls: type) -> dict[str, str]:
-    """Name and sentence of each field of a dataclass; none if its source is not at hand."""
+def _field_docs(cls: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass; empty without its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except OSError:
         return {}
     (definition,) = tree.body
     assert isinstance(definition, ast.ClassDef)
-    sentences = {}
+    docs = {}
     for field, following in zip(definition.body, definition.body[1:], strict=False):
         if (
             isinstance(field, ast.AnnAssign)
@@ -68,5 +68,5 @@ def _field_sentences(cls: type) -> dict[str, str]:
             and isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
         ):
-            sentences[field.target.id] = inspect.cleandoc(str(following.value.value))
-    return sentences
+            docs[field.target.id] = inspect.cleandoc(str(following.value.value))
+    return docs

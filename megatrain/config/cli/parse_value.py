@@ -1,4 +1,4 @@
-"""From the text of a flag or of a YAML scalar to a value of the field's type: one loader for both.
+"""Parse the text of a flag or of a YAML scalar into a value of the field's type.
 
 ("--lr", "1e-4") -> 0.0001        ("--num-layers", "1.5") -> BadValueError("is not a whole number")
 """
@@ -12,15 +12,15 @@ from megatrain.config.megatron.flag_table import REPLACED_CHOICES, UNSUPPORTED_C
 from megatrain.config.schema.tree import Setting, near_name
 from megatrain.config.schema.values import AUTO
 
-# Far beyond any count, and small enough that products of several are still ordinary floats.
-_MOST_DIGITS: Final = 24
+# More than any count needs, and few enough that products of several counts are finite floats.
+_MAX_DIGITS: Final = 24
 
 RawValue = str | Sequence[str] | None
 """Text, several texts, or YAML's null."""
 
 
 class BadValueError(Exception):
-    """A value that a setting cannot take. `text` continues a sentence that starts with flag and value."""
+    """A value that a setting does not accept. `text` continues a sentence that starts with flag and value."""
 
     def __init__(self, text: str, *, fix: str) -> None:
         super().__init__(text)
@@ -29,15 +29,15 @@ class BadValueError(Exception):
 
 
 def load_value(setting: Setting, raw: RawValue) -> Any:
-    """The value that `raw` stands for. Raises BadValueError if there is none."""
+    """Parse a raw value. Raises BadValueError if it is not valid."""
     if raw is None:
         if setting.is_optional:
             return None
-        raise BadValueError("has no value", fix=f"{setting.flag} takes {accepted_values(setting)}")
+        raise BadValueError("has no value", fix=f"give {setting.flag} {accepted_values(setting)}")
     if setting.is_list:
         return tuple(_scalar(setting, text) for text in ((raw,) if isinstance(raw, str) else raw))
     if not isinstance(raw, str):
-        raise BadValueError("is not one value", fix=f"{setting.flag} takes {accepted_values(setting)}")
+        raise BadValueError("is not one value", fix=f"give {setting.flag} {accepted_values(setting)}")
     if raw == "auto" and setting.is_derived_if_open:
         return AUTO
     if raw == "none" and setting.is_optional:
@@ -49,24 +49,22 @@ def load_value(setting: Setting, raw: RawValue) -> Any:
 
 def _scalar(setting: Setting, text: str) -> Any:
     if setting.kind is bool:
-        return _truth(setting, text)
+        return _boolean(setting, text)
     if setting.kind is str:
         return text
-    number = _integer(setting, text) if setting.kind is int else _real(setting, text)
+    number = _integer(setting, text) if setting.kind is int else _float(setting, text)
     require_in_range(setting, number)
     return number
 
 
 def require_in_range(setting: Setting, number: float) -> None:
-    """The number is one that the setting takes."""
+    """Raise BadValueError for a number out of range."""
     if setting.range and not setting.range.holds(number):
-        raise BadValueError(
-            f"must be {setting.range}", fix=f"{setting.flag} takes {accepted_values(setting)}"
-        )
+        raise BadValueError(f"must be {setting.range}", fix=f"give {setting.flag} {accepted_values(setting)}")
 
 
 def accepted_values(setting: Setting) -> str:
-    """What the setting takes, in words: `a whole number at least 1, or auto`."""
+    """Describe the values that a setting accepts: `a whole number at least 1, or auto`."""
     if setting.choices:
         words = " or ".join(setting.choices)
     elif setting.is_list:
@@ -85,34 +83,34 @@ def _choice(setting: Setting, text: str) -> str:
     by_lower = {choice.lower(): choice for choice in setting.choices}
     elsewhere = REPLACED_CHOICES.get(setting.flag, {})
     if text in elsewhere:
-        raise BadValueError("is no choice of its own here", fix=elsewhere[text])
+        raise BadValueError("is not a choice of its own here", fix=elsewhere[text])
     if text in UNSUPPORTED_CHOICES.get(setting.flag, ()):
-        raise BadValueError("is not there yet", fix=f"{setting.flag} takes {accepted_values(setting)}")
+        raise BadValueError("is not supported yet", fix=f"give {setting.flag} {accepted_values(setting)}")
     near = near_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""
-    raise BadValueError("is not a choice", fix=f"{hint}{setting.flag} takes {accepted_values(setting)}")
+    raise BadValueError("is not a choice", fix=f"{hint}give {setting.flag} {accepted_values(setting)}")
 
 
-def _truth(setting: Setting, text: str) -> bool:
+def _boolean(setting: Setting, text: str) -> bool:
     known = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
     if text.lower() in known:
         return known[text.lower()]
     raise BadValueError(
-        "is neither true nor false", fix=f"{setting.flag} sets it to true, {setting.opposite_flag} to false"
+        "is neither true nor false", fix=f"use {setting.flag} for true, {setting.opposite_flag} for false"
     )
 
 
 def _integer(setting: Setting, text: str) -> int:
-    fix = f"{setting.flag} takes {accepted_values(setting)}"
+    fix = f"give {setting.flag} {accepted_values(setting)}"
     if not re.fullmatch(r"[+-]?[0-9]+(_[0-9]+)*", text):
         raise BadValueError("is not a whole number", fix=fix)
-    if len(text) > _MOST_DIGITS:
+    if len(text) > _MAX_DIGITS:
         raise BadValueError("is too large", fix=fix)
     return int(text)
 
 
-def _real(setting: Setting, text: str) -> float:
-    fix = f"{setting.flag} takes {accepted_values(setting)}"
+def _float(setting: Setting, text: str) -> float:
+    fix = f"give {setting.flag} {accepted_values(setting)}"
     try:
         number = float(text)
     except ValueError:

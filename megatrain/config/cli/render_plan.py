@@ -1,4 +1,4 @@
-"""A plan for people. In short: what was given, by whom, and what was derived, from what. In full: every setting.
+"""Render a plan as text. Short: given values with their source, derived values with their reason. Full: every setting.
 
 given by run.yaml
   model         num_layers 12, hidden_size 768, num_attention_heads 12, swiglu on
@@ -21,7 +21,7 @@ from megatrain.config.schema.tree import settings
 
 _WIDTH: Final = 100
 _NO_BREAK: Final = "\u00a0"
-_SAID_ELSEWHERE: Final = frozenset(
+_SHOWN_IN_FULL_ONLY: Final = frozenset(
     f"derived.{name}"
     for name in (
         "world_size",
@@ -42,9 +42,9 @@ _SAID_ELSEWHERE: Final = frozenset(
     "data.data_cache_path",
     "training.eval_global_batch_size",
 }
-"""Of little use to most readers, who find it under --print-config full."""
-_OF_NO_ACCOUNT: Final = (("derived.kv_copies", 1),)
-"""Likewise, as long as it has this value. What is none says nothing either."""
+"""Values that only --print-config full shows."""
+_HIDDEN_IF_EQUAL: Final = (("derived.kv_copies", 1),)
+"""Values that are hidden while they have this value. None is hidden too."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ class _Row:
 
 
 def render_plan(plan: Plan) -> str:
-    """What `--print-config` asks for, with the notes below it. No colours."""
+    """Render the plan as `--print-config` asks for, followed by the notes. No colours."""
     is_full = plan.config.logging.print_config == "full"
-    lines = _every_setting(plan) if is_full else [*_given(plan), *_derived(plan), _what_else(plan)]
+    lines = _every_setting(plan) if is_full else [*_given(plan), *_derived(plan), _defaults_line(plan)]
     for note in (*default_differences(plan), *plan.notes):
         lines += _wrapped(note, "note: ", "      ")
     return "\n".join(lines) + "\n"
 
 
 def _given(plan: Plan) -> list[str]:
-    """Settings by the file or command line that they come from, a paragraph for each section.
+    """Render the given settings by file or command line, with a paragraph per section.
 
-    A file may name all settings, as `config.yaml` of a run does: those that have their defaults there are counted.
+    A file may contain all settings, as `config.yaml` of a run does: its defaults are counted, not listed.
     """
     defaults = {setting.path: setting.default for setting in settings()}
     as_default: Counter[str] = Counter()
@@ -87,27 +87,27 @@ def _given(plan: Plan) -> list[str]:
         for section, values in sources[source].items():
             lines += _wrapped(", ".join(values), f"  {section:<12}  ", " " * 16)
         if as_default[source]:
-            lines.append(f"  and {as_default[source]} with the value of their default")
+            lines.append(f"  and {as_default[source]} with their default value")
     return lines
 
 
 def _derived(plan: Plan) -> list[str]:
-    """Values that somebody could have given, or that tell what happens; not those that repeat another."""
+    """Render derived values, except those that repeat a setting."""
     rows = []
     for path, origin in plan.origins.items():
         section, name = path.split(".")
-        is_repeated = path in _SAID_ELSEWHERE or origin.detail.startswith(("equals --", "--"))
+        is_repeated = path in _SHOWN_IN_FULL_ONLY or origin.detail.startswith(("equals --", "--"))
         if origin.kind != "derived" or is_repeated:
             continue
         holder = plan.derived if section == "derived" else getattr(plan.config, section)
         value = getattr(holder, name)
         is_one_plan = section == "derived" and name.endswith("_plan") and len(value) == 1
-        if not is_one_plan and value is not None and (path, value) not in _OF_NO_ACCOUNT:
+        if not is_one_plan and value is not None and (path, value) not in _HIDDEN_IF_EQUAL:
             rows.append(_Row(name, _shown(value), origin.detail))
     return ["derived", *_table(rows)]
 
 
-def _what_else(plan: Plan) -> str:
+def _defaults_line(plan: Plan) -> str:
     num_defaults = sum(origin.kind == "default" for origin in plan.origins.values())
     text = f"{num_defaults} settings have their defaults: --print-config full shows them"
     return text + (", as does config.yaml in --save" if plan.config.checkpoint.save is not None else "")
@@ -133,7 +133,7 @@ def _table(rows: Sequence[_Row]) -> list[str]:
 
 
 def _row_lines(row: _Row, name_width: int, value_width: int) -> list[str]:
-    """One line; more if the source is long. A value too long for its column pushes the source to the next line."""
+    """Render a row on one line, or several if the source is long. After a long value, the source starts a new line."""
     head = f"  {row.name:<{name_width}}  {row.value:<{value_width}}  "
     margin = " " * (name_width + value_width + 6)
     if len(head) > len(margin):
@@ -142,7 +142,7 @@ def _row_lines(row: _Row, name_width: int, value_width: int) -> list[str]:
 
 
 def _wrapped(text: str, head: str, margin: str) -> list[str]:
-    """Lines of `text`; flags, file names, and a setting's name and value are not torn apart."""
+    """Wrap `text` without breaking flags, file names, or a setting and its value."""
     lines = textwrap.wrap(
         text,
         _WIDTH,

@@ -1,10 +1,10 @@
-"""Configurations as YAML: sections by name, the same names inside as flags have, `_` for `-`.
+"""Configurations as YAML: sections with the names of the flags, `_` for `-`.
 
     model:
       num_layers: 12     # run.yaml:2
       swiglu: true       # --swiglu
 
-What `to_yaml` writes, `--config` reads back to the same values, bit for bit.
+`--config` reads the output of `to_yaml` back to exactly the same values.
 """
 
 import re
@@ -23,18 +23,18 @@ from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
 
 def read_yaml(file: str) -> list[Given | GivenFlag | Problem]:
-    """The values that a file gives, Megatron-LM's names in it that set nothing here, and what is wrong with it."""
+    """Read a file: its values, Megatron-LM flags that set nothing here, and problems."""
     try:
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
-        return [Problem(f"--config {file}: {error.strerror}", "name a YAML file that can be read")]
+        return [Problem(f"--config {file}: {error.strerror}", "give a readable YAML file")]
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         return [_syntax_problem(file, error)]
     return list(_Reader(file).values(root)) if root is not None else []
 
 
 def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
-    """Every value, section by section, with its origin as a comment. Values that are missing become comments."""
+    """Write every value by section, with its origin as a comment. A missing value becomes a comment."""
     lines: list[str] = []
     section = ""
     for setting in settings():
@@ -52,7 +52,7 @@ def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
 
 
 class _Reader:
-    """Walks one file's nodes, which know their lines."""
+    """Reads the nodes of a file, which have line numbers."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -68,12 +68,12 @@ class _Reader:
             if problem:
                 yield problem
             elif key.value not in sections:
-                yield self.foreign_field(key, node) or self.unknown_section(key, sections)
+                yield self.megatron_field(key, node) or self.unknown_section(key, sections)
             elif isinstance(node, yaml.MappingNode):
                 yield from self.section_values(key.value, node)
             elif not _is_null(node):
                 yield Problem(
-                    f"{self.place(key)}: {key.value} is a section, and holds {_shown(node)}",
+                    f"{self.place(key)}: {key.value} is a section, not {_shown(node)}",
                     "indent its fields below it, such as `  name: value`",
                 )
 
@@ -83,11 +83,11 @@ class _Reader:
             if problem:
                 yield problem
             elif key.value not in fields:
-                yield self.foreign_field(key, node) or self.unknown_field(section, key, fields)
+                yield self.megatron_field(key, node) or self.unknown_field(section, key, fields)
             else:
                 yield from self.value(fields[key.value], key, node)
 
-    def foreign_field(self, key: yaml.Node, node: yaml.Node) -> GivenFlag | Problem | None:
+    def megatron_field(self, key: yaml.Node, node: yaml.Node) -> GivenFlag | Problem | None:
         """A name of Megatron-LM's that is no setting, in whatever section; None where it is not one either."""
         spelling = flag_of(key.value)
         if spelling in aliases():
@@ -114,19 +114,19 @@ class _Reader:
         yield Given(setting.path, value, Origin("yaml", self.place(key)))
 
     def entries(self, root: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node, Problem | None]]:
-        """Key, value, and what is wrong with the key."""
+        """Iterate over key, value, and the problem of the key."""
         first: dict[str, yaml.Node] = {}
         for key, node in root.value:
             if not isinstance(key, yaml.ScalarNode):
                 yield (
                     key,
                     node,
-                    Problem(f"{self.place(key)}: a list or mapping cannot be a name", "write `name: value`"),
+                    Problem(f"{self.place(key)}: a list or mapping is not a name", "write `name: value`"),
                 )
             elif key.value in first:
                 place = self.place(first[key.value])
                 problem = Problem(
-                    f"{self.place(key)}: {key.value} is there twice, first at {place}", "keep one of them"
+                    f"{self.place(key)}: {key.value} is given twice, first at {place}", "keep one of them"
                 )
                 yield key, node, problem
             else:
@@ -137,11 +137,11 @@ class _Reader:
         owners = [setting.section for setting in settings() if setting.name == key.value]
         near = near_name(key.value, sections)
         if owners:
-            fix = f"{key.value} belongs below `{owners[0]}:`"
+            fix = f"move {key.value} below `{owners[0]}:`"
         elif near:
             fix = f"did you mean {near}?"
         else:
-            fix = f"the sections are {', '.join(sorted(sections))}"
+            fix = f"use one of the sections {', '.join(sorted(sections))}"
         return Problem(f"{self.place(key)}: there is no section {key.value}", fix)
 
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
@@ -150,11 +150,11 @@ class _Reader:
         meant = [near_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
         near = near_name(key.value.lower(), filter(None, meant))
         if owners:
-            fix = f"{key.value} belongs below `{owners[0]}:`"
+            fix = f"move {key.value} below `{owners[0]}:`"
         elif near:
             fix = f"did you mean {near}?"
         else:
-            fix = "--help lists the fields, with `-` for `_`"
+            fix = "see --help for the fields, with `-` for `_`"
         return Problem(f"{self.place(key)}: section {section} has no field {key.value}", fix)
 
     def place(self, node: yaml.Node) -> str:
@@ -162,20 +162,18 @@ class _Reader:
 
 
 def _raw(setting: Setting, node: yaml.Node) -> RawValue:
-    """The text as written; so `1e-4`, which YAML 1.1 takes for text, is a number where a number is wanted."""
-    fix = f"{setting.name} takes {accepted_values(setting)}"
+    """Return the text as written, so that `1e-4`, a string in YAML 1.1, can be parsed as a number."""
+    fix = f"give {setting.name} {accepted_values(setting)}"
     if isinstance(node, yaml.MappingNode):
         raise BadValueError("is not one value", fix=fix)
     if _is_null(node):
         return None
     if isinstance(node, yaml.SequenceNode):
         if not all(isinstance(item, yaml.ScalarNode) and not _is_null(item) for item in node.value):
-            raise BadValueError("holds more than plain values", fix=fix)
+            raise BadValueError("has other entries than plain values", fix=fix)
         return [item.value for item in node.value]
     if setting.kind is str and not setting.choices and node.tag.endswith(":bool"):
-        raise BadValueError(
-            "is true or false, and text is wanted", fix=f"{fix}; put it in quotes if it is meant as text"
-        )
+        raise BadValueError("is true or false, not text", fix=f"{fix}; quote it if it is text")
     text: str = node.value
     return text
 
@@ -195,7 +193,7 @@ def _syntax_problem(file: str, error: Exception) -> Problem:
     place = f"{file}:{mark.line + 1}" if mark else file
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     return Problem(
-        f"{place}: not valid YAML: {_one_line(str(what))}", "mend the syntax there or in the line before"
+        f"{place}: not valid YAML: {_one_line(str(what))}", "fix the syntax there or in the line before"
     )
 
 
@@ -210,7 +208,7 @@ def _yaml_text(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Plain where that is safe anywhere, quoted otherwise."""
+    """Quote a text unless it is a plain word."""
     is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./-]*", text) and yaml.safe_load(text) == text
     return text if is_plain else yaml.safe_dump(text, default_style='"', width=10**9).rstrip("\n")
 

@@ -36,7 +36,7 @@ def distributed_backend(draft: Draft) -> DerivedValue:
 def data_parallel_sharding_strategy(draft: Draft) -> DerivedValue:
     parallel = draft.config.parallel
     if parallel.use_megatron_fsdp:
-        return DerivedValue("optim_grads_params", "--use-megatron-fsdp shards everything (ZeRO-3)")
+        return DerivedValue("optim_grads_params", "ZeRO-3, as --use-megatron-fsdp asks for")
     if parallel.use_distributed_optimizer:
         return DerivedValue("optim", "--use-distributed-optimizer")
     return DerivedValue("no_shard", "--no-use-distributed-optimizer")

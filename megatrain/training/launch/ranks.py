@@ -1,8 +1,8 @@
-"""From a request to joined ranks: the launcher's word, one plan, process groups; and from errors to exit codes.
+"""Start of a run on all ranks: launcher variables, one plan, process groups; and exit codes of errors.
 
-    environment ─> store, watch over the ranks ─> agreed plan ─> process groups ─> grid ─> the run ─> leave together
+    environment ─> store, rank watch ─> agreed plan ─> process groups ─> grid ─> the run ─> exit together
 
-Nobody enters a collective before all ranks have the same plan; whoever fails afterwards ends all.
+No rank enters a collective before all ranks have the same plan; after that, a failure of one rank exits all.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.process_groups import groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape
-from megatrain.training.launch.agreement import agreed_plan, tell
+from megatrain.training.launch.agreement import agreed_plan, print_error
 from megatrain.training.launch.determinism import use_deterministic_operations
-from megatrain.training.launch.early_imports import begin_imports, require_triton_cache
+from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.logging.console import Console, Phases
 
-_TO_MEET = timedelta(hours=1)
-"""How long ranks wait for others to start, and for rank 0 to read the inputs."""
+_RENDEZVOUS_TIMEOUT = timedelta(hours=1)
+"""Longest wait for other ranks to start, and for rank 0 to read the inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among its peers, with the plan that all of them follow."""
+    """This rank: plan, process groups and device."""
 
     request: Request
     plan: Plan
@@ -50,39 +50,39 @@ class Ranks:
     grid: RankGrid
     device: torch.device
     local_rank: int
-    """Among the ranks of its host."""
+    """Rank within the host."""
     phases: Phases
-    """Times what this rank does."""
+    """Timer of start-up phases."""
     watch: RankWatch | None = None
-    """Over the other ranks; None: there are none, or another program watches them."""
+    """Watch over the other ranks; None with a single rank, or if another program watches them."""
 
     @property
     def console(self) -> Console:
-        """Where this rank prints; only the main rank's prints anything."""
+        """Console of this rank; only the main rank's prints."""
         return self.phases.console
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank tells the user what happens."""
+        """This rank prints for the user and writes files."""
         return self.grid.rank == 0
 
 
 def report_errors(run: Callable[[], int]) -> int:
-    """Run, and turn errors into a message and an exit code. A rank that fails among others ends its process at once."""
-    _allow_many_files()
+    """Run, print errors and return the exit code. With several ranks, a failure exits the process at once."""
+    _raise_open_file_limit()
     try:
         return run()
     except MegatrainError as error:
         if not error.is_reported:
-            tell(error)
+            print_error(error)
         exit_code = exit_code_of(error)
     except BaseException as error:
         if not (isinstance(error, Exception) or dist.is_initialized()):
             raise
-        _print_traceback()  # whatever it was, it is printed, and the launcher hears of it
+        _print_traceback()  # any other error: traceback, and an exit code for the launcher
         exit_code = exit_code_of(error)
     if dist.is_initialized():
-        # Leaving the process groups in order would wait for peers that wait for this rank in a collective.
+        # Destroying the process groups would wait for peers that are blocked in a collective with this rank.
         sys.stderr.flush()
         os._exit(exit_code)
     return exit_code
@@ -96,8 +96,8 @@ def _print_traceback() -> None:
     traceback.print_exc()
 
 
-def _allow_many_files() -> None:
-    """Raise the limit of open files as far as this user may: a blend of a thousand datasets maps thousands."""
+def _raise_open_file_limit() -> None:
+    """Raise the limit of open files to the hard limit: a blend of a thousand datasets maps thousands of files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -105,15 +105,15 @@ def _allow_many_files() -> None:
 
 @contextmanager
 def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ranks]:
-    """Resolve the plan, join the process groups, and leave them at the end. `phases`: those before, if there were.
+    """Resolve the plan and create the process groups; destroy them at the end. `phases` continues an earlier timer.
 
     Raises:
-        MegatrainError: before the first collective, on every rank, whichever of them found the problem.
+        MegatrainError: on every rank, before the first collective, if one rank finds a problem.
     """
     environment = read_environment()
     phases = phases or Phases(Console(is_quiet=environment.rank != 0))
     _check_launch(environment, phases.console)
-    with phases.phase("meeting the other ranks"):
+    with phases.phase("rendezvous with the other ranks"):
         store = _join_store(environment) if environment.world_size > 1 else None
         watch = RankWatch(environment, store) if store is not None else None
     try:
@@ -121,23 +121,23 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             facts, plan = agreed_plan(request, environment, store)
     except BaseException as error:
         if watch is not None and isinstance(error, MegatrainError):
-            watch.leave()  # all ranks have one, and end by themselves
+            watch.leave()  # raised on all ranks, which exit on their own
         elif watch is not None:
             watch.fail(error)
         raise
     try:
         with phases.phase("joining process groups"):
-            device = _own_device(plan, environment)
+            device = _select_device(plan, environment)
             if plan.config.training.deterministic_mode and device.type == "cuda":
                 use_deterministic_operations()
-            require_triton_cache(plan)
-            begin_imports(plan, phases.console.print)
+            check_triton_cache(plan)
+            start_imports(plan, phases.console.print)
             if store is not None:
-                _join_world(plan, environment, store, device)
+                _init_process_group(plan, environment, store, device)
             timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
             make = functools.partial(make_group, timeout=timeout) if store is not None else None
             grid = build_grid(grid_shape(plan), environment.rank, make)
-            _warm(grid, device)
+            _connect_groups(grid, device)
         yield Ranks(
             request=request,
             plan=plan,
@@ -149,7 +149,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
             watch=watch,
         )
         if store is not None:
-            dist.barrier()  # without it, an early leaver can abort the others
+            dist.barrier()  # a rank that exits early can abort the others
     except BaseException as error:
         if watch is not None:
             watch.fail(error)
@@ -162,7 +162,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
 
 
 def grid_shape(plan: Plan) -> GridShape:
-    """The axes that a plan asks for."""
+    """Return the grid shape of a plan."""
     parallel = plan.config.parallel
     shape = GridShape(
         tp=parallel.tensor_model_parallel_size,
@@ -185,41 +185,49 @@ def grid_shape(plan: Plan) -> GridShape:
 
 
 def _check_launch(environment: LaunchEnvironment, console: Console) -> None:
-    """Say what the launcher said. Where that makes no sense, one rank tells it."""
+    """Print the launcher and its variables.
+
+    Raises:
+        ConfigError: the variables contradict each other; reported by rank 0.
+    """
     if environment.problems:
         error = ConfigError.of(environment.problems)
         error.is_reported = environment.rank != 0
         raise error
     if environment.launcher is not None:
         how = "variables set by hand" if environment.launcher == "hand" else environment.launcher
-        console.print(f"> started by {how}: {environment.taken}")
-    elif environment.taken:
-        console.print(f"> one process: {environment.taken}")
+        console.print(f"> started by {how}: {environment.description}")
+    elif environment.description:
+        console.print(f"> one process: {environment.description}")
 
 
 def _join_store(environment: LaunchEnvironment) -> dist.Store:
     rank, world_size = environment.rank, environment.world_size
     try:
-        store, _, _ = next(iter(dist.rendezvous(environment.rendezvous, rank, world_size, timeout=_TO_MEET)))
+        store, _, _ = next(
+            iter(dist.rendezvous(environment.rendezvous, rank, world_size, timeout=_RENDEZVOUS_TIMEOUT))
+        )
     except dist.DistError as error:
         raise MegatrainError(
-            f"rank {rank} of {world_size} found no meeting place with the others ({environment.taken}): {error}",
-            fix="set MASTER_ADDR to the host of rank 0, and MASTER_PORT to a port that is free there, on all ranks",
+            f"rank {rank} of {world_size} cannot reach the rendezvous ({environment.description}): {error}",
+            fix="set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port of that host, on all ranks",
         ) from error
-    joined: dist.Store = dist.PrefixStore("megatrain", store)
-    return joined
+    prefixed: dist.Store = dist.PrefixStore("megatrain", store)
+    return prefixed
 
 
-def _own_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
+def _select_device(plan: Plan, environment: LaunchEnvironment) -> torch.device:
     if plan.config.training.device == "cpu":
         return torch.device("cpu")
-    is_alone = environment.binds_gpus and torch.cuda.device_count() == 1
-    device = torch.device("cuda", 0 if is_alone else environment.local_rank)
+    sees_one_gpu = environment.binds_gpus and torch.cuda.device_count() == 1
+    device = torch.device("cuda", 0 if sees_one_gpu else environment.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _join_world(plan: Plan, environment: LaunchEnvironment, store: dist.Store, device: torch.device) -> None:
+def _init_process_group(
+    plan: Plan, environment: LaunchEnvironment, store: dist.Store, device: torch.device
+) -> None:
     dist.init_process_group(
         plan.config.parallel.distributed_backend,
         store=store,
@@ -230,8 +238,8 @@ def _join_world(plan: Plan, environment: LaunchEnvironment, store: dist.Store, d
     )
 
 
-def _warm(grid: RankGrid, device: torch.device) -> None:
-    """Connect every group now, so that a broken link shows at start and not in the middle of a step."""
+def _connect_groups(grid: RankGrid, device: torch.device) -> None:
+    """Run a collective in every group, so that a broken link fails at start and not during a step."""
     for group in groups_of(grid):
         count = all_reduce(torch.ones(1, device=device), group).item()
         assert count == group.size, f"{group.name} counts {count} of {group.size} ranks"

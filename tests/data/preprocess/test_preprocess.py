@@ -224,7 +224,7 @@ def test_all_problems_of_a_command_line_are_told_at_once(capsys):
         "error: 5 problems\n1. --inptu is unknown\n     fix: did you mean --input?\n2. ",
         "--input is missing",
         "--output-prefix is missing",
-        "--workers 0 must be at least 1\n     fix: --workers takes a whole number at least 1",
+        "--workers 0 must be at least 1\n     fix: give --workers a whole number at least 1",
         "--json-keys names 'a' twice",
     ):
         assert part in message
@@ -242,11 +242,11 @@ def test_values_that_a_flag_does_not_take_are_told_like_other_problems(capsys):
         "3. --on-bad-line skp is not a choice",
         "     fix: did you mean skip? --on-bad-line takes stop or skip or quarantine",
         "4. --max-line-mb has no value",
-        "     fix: --max-line-mb takes a whole number at least 1",
+        "     fix: give --max-line-mb a whole number at least 1",
         "5. --workers two is not a whole number",
-        "     fix: --workers takes a whole number at least 1",
+        "     fix: give --workers a whole number at least 1",
         "6. --log-interval 2 3 is not one value",
-        "     fix: --log-interval takes a whole number at least 1",
+        "     fix: give --log-interval a whole number at least 1",
         "7. --output-prefix is missing",
         "     fix: give --output-prefix PREFIX",
     ]
