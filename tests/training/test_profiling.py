@@ -1,4 +1,4 @@
-"""Profiles: what a trace says, and that a run writes one, also where it ends before its time."""
+"""Summaries of traces, and the traces that runs write, also when they end early."""
 
 import gzip
 import json
@@ -36,13 +36,13 @@ TRACE = [
     span("cuda_runtime", "cudaLaunchKernel", 2500, 5, 4),
     span("cuda_runtime", "cudaStreamSynchronize", 2600, 5, 5),
     span("kernel", "gemm", 1000, 2000, 1),
-    span("kernel", "ncclDevKernel_ReduceScatter", 2000, 4000, 2),  # the first 1000 are hidden behind gemm
-    span("kernel", "norm", 4000, 1000, 3),  # and these too
+    span("kernel", "ncclDevKernel_ReduceScatter", 2000, 4000, 2),  # the first 1000 overlap with gemm
+    span("kernel", "norm", 4000, 1000, 3),  # as do these
     span("kernel", "adam", 8000, 1000, 4),  # after 2000 of nothing
 ]
 
 
-def test_stretches_are_computation_exposed_communication_or_idle() -> None:
+def test_intervals_are_compute_exposed_communication_or_idle() -> None:
     summary = summarize(TRACE, num_steps=1)
     found = {name: (part.compute, part.exposed, part.idle) for name, part in summary.parts.items()}
     assert found == {
@@ -57,12 +57,12 @@ def test_stretches_are_computation_exposed_communication_or_idle() -> None:
     assert "cudaStreamSynchronize 0.5" in text
 
 
-def test_traffic_is_counted_where_the_trace_tells_of_it() -> None:
-    told = {"Collective name": "_reduce_scatter_base", "Group size": 4, "dtype": "Float"}
+def test_traffic_is_counted_if_the_trace_records_it() -> None:
+    recorded = {"Collective name": "_reduce_scatter_base", "Group size": 4, "dtype": "Float"}
     sizes = {"In msg nelems": 4_000_000, "Out msg nelems": 1_000_000}
     kernels = [span("kernel", "ncclDevKernel_ReduceScatter", at, 500) for at in (0, 1000, 2000)]
     for kernel in kernels:
-        kernel["args"] |= {**told, **sizes}
+        kernel["args"] |= {**recorded, **sizes}
     summary = summarize([*TRACE, *kernels], num_steps=2)
     assert list(summary.traffic) == ["_reduce_scatter_base over 4"]
     assert "     0.75       1.5     0.024  _reduce_scatter_base over 4" in summary.text()
@@ -103,7 +103,7 @@ def test_a_run_profiles_the_iterations_that_were_asked_for(
     ("changed", "code", "reason"),
     [({"--exit-interval": "2"}, 75, "--exit-interval 2"), ({"--train-iters": "2"}, 0, "the run is done")],
 )
-def test_a_run_that_stops_while_it_profiles_writes_what_it_has(
+def test_a_run_that_stops_while_it_profiles_writes_its_trace(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     changed: dict[str, str | None],
@@ -119,7 +119,7 @@ def test_a_run_that_stops_while_it_profiles_writes_what_it_has(
     assert read_trace(file).num_steps == 1
 
 
-def test_a_run_that_fails_while_it_profiles_writes_what_it_has(
+def test_a_run_that_fails_while_it_profiles_writes_its_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, calls = Engine.begin_step, []
@@ -142,10 +142,10 @@ def test_a_run_that_fails_while_it_profiles_writes_what_it_has(
 def test_a_profile_that_cannot_be_written_does_not_hide_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the GPU waits for a rank that waits for this one."""
-    profiling = begun(plan_of({"--profile-dir": str(tmp_path)}), rank=0)
+    """The GPU may wait for a rank that waits for this one."""
+    profiling = started(plan_of({"--profile-dir": str(tmp_path)}), rank=0)
     never = threading.Event()
-    monkeypatch.setattr(profiling_module, "_SECONDS_TO_REST", 0.05)
+    monkeypatch.setattr(profiling_module, "_MAX_SYNCHRONIZE_SECONDS", 0.05)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: never.wait())
     profiling._device = "cuda"
@@ -161,12 +161,12 @@ def test_a_run_that_ends_before_its_profile_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain.main(command_line({**FLAGS, "--exit-interval": "1", "--save": str(tmp_path)})) == 75
-    told = "> nothing was profiled: --exit-interval 1 at iteration 1, and --profile-step-start is 1"
-    assert told in capsys.readouterr().out
+    message = "> nothing was profiled: --exit-interval 1 at iteration 1, and --profile-step-start is 1"
+    assert message in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 
-def test_a_run_that_goes_on_behind_its_profile_says_so(
+def test_a_run_that_resumes_after_the_profiled_iterations_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = {"--save": str(tmp_path), "--load": str(tmp_path)}
@@ -176,7 +176,7 @@ def test_a_run_that_goes_on_behind_its_profile_says_so(
     assert pretrain.main(command_line({**FLAGS, **folders})) == 0
     said = capsys.readouterr().out
     assert said.count("profiled") == 1
-    assert "> --profile-step-end 3: nothing is profiled, as the run goes on from iteration 3\n" in said
+    assert "> --profile-step-end 3: nothing is profiled, because the run resumes from iteration 3\n" in said
     assert not (tmp_path / "profile").exists()
 
 
@@ -185,8 +185,8 @@ def plan_of(changed: dict[str, str | None]) -> Any:
     return resolve(request, Facts(world_size=4, vocab_size=101, eod_id=100))
 
 
-def begun(plan: Any, *, rank: int) -> Profiling:
-    """In the middle of iteration 2, the first that is profiled."""
+def started(plan: Any, *, rank: int) -> Profiling:
+    """Return a profiler during iteration 2, the first that is profiled."""
     profiling = Profiling(plan, rank=rank, start=0)
     for iteration in (1, 2):
         profiling.before_iteration(iteration)
@@ -195,20 +195,20 @@ def begun(plan: Any, *, rank: int) -> Profiling:
 
 def test_rank_0_names_the_traces_of_others(tmp_path: Path) -> None:
     plan = plan_of({"--profile-dir": str(tmp_path), "--profile-ranks": "1 3"})
-    of_0, of_1 = begun(plan, rank=0), begun(plan, rank=1)
+    rank_0, rank_1 = started(plan, rank=0), started(plan, rank=1)
     files = f"{tmp_path}/rank1.json.gz, {tmp_path}/rank3.json.gz"
     others = f"> traces of ranks 1, 3: {files}; `megatrain trace FILE` prints a file's table"
-    assert of_0.at_end("signal SIGTERM") == (
+    assert rank_0.at_end("signal SIGTERM") == (
         f"> profiling was cut short (signal SIGTERM), iterations 2 to 2 instead of 3\n{others}"
     )
-    text = of_1.at_end("signal SIGTERM")
+    text = rank_1.at_end("signal SIGTERM")
     assert text is not None
     assert "rank1.json.gz\nno kernels" in text
-    of_0 = begun(plan, rank=0)
-    of_0.before_iteration(3)
-    assert of_0.after_iteration(3) == f"> profiled iterations 2 to 3\n{others}"
-    assert of_0.at_end(None) is None
-    assert begun(plan, rank=2).at_failure(RuntimeError()) is None
+    rank_0 = started(plan, rank=0)
+    rank_0.before_iteration(3)
+    assert rank_0.after_iteration(3) == f"> profiled iterations 2 to 3\n{others}"
+    assert rank_0.at_end(None) is None
+    assert started(plan, rank=2).at_failure(RuntimeError()) is None
 
 
 def test_the_table_of_a_trace_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,9 +232,9 @@ def test_the_table_of_a_trace_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     ],
     ids=["missing", "no-gzip", "cut", "no-json", "a-list", "no-events"],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "rank0.json.gz"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(InputError, match=r"rank0.json.gz: no trace of --profile can be read there"):
+    with pytest.raises(InputError, match=r"rank0.json.gz is not a readable trace of --profile"):
         read_trace(file)

@@ -1,10 +1,10 @@
-"""What a profiler's trace says about a step: computation, communication that nothing hides, idle time, by part.
+"""Summary of a profiler's trace: compute, exposed communication and idle time by part of the step.
 
-    GPU   |##gemm##|  |#norm#|========reduce========|        compute 2 | exposed 1 (reduce, but where a kernel runs beside it)
-    part  | forward             | backward          |        idle: until the next kernel starts, and counted to its part
+    GPU   |##gemm##|  |#norm#|========reduce========|     compute 2 | exposed 1: reduce while no other kernel runs
+    part  | forward             | backward          |     idle: until the next kernel starts; counts for its part
 
-A part is the innermost `record_function` range of the host (`forward`, `optimizer` ...) from which a kernel was launched.
-The backward pass runs in a thread of its own, while the range that waits for it stays open: time decides, not the thread.
+A part is the innermost `record_function` range of the host (`forward`, `optimizer` ...) that launches a kernel. Launches
+are assigned to ranges by time, not by thread: the backward pass runs in a thread of its own inside an open range.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import Any
 from megatrain.config.errors import InputError
 
 ITERATIONS = "profiled_iterations"
-"""What a trace calls its first and its last iteration."""
+"""Key of the first and last iteration in a trace."""
 _SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls in which the host waits for the GPU; a copy to pageable memory waits too, and shows as the first. An asynchronous
-copy, from pinned memory or on the GPU, does not."""
+"""Calls in which the host waits for the GPU. A copy to pageable memory waits, too, and appears as cudaStreamSynchronize."""
 _OUTSIDE = "elsewhere"
 
 
@@ -35,7 +34,7 @@ class PartTimes:
 
     compute: float = 0.0
     exposed: float = 0.0
-    """Communication while nothing computes."""
+    """Communication during which no compute kernel runs."""
     idle: float = 0.0
 
     @property
@@ -49,31 +48,31 @@ class Traffic:
 
     count: int = 0
     num_bytes: int = 0
-    """Of the larger of what goes in and what comes out on this rank."""
+    """Bytes of this rank's input or output, whichever is larger."""
     milliseconds: float = 0.0
-    """Of their kernels, hidden or not; waiting for other ranks is part of it."""
+    """Time of their kernels, overlapped or not, including the wait for other ranks."""
 
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """One rank's profiled steps."""
+    """Summary of one rank's profiled steps."""
 
     num_steps: int
     parts: Mapping[str, PartTimes] = field(default_factory=dict)
-    """In the order in which they begin."""
+    """In order of their start."""
     kernels: Sequence[tuple[str, int, float]] = ()
-    """Name, number and milliseconds of the kernels that take longest."""
+    """Name, count and milliseconds of the slowest kernels."""
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    """By collective and size of its group, where the trace tells."""
+    """By collective and group size, if the trace records them."""
     host_waits: Mapping[str, int] = field(default_factory=dict)
-    """How often the host waited for the GPU, by call."""
+    """Number of times the host waited for the GPU, by call."""
 
     def text(self) -> str:
-        """A table a step."""
+        """Return the table, per step."""
         if not self.parts:
             return "no kernels in this trace: open it to see what the host did"
         total = sum(part.total for part in self.parts.values())
-        lines = [f"{'ms a step':<18} {'total':>9} {'compute':>9} {'exposed communication':>22} {'idle':>9}"]
+        lines = [f"{'ms/step':<18} {'total':>9} {'compute':>9} {'exposed communication':>22} {'idle':>9}"]
         everything = PartTimes()
         for name, part in self.parts.items():
             lines.append(self._row(name, part, total))
@@ -82,17 +81,17 @@ class TraceSummary:
             everything.idle += part.idle
         lines.append(self._row("all", everything, total))
         if self.traffic:
-            lines += ["", f"{'ms a step':>9} {'launches':>9} {'GB a step':>9}  collective"]
-        for name, of in self.traffic.items():
+            lines += ["", f"{'ms/step':>9} {'launches':>9} {'GB/step':>9}  collective"]
+        for name, traffic in self.traffic.items():
             n = self.num_steps
             lines.append(
-                f"{of.milliseconds / n:9.2f} {of.count / n:9.1f} {of.num_bytes / n / 1e9:9.3f}  {name}"
+                f"{traffic.milliseconds / n:9.2f} {traffic.count / n:9.1f} {traffic.num_bytes / n / 1e9:9.3f}  {name}"
             )
-        lines += ["", f"{'ms a step':>9} {'launches':>9}  kernel"]
+        lines += ["", f"{'ms/step':>9} {'launches':>9}  kernel"]
         for name, count, milliseconds in self.kernels:
             lines.append(f"{milliseconds / self.num_steps:9.2f} {count / self.num_steps:9.1f}  {name[:110]}")
         waits = ", ".join(f"{name} {count / self.num_steps:g}" for name, count in self.host_waits.items())
-        return "\n".join([*lines, "", f"the host waits for the GPU, times a step: {waits or 'never'}"])
+        return "\n".join([*lines, "", f"host waits for the GPU per step: {waits or 'none'}"])
 
     def _row(self, name: str, part: PartTimes, total: float) -> str:
         n = self.num_steps
@@ -103,10 +102,10 @@ class TraceSummary:
 
 
 def read_trace(file: Path) -> TraceSummary:
-    """What a file says that --profile wrote, also where it was unpacked since.
+    """Return the summary of a trace that --profile wrote, compressed or not.
 
     Raises:
-        InputError: it is no such file, or damaged.
+        InputError: the file is damaged or not such a trace.
     """
     try:
         content = file.read_bytes()
@@ -115,13 +114,13 @@ def read_trace(file: Path) -> TraceSummary:
         return summarize(trace["traceEvents"], num_steps=last - first + 1)
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise InputError(
-            f"{file}: no trace of --profile can be read there ({type(error).__name__}: {error})",
+            f"{file} is not a readable trace of --profile ({type(error).__name__}: {error})",
             fix="name a file that --profile wrote, such as runs/one/profile/rank0.json.gz",
         ) from error
 
 
 def summarize(events: Sequence[Mapping[str, Any]], *, num_steps: int, num_kernels: int = 15) -> TraceSummary:
-    """Read the events of a Chrome trace as torch's profiler writes it."""
+    """Return the summary of the events of a Chrome trace of torch's profiler."""
     spans = [event for event in events if event.get("ph") == "X"]
     kernels = sorted(
         (event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")),
@@ -158,35 +157,37 @@ _WIDTHS = {
     "Long": 8,
     "Double": 8,
 }
-"""Bytes of an element, by torch's names in traces."""
+"""Bytes per element, by the dtype's name in traces."""
 
 
 def _traffic(kernels: Sequence[Mapping[str, Any]]) -> dict[str, Traffic]:
-    """What NCCL's kernels moved, as torch notes it beside each."""
+    """Return the traffic of NCCL kernels, from the arguments that torch records for each."""
     traffic: dict[str, Traffic] = {}
     for kernel in kernels:
-        told = kernel["args"]
-        if "Collective name" not in told:
+        recorded = kernel["args"]
+        if "Collective name" not in recorded:
             continue
-        of = traffic.setdefault(f"{told['Collective name']} over {told.get('Group size', '?')}", Traffic())
-        elements = max(int(told.get("In msg nelems", 0)), int(told.get("Out msg nelems", 0)))
-        of.count += 1
-        of.num_bytes += elements * _WIDTHS.get(told.get("dtype", ""), 0)
-        of.milliseconds += kernel["dur"] / 1000
+        one = traffic.setdefault(
+            f"{recorded['Collective name']} over {recorded.get('Group size', '?')}", Traffic()
+        )
+        elements = max(int(recorded.get("In msg nelems", 0)), int(recorded.get("Out msg nelems", 0)))
+        one.count += 1
+        one.num_bytes += elements * _WIDTHS.get(recorded.get("dtype", ""), 0)
+        one.milliseconds += kernel["dur"] / 1000
     return traffic
 
 
 def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[str, PartTimes]:
-    """Walk along the borders of all kernels; each stretch between two of them is one of the three."""
+    """Sum the intervals between consecutive starts and ends of kernels; each is compute, exposed or idle."""
     times: dict[str, PartTimes] = {part: PartTimes() for part in parts}
-    borders = sorted(
+    boundaries = sorted(
         [(kernel["ts"], True, number) for number, kernel in enumerate(kernels)]
         + [(kernel["ts"] + kernel["dur"], False, number) for number, kernel in enumerate(kernels)]
     )
     computing: dict[int, None] = {}
     communicating: dict[int, None] = {}
-    before = borders[0][0] if borders else 0.0
-    for at, is_start, number in borders:
+    before = boundaries[0][0] if boundaries else 0.0
+    for at, is_start, number in boundaries:
         length = (at - before) / 1000
         if computing:
             times[parts[next(iter(computing))]].compute += length
@@ -204,7 +205,7 @@ def _times(kernels: Sequence[Mapping[str, Any]], parts: Sequence[str]) -> dict[s
 
 
 class _Ranges:
-    """The host's ranges, to be asked which of them is the innermost at some time."""
+    """Lookup of the host's innermost range by time."""
 
     def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
         named = [e for e in events if not e["name"].startswith("ProfilerStep")]
@@ -215,12 +216,12 @@ class _Ranges:
             self._names.append(name)
 
     def at(self, time: float) -> str:
-        place = bisect.bisect_right(self._times, time) - 1
-        return self._names[place] if place >= 0 else _OUTSIDE
+        index = bisect.bisect_right(self._times, time) - 1
+        return self._names[index] if index >= 0 else _OUTSIDE
 
 
 def _innermost(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
-    """From when on which range is the innermost one. `events` come by their beginning, outer ones first."""
+    """Yield (time, name) whenever the innermost range changes. `events` are sorted by start, outer ranges first."""
     open_ranges: list[tuple[float, str]] = []
     for event in events:
         yield from _closed(open_ranges, until=event["ts"])
