@@ -1,10 +1,10 @@
-"""Activations of the MLP and their gradients, alone and behind a gate.
+"""Activations of the MLP and their gradients, plain and gated (GLU).
 
-    alone    activation_fn(x)                                  [..., f]   -> [..., f]
-    gated    activation_fn(gate) * (up + offset)               [..., 2 f] -> [..., f]     x is gate, then up
+    plain    fn(x)                         [..., f]   -> [..., f]
+    gated    fn(gate) * (up + offset)      [..., 2 f] -> [..., f]     x is gate, then up
 
-On GPUs one fused kernel does each; the references here do the same in any dtype on any device. Arithmetic runs in
-`accumulation_dtype(dtype)`.
+On GPUs one fused kernel computes each. The references here run in any dtype on any device. Arithmetic is in the
+accumulation dtype.
 """
 
 from __future__ import annotations
@@ -24,85 +24,89 @@ from megatrain.kernels.fused.launching import is_fused
 
 @dataclass(frozen=True)
 class ActivationFunction:
-    """A function of one number, and its derivative."""
+    """An element-wise function and its derivative."""
 
     name: str
     value: Callable[[Tensor], Tensor]
     derivative: Callable[[Tensor], Tensor]
     has_kernel: bool = False
-    """Whether fused kernels know it by its name."""
+    """True: the fused kernels implement it, under its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """What stands between the two linear layers of an MLP."""
+    """The operation between the two linear layers of an MLP."""
 
-    activation_fn: ActivationFunction
+    fn: ActivationFunction
     is_gated: bool = False
     clamp: float | None = None
-    """Largest gate, and largest size of `up`."""
+    """Upper bound of the gate, and bound of the absolute value of `up`; None: none."""
     offset: float = 0.0
-    """Added to `up`."""
+    """Constant added to `up`."""
 
     @property
-    def numbers(self) -> tuple[str, bool, float | None, float]:
-        """As fused kernels take it."""
-        return self.activation_fn.name, self.is_gated, self.clamp, self.offset
+    def kernel_args(self) -> tuple[str, bool, float | None, float]:
+        """Arguments of the fused kernels."""
+        return self.fn.name, self.is_gated, self.clamp, self.offset
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """[..., f], or [..., 2 f] behind a gate -> [..., f]."""
-    if is_fused(x) and activation.activation_fn.has_kernel:
-        return fused.activate(x, *activation.numbers)
+    """Apply the activation: [..., f], or [..., 2 f] if gated -> [..., f]."""
+    if is_fused(x) and activation.fn.has_kernel:
+        return fused.activate(x, *activation.kernel_args)
     return activate_reference(x, activation)
 
 
 def activate_backward(
-    dy: Tensor, x: Tensor, activation: Activation, *, again: Tensor | None = None, uses_up: bool = False
+    dy: Tensor,
+    x: Tensor,
+    activation: Activation,
+    *,
+    recomputed: Tensor | None = None,
+    overwrites_x: bool = False,
 ) -> Tensor:
-    """Gradient of `activate`, in the shape of x. What is clamped has none.
+    """Return the gradient of x; clamped elements have none.
 
     Args:
-        again: [..., f], contiguous, gets the activation a second time, where it was not kept: the same pass forms it. May
-            be `dy`.
-        uses_up: whether the gradient may lie where x was.
+        recomputed: [..., f], contiguous: gets the activation, which the same pass recomputes. May be `dy`.
+        overwrites_x: the gradient may take the memory of x.
     """
-    if is_fused(x) and activation.activation_fn.has_kernel:
-        return fused.activate_backward(dy, x, again, *activation.numbers, uses_up=uses_up)
+    if is_fused(x) and activation.fn.has_kernel:
+        return fused.activate_backward(dy, x, recomputed, *activation.kernel_args, overwrites_x=overwrites_x)
     dx = activate_backward_reference(dy, x, activation)
-    if again is not None:
-        again.copy_(activate_reference(x, activation))
+    if recomputed is not None:
+        recomputed.copy_(activate_reference(x, activation))
     return dx
 
 
 def activate_weighted(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
-    """The activation of each row, times the row's weight: [r, f], or [r, 2 f] behind a gate, and [r] -> [r, f]."""
-    if is_fused(x) and activation.activation_fn.has_kernel:
-        return fused.activate(x, *activation.numbers, weights=weights)
+    """Multiply the activation of each row by the row's weight: [r, f], or [r, 2 f] if gated, and [r] -> [r, f]."""
+    if is_fused(x) and activation.fn.has_kernel:
+        return fused.activate(x, *activation.kernel_args, weights=weights)
     return _weighted(activate_reference(x, activation), weights)
 
 
 def activate_weighted_backward(
     dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weights; dy becomes what `activate_weighted` gave.
+    """Return the gradients of x and of the weights; overwrites `dy` with the result of `activate_weighted`.
 
     Args:
         dy: [r, f], contiguous.
     """
-    if is_fused(x) and activation.activation_fn.has_kernel:
-        return fused.activate_weighted_backward(dy, x, weights, *activation.numbers)
+    if is_fused(x) and activation.fn.has_kernel:
+        return fused.activate_weighted_backward(dy, x, weights, *activation.kernel_args)
     return activate_weighted_backward_reference(dy, x, weights, activation)
 
 
 def activate_weighted_backward_reference(
     dy: Tensor, x: Tensor, weights: Tensor, activation: Activation
 ) -> tuple[Tensor, Tensor]:
-    """The same, written out."""
-    kind = accumulation_dtype(x.dtype)
+    """Compute the gradients with torch operators."""
+    dtype = accumulation_dtype(x.dtype)
     active = activate_reference(x, activation)
     dx = activate_backward_reference(_weighted(dy, weights), x, activation)
-    dweights = (dy.to(kind) * active.to(kind)).sum(-1).to(weights.dtype)
+    dweights = (dy.to(dtype) * active.to(dtype)).sum(-1).to(weights.dtype)
     dy.copy_(_weighted(active, weights))
     return dx, dweights
 
@@ -112,32 +116,32 @@ def _weighted(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def activate_reference(x: Tensor, activation: Activation) -> Tensor:
-    """The same, written out."""
+    """Apply the activation with torch operators."""
     if not activation.is_gated:
-        return activation.activation_fn.value(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
+        return activation.fn.value(x.to(accumulation_dtype(x.dtype))).to(x.dtype)
     if _is_plain_swiglu(activation):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
     a, b = _clamped(x, activation)
-    return (activation.activation_fn.value(a) * (b + activation.offset)).to(x.dtype)
+    return (activation.fn.value(a) * (b + activation.offset)).to(x.dtype)
 
 
 def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -> Tensor:
-    """The same, written out."""
-    activation_fn, clamp = activation.activation_fn, activation.clamp
+    """Compute the gradient of x with torch operators."""
+    fn, clamp = activation.fn, activation.clamp
     if not activation.is_gated:
         xw = x.to(accumulation_dtype(x.dtype))
-        return (dy.to(xw.dtype) * activation_fn.derivative(xw)).to(x.dtype)
+        return (dy.to(xw.dtype) * fn.derivative(xw)).to(x.dtype)
     a, b = _clamped(x, activation)
     dyw = dy.to(a.dtype)
-    if _is_plain_swiglu(activation):  # what CPUs train most with, in torch's own kernels
+    if _is_plain_swiglu(activation):  # the most common case on CPUs, with torch's own kernels
         dx = torch.empty_like(x, dtype=a.dtype)
         dgate, dup = dx.chunk(2, dim=-1)
         dgate.copy_(torch.ops.aten.silu_backward(dyw * b, a))
         torch.mul(dyw, F.silu(a), out=dup)
         return dx.to(x.dtype)
-    da = dyw * (b + activation.offset) * activation_fn.derivative(a)
-    db = dyw * activation_fn.value(a)
+    da = dyw * (b + activation.offset) * fn.derivative(a)
+    db = dyw * fn.value(a)
     if clamp is not None:
         x_gate, x_up = x.chunk(2, dim=-1)
         da = da.masked_fill(x_gate > clamp, 0)
@@ -147,7 +151,7 @@ def activate_backward_reference(dy: Tensor, x: Tensor, activation: Activation) -
 
 def _is_plain_swiglu(activation: Activation) -> bool:
     """Source: Shazeer, arXiv:2002.05202."""
-    return activation.activation_fn is SILU and activation.clamp is None and not activation.offset
+    return activation.fn is SILU and activation.clamp is None and not activation.offset
 
 
 def _clamped(x: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
@@ -162,7 +166,7 @@ _INVERSE_SQRT_2_PI = 1 / math.sqrt(2 * math.pi)
 _TANH_SCALE = math.sqrt(2 / math.pi)
 _TANH_CUBE = 0.044715
 _TANH_END = 10.0
-"""From here on that tanh is 1 to the last bit in fp64 too; further out x * x may be infinite."""
+"""Beyond it tanh is 1 to the last bit, also in fp64; far beyond it x * x may overflow."""
 _QUICK = 1.702
 
 
@@ -212,11 +216,11 @@ def _squared_relu_derivative(x: Tensor) -> Tensor:
 
 
 GELU = ActivationFunction("gelu", _gelu, _gelu_derivative, has_kernel=True)
-"""x times the normal distribution function, by the error function."""
+"""GELU, exact, with the error function."""
 GELU_TANH = ActivationFunction("gelu_tanh", _gelu_tanh, _gelu_tanh_derivative, has_kernel=True)
-"""Its approximation by tanh. Source: Hendrycks and Gimpel, arXiv:1606.08415."""
+"""Approximation of GELU by tanh. Source: Hendrycks and Gimpel, arXiv:1606.08415."""
 QUICK_GELU = ActivationFunction("quick_gelu", _quick_gelu, _quick_gelu_derivative, has_kernel=True)
-"""Its approximation by a logistic function; same source."""
+"""Approximation of GELU by a logistic function; same source."""
 SILU = ActivationFunction("silu", _silu, _silu_derivative, has_kernel=True)
 SQUARED_RELU = ActivationFunction("squared_relu", _squared_relu, _squared_relu_derivative, has_kernel=True)
 """Source: So et al., arXiv:2109.08668."""

@@ -1,9 +1,10 @@
-"""The softmax of a row of logits, or of the part of a row that this rank holds: what is known of it, and its gradient.
+"""Cross entropy over rows of logits, or over the part of each row that this rank holds: statistics and gradient.
 
-    logits ──> largest, sum of exponentials, target          (what ranks need of one another)
-           ──> share * softmax - minus * onehot              (in the memory of the logits, on GPUs)
+    logits ──> maximum, sum of exponentials, target logit               (reduced over ranks by the caller)
+           ──> softmax_scale * softmax - onehot_scale * onehot          (in the memory of the logits, on GPUs)
 
-On GPUs logits stay in their own dtype, and each line is one fused kernel; the references here compute in `accumulation_dtype(dtype)`.
+On GPUs logits stay in their own dtype, and each line is one fused kernel. The references here compute in the accumulation
+dtype.
 """
 
 from __future__ import annotations
@@ -18,66 +19,72 @@ from megatrain.kernels.fused import cross_entropy as fused
 from megatrain.kernels.fused.launching import is_fused
 
 
-class Rows(NamedTuple):
-    """What is known of rows of logits; wide [t] each, but for the values."""
+class LogitStatistics(NamedTuple):
+    """Softmax statistics of rows of logits, [t] each in the accumulation dtype, and the logits."""
 
-    values: Tensor
-    """[t, v]: the logits, or, by the reference, their exponentials less the largest, wide."""
-    largest: Tensor
-    """Logit of the `num_real` columns; finite, also where there are none."""
-    sums: Tensor
-    """Of the exponentials of logits less the largest."""
-    targets: Tensor
-    """Logit of the label's column, 0 where it is not here."""
+    logits: Tensor
+    """[t, v]: the logits; from the reference exp(logits - max_logits), in the accumulation dtype."""
+    max_logits: Tensor
+    """Maximum over the first `num_real` columns; finite, also without such columns."""
+    sum_exp: Tensor
+    """Sum of exp(logits - max_logits)."""
+    target_logits: Tensor
+    """Logit of the label's column, 0 if this rank does not hold it."""
 
 
-def logit_statistics(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
-    """Look at rows once; uses up `logits`.
+def logit_statistics(logits: Tensor, columns: Tensor, num_real: int) -> LogitStatistics:
+    """Compute the statistics; may overwrite `logits`.
 
     Args:
-        logits: [t, v]; columns from `num_real` on are padding and left out.
-        columns: of the labels, [t]; -1 where a label is not here.
+        logits: [t, v]; columns from `num_real` on are padding and do not count.
+        columns: columns of the labels, [t]; -1 for a label that this rank does not hold.
     """
     if is_fused(logits):
-        return Rows(logits, *fused.logit_statistics(logits, columns, num_real))
+        return LogitStatistics(logits, *fused.logit_statistics(logits, columns, num_real))
     return logit_statistics_reference(logits, columns, num_real)
 
 
 def cross_entropy_backward(
-    rows: Rows,
+    stats: LogitStatistics,
     log_sums: Tensor,
     columns: Tensor,
-    share: Tensor,
-    minus: Tensor,
+    softmax_scale: Tensor,
+    onehot_scale: Tensor,
     num_real: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """share * softmax - minus * onehot, [t, v] in `dtype`; uses up `rows.values`.
+    """Return softmax_scale * softmax - onehot_scale * onehot, [t, v] in `dtype`; overwrites `stats.logits`.
 
     Args:
-        log_sums: logarithms of the sums of exponentials over whole rows, wide [t].
-        share, minus: wide [t].
+        log_sums: log-sum-exp of whole rows, [t] in the accumulation dtype.
+        softmax_scale, onehot_scale: [t] in the accumulation dtype.
     """
-    if is_fused(rows.values):
-        fused.write_gradient(rows.values, log_sums, columns, share, minus, num_real)
-        return rows.values.to(dtype)
-    return cross_entropy_backward_reference(rows, log_sums, columns, share, minus, dtype)
+    if is_fused(stats.logits):
+        fused.write_gradient(stats.logits, log_sums, columns, softmax_scale, onehot_scale, num_real)
+        return stats.logits.to(dtype)
+    return cross_entropy_backward_reference(stats, log_sums, columns, softmax_scale, onehot_scale, dtype)
 
 
-def logit_statistics_reference(logits: Tensor, columns: Tensor, num_real: int) -> Rows:
-    """The same, written out."""
+def logit_statistics_reference(logits: Tensor, columns: Tensor, num_real: int) -> LogitStatistics:
+    """Compute the statistics with torch operators."""
     values = logits.to(accumulation_dtype(logits.dtype))
     values[:, num_real:] = float("-inf")
     largest = values.max(dim=-1).values.clamp(min=torch.finfo(values.dtype).min)
     targets = values.gather(1, columns.clamp(min=0)[:, None]).squeeze(1).masked_fill(columns < 0, 0)
     exponentials = values.sub_(largest[:, None]).exp_()
-    return Rows(exponentials, largest, exponentials.sum(dim=-1), targets)
+    return LogitStatistics(exponentials, largest, exponentials.sum(dim=-1), targets)
 
 
 def cross_entropy_backward_reference(
-    rows: Rows, log_sums: Tensor, columns: Tensor, share: Tensor, minus: Tensor, dtype: torch.dtype
+    stats: LogitStatistics,
+    log_sums: Tensor,
+    columns: Tensor,
+    softmax_scale: Tensor,
+    onehot_scale: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The same, written out."""
-    gradient = rows.values.mul_(((rows.largest - log_sums).exp() * share)[:, None])
-    gradient.scatter_add_(1, columns.clamp(min=0)[:, None], minus.masked_fill(columns < 0, 0).neg()[:, None])
+    """Compute the gradient with torch operators."""
+    gradient = stats.logits.mul_(((stats.max_logits - log_sums).exp() * softmax_scale)[:, None])
+    onehot = onehot_scale.masked_fill(columns < 0, 0).neg()[:, None]
+    gradient.scatter_add_(1, columns.clamp(min=0)[:, None], onehot)
     return gradient.to(dtype)

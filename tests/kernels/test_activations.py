@@ -27,7 +27,7 @@ def test_a_curve_and_its_slope_are_torchs(name: str) -> None:
     x, dy = _random(4, 3, 10).requires_grad_(), _random(4, 3, 10)
     expected = plain(x)
     expected.backward(dy)
-    check(x, dy, Activation(activation_fn=activation_fn), expected)
+    check(x, dy, Activation(fn=activation_fn), expected)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -42,7 +42,7 @@ def test_a_gated_activation_and_its_gradient_are_autograds(
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     expected = plain(gate) * (up + offset)
     expected.backward(dy)
-    check(x, dy, Activation(activation_fn=activation_fn, is_gated=True, clamp=clamp, offset=offset), expected)
+    check(x, dy, Activation(fn=activation_fn, is_gated=True, clamp=clamp, offset=offset), expected)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -57,7 +57,7 @@ def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gat
     gate, up = x.chunk(2, -1)
     expected = (plain(gate) * up if is_gated else plain(x)) * weights[:, None]
     expected.backward(dy)
-    activation = Activation(activation_fn=activation_fn, is_gated=is_gated)
+    activation = Activation(fn=activation_fn, is_gated=is_gated)
     found = a.activate_weighted(x.detach(), weights.detach(), activation)
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
     gradients = a.activate_weighted_backward(dy, x.detach(), weights.detach(), activation)
@@ -67,23 +67,23 @@ def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gat
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_slopes_are_numbers_where_squares_are_infinite(name: str) -> None:
-    x, activation = torch.tensor([-1e20, 1e20]), Activation(activation_fn=PLAIN[name][0])
+    x, activation = torch.tensor([-1e20, 1e20]), Activation(fn=PLAIN[name][0])
     dx = a.activate_backward(torch.ones(2), x, activation)
     assert torch.equal(dx, torch.tensor([0.0, 2e20 if name == "squared_relu" else 1.0]))
 
 
 def check(x: torch.Tensor, dy: torch.Tensor, activation: Activation, expected: torch.Tensor) -> None:
-    again = torch.empty_like(dy)
+    recomputed = torch.empty_like(dy)
     found, gradient = (
         a.activate(x.detach(), activation),
-        a.activate_backward(dy, x.detach(), activation, again=again),
+        a.activate_backward(dy, x.detach(), activation, recomputed=recomputed),
     )
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-14)
-    assert torch.equal(again, found)
+    assert torch.equal(recomputed, found)
 
 
 def test_narrow_input_is_computed_in_fp32() -> None:
     x = _random(64, 8).bfloat16()
     expected = F.gelu(x.float(), approximate="tanh").bfloat16()
-    assert torch.equal(a.activate(x, Activation(activation_fn=a.GELU_TANH)), expected)
+    assert torch.equal(a.activate(x, Activation(fn=a.GELU_TANH)), expected)

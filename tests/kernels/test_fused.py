@@ -22,10 +22,10 @@ from megatrain.kernels import (  # noqa: E402
     rotary,
 )
 from megatrain.kernels.activations import Activation  # noqa: E402
-from megatrain.kernels.fused import activations as fused_activation  # noqa: E402
+from megatrain.kernels.fused import activations as fused_activations  # noqa: E402
 from megatrain.kernels.fused import column_sums as fused_column_sums  # noqa: E402
-from megatrain.kernels.fused import cross_entropy as fused_softmax  # noqa: E402
-from megatrain.kernels.fused import norms as fused_norm  # noqa: E402
+from megatrain.kernels.fused import cross_entropy as fused_cross_entropy  # noqa: E402
+from megatrain.kernels.fused import norms as fused_norms  # noqa: E402
 from megatrain.kernels.fused import permute as fused_permute  # noqa: E402
 from megatrain.kernels.fused import random as fused_random  # noqa: E402
 from megatrain.kernels.fused import rotary as fused_rotary  # noqa: E402
@@ -72,19 +72,19 @@ def test_norm(
     if DEVICE == "cpu" and rows * columns > 50_000:
         pytest.skip("slow in the interpreter")
     if rows == 300:
-        monkeypatch.setattr(fused_norm, "_WARPS", 12)  # of programs that have several tiles
+        monkeypatch.setattr(fused_norms, "_WARPS", 12)  # of programs that have several tiles
     x, weight = drawn(rows, 1, columns, dtype=dtype), drawn(columns, dtype=dtype, seed=1)
     bias = drawn(columns, dtype=dtype, seed=2) if kind == "layer" else None
     delta = drawn(rows, 1, columns, dtype=dtype, seed=3) if has_delta else None
     dy, dtotal = drawn(rows, 1, columns, dtype=dtype, seed=4), drawn(rows, 1, columns, dtype=dtype, seed=5)
-    found = norms.Normed(*fused_norm.norm(x, delta, weight, bias, 1e-5, 1.0))
+    found = norms.NormOutput(*fused_norms.norm(x, delta, weight, bias, 1e-5, 1.0))
     expected = norms.norm_reference(x, delta, weight, bias, 1e-5, 1.0)
     assert torch.equal(found.total, expected.total)
     near(found.y, expected.y, dtype)
     near(found.mean, expected.mean, torch.float32, columns)
     near(found.rstd, expected.rstd, torch.float32, columns)
     for along in (None, dtotal):
-        gradients = fused_norm.norm_backward(dy, along, found.total, weight, found.mean, found.rstd, 1.0)
+        gradients = fused_norms.norm_backward(dy, along, found.total, weight, found.mean, found.rstd, 1.0)
         references = norms.norm_backward_reference(dy, along, found, weight, 1.0)
         near(gradients[0], references[0], dtype)
         near(gradients[1], references[1], torch.float32, rows)
@@ -94,7 +94,7 @@ def test_norm(
 def test_a_norm_of_a_wide_residual_stream_is_narrow() -> None:
     x, delta = drawn(5, 1, 96), drawn(5, 1, 96, dtype=torch.float16, seed=3)
     weight = drawn(96, dtype=torch.float16, seed=1)
-    total, y, _, _ = fused_norm.norm(x, delta, weight, None, 1e-5, 0.0)
+    total, y, _, _ = fused_norms.norm(x, delta, weight, None, 1e-5, 0.0)
     expected = norms.norm_reference(x, delta, weight, None, 1e-5)
     assert (total.dtype, y.dtype) == (torch.float32, torch.float16)
     near(total, expected.total, torch.float32)
@@ -108,12 +108,12 @@ def test_a_norm_of_a_wide_residual_stream_is_narrow() -> None:
     ids=lambda activation_fn: activation_fn.name,
 )
 def test_activations_hide_no_nan(activation_fn: activations.ActivationFunction, clamp: float | None) -> None:
-    activation = Activation(activation_fn=activation_fn, is_gated=clamp is not None, clamp=clamp)
+    activation = Activation(fn=activation_fn, is_gated=clamp is not None, clamp=clamp)
     x, dy = drawn(4, 64), drawn(4, 32 if activation.is_gated else 64)
     for column in (3, 40):
         x[1, column] = float("nan")
-    y = fused_activation.activate(x, *activation.numbers)
-    dx = fused_activation.activate_backward(dy, x, None, *activation.numbers)
+    y = fused_activations.activate(x, *activation.kernel_args)
+    dx = fused_activations.activate_backward(dy, x, None, *activation.kernel_args)
     assert torch.equal(y.isnan(), activations.activate_reference(x, activation).isnan())
     assert y.isnan().any()
     assert dx[1].isnan().any()
@@ -126,9 +126,9 @@ ACTIVATION_FUNCTIONS = [
 
 @pytest.mark.parametrize("activation_fn", ACTIVATION_FUNCTIONS, ids=lambda activation_fn: activation_fn.name)
 def test_slopes_are_numbers_where_squares_are_infinite(activation_fn: activations.ActivationFunction) -> None:
-    activation = Activation(activation_fn=activation_fn)
+    activation = Activation(fn=activation_fn)
     x = torch.tensor([-1e20, -1e4, 1e4, 1e20], device=DEVICE)
-    dx = fused_activation.activate_backward(torch.ones_like(x), x, None, *activation.numbers)
+    dx = fused_activations.activate_backward(torch.ones_like(x), x, None, *activation.kernel_args)
     assert dx.isfinite().all()
     torch.testing.assert_close(dx, activations.activate_backward_reference(torch.ones_like(x), x, activation))
 
@@ -143,20 +143,20 @@ def test_activation(
     dtype: torch.dtype, activation_fn: activations.ActivationFunction, is_gated: bool, clamp: float | None, offset: float,
     rows: int, columns: int,
 ) -> None:  # fmt: skip
-    activation = Activation(activation_fn=activation_fn, is_gated=is_gated, clamp=clamp, offset=offset)
+    activation = Activation(fn=activation_fn, is_gated=is_gated, clamp=clamp, offset=offset)
     x = 2 * drawn(rows, 1, columns * (1 + is_gated), dtype=dtype)
     dy = drawn(rows, 1, columns, dtype=dtype, seed=1)
-    again = torch.empty_like(dy)
-    y = fused_activation.activate(x, *activation.numbers)
+    recomputed = torch.empty_like(dy)
+    y = fused_activations.activate(x, *activation.kernel_args)
     near(y, activations.activate_reference(x, activation), dtype)
-    dx = fused_activation.activate_backward(dy, x, again, *activation.numbers)
+    dx = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), dtype)
-    near(again, y, dtype)  # another kernel, in which other products and sums are one operation
-    near(fused_activation.activate_backward(dy, x, None, *activation.numbers), dx, dtype)
-    in_place = fused_activation.activate_backward(dy, x, dy, *activation.numbers, uses_up=True)
+    near(recomputed, y, dtype)  # another kernel, in which other products and sums are one operation
+    near(fused_activations.activate_backward(dy, x, None, *activation.kernel_args), dx, dtype)
+    in_place = fused_activations.activate_backward(dy, x, dy, *activation.kernel_args, overwrites_x=True)
     assert in_place.data_ptr() == x.data_ptr()
     assert torch.equal(in_place, dx)
-    assert torch.equal(dy, again)
+    assert torch.equal(dy, recomputed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,21 +192,25 @@ def test_rotary(
 @pytest.mark.parametrize(
     ("rows", "columns", "num_real"), [(3, 7, 7), (5, 64, 50), (4, 9000, 8999), (2, 16, 0)]
 )
-def test_softmax(dtype: torch.dtype, rows: int, columns: int, num_real: int) -> None:
+def test_cross_entropy(dtype: torch.dtype, rows: int, columns: int, num_real: int) -> None:
     logits = (8 * drawn(rows, columns, dtype=torch.float32)).to(dtype)
     labels = torch.arange(rows, device=DEVICE) * 3 % max(num_real, 1)
     labels[0 if num_real else slice(None)] = -1
-    found = cross_entropy.Rows(logits, *fused_softmax.logit_statistics(logits, labels, num_real))
+    found = cross_entropy.LogitStatistics(
+        logits, *fused_cross_entropy.logit_statistics(logits, labels, num_real)
+    )
     expected = cross_entropy.logit_statistics_reference(logits.clone(), labels, num_real)
-    assert torch.equal(found.targets, expected.targets)
-    assert not num_real or torch.equal(found.largest, expected.largest)
-    near(found.sums, expected.sums, torch.float32, columns)
-    log_sums = found.sums.clamp(min=1).log() + found.largest.clamp(min=-1e3)
-    share, minus = drawn(rows, seed=1).abs(), drawn(rows, seed=2).abs()
-    fused_softmax.write_gradient(logits, log_sums, labels, share, minus, num_real)
+    assert torch.equal(found.target_logits, expected.target_logits)
+    assert not num_real or torch.equal(found.max_logits, expected.max_logits)
+    near(found.sum_exp, expected.sum_exp, torch.float32, columns)
+    log_sums = found.sum_exp.clamp(min=1).log() + found.max_logits.clamp(min=-1e3)
+    softmax_scale, onehot_scale = drawn(rows, seed=1).abs(), drawn(rows, seed=2).abs()
+    fused_cross_entropy.write_gradient(logits, log_sums, labels, softmax_scale, onehot_scale, num_real)
     near(
         logits,
-        cross_entropy.cross_entropy_backward_reference(expected, log_sums, labels, share, minus, dtype),
+        cross_entropy.cross_entropy_backward_reference(
+            expected, log_sums, labels, softmax_scale, onehot_scale, dtype
+        ),
         dtype,
         columns,
     )
@@ -252,16 +256,18 @@ def test_weighted_activation(
     dtype: torch.dtype, weight_dtype: torch.dtype | None, activation_fn: activations.ActivationFunction,
     is_gated: bool, clamp: float | None, offset: float, rows: int, columns: int,
 ) -> None:  # fmt: skip
-    activation = Activation(activation_fn=activation_fn, is_gated=is_gated, clamp=clamp, offset=offset)
+    activation = Activation(fn=activation_fn, is_gated=is_gated, clamp=clamp, offset=offset)
     x = 2 * drawn(rows, columns * (1 + is_gated), dtype=dtype)
     weights = drawn(rows, dtype=weight_dtype or dtype, seed=1)
     dy = drawn(rows, columns, dtype=dtype, seed=2)
     expected = activations.activate_weighted(x.double(), weights.double(), activation)
-    found = fused_activation.activate(x, *activation.numbers, weights=weights)
+    found = fused_activations.activate(x, *activation.kernel_args, weights=weights)
     near(found, expected, dtype)
-    again, wide = dy.clone(), dy.double()
-    dx, dweights = fused_activation.activate_weighted_backward(again, x, weights, *activation.numbers)
-    assert torch.equal(again, found)
+    recomputed, wide = dy.clone(), dy.double()
+    dx, dweights = fused_activations.activate_weighted_backward(
+        recomputed, x, weights, *activation.kernel_args
+    )
+    assert torch.equal(recomputed, found)
     of_x, of_weights = activations.activate_weighted_backward(wide, x.double(), weights.double(), activation)
     near(dx, of_x, dtype)
     near(dweights, of_weights, weights.dtype, columns)
@@ -454,9 +460,9 @@ def test_column_sums(dtype: torch.dtype, rows: int, columns: int) -> None:
     fused_column_sums.add_column_sums(found, x)
     column_sums.add_column_sums_reference(expected, x.double())
     near(found, expected, torch.float32, rows)
-    again = before.clone()
-    fused_column_sums.add_column_sums(again, x)
-    assert torch.equal(found, again)
+    recomputed = before.clone()
+    fused_column_sums.add_column_sums(recomputed, x)
+    assert torch.equal(found, recomputed)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -482,31 +488,31 @@ def test_numbers_that_lie_apart_are_read_where_they_are() -> None:
     x, delta, dy, dtotal = (drawn(6, 1, 2 * 40, seed=seed)[..., ::2] for seed in range(4))
     weight = drawn(40, seed=4)
     known = norms.norm_reference(x, delta, weight, None, 1e-5)
-    near(fused_norm.norm(x, delta, weight, None, 1e-5, 0.0)[1], known.y, torch.float32, 40)
+    near(fused_norms.norm(x, delta, weight, None, 1e-5, 0.0)[1], known.y, torch.float32, 40)
     apart = known._replace(total=known.total.repeat_interleave(2, dim=-1)[..., ::2])
-    found = fused_norm.norm_backward(dy, dtotal, apart.total, weight, None, known.rstd, 0.0)
+    found = fused_norms.norm_backward(dy, dtotal, apart.total, weight, None, known.rstd, 0.0)
     expected = norms.norm_backward_reference(dy, dtotal, known, weight)
     near(found[0], expected.dx, torch.float32, 40)
     near(found[1], expected.dweight, torch.float32, 40)
-    activation = Activation(activation_fn=activations.SILU)
-    again = torch.empty(6, 1, 40, device=DEVICE)
-    dx = fused_activation.activate_backward(dy, x, again, *activation.numbers)
+    activation = Activation(fn=activations.SILU)
+    recomputed = torch.empty(6, 1, 40, device=DEVICE)
+    dx = fused_activations.activate_backward(dy, x, recomputed, *activation.kernel_args)
     near(dx, activations.activate_backward_reference(dy, x, activation), torch.float32)
-    near(again, activations.activate_reference(x, activation), torch.float32)
+    near(recomputed, activations.activate_reference(x, activation), torch.float32)
 
 
 def test_kernels_that_work_in_place_refuse_numbers_that_lie_apart() -> None:
     x, dy = drawn(6, 40), drawn(6, 2 * 40)[:, ::2]
-    kind = Activation(activation_fn=activations.SILU).numbers
+    kind = Activation(fn=activations.SILU).kernel_args
     cos, sin = drawn(3, 1, 1, 4), drawn(3, 1, 1, 4)
     heads = drawn(3, 2, 4, 2 * 8)[..., ::2]
     columns, numbers = torch.zeros(6, dtype=torch.int64, device=DEVICE), drawn(2 * 6)[::2]
     for start in (
-        lambda: fused_activation.activate_backward(dy, x, dy, *kind),
-        lambda: fused_activation.activate_weighted_backward(dy, x, numbers, *kind),
+        lambda: fused_activations.activate_backward(dy, x, dy, *kind),
+        lambda: fused_activations.activate_weighted_backward(dy, x, numbers, *kind),
         lambda: fused_rotary.apply_rope_to_qkv(heads, (2, 1, 1), cos, sin, is_interleaved=False),
-        lambda: fused_softmax.logit_statistics(dy, columns, 40),
-        lambda: fused_softmax.write_gradient(x, numbers, columns, numbers, numbers, 40),
+        lambda: fused_cross_entropy.logit_statistics(dy, columns, 40),
+        lambda: fused_cross_entropy.write_gradient(x, numbers, columns, numbers, numbers, 40),
         lambda: fused_random.fill_normal(dy, 1, 0, 40, 0.0, 1.0),
     ):
         with pytest.raises(AssertionError):

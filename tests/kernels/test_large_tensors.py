@@ -37,14 +37,14 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 def test_activation() -> None:
-    activation = Activation(activation_fn=activations.SILU, is_gated=True)
+    activation = Activation(fn=activations.SILU, is_gated=True)
     x, dy = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS // 2)
     y = activations.activate(x, activation)
     given = [(x[part].double(), dy[part].double()) for part in PARTS]
     for part, (of_x, _) in zip(PARTS, given, strict=True):
         near(y[part], activations.activate_reference(of_x, activation))
     del y
-    dx = activations.activate_backward(dy, x, activation, again=dy, uses_up=True)
+    dx = activations.activate_backward(dy, x, activation, recomputed=dy, overwrites_x=True)
     for part, (of_x, of_dy) in zip(PARTS, given, strict=True):
         near(dx[part], activations.activate_backward_reference(of_dy, of_x, activation))
         near(dy[part], activations.activate_reference(of_x, activation))

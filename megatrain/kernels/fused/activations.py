@@ -1,4 +1,4 @@
-"""`kernels.activations` in one pass each way; the backward pass forms the activation again on its way, if asked."""
+"""`kernels.activations` in one pass each way; the backward pass can recompute the activation in the same pass."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _BLOCK = 2048
 
 def activate(
     x: Tensor,
-    activation_fn: str,
+    function: str,
     is_gated: bool,
     clamp: float | None,
     offset: float,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """As `kernels.activations.activate` or `activate_weighted`, with the activation_fn by its name."""
+    """Implement `kernels.activations.activate` or `activate_weighted`, for a function given by name."""
     x = x.contiguous()
     columns = x.shape[-1] // (2 if is_gated else 1)
     y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
     grid, block = _grid(y, columns)
     launch(
         _forward, grid, x, y, y if weights is None else weights.contiguous(), columns, offset, clamp or 0.0,
-        **_kind(activation_fn, is_gated, clamp), IS_WEIGHTED=weights is not None, BLOCK=block,
+        **_kind(function, is_gated, clamp), IS_WEIGHTED=weights is not None, BLOCK=block,
     )  # fmt: skip
     return y
 
@@ -33,24 +33,24 @@ def activate(
 def activate_backward(
     dy: Tensor,
     x: Tensor,
-    again: Tensor | None,
-    activation_fn: str,
+    recomputed: Tensor | None,
+    function: str,
     is_gated: bool,
     clamp: float | None,
     offset: float,
     *,
-    uses_up: bool = False,
+    overwrites_x: bool = False,
 ) -> Tensor:
-    """As `kernels.activations.activate_backward`."""
-    assert again is None or again.is_contiguous()
+    """Implement `kernels.activations.activate_backward`."""
+    assert recomputed is None or recomputed.is_contiguous()
     x, dy = x.contiguous(), dy.contiguous()
     columns = dy.shape[-1]
-    dx = x if uses_up else torch.empty_like(x)
+    dx = x if overwrites_x else torch.empty_like(x)
     grid, block = _grid(dy, columns)
     launch(
-        _backward, grid, dy, x, dx, dx if again is None else again, columns, offset, clamp or 0.0,
-        **_kind(activation_fn, is_gated, clamp), HAS_AGAIN=again is not None,
-        IS_IN_PLACE=uses_up or again is not None, BLOCK=block,
+        _backward, grid, dy, x, dx, dx if recomputed is None else recomputed, columns, offset, clamp or 0.0,
+        **_kind(function, is_gated, clamp), RECOMPUTES=recomputed is not None,
+        IS_IN_PLACE=overwrites_x or recomputed is not None, BLOCK=block,
     )  # fmt: skip
     return dx
 
@@ -59,19 +59,19 @@ def activate_weighted_backward(
     dy: Tensor,
     x: Tensor,
     weights: Tensor,
-    activation_fn: str,
+    function: str,
     is_gated: bool,
     clamp: float | None,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `kernels.activations.activate_weighted_backward`."""
+    """Implement `kernels.activations.activate_weighted_backward`."""
     assert dy.is_contiguous()
     x, weights = x.contiguous(), weights.contiguous()
     dx, dweights = torch.empty_like(x), torch.empty_like(weights)
     (num_rows, _), block = _grid(dy, dy.shape[-1])
     launch(
         _weighted_backward, (num_rows,), dy, x, weights, dx, dweights, dy.shape[-1], offset, clamp or 0.0,
-        **_kind(activation_fn, is_gated, clamp), BLOCK=block,
+        **_kind(function, is_gated, clamp), BLOCK=block,
     )  # fmt: skip
     return dx, dweights
 
@@ -81,8 +81,8 @@ def _grid(y: Tensor, columns: int) -> tuple[tuple[int, int], int]:
     return (y.numel() // max(columns, 1), cdiv(columns, block)), block
 
 
-def _kind(activation_fn: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
-    return {"FUNCTION": activation_fn, "IS_GATED": is_gated, "HAS_CLAMP": is_gated and clamp is not None}
+def _kind(function: str, is_gated: bool, clamp: float | None) -> dict[str, object]:
+    return {"FUNCTION": function, "IS_GATED": is_gated, "HAS_CLAMP": is_gated and clamp is not None}
 
 
 @jit
@@ -102,7 +102,7 @@ def _tanh(x):
 
 @jit
 def _value_and_derivative(x, FUNCTION: tl.constexpr):
-    # One return at the end: Triton reads on behind a return that a constant decides about.
+    # One return at the end: Triton compiles the code after a return inside a constexpr branch.
     if FUNCTION == "silu":
         sigmoid = 1 / (1 + tl.exp(-x))
         value, derivative = x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
@@ -110,16 +110,16 @@ def _value_and_derivative(x, FUNCTION: tl.constexpr):
         sigmoid = 1 / (1 + tl.exp(-1.702 * x))
         value, derivative = x * sigmoid, sigmoid * (1 + 1.702 * x * (1 - sigmoid))
     elif FUNCTION == "gelu":
-        share = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
-        value, derivative = x * share, share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+        cdf = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        value, derivative = x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif FUNCTION == "gelu_tanh":
-        near = _within(x, 10.0)  # where tanh is less than 1; further out x * x may be infinite
+        near = _within(x, 10.0)  # beyond it tanh is 1; far beyond it x * x may overflow
         tanh = _tanh(0.7978845608028654 * near * (1 + 0.044715 * near * near))
         inner = 0.7978845608028654 * (1 + 3 * 0.044715 * near * near)
         value, derivative = 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * inner
     else:
-        tl.static_assert(FUNCTION == "squared_relu", "a activation_fn that this kernel does not know")
-        positive = tl.where(x < 0, 0.0, x)  # a maximum would turn NaN into 0
+        tl.static_assert(FUNCTION == "squared_relu", "a function that this kernel does not implement")
+        positive = tl.where(x < 0, 0.0, x)  # a maximum would replace NaN by 0
         value, derivative = positive * positive, 2 * positive
     return value, derivative
 
@@ -152,7 +152,7 @@ def _forward(
 def _gradients(
     dy, x, up, offset, clamp, FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr
 ):
-    """Gradients of x and of up, and the activation."""
+    """Return the gradients of x and of up, and the activation."""
     y, derivative = _value_and_derivative(_at_most(x, clamp) if HAS_CLAMP else x, FUNCTION)
     if IS_GATED:
         kept = _within(up, clamp) if HAS_CLAMP else up
@@ -171,7 +171,7 @@ def _gradients(
 @jit
 def _backward(
     DY, X, DX, Y, columns, offset, clamp,
-    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, HAS_AGAIN: tl.constexpr,
+    FUNCTION: tl.constexpr, IS_GATED: tl.constexpr, HAS_CLAMP: tl.constexpr, RECOMPUTES: tl.constexpr,
     IS_IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -182,12 +182,12 @@ def _backward(
     dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
     up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
     if IS_IN_PLACE:
-        tl.debug_barrier()  # another thread may write where this one reads
+        tl.debug_barrier()  # another thread may overwrite what this one reads
     dx, dup, y = _gradients(dy, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
     tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)
     if IS_GATED:
         tl.store(DX + start + columns, dup.to(DX.dtype.element_ty), mask=inside)
-    if HAS_AGAIN:
+    if RECOMPUTES:
         tl.store(Y + row * columns + column, y.to(Y.dtype.element_ty), mask=inside)
 
 
@@ -206,7 +206,7 @@ def _weighted_backward(
         x = tl.load(X + start, mask=inside, other=0).to(tl.float32)
         dy = tl.load(DY + row * columns + column, mask=inside, other=0).to(tl.float32)
         up = tl.load(X + start + columns, mask=inside, other=0).to(tl.float32) if IS_GATED else x
-        tl.debug_barrier()  # the activation takes the place of dy
+        tl.debug_barrier()  # the activation overwrites dy
         dx, dup, y = _gradients(dy * weight, x, up, offset, clamp, FUNCTION, IS_GATED, HAS_CLAMP)
         total += tl.where(inside, dy * y, 0.0)
         tl.store(DX + start, dx.to(DX.dtype.element_ty), mask=inside)

@@ -1,7 +1,7 @@
-"""`kernels.norms` in one pass each way: the sum of the residual stream, its norm, and their gradients.
+"""`kernels.norms` in one pass each way: residual addition, norm, and their gradients.
 
-A tile of rows stays in registers. The gradients of weight and bias are summed over a program's tiles, and over the
-programs in a second, small sum: the same result in every run.
+A tile of rows stays in registers. The gradients of weight and bias are summed over a program's tiles, then over the
+programs in a second, small sum: the result is deterministic.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 from megatrain.kernels.fused.launching import cdiv, jit, launch, power_of_two, tl
 
 _TILE = 2048
-"""Elements that a program works on at once, where rows are shorter."""
+"""Elements per tile, unless a row is longer."""
 _WARPS = 132 * 32
-"""Of the backward pass at most: half of what the multiprocessors of an H200 hold."""
+"""Maximum warps of the backward pass: half the capacity of an H200's multiprocessors."""
 
 
 def norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As `kernels.norms.norm`."""
+    """Implement `kernels.norms.norm`."""
     assert all(part is None or part.is_contiguous() for part in (weight, bias))
     x = x.contiguous()
     columns = x.shape[-1]
@@ -48,7 +48,7 @@ def norm_backward(
     rstd: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As `kernels.norms.norm_backward`."""
+    """Implement `kernels.norms.norm_backward`."""
     assert all(part is None or part.is_contiguous() for part in (weight, mean, rstd))
     x = x.contiguous()
     columns = x.shape[-1]
@@ -69,7 +69,7 @@ def norm_backward(
 
 
 def _tile(columns: int) -> tuple[int, int, int]:
-    """Rows, padded columns and warps of a program's tile."""
+    """Return rows, padded columns and warps of a program's tile."""
     block = power_of_two(columns)
     rows = max(_TILE // block, 1)
     return rows, block, min(max(rows * block // 512, 4), 16)
@@ -82,12 +82,12 @@ def _forward(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    place = row[:, None] * columns + column[None, :]
+    index = row[:, None] * columns + column[None, :]
     inside = (row < count)[:, None] & (column < columns)[None, :]
-    x = tl.load(X + place, mask=inside, other=0).to(tl.float32)
+    x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
     if HAS_DELTA:
-        total = (x + tl.load(D + place, mask=inside, other=0).to(tl.float32)).to(T.dtype.element_ty)
-        tl.store(T + place, total, mask=inside)
+        total = (x + tl.load(D + index, mask=inside, other=0).to(tl.float32)).to(T.dtype.element_ty)
+        tl.store(T + index, total, mask=inside)
         x = total.to(tl.float32)
     if IS_CENTRED:
         mean = tl.sum(x, axis=1) / columns
@@ -99,7 +99,7 @@ def _forward(
     y = x * rstd[:, None] * weight[None, :]
     if IS_CENTRED:
         y += tl.load(B + column, mask=column < columns, other=0).to(tl.float32)[None, :]
-    tl.store(Y + place, y.to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + index, y.to(Y.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -116,14 +116,14 @@ def _backward(
     for tile in range(first, tl.cdiv(count, ROWS), programs):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         is_row = row < count
-        place = row[:, None] * columns + column[None, :]
+        index = row[:, None] * columns + column[None, :]
         inside = is_row[:, None] & is_column[None, :]
-        x = tl.load(X + place, mask=inside, other=0).to(tl.float32)
+        x = tl.load(X + index, mask=inside, other=0).to(tl.float32)
         rstd = tl.load(R + row, mask=is_row, other=0)[:, None]
         if IS_CENTRED:
             x = tl.where(inside, x - tl.load(M + row, mask=is_row, other=0)[:, None], 0.0)
         normed = x * rstd
-        dy = tl.load(DY + place, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(DY + index, mask=inside, other=0).to(tl.float32)
         dweight += tl.sum(dy * normed, axis=0)
         if IS_CENTRED:
             dbias += tl.sum(dy, axis=0)
@@ -134,8 +134,8 @@ def _backward(
             dx -= (tl.sum(dnormed, axis=1) / columns)[:, None]
         dx *= rstd
         if HAS_TOTAL:
-            dx += tl.load(DT + place, mask=inside, other=0).to(tl.float32)
-        tl.store(DX + place, dx.to(DX.dtype.element_ty), mask=inside)
+            dx += tl.load(DT + index, mask=inside, other=0).to(tl.float32)
+        tl.store(DX + index, dx.to(DX.dtype.element_ty), mask=inside)
     tl.store(DW + first * columns + column, dweight, mask=is_column)
     if IS_CENTRED:
         tl.store(DB + first * columns + column, dbias, mask=is_column)
