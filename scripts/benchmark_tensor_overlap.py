@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel import tensor
+from megatrain.parallel import tensor_parallel
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import Transfer
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 
 SHAPES = ((4096, 4096, 6144), (8192, 4096, 14336), (8192, 8192, 8192))
 """Tokens, inputs and outputs of the whole layer."""
@@ -38,14 +37,14 @@ def main() -> None:
     if rank == 0:
         print(f"{world_size} ranks; ms a layer, forward and backward; medians of three")
     for sequence_parallel in (True, False):
-        tp = tensor.TensorParallel(grid.tp, grid.kv, sequence_parallel)
+        tp = tensor_parallel.TensorParallel(grid.tp, grid.kv, sequence_parallel)
         for tokens, inputs, outputs in SHAPES:
             run = layer(tp, tokens, inputs, outputs // world_size, device)
             beside, before = [], []
             for _ in range(3):
                 beside.append(milliseconds(run))
                 with mock.patch.multiple(
-                    tensor, **{name: waiting(getattr(tensor, name)) for name in BEGINNINGS}
+                    tensor_parallel, **{name: waiting(getattr(tensor_parallel, name)) for name in BEGINNINGS}
                 ):
                     before.append(milliseconds(run))
             if rank == 0:
@@ -57,7 +56,7 @@ def main() -> None:
 
 
 def layer(
-    tp: tensor.TensorParallel, tokens: int, inputs: int, own_outputs: int, device: torch.device
+    tp: tensor_parallel.TensorParallel, tokens: int, inputs: int, own_outputs: int, device: torch.device
 ) -> Callable[[], None]:
     """One forward and backward pass of it."""
 
@@ -70,7 +69,7 @@ def layer(
 
     def run() -> None:
         x.grad = None
-        tensor.column_linear(x, weight, weight_grad, tp, PassInfo()).backward(dy)
+        tensor_parallel.column_linear(x, weight, weight_grad, tp, PassInfo()).backward(dy)
 
     return run
 

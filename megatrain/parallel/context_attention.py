@@ -41,7 +41,7 @@ class BlockMasks:
     """Of one pass through one layer."""
 
     device: torch.device
-    takes_masks: bool
+    needs_explicit_mask: bool
     """Of the kernel."""
     window: int | None = None
     documents: Documents | None = None
@@ -58,14 +58,17 @@ class BlockMasks:
         kept = None if self.keep_fn is None else self.keep_fn(self._places(queries), self._places(keys))
         has_rules = self.window is not None or self.documents is not None
         is_square = tuple(queries) == tuple(keys)
-        if self.takes_masks and (has_rules or (is_causal and not is_square)):
-            return MaskSpec(mask=self._mask(self._places(queries), self._places(keys)), kept=kept)
+        if self.needs_explicit_mask and (has_rules or (is_causal and not is_square)):
+            return MaskSpec(explicit=self._mask(self._places(queries), self._places(keys)), dropout_mask=kept)
         if not has_rules:
-            return MaskSpec(is_causal=is_causal, kept=kept)
+            return MaskSpec(is_causal=is_causal, dropout_mask=kept)
         assert is_causal, "kernels without masks take windows and documents in runs of keys"
         assert len(queries) == len(keys) == 1, f"places {queries} and {keys} are no runs"
         return MaskSpec(
-            is_causal=True, window=self.window, borders=self._borders(queries[0], keys[0]), kept=kept
+            is_causal=True,
+            window=self.window,
+            cu_seqlens=self._borders(queries[0], keys[0]),
+            dropout_mask=kept,
         )
 
     def _places(self, runs: Sequence[range]) -> Tensor:
@@ -119,7 +122,7 @@ class _Block:
 
     queries: slice
     keys: slice
-    view: MaskSpec
+    mask: MaskSpec
 
 
 class _Ring(Function):
@@ -139,7 +142,7 @@ class _Ring(Function):
         for step in range(cp.size):
             coming, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
             block = _block(step, q.shape[0], masks, cp)
-            found = kernel.forward(q[block.queries], kv[0, block.keys], kv[1, block.keys], block.view)
+            found = kernel.forward(q[block.queries], kv[0, block.keys], kv[1, block.keys], block.mask)
             if joined is None:
                 joined = SoftmaxMerge(*found)
             else:
@@ -165,7 +168,7 @@ class _Ring(Function):
             block = _block(step, q.shape[0], masks, cp)
             rows, keys = block.queries, block.keys
             found = ctx.kernel.backward(
-                dout[rows], q[rows], kv[0, keys], kv[1, keys], out[rows], lse[rows], block.view
+                dout[rows], q[rows], kv[0, keys], kv[1, keys], out[rows], lse[rows], block.mask
             )
             for total, part in zip((dq[rows], sums[0, keys], sums[1, keys]), found, strict=True):
                 total += part

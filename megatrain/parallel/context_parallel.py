@@ -116,7 +116,7 @@ class TokenSplit:
     def positions(self, rows: int, device: torch.device) -> Tensor:
         """The place in the sample of each of this rank's rows: int64 [rows]."""
         first = self.tp.first_row(rows)
-        return self.cp.positions(self.tp.whole_length(rows), device)[first : first + rows]
+        return self.cp.positions(self.tp.full_length(rows), device)[first : first + rows]
 
     def token_indices(self, rows: int, samples: int, *, first_sample: int, device: torch.device) -> Tensor:
         """A number for each token, the same under every layout, that no other token of the run has: int64 [rows, samples].
@@ -124,7 +124,7 @@ class TokenSplit:
         Args:
             first_sample: number of the micro-batch's first sample in the run.
         """
-        length = self.tp.whole_length(rows) * self.cp.size
+        length = self.tp.full_length(rows) * self.cp.size
         sample = torch.arange(samples, device=device) + first_sample
         return self.positions(rows, device)[:, None] + sample * length
 

@@ -1,14 +1,14 @@
-"""Tensor and sequence parallelism: linear layers and embeddings split over the tp group, as autograd functions.
+"""Tensor and sequence parallelism: linear layers, embeddings and the cross-entropy split over the tp group.
 
-                      between the layers           inside attention and MLP
-    without sp        x whole on every rank        columns of the first weight, rows of the second, split by tp
-    with sp           x split along the sequence   the same; the sequence is gathered before, reduced and split after
+                      between the layers            inside attention and MLP
+    without sp        x is replicated               columns of the first weight, rows of the second, split by tp
+    with sp           x is split by the sequence    the same; the sequence is gathered before, reduced and split after
 
-The conjugate pairs (forward / backward): gather / reduce-scatter, copy / all-reduce, reduce-scatter / gather,
-all-reduce / copy. At tp 1 all of them return their argument. Weight gradients never reach autograd: they are added
-to the views of the gradient buffer, at once or when the schedule says (`PassInfo.compute_weight_gradient`).
+Conjugate pairs (forward / backward): all-gather / reduce-scatter, copy / all-reduce, and the same two reversed. At tp 1
+they return their argument. Weight gradients bypass autograd: they are accumulated into views of the gradient buffer, at
+once or when the schedule says so (`PassInfo.compute_weight_gradient`).
 
-Backward pass of a column-parallel layer, where two of its three products hide what travels:
+Backward pass of a column-parallel layer; two of its three matrix products hide communication:
 
     gather x        |--------|
     dx = dy W       |------------|
@@ -30,7 +30,7 @@ from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate, activate_backward
 from megatrain.kernels.column_sums import add_column_sums
-from megatrain.kernels.cross_entropy import Rows, cross_entropy_backward, logit_statistics
+from megatrain.kernels.cross_entropy import LogitStatistics, cross_entropy_backward, logit_statistics
 from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.parallel.batch import PassInfo
@@ -48,12 +48,13 @@ from megatrain.parallel.grid import RankGroup
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How the layers of a model are split: over which ranks, and whether the sequence is split between them too."""
+    """The ranks over which layers are split."""
 
     group: RankGroup
     kv: RankGroup
-    """Ranks of `group` that hold the same keys and values."""
+    """Ranks of `group` with the same keys and values."""
     sequence_parallel: bool
+    """The sequence is split over `group` between layers."""
 
     @property
     def size(self) -> int:
@@ -65,40 +66,51 @@ class TensorParallel:
 
     @property
     def norm_grad_sum(self) -> str | None:
-        """`grad_sum_group` of weights that work on a sequence split over the ranks."""
+        """`grad_sum_group` of weights that are applied to a split sequence."""
         return self.group.name if self.sequence_parallel and self.size > 1 else None
 
     def sequence_rows(self, seq_length: int) -> int:
-        """Length of the sequence between layers on this rank."""
+        """Return the length of this rank's part of the sequence between layers."""
         return seq_length // self.size if self.sequence_parallel else seq_length
 
     def first_row(self, rows: int) -> int:
-        """Place in the sequence of the first of this rank's `rows` between layers."""
+        """Return the position in the sequence of the first of this rank's `rows` between layers."""
         return self.rank * rows if self.sequence_parallel else 0
 
-    def whole_length(self, rows: int) -> int:
-        """Length of the sequence of which this rank holds `rows` between layers."""
+    def full_length(self, rows: int) -> int:
+        """Return the length of the sequence from this rank's `rows` between layers."""
         return rows * self.size if self.sequence_parallel else rows
 
 
 def enter_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Bring the hidden states into a part that is split by tp: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
-    if tp.size == 1:
-        return x
-    out: Tensor = _Gather.apply(x, tp) if tp.sequence_parallel else _Copy.apply(x, tp)
-    return out
+    """Return the whole sequence on every rank: [s/tp, b, h] with sp, else [s, b, h] -> [s, b, h]."""
+    return _apply(_AllGather if tp.sequence_parallel else _Copy, x, tp.group)
 
 
 def exit_tp_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Sum the ranks' partial results: [s, b, h] -> [s/tp, b, h] with sp, else [s, b, h]."""
-    if tp.size == 1:
+    return _apply(_ReduceScatter if tp.sequence_parallel else _AllReduce, x, tp.group)
+
+
+def all_gather_rows(x: Tensor, group: RankGroup) -> Tensor:
+    """Concatenate the ranks' rows, differentiably: [n, ...] -> [n * size, ...]."""
+    return _apply(_AllGather, x, group)
+
+
+def reduce_scatter_rows(x: Tensor, group: RankGroup) -> Tensor:
+    """Sum over the ranks and keep this rank's rows, differentiably: [n * size, ...] -> [n, ...]."""
+    return _apply(_ReduceScatter, x, group)
+
+
+def _apply(function: type[Function], x: Tensor, group: RankGroup) -> Tensor:
+    if group.size == 1:
         return x
-    out: Tensor = _ReduceScatter.apply(x, tp) if tp.sequence_parallel else _Reduce.apply(x, tp)
+    out: Tensor = function.apply(x, group)
     return out
 
 
 class Bias(NamedTuple):
-    """The bias of a linear layer, and where its gradient goes (None where no gradients are kept)."""
+    """The bias of a linear layer and its gradient buffer (None where no gradients are kept)."""
 
     value: Tensor
     grad: Tensor | None
@@ -121,7 +133,7 @@ def column_linear(
     Args:
         x: [s/tp, b, h] with sp, else [s, b, h].
         weight: this rank's rows, [o/tp, h]; its gradient is added to `weight_grad` (None where no gradients are kept).
-        recompute_fn: gives x to the backward pass, which is not kept then.
+        recompute_fn: returns x in the backward pass, and x is not kept.
     Returns:
         [s, b, o/tp].
     """
@@ -136,31 +148,21 @@ def row_linear(
     tp: TensorParallel,
     info: PassInfo,
     bias: Bias | None = None,
+    *,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """y = x W^T + bias with the columns of W split over tp, summed over the ranks: [s, b, i/tp] -> `exit_tp_region`'s shape."""
-    return _left(_Linear.apply(x, weight, weight_grad, None, bias if tp.size == 1 else None, info), tp, bias)
+    """y = activation(x) W^T + bias with the columns of W split over tp, summed over the ranks.
 
+    A fused activation is not kept: the backward pass recomputes it together with its gradient.
 
-def activated_row_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_grad: Tensor | None,
-    activation: Activation,
-    tp: TensorParallel,
-    info: PassInfo,
-    bias: Bias | None = None,
-) -> Tensor:
-    """`row_linear` of the activation of x, [s, b, f/tp] or behind a gate [s, b, 2 f/tp].
-
-    Where the activation is one fused kernel, its result is not kept: the backward pass forms it again on its way.
+    Args:
+        x: [s, b, i/tp], or [s, b, 2 i/tp] with a gated activation.
+        weight: this rank's columns, [o, i/tp].
+    Returns:
+        [s/tp, b, o] with sp, else [s, b, o].
     """
-    alone = bias if tp.size == 1 else None
-    return _left(_Linear.apply(x, weight, weight_grad, activation, alone, info), tp, bias)
-
-
-def _left(y: Tensor, tp: TensorParallel, bias: Bias | None) -> Tensor:
-    """The ranks' parts summed; then the bias, which one rank alone has added in its product."""
-    out = exit_tp_region(y, tp)
+    fused_bias = bias if tp.size == 1 else None
+    out = exit_tp_region(_Linear.apply(x, weight, weight_grad, activation, fused_bias, info), tp)
     if bias is not None and tp.size > 1:
         out = _AddBias.apply(out, bias)
     return out
@@ -169,7 +171,7 @@ def _left(y: Tensor, tp: TensorParallel, bias: Bias | None) -> Tensor:
 def vocab_parallel_embedding(
     ids: Tensor, weight: Tensor, weight_grad: Tensor | None, tp: TensorParallel, info: PassInfo
 ) -> Tensor:
-    """Rows of a table whose vocabulary is split over tp.
+    """Look up rows of a table whose vocabulary is split over tp.
 
     Args:
         ids: [s, b].
@@ -178,53 +180,52 @@ def vocab_parallel_embedding(
         [s/tp, b, h] with sp, else [s, b, h].
     """
     first = tp.rank * weight.shape[0] if tp.size > 1 else None
-    local: Tensor = _Embedding.apply(ids, weight, weight_grad, first, info)
-    return exit_tp_region(local, tp)
+    return exit_tp_region(_Embedding.apply(ids, weight, weight_grad, first, info), tp)
 
 
 def replicated_embedding(ids: Tensor, weight: Tensor, weight_grad: Tensor | None, info: PassInfo) -> Tensor:
-    """Rows of a table that every rank holds whole: ids [...] -> [..., h]."""
+    """Look up rows of a table that every rank holds: ids [...] -> [..., h]."""
     rows: Tensor = _Embedding.apply(ids, weight, weight_grad, None, info)
     return rows
 
 
-class _Gather(Function):
+class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return all_gather(x, tp.group)
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.tp.group), None
-
-
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0].clone(), ctx.tp.group), None
+        return reduce_scatter(grads[0], ctx.group), None
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return reduce_scatter(x, tp.group)
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.tp.group), None
+        return all_gather(grads[0], ctx.group), None
 
 
-class _Reduce(Function):
+class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:  # noqa: ARG004 (autograd's signature)
-        return all_reduce(x.clone(), tp.group)
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0].clone(), ctx.group), None
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:  # noqa: ARG004 (autograd's signature)
+        return all_reduce(x.clone(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
@@ -244,13 +245,8 @@ class _ColumnLinear(Function):
         recompute_fn: Callable[[], Tensor] | None,
     ) -> Tensor:
         ctx.save_for_backward(x if recompute_fn is None else None, weight)
-        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info, ctx.recompute_fn = (
-            weight_grad,
-            bias,
-            tp,
-            info,
-            recompute_fn,
-        )
+        ctx.weight_grad, ctx.bias, ctx.tp, ctx.info = weight_grad, bias, tp, info
+        ctx.recompute_fn = recompute_fn
         return _product(all_gather(x, tp.group) if tp.sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -260,43 +256,33 @@ class _ColumnLinear(Function):
         dy = grads[0]
         if ctx.recompute_fn is not None:
             x, ctx.recompute_fn = ctx.recompute_fn(), None
-        whole = _begin_gather(x, tp)
-        dx = _begin_reduction(dy @ weight, tp)
-        _form_weight_gradient(ctx.weight_grad, dy, whole.arrived(), ctx.info)
-        _sum_bias_gradient(ctx.bias, dy)
-        return dx.arrived(), None, None, None, None, None, None
+        full_x, gather = _begin_gather(x, tp)
+        dx, reduction = _begin_reduction(dy @ weight, tp)
+        gather.wait()
+        _accumulate_weight_gradient(ctx.weight_grad, dy, full_x, ctx.info)
+        _accumulate_bias_gradient(ctx.bias, dy)
+        reduction.wait()
+        return dx, None, None, None, None, None, None
 
 
-@dataclass(frozen=True)
-class _Underway:
-    """A tensor that a collective is writing."""
-
-    tensor: Tensor
-    transfer: Transfer
-
-    def arrived(self) -> Tensor:
-        self.transfer.wait()
-        return self.tensor
-
-
-def _begin_gather(x: Tensor, tp: TensorParallel) -> _Underway:
-    """The whole sequence of `x`, as `enter_tp_region` gives it."""
+def _begin_gather(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
+    """Begin what `enter_tp_region` does forwards."""
     if tp.size == 1 or not tp.sequence_parallel:
-        return _Underway(x, Transfer())
+        return x, Transfer()
     out = x.new_empty((x.shape[0] * tp.size, *x.shape[1:]))
-    return _Underway(out, begin_all_gather_into(out, x.contiguous(), tp.group))
+    return out, begin_all_gather_into(out, x.contiguous(), tp.group)
 
 
-def _begin_reduction(x: Tensor, tp: TensorParallel) -> _Underway:
-    """The sum of the ranks' `x`, as `exit_tp_region` gives it; `x` is used up."""
+def _begin_reduction(x: Tensor, tp: TensorParallel) -> tuple[Tensor, Transfer]:
+    """Begin what `enter_tp_region` does backwards; overwrites `x`."""
     if tp.size == 1 or not tp.sequence_parallel:
-        return _Underway(x, begin_all_reduce(x, tp.group))
+        return x, begin_all_reduce(x, tp.group)
     out = x.new_empty((x.shape[0] // tp.size, *x.shape[1:]))
-    return _Underway(out, begin_reduce_scatter_into(out, x, tp.group))
+    return out, begin_reduce_scatter_into(out, x, tp.group)
 
 
 class _Linear(Function):
-    """Behind an activation or none."""
+    """A linear layer of this rank's columns, applied to an activation or to x itself."""
 
     @staticmethod
     def forward(
@@ -309,8 +295,8 @@ class _Linear(Function):
         info: PassInfo,
     ) -> Tensor:
         y = x if activation is None else activate(x, activation)
-        ctx.is_formed_again = activation is not None and is_fused(x)
-        ctx.save_for_backward(x, weight, None if ctx.is_formed_again else y)
+        ctx.is_recomputed = activation is not None and is_fused(x)
+        ctx.save_for_backward(x, weight, None if ctx.is_recomputed else y)
         ctx.weight_grad, ctx.bias, ctx.activation, ctx.info = weight_grad, bias, activation, info
         return _product(y, weight, bias)
 
@@ -318,15 +304,13 @@ class _Linear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight, y = ctx.saved_tensors
         dx = grads[0] @ weight
-        if ctx.is_formed_again:  # in the memory of what nothing else needs: x goes to no other operation
+        if ctx.is_recomputed:  # y takes the memory of dx, then dx that of x, which no other operation reads
             y = dx
         if ctx.activation is not None:
-            is_again = ctx.is_formed_again
-            dx = activate_backward(
-                dx, x.detach(), ctx.activation, again=y if is_again else None, uses_up=is_again
-            )
-        _form_weight_gradient(ctx.weight_grad, grads[0], y, ctx.info)
-        _sum_bias_gradient(ctx.bias, grads[0])
+            out, is_last = (y, True) if ctx.is_recomputed else (None, False)
+            dx = activate_backward(dx, x.detach(), ctx.activation, recomputed=out, overwrites_x=is_last)
+        _accumulate_weight_gradient(ctx.weight_grad, grads[0], y, ctx.info)
+        _accumulate_bias_gradient(ctx.bias, grads[0])
         return dx, None, None, None, None, None
 
 
@@ -338,31 +322,31 @@ class _AddBias(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _sum_bias_gradient(ctx.bias, grads[0])
+        _accumulate_bias_gradient(ctx.bias, grads[0])
         return grads[0], None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Bias | None) -> Tensor:
-    """x W^T + bias, in one matrix product."""
+    """Return x W^T + bias, as one matrix product."""
     if bias is None:
         return x @ weight.t()
     return torch.addmm(bias.value, x.flatten(0, -2), weight.t()).view(*x.shape[:-1], -1)
 
 
-def _sum_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
+def _accumulate_bias_gradient(bias: Bias | None, dy: Tensor) -> None:
     if bias is not None:
         assert bias.grad is not None
         add_column_sums(bias.grad, dy.flatten(0, -2))
 
 
-def _form_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
+def _accumulate_weight_gradient(weight_grad: Tensor, dy: Tensor, x: Tensor, info: PassInfo) -> None:
     info.compute_weight_gradient(
         lambda: accumulate_weight_gradient(weight_grad, dy.flatten(0, -2), x.flatten(0, -2))
     )
 
 
 class _Embedding(Function):
-    """Rows of a part of a table that begins with row `first`, and zeros for ids elsewhere; None: of a whole table."""
+    """Rows of the part of a table that begins at row `first`, zeros for other ids; None: the whole table."""
 
     @staticmethod
     def forward(
@@ -390,7 +374,7 @@ class _Embedding(Function):
 
 @dataclass(frozen=True)
 class VocabShard:
-    """Which ids this rank holds: `rows` of them from `first` on, of which those from `vocab_size` on are padding."""
+    """This rank's part of the vocabulary: `rows` ids from `first` on; ids from `vocab_size` on are padding."""
 
     group: RankGroup
     rows: int
@@ -402,42 +386,42 @@ class VocabShard:
 
     @property
     def num_real(self) -> int:
-        """How many of the rows are ids of the tokenizer."""
+        """Number of rows that are ids of the tokenizer."""
         return min(max(self.vocab_size - self.first, 0), self.rows)
 
 
 class TokenLosses(NamedTuple):
-    """Losses, and what their gradient needs; wide [t] but for the columns."""
+    """Losses and what their gradient needs; [t] in the accumulation dtype unless noted."""
 
     losses: Tensor
-    """Infinite for a label that is no id of the vocabulary."""
+    """Infinite for a label outside the vocabulary."""
     log_sums: Tensor
-    """Logarithm of the sum of the logits' exponentials."""
-    rows: Rows
+    """Log-sum-exp of the logits."""
+    stats: LogitStatistics
     columns: Tensor
-    """Each label's column here; -1 where another rank holds it."""
+    """Each label's column on this rank, int64; -1 if another rank holds it."""
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab: VocabShard) -> TokenLosses:
-    """Loss of each token over the whole vocabulary; uses up `logits`.
+    """Return each token's loss over the whole vocabulary; overwrites `logits` and sends three numbers per token.
 
     Args:
-        logits: this rank's columns, [t, v/tp]; those of padding are left out of the softmax.
-        labels: ids, [t], from 0 on.
+        logits: this rank's columns, [t, v/tp]; the softmax excludes padding.
+        labels: ids from 0 on, [t].
     """
     local = labels - vocab.first
     columns = local.masked_fill((local < 0) | (local >= vocab.rows), -1)
-    rows = logit_statistics(logits, columns, vocab.num_real)
-    targets = rows.targets.masked_fill(labels >= vocab.vocab_size, float("-inf"))
+    stats = logit_statistics(logits, columns, vocab.num_real)
+    targets = stats.target_logits.masked_fill(labels >= vocab.vocab_size, float("-inf"))
     if vocab.group.size == 1:
-        log_sums = rows.sums.log() + rows.largest
+        log_sums = stats.sum_exp.log() + stats.max_logits
     else:
-        # A rank that holds padding alone has the smallest number as its largest logit, and adds nothing to the sum.
-        largest = all_reduce(rows.largest.clone(), vocab.group, "max")
-        own = rows.sums * (rows.largest - largest).exp()
+        # On a rank with padding only, the largest logit is the smallest number, and its sum adds nothing.
+        largest = all_reduce(stats.max_logits.clone(), vocab.group, "max")
+        own = stats.sum_exp * (stats.max_logits - largest).exp()
         sums, targets = all_reduce(torch.stack((own, targets)), vocab.group)
         log_sums = sums.log() + largest
-    return TokenLosses(log_sums - targets, log_sums, rows, columns)
+    return TokenLosses(log_sums - targets, log_sums, stats, columns)
 
 
 def vocab_parallel_logits_gradient(
@@ -448,11 +432,7 @@ def vocab_parallel_logits_gradient(
     *,
     z_loss_coeff: float = 0.0,
 ) -> Tensor:
-    """((1 + 2 * coefficient * log sum) * p - onehot) * scale of each token, [t, v/tp]; uses up what is known.
-
-    That is the gradient of scale * (loss + coefficient * log sum ** 2).
-    """
-    share = token_scale * (1 + 2 * z_loss_coeff * known.log_sums) if z_loss_coeff else token_scale
-    return cross_entropy_backward(
-        known.rows, known.log_sums, known.columns, share, token_scale, vocab.num_real, dtype
-    )
+    """Return the gradient of token_scale * (loss + z_loss_coeff * log_sum ** 2), [t, v/tp]; overwrites `known`."""
+    scale = token_scale * (1 + 2 * z_loss_coeff * known.log_sums) if z_loss_coeff else token_scale
+    stats, num_real = known.stats, vocab.num_real
+    return cross_entropy_backward(stats, known.log_sums, known.columns, scale, token_scale, num_real, dtype)

@@ -1,19 +1,19 @@
-"""Tokens visit experts, which may live on other ranks, and come back.
+"""Token dispatch: sends tokens to their experts, which may be on other ranks, and combines the results.
 
-    routing = router(x)                          which experts, with what weights
-    dispatched = dispatcher.dispatch(x, routing)         rows for this rank's experts, one expert's behind the other's
+    routing = router(x)                             experts and probabilities of each token
+    dispatched = dispatcher.dispatch(x, routing)    rows for this rank's experts, sorted by expert
     dispatcher.combine(experts(dispatched), dispatched)
 
     ep 2, etp 2, experts 0 to 3:     rank 0: first half of 0 and 1     rank 1: second half of 0 and 1
                                      rank 2: first half of 2 and 3     rank 3: second half of 2 and 3
 
-Experts multiply what they give by the weights of their dispatched, so that bringing back is a sum, which keeps nothing
-for its gradient. Each rank has tokens of its own, and all ranks equally many. An etp rank holds a slice of the channels
-of its experts: a visitor comes to all etp ranks, and what they give is summed.
+Experts multiply their outputs by the routing probabilities, so that combining is a plain sum and saves no activations.
+Each rank has different tokens, all ranks equally many. An etp rank holds a slice of its experts' channels: an assigned
+token is sent to all etp ranks, and their outputs are summed.
 
-`LocalDispatcher` is for one rank. `AllGatherDispatcher` shows all tokens to all ranks: no host knows any counts, and there
-is memory for all visits that could come. `AllToAllDispatcher` sends each token to the ranks of its experts only, once to
-each, and what a rank's experts give to it comes back as one sum; its host waits for the counts, once a call.
+`LocalDispatcher` serves one rank. `AllGatherDispatcher` gathers all tokens on all ranks: the host needs no counts, and
+memory holds every possible assignment. `AllToAllDispatcher` sends each token once to each rank with one of its experts
+and receives one sum from it; the host waits for the counts once per call.
 """
 
 from __future__ import annotations
@@ -37,59 +37,60 @@ from megatrain.kernels.moe.permute import (
     unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
-from megatrain.parallel.collectives import all_gather, begin_all_to_all_into, reduce_scatter
+from megatrain.parallel.collectives import all_gather, begin_all_to_all_into
 from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
 
 RowsPerExpert = Callable[[int], int]
-"""Rows that every expert gets, however few visit it, from the number of tokens of a rank."""
+"""Returns the fixed number of rows of every expert (padded to capacity) from a rank's number of tokens."""
 
 
 class DispatchedTokens(NamedTuple):
-    """What this rank's experts work on."""
+    """The input of this rank's experts."""
 
     rows: Tensor
-    """[r, h], sorted by expert; rows from the last end on are never read."""
+    """[r, h], sorted by expert; rows after the last end are never read."""
     ends: Tensor
-    """Where each expert's rows end, int32 [E/ep], on the device: the `offs` of `F.grouped_mm`."""
+    """End of each expert's rows, int32 [E/ep], on the device: the `offs` of `F.grouped_mm`."""
     probs: Tensor
-    """What the experts multiply their results by, [r]."""
-    way: Any
-    """How the exchange finds the way back."""
+    """Routing probabilities [r], by which experts multiply their outputs."""
+    state: Any
+    """The dispatcher's state for `combine`."""
 
 
 class TokenDispatcher(Protocol):
-    """Brings tokens to experts and back, with gradients."""
+    """Sends tokens to experts and combines the results, differentiably."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
-        """Bring this rank's tokens, [t, h], to the experts of `routing`."""
+        """Send this rank's tokens, [t, h], to their experts."""
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        """Sum for each token what its experts gave: [r, h] -> [t, h]."""
+        """Sum the experts' outputs of each token: [r, h] -> [t, h]."""
 
 
 class LocalDispatcher:
-    """For one rank: nothing travels."""
+    """Dispatches within one rank."""
 
     def __init__(self, num_experts: int, rows_per_expert: RowsPerExpert | None = None) -> None:
         self.num_experts = num_experts
         self.rows_per_expert = rows_per_expert
 
     def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
-        order = sort_by_expert(
+        permutation = sort_by_expert(
             routing.experts,
             num_experts=self.num_experts,
             num_rows=routing.experts.numel(),
             kept=routing.kept,
-            rows_per_expert=_padded(self.rows_per_expert, x),
+            rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _dispatched(x, routing.weights, order)
+        return _permuted(x, routing.weights, permutation)
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        return _to_tokens(out, dispatched.way)
+        return _unpermuted(out, dispatched.state)
 
 
 class AllGatherDispatcher:
-    """Every rank of ep and etp gets the tokens of all, and sums what its own experts give them."""
+    """Gathers the tokens of all ranks of ep and etp, and sums the outputs of this rank's experts."""
 
     def __init__(
         self, num_experts: int, ep: RankGroup, etp: RankGroup, rows_per_expert: RowsPerExpert | None = None
@@ -99,28 +100,29 @@ class AllGatherDispatcher:
         self.rows_per_expert = rows_per_expert
 
     def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
-        experts = all_gather(all_gather(_visited(routing), self.etp), self.ep)
+        experts = all_gather(all_gather(_kept_experts(routing), self.etp), self.ep)
         num_tokens, top_k = experts.shape
-        order = sort_by_expert(
+        permutation = sort_by_expert(
             experts,
             first=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=num_tokens * min(top_k, self.own_experts),
-            rows_per_expert=_padded(self.rows_per_expert, x),
+            rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _dispatched(self._of_all(x), self._of_all(routing.weights), order)
+        return _permuted(self._gathered(x), self._gathered(routing.weights), permutation)
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        return _split_sum(_split_sum(_to_tokens(out, dispatched.way), self.ep), self.etp)
+        rows = _unpermuted(out, dispatched.state)
+        return reduce_scatter_rows(reduce_scatter_rows(rows, self.ep), self.etp)
 
-    def _of_all(self, x: Tensor) -> Tensor:
-        return _joined(_joined(x, self.etp), self.ep)
+    def _gathered(self, x: Tensor) -> Tensor:
+        return all_gather_rows(all_gather_rows(x, self.etp), self.ep)
 
 
 class AllToAllDispatcher:
-    """Tokens travel over ep to the ranks of their experts, which show to their etp ranks what came.
+    """Sends tokens over ep to the ranks of their experts, which gather the received tokens over etp.
 
-    The host must know the counts. A plan made without memory has none, and takes all experts as equally busy.
+    The host must know the counts. A dry run has none, and assumes that all experts have the same load.
     """
 
     def __init__(
@@ -131,208 +133,171 @@ class AllToAllDispatcher:
         self.rows_per_expert = rows_per_expert
 
     def dispatch(self, x: Tensor, routing: Routing) -> DispatchedTokens:
-        experts = _visited(routing)
+        experts = _kept_experts(routing)
         num_tokens, top_k = experts.shape
         ranks = torch.arange(self.ep.size, device=x.device)
-        of_visits = experts.div(self.own_experts, rounding_mode="floor")
-        num_visits = (of_visits[..., None] == ranks).sum(1)  # of each token to each rank
-        travels = num_visits > 0
-        counts = HostCopy(self._counts(torch.stack((travels.sum(0), num_visits.sum(0)), 1)))
-        at_home = sort_by_expert(
-            ranks.expand_as(travels),
+        rank_of_expert = experts.div(self.own_experts, rounding_mode="floor")
+        num_assignments = (rank_of_expert[..., None] == ranks).sum(1)  # of each token to each rank
+        is_sent = num_assignments > 0
+        counts = HostCopy(self._counts(torch.stack((is_sent.sum(0), num_assignments.sum(0)), 1)))
+        by_rank = sort_by_expert(
+            ranks.expand_as(is_sent),
             num_experts=self.ep.size,
             num_rows=num_tokens * min(top_k, self.ep.size),
-            kept=travels,
+            kept=is_sent,
         )
-        leaving = [_ToExperts.apply(part, at_home) for part in (x, routing.weights)]
-        experts = experts.index_select(0, at_home.tokens.clamp(min=0))
-        known = None if x.is_meta else counts.read()  # the device is busy while the host waits
-        trip = self._trip(known, num_tokens, top_k)
-        rows, weights = (_joined(_travelled(part, trip), self.etp) for part in leaving)
-        here = sort_by_expert(
-            all_gather(_travel(experts, trip, behind=-1), self.etp),
+        outgoing = [_PermuteRows.apply(part, by_rank) for part in (x, routing.weights)]
+        experts = experts.index_select(0, by_rank.tokens.clamp(min=0))
+        known = None if x.is_meta else counts.read()  # the device has work while the host waits
+        splits = self._splits(known, num_tokens, top_k)
+        rows, probs = (all_gather_rows(_all_to_all_rows(part, splits), self.etp) for part in outgoing)
+        by_expert = sort_by_expert(
+            all_gather(_exchange_rows(experts, splits, padding=-1), self.etp),
             first=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
-            num_rows=trip.visits_behind,
-            rows_per_expert=_padded(self.rows_per_expert, x),
+            num_rows=splits.num_assignments,
+            rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _dispatched(rows, weights, here)._replace(way=_Way(at_home, trip, here))
+        state = DispatchState(by_rank, splits, by_expert)
+        return _permuted(rows, probs, by_expert)._replace(state=state)
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
-        way: _Way = dispatched.way
-        rows = _split_sum(_to_tokens(out, way.here), self.etp)
-        return _to_tokens(_travelled(rows, way.trip.back()), way.at_home)
+        state: DispatchState = dispatched.state
+        rows = reduce_scatter_rows(_unpermuted(out, state.by_expert), self.etp)
+        return _unpermuted(_all_to_all_rows(rows, state.splits.reversed()), state.by_rank)
 
-    def _counts(self, going: Tensor) -> Tensor:
-        """Tokens and visits for each rank of ep, then those that come from each, to each of etp: [1 + etp, ep, 2].
+    def _counts(self, outgoing: Tensor) -> Tensor:
+        """Return tokens and assignments to each rank of ep, then those from each to each rank of etp: [1 + etp, ep, 2].
 
         Args:
-            going: [ep, 2].
+            outgoing: [ep, 2].
         """
-        coming = torch.empty_like(going)
-        begin_all_to_all_into(coming, going, self.ep).wait()
-        return torch.cat((going[None], all_gather(coming[None], self.etp)))
+        incoming = torch.empty_like(outgoing)
+        begin_all_to_all_into(incoming, outgoing, self.ep).wait()
+        return torch.cat((outgoing[None], all_gather(incoming[None], self.etp)))
 
-    def _trip(self, counts: list[list[Any]] | None, num_tokens: int, top_k: int) -> _Trip:
-        """What the host must know; by an even load where it has no counts."""
-        to_ranks, *from_ranks = counts or [self._even(num_tokens, top_k)] * (1 + self.etp.size)
-        arriving = [sum(tokens for tokens, _ in each) for each in from_ranks]
-        return _Trip(
+    def _splits(self, counts: list[list[Any]] | None, num_tokens: int, top_k: int) -> AllToAllSplits:
+        """Return the splits from the counts; None: those of an even load."""
+        to_ranks, *from_ranks = counts or [self._even_counts(num_tokens, top_k)] * (1 + self.etp.size)
+        received = [sum(tokens for tokens, _ in each) for each in from_ranks]
+        return AllToAllSplits(
             self.ep,
             [tokens for tokens, _ in to_ranks],
             [tokens for tokens, _ in from_ranks[self.etp.rank]],
             rows_before=num_tokens * min(top_k, self.ep.size),
-            rows_behind=max(*arriving, 1),
-            visits_behind=max(sum(visits for each in from_ranks for _, visits in each), 1),
+            rows_after=max(*received, 1),
+            num_assignments=max(sum(count for each in from_ranks for _, count in each), 1),
         )
 
-    def _even(self, num_tokens: int, top_k: int) -> list[tuple[int, int]]:
-        """Tokens and visits between two ranks where all experts are equally busy."""
+    def _even_counts(self, num_tokens: int, top_k: int) -> list[tuple[int, int]]:
+        """Return tokens and assignments between two ranks if all experts have the same load."""
         elsewhere = math.comb(self.num_experts - self.own_experts, top_k) / math.comb(self.num_experts, top_k)
-        visits = max(num_tokens * top_k // self.ep.size, 1)
-        return [(max(round(num_tokens * (1 - elsewhere)), 1), visits)] * self.ep.size
+        assignments = max(num_tokens * top_k // self.ep.size, 1)
+        return [(max(round(num_tokens * (1 - elsewhere)), 1), assignments)] * self.ep.size
 
 
 @dataclass(frozen=True)
-class _Trip:
-    """How many rows travel to and from each rank."""
+class AllToAllSplits:
+    """Numbers of rows that an all-to-all sends to and receives from each rank."""
 
     group: RankGroup
     to_ranks: list[int]
     from_ranks: list[int]
     rows_before: int
-    """Rows that there is memory for before the trip, and behind it; those that do not travel are never read."""
-    rows_behind: int
-    visits_behind: int = 0
-    """Of what came to all etp ranks, to this rank's experts."""
+    """Allocated rows before and after the all-to-all; rows that are not sent are never read."""
+    rows_after: int
+    num_assignments: int = 0
+    """Assignments of the tokens that all etp ranks received to this rank's experts."""
 
-    def back(self) -> _Trip:
-        return _Trip(self.group, self.from_ranks, self.to_ranks, self.rows_behind, self.rows_before)
-
-
-class _Way(NamedTuple):
-    """Both orders that rows were in, and the trip between them."""
-
-    at_home: Permutation
-    trip: _Trip
-    here: Permutation
+    def reversed(self) -> AllToAllSplits:
+        return AllToAllSplits(self.group, self.from_ranks, self.to_ranks, self.rows_after, self.rows_before)
 
 
-def _visited(routing: Routing) -> Tensor:
-    """Numbers of each token's experts, -1 where it is dropped: int64 [t, k]."""
+class DispatchState(NamedTuple):
+    """The two permutations of an all-to-all dispatch, and the splits between them."""
+
+    by_rank: Permutation
+    splits: AllToAllSplits
+    by_expert: Permutation
+
+
+def _kept_experts(routing: Routing) -> Tensor:
+    """Return each token's experts, -1 for dropped assignments: int64 [t, k]."""
     return routing.experts if routing.kept is None else routing.experts.masked_fill(~routing.kept, -1)
 
 
-def _padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
+def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
     return None if rows_per_expert is None else rows_per_expert(x.shape[0])
 
 
-def _dispatched(x: Tensor, weights: Tensor, order: Permutation) -> DispatchedTokens:
-    rows: Tensor = _ToExperts.apply(x, order)
-    row_weights: Tensor = _NumbersToExperts.apply(weights, order)
-    return DispatchedTokens(rows, order.ends, row_weights, order)
+def _permuted(x: Tensor, probs: Tensor, permutation: Permutation) -> DispatchedTokens:
+    rows: Tensor = _PermuteRows.apply(x, permutation)
+    row_probs: Tensor = _PermuteValues.apply(probs, permutation)
+    return DispatchedTokens(rows, permutation.ends, row_probs, permutation)
 
 
-def _to_tokens(rows: Tensor, order: Permutation) -> Tensor:
-    out: Tensor = _ToTokens.apply(rows, order)
+def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
+    out: Tensor = _UnpermuteRows.apply(rows, permutation)
     return out
 
 
-def _joined(x: Tensor, group: RankGroup) -> Tensor:
-    """The rows of all ranks."""
-    if group.size == 1:
-        return x
-    out: Tensor = _Joined.apply(x, group)
+def _all_to_all_rows(x: Tensor, splits: AllToAllSplits) -> Tensor:
+    out: Tensor = _AllToAllRows.apply(x, splits)
     return out
 
 
-def _split_sum(x: Tensor, group: RankGroup) -> Tensor:
-    """Summed over the ranks, of which each keeps its rows."""
-    if group.size == 1:
-        return x
-    out: Tensor = _SplitSum.apply(x, group)
-    return out
-
-
-def _travelled(x: Tensor, trip: _Trip) -> Tensor:
-    out: Tensor = _Travelled.apply(x, trip)
-    return out
-
-
-class _ToExperts(Function):
+class _PermuteRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Permutation) -> Tensor:
-        ctx.order = order
-        return permute_rows(x, order)
+    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permute_rows(x, permutation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_rows(grads[0], ctx.order), None
+        return unpermute_rows(grads[0], ctx.permutation), None
 
 
-class _ToTokens(Function):
+class _UnpermuteRows(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Permutation) -> Tensor:
-        ctx.order = order
-        return unpermute_rows(rows, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return permute_rows(grads[0], ctx.order), None
-
-
-class _NumbersToExperts(Function):
-    @staticmethod
-    def forward(ctx: Any, numbers: Tensor, order: Permutation) -> Tensor:
-        ctx.order = order
-        return permute_values(numbers, order)
+    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return unpermute_rows(rows, permutation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_values(grads[0], ctx.order), None
+        return permute_rows(grads[0], ctx.permutation), None
 
 
-class _Joined(Function):
+class _PermuteValues(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.group), None
-
-
-class _SplitSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, group)
+    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return permute_values(values, permutation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.group), None
+        return unpermute_values(grads[0], ctx.permutation), None
 
 
-class _Travelled(Function):
+class _AllToAllRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return _travel(x, trip)
+    def forward(ctx: Any, x: Tensor, splits: AllToAllSplits) -> Tensor:
+        ctx.splits = splits
+        return _exchange_rows(x, splits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _travel(grads[0], ctx.trip.back()), None
+        return _exchange_rows(grads[0], ctx.splits.reversed()), None
 
 
-def _travel(x: Tensor, trip: _Trip, *, behind: int | None = None) -> Tensor:
-    """What the others send; behind it rows that hold anything, or this."""
-    leaving = x[: sum(trip.to_ranks)].contiguous()
-    out = x.new_empty(trip.rows_behind, *x.shape[1:])
-    arriving = out[: sum(trip.from_ranks)]
+def _exchange_rows(x: Tensor, splits: AllToAllSplits, *, padding: int | None = None) -> Tensor:
+    """Return the received rows, then uninitialised rows, or rows filled with `padding`."""
+    outgoing = x[: sum(splits.to_ranks)].contiguous()
+    out = x.new_empty(splits.rows_after, *x.shape[1:])
+    incoming = out[: sum(splits.from_ranks)]
     begin_all_to_all_into(
-        arriving, leaving, trip.group, to_ranks=trip.to_ranks, from_ranks=trip.from_ranks
+        incoming, outgoing, splits.group, to_ranks=splits.to_ranks, from_ranks=splits.from_ranks
     ).wait()
-    if behind is not None:
-        out[len(arriving) :] = behind
+    if padding is not None:
+        out[len(incoming) :] = padding
     return out

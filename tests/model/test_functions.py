@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain.kernels.activations import QUICK_GELU, Activation
-from megatrain.kernels.dropout import keep_mask
+from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
 from megatrain.model.implementations.local import LocalDropout
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
-from megatrain.parallel.tensor_parallel import Bias, TensorParallel, activated_row_linear
+from megatrain.parallel.tensor_parallel import Bias, TensorParallel, row_linear
 
 ALONE = RankGroup("tp", (0,), 0)
 CP = ContextParallel(RankGroup("cp", (0,), 0))
@@ -27,7 +27,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def holder(**weights: Tensor) -> LaidOutModule:
+def module_with(**weights: Tensor) -> LaidOutModule:
     module = LaidOutModule()
     for name, value in weights.items():
         module.register_parameter(name, torch.nn.Parameter(value.detach().clone()))
@@ -63,7 +63,7 @@ def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> Non
     theirs = [one.clone().requires_grad_() for one in (x, WEIGHT, BIAS)]
     expected = plain(*theirs)
     expected.backward(upstream)
-    own, ours = holder(weight=WEIGHT, bias=BIAS), x.clone().requires_grad_()
+    own, ours = module_with(weight=WEIGHT, bias=BIAS), x.clone().requires_grad_()
     found = function(ours, own)
     found.backward(upstream)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -72,8 +72,8 @@ def test_a_function_and_its_gradients_are_those_of_plain_torch(name: str) -> Non
         torch.testing.assert_close(own.weight_grads[weight] - 1, their.grad, rtol=1e-11, atol=1e-12)
 
 
-def test_a_linear_layer_behind_an_activation_is_that_of_plain_torch() -> None:
-    activation = Activation(curve=QUICK_GELU, is_gated=True, clamp=0.5, offset=1)
+def test_an_activation_and_a_linear_layer_match_plain_torch() -> None:
+    activation = Activation(fn=QUICK_GELU, is_gated=True, clamp=0.5, offset=1)
     x, weight, bias, upstream = _random(5, 3, 32), _random(7, 16), _random(7), _random(5, 3, 7)
     theirs = [one.clone().requires_grad_() for one in (x, weight, bias)]
     gate, up = theirs[0].chunk(2, -1)
@@ -82,7 +82,7 @@ def test_a_linear_layer_behind_an_activation_is_that_of_plain_torch() -> None:
     expected.backward(upstream)
     ours, grad, bias_grad = x.clone().requires_grad_(), torch.ones_like(weight), torch.ones_like(bias)
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
-    found = activated_row_linear(ours, weight, grad, activation, tp, PassInfo(), Bias(bias, bias_grad))
+    found = row_linear(ours, weight, grad, tp, PassInfo(), Bias(bias, bias_grad), activation=activation)
     found.backward(upstream)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(ours.grad, theirs[0].grad, rtol=1e-11, atol=1e-12)
@@ -90,7 +90,7 @@ def test_a_linear_layer_behind_an_activation_is_that_of_plain_torch() -> None:
     torch.testing.assert_close(bias_grad - 1, theirs[2].grad, rtol=1e-11, atol=1e-12)
 
 
-def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
+def test_dropout_applies_its_mask_and_scales_the_rest() -> None:
     x = torch.ones(6, 2, 16, dtype=torch.float64, requires_grad=True)
     tp = TensorParallel(ALONE, ALONE, sequence_parallel=False)
     dropout, info = LocalDropout(0.25, 5, tp, CP), PassInfo(first_sample=4)
@@ -103,7 +103,7 @@ def test_dropout_keeps_what_its_mask_says_and_scales_the_rest() -> None:
     assert torch.equal(dropout(x, PassInfo(first_sample=4, is_training=False)), x)
 
 
-def test_dropout_of_a_part_of_the_sequence_is_that_part_of_the_whole() -> None:
+def test_dropout_of_a_part_of_the_sequence_is_a_part_of_the_whole() -> None:
     x = torch.ones(8, 2, 16, dtype=torch.float64)
     whole = LocalDropout(0.5, 5, TensorParallel(ALONE, ALONE, sequence_parallel=False), CP)(x, PassInfo())
     for rank in range(4):

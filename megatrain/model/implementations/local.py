@@ -19,7 +19,6 @@ from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor_parallel import (
     Bias,
     TensorParallel,
-    activated_row_linear,
     column_linear,
     row_linear,
 )
@@ -138,7 +137,7 @@ class LocalActivationRowLinear(LocalRowLinear):
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
         grad, bias = self.weight_grads.get("weight"), _bias_of(self)
-        return activated_row_linear(x, self.weight, grad, self.activation, self.tp, info, bias)
+        return row_linear(x, self.weight, grad, self.tp, info, bias, activation=self.activation)
 
 
 class LocalGroupedMlp(LaidOutModule):

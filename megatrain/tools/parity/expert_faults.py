@@ -1,4 +1,4 @@
-"""Faults of experts and routers that parity must find, each with the layout in which it shows."""
+"""Planted faults of experts and routers, each with the layout in which parity must find it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatrain.kernels.moe.routing_losses import load_balancing_loss
 from megatrain.model import router
 from megatrain.model.layouts import router_layout
 from megatrain.model.router import ROUTER_METRICS, Router
-from megatrain.parallel import token_dispatcher
+from megatrain.parallel import tensor_parallel, token_dispatcher
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.grid import RankGrid, RankGroup
@@ -27,16 +27,16 @@ from megatrain.parallel.rank_lists import Family
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
-def _gradients_of_experts_scaled() -> AbstractContextManager[Any]:
-    """As where they are divided by their own replicas, which are fewer than those of dense layers."""
-    formed = GradientReduction.formed
+def _expert_gradients_scaled() -> AbstractContextManager[Any]:
+    """Scale the gradients of experts, as if divided by their own number of replicas."""
+    mark_ready = GradientReduction.mark_ready
 
     def scaled(self: GradientReduction, number: int, *, is_last: bool) -> None:
         if is_last and self.families[number].replicas.name == "expert_replicas":
-            self.memory.wholes[number] *= 2
-        formed(self, number, is_last=is_last)
+            self.memory.full[number] *= 2
+        mark_ready(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientReduction, "formed", scaled)
+    return mock.patch.object(GradientReduction, "mark_ready", scaled)
 
 
 def _norm_without_experts() -> AbstractContextManager[Any]:
@@ -48,7 +48,7 @@ def _norm_without_experts() -> AbstractContextManager[Any]:
     return mock.patch.object(RankGrid, "owns", dense_alone)
 
 
-def _router_not_summed() -> AbstractContextManager[Any]:
+def _router_not_reduced() -> AbstractContextManager[Any]:
     def of_own_tokens(*known: Any) -> ParamLayout:
         layout = router_layout(*known)
         pieces = tuple(dataclasses.replace(piece, grad_sum_group=None) for piece in layout.pieces)
@@ -57,8 +57,8 @@ def _router_not_summed() -> AbstractContextManager[Any]:
     return mock.patch.object(router, "router_layout", of_own_tokens)
 
 
-def _loss_of_routers_doubled() -> AbstractContextManager[Any]:
-    """As where each of two ranks adds the loss of the whole micro-batch."""
+def _router_loss_doubled() -> AbstractContextManager[Any]:
+    """Double the loss, as if each of two ranks added the loss of the whole micro-batch."""
 
     def doubled(*known: Tensor, top_k: int, num_tokens: int) -> Tensor:
         return 2 * load_balancing_loss(*known, top_k=top_k, num_tokens=num_tokens)
@@ -66,8 +66,8 @@ def _loss_of_routers_doubled() -> AbstractContextManager[Any]:
     return mock.patch.object(router, "load_balancing_loss", doubled)
 
 
-def _loss_told_by_each_stage() -> AbstractContextManager[Any]:
-    """The named loss alone: gradients are right."""
+def _logged_loss_doubled() -> AbstractContextManager[Any]:
+    """Double the logged loss only; gradients stay right."""
     forward = Router.forward
 
     def telling(self: Router, x: Tensor, info: PassInfo) -> Any:
@@ -80,23 +80,25 @@ def _loss_told_by_each_stage() -> AbstractContextManager[Any]:
     return mock.patch.object(Router, "forward", telling)
 
 
-def _slices_not_summed() -> AbstractContextManager[Any]:
-    """An expert's slices on several ranks: each token gets what its own rank's slice gave."""
+def _expert_slices_not_reduced() -> AbstractContextManager[Any]:
+    """Skip the sum over expert tensor ranks: each token gets its own rank's partial output."""
 
     def own_rows(x: Tensor, group: RankGroup) -> Tensor:
         return x.chunk(group.size)[group.rank].clone()
 
-    return mock.patch.object(token_dispatcher, "reduce_scatter", own_rows)
+    return mock.patch.object(tensor_parallel, "reduce_scatter", own_rows)
 
 
-def _weights_of_other_tokens() -> AbstractContextManager[Any]:
+def _probs_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        token_dispatcher, "unpermute_values", lambda numbers, order: unpermute_values(numbers, order).roll(1, 0)
+        token_dispatcher,
+        "unpermute_values",
+        lambda numbers, order: unpermute_values(numbers, order).roll(1, 0),
     )
 
 
-def _rows_of_another_expert() -> AbstractContextManager[Any]:
-    """Where rows arrive, those of a rank's first expert pass for those of its last one."""
+def _experts_reversed() -> AbstractContextManager[Any]:
+    """Reverse the order of a rank's experts for received rows."""
 
     def turned(experts: Tensor, *, num_experts: int, **known: Any) -> Permutation:
         if "first" in known:
@@ -108,8 +110,8 @@ def _rows_of_another_expert() -> AbstractContextManager[Any]:
     return mock.patch.object(token_dispatcher, "sort_by_expert", turned)
 
 
-def _drops_of_each_rank() -> AbstractContextManager[Any]:
-    """Room is shared out by a rank's own tokens."""
+def _capacity_per_rank() -> AbstractContextManager[Any]:
+    """Apply the capacity to each half of the tokens, as if per rank."""
 
     def own_room(experts: Tensor, weights: Tensor, capacity: int, policy: Any) -> Tensor:
         half = len(experts) // 2
@@ -120,15 +122,15 @@ def _drops_of_each_rank() -> AbstractContextManager[Any]:
 
 
 EXPERT_FAULTS: dict[str, tuple[Plant, str]] = {
-    "gradients of experts of another scale": (_gradients_of_experts_scaled, "dp2 mixtral ep2"),
-    "norm without experts": (_norm_without_experts, "dp2 mixtral ep2"),
-    "router not synchronised under sp": (_router_not_summed, "tp2 sp mixtral ep2"),
-    "loss of routers added by each tensor rank": (_loss_of_routers_doubled, "tp2 sp mixtral auxloss"),
-    "loss of routers added by each stage": (_loss_of_routers_doubled, "pp2 mixtral auxloss"),
-    "loss of routers told by each stage": (_loss_told_by_each_stage, "pp2 mixtral auxloss"),
-    "slices of experts not summed": (_slices_not_summed, "dp2 mixtral etp2"),
-    "gradients of weights at other tokens": (_weights_of_other_tokens, "dp2 mixtral ep2"),
-    "rows taken for those of another expert": (_rows_of_another_expert, "dp2 mixtral ep2 alltoall"),
-    "room of experts shared out by rank": (_drops_of_each_rank, "tp2 sp mixtral ep2 dropping"),
+    "expert gradients of another scale": (_expert_gradients_scaled, "dp2 mixtral ep2"),
+    "gradient norm without experts": (_norm_without_experts, "dp2 mixtral ep2"),
+    "router gradient not reduced under sp": (_router_not_reduced, "tp2 sp mixtral ep2"),
+    "router loss added by each tensor rank": (_router_loss_doubled, "tp2 sp mixtral auxloss"),
+    "router loss added by each stage": (_router_loss_doubled, "pp2 mixtral auxloss"),
+    "router loss logged by each stage": (_logged_loss_doubled, "pp2 mixtral auxloss"),
+    "expert tensor slices not summed": (_expert_slices_not_reduced, "dp2 mixtral etp2"),
+    "gradients of routing probabilities at other tokens": (_probs_of_other_tokens, "dp2 mixtral ep2"),
+    "rows computed by another expert": (_experts_reversed, "dp2 mixtral ep2 alltoall"),
+    "expert capacity applied per rank": (_capacity_per_rank, "tp2 sp mixtral ep2 dropping"),
 }
-"""What is planted, and in which layout."""
+"""Context manager and layout of each fault."""
