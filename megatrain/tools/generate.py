@@ -1,4 +1,4 @@
-"""`megatrain generate`: a few lines from a checkpoint."""
+"""`megatrain generate`: continue a prompt with the model of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from megatrain.inference.generate import Sampling, continued, load_model
+from megatrain.inference.generate import Sampling, generate, load_model
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The subcommand: prints the prompt and what follows it, as it is drawn."""
+    """Run the subcommand: print the prompt and the generated text as it is sampled; return the exit code."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loaded = load_model(Path(arguments.load), device=device, dtype=dtype)
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     print(arguments.prompt, end="", flush=True)
-    for text in continued(loaded, arguments.prompt, sampling):
+    for text in generate(loaded, arguments.prompt, sampling):
         print(text, end="", flush=True)
     print()
     return 0

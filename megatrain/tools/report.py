@@ -1,4 +1,4 @@
-"""`megatrain report`: the curves of one or several runs as one HTML page, which needs nothing but a browser."""
+"""`megatrain report`: write the curves of one or more runs as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from megatrain.config.errors import ConfigError
 from megatrain.tools.report_data import RunData, all_settings, differing_settings, read_run, run_names
 
 _TEMPLATE = Path(__file__).with_name("report.html")
-_DATA_MARK = "/* the runs go here */"
+_DATA_MARK = "/* data of the runs */"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The subcommand."""
+    """Run the subcommand; return the exit code."""
     paths = [Path(text) for text in arguments.runs]
     output = Path(arguments.output)
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
-            f"--output {output}: the report is a web page", fix=f"name it {output.with_suffix('.html').name}"
+            f"--output {output}: the report is an HTML page",
+            fix=f"use --output {output.with_suffix('.html')}",
         )
     runs = [read_run(path, name) for path, name in zip(paths, run_names(paths), strict=True)]
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -30,14 +31,14 @@ def run(arguments: argparse.Namespace) -> int:
     output.write_text(text, encoding="utf-8")
     for one in runs:
         loss = one.summary["loss"]
-        shown = f", loss {loss:.4f}" if loss is not None else ""
-        print(f"{one.name}: {one.summary['iterations']:,} iterations{shown}")
-    print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, to be opened in a browser")
+        suffix = f", loss {loss:.4f}" if loss is not None else ""
+        print(f"{one.name}: {one.summary['iterations']:,} iterations{suffix}")
+    print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, open it in a browser")
     return 0
 
 
 def page(runs: Sequence[RunData]) -> str:
-    """The whole page."""
+    """Return the HTML page."""
     content = {
         "version": __version__,
         "runs": [
@@ -47,6 +48,6 @@ def page(runs: Sequence[RunData]) -> str:
         "differing": differing_settings(runs),
         "settings": all_settings(runs),
     }
-    # A "</script>" in a name would end the script; JSON may escape any character of a text.
+    # A "</script>" in a name would end the script element, so "<" is escaped.
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return _TEMPLATE.read_text(encoding="utf-8").replace(_DATA_MARK, data)

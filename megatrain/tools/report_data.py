@@ -1,7 +1,7 @@
-"""What a report shows of runs, read from their `metrics.jsonl`, `config.yaml` and `status.json`.
+"""Data of a report, read from the `metrics.jsonl`, `config.yaml` and `status.json` of runs.
 
-RUN/metrics.jsonl ─> rows ─> columns of numbers, thinned out where there are too many to draw
-RUN/config.yaml of all ─> the settings that differ
+RUN/metrics.jsonl ─> rows ─> columns of numbers, downsampled for long runs
+RUN/config.yaml of all runs ─> the settings that differ
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ CURVES = (
     "global_batch_size",
     "loss_scale",
 )
-OF_ROUTERS: dict[str, Callable[[list[float]], float]] = {
+ROUTER_CURVES: dict[str, Callable[[list[float]], float]] = {
     "max_load": max,
     "entropy": statistics.fmean,
     "dropped": statistics.fmean,
 }
-"""What a curve has of all layers with experts."""
+"""Reduction of each router figure over the layers with experts."""
 MAX_BUCKETS = 500
-"""Stretches of a run of which each curve keeps its lowest and its highest point, so that no spike is lost."""
+"""Number of intervals of a long run. Each curve keeps its minimum and maximum in each interval, so that no spike is lost."""
 Columns = dict[str, list[float | None]]
-_OF_THE_PLACE_ALONE = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
+_PATH_SETTINGS = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
 
 
 @dataclass(frozen=True)
 class Means:
-    """Means over stretches of a run: what a smooth curve is drawn from, as the points that are kept are extremes."""
+    """Means over intervals of a long run, from which smoothed curves are drawn: the points that are kept are extremes."""
 
     x: Columns
-    """At the end of each stretch."""
+    """Values at the end of each interval."""
     curves: Columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """One run as the page gets it."""
+    """The data of one run in the page."""
 
     name: str
     folder: str
     x: Columns
-    """`iteration`, `samples`, `tokens` (where known) and `hours` of training, of each point."""
+    """`iteration`, `samples`, `tokens` (None if unknown) and `hours` of training of each point."""
     curves: Columns
-    """As long as `x`; null where there is no number."""
+    """Same length as `x`; None: no value."""
     means: Means | None
-    """Of a run that was thinned out."""
+    """None unless the run was downsampled."""
     validations: dict[str, list[tuple[int, float | None]]]
-    """Iteration and loss of each evaluation, by what was evaluated."""
+    """Iteration and loss of each evaluation, by split or dataset."""
     settings: dict[str, Any] = field(default_factory=dict)
     """By path, such as `optimizer.lr`; empty without a config.yaml."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
 def read_run(path: Path, name: str) -> RunData:
-    """One run by its folder, or by its metrics file.
+    """Read one run from its folder or its metrics file.
 
     Raises:
         InputError: there are no metrics.
@@ -80,12 +80,14 @@ def read_run(path: Path, name: str) -> RunData:
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise InputError(
-            f"{path}: there is no {'metrics.jsonl in it' if path.is_dir() else 'such file'}",
-            fix="name the folder that --save of pretrain.py named, or the file that --metrics-file named",
+            f"{path} has no metrics.jsonl" if path.is_dir() else f"{path} does not exist",
+            fix="name the --save folder or the --metrics-file of a run",
         )
     steps, evaluations = _rows(file)
     if not steps and not evaluations:
-        raise InputError(f"{file} holds no iteration yet", fix="wait for the first, or name another run")
+        raise InputError(
+            f"{file} has no iterations yet", fix="wait for the first iteration, or name another run"
+        )
     folder = file.parent
     settings = _settings(folder / "config.yaml")
     x, curves, means = _columns(steps, settings.get("data.seq_length"))
@@ -105,7 +107,7 @@ def read_run(path: Path, name: str) -> RunData:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them apart."""
+    """Return the shortest trailing parts of the paths that differ from each other."""
     parts = [path.resolve().parts for path in paths]
     if all(path.name == "metrics.jsonl" for path in paths):
         parts = [one[:-1] for one in parts]
@@ -117,39 +119,39 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Path and value in each run of the settings that are not the same in all, but for where the run is saved."""
+    """Return path and values of the settings that differ between runs, without the paths of the runs themselves."""
     paths = dict.fromkeys(path for run in runs for path in run.settings)
-    rows = [(path, [_shown(run, path) for run in runs]) for path in paths if path not in _OF_THE_PLACE_ALONE]
+    rows = [(path, [_displayed(run, path) for run in runs]) for path in paths if path not in _PATH_SETTINGS]
     return [(path, values) for path, values in rows if len(set(values)) > 1]
 
 
 def all_settings(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """Every setting of every run."""
+    """Return path and values of all settings."""
     paths = dict.fromkeys(path for run in runs for path in run.settings)
-    return [(path, [_shown(run, path) for run in runs]) for path in paths]
+    return [(path, [_displayed(run, path) for run in runs]) for path in paths]
 
 
-def thinned(columns: Sequence[Sequence[float | None]], *, max_buckets: int = MAX_BUCKETS) -> list[int]:
-    """Numbers of the rows to keep: of every stretch the first, and the lowest and highest of each column."""
+def kept_rows(columns: Sequence[Sequence[float | None]], *, max_buckets: int = MAX_BUCKETS) -> list[int]:
+    """Return the rows to keep: of each interval the first row, and the minimum and maximum of each column."""
     num_rows = len(columns[0]) if columns else 0
     if num_rows <= 2 * max_buckets:
         return list(range(num_rows))
     kept = {num_rows - 1}
-    for stretch in _stretches(num_rows, max_buckets):
-        kept.add(stretch[0])
+    for interval in _intervals(num_rows, max_buckets):
+        kept.add(interval[0])
         for column in columns:
-            there = [(value, row) for row in stretch if (value := column[row]) is not None]
-            if there:
-                kept |= {min(there)[1], max(there)[1]}
+            points = [(value, row) for row in interval if (value := column[row]) is not None]
+            if points:
+                kept |= {min(points)[1], max(points)[1]}
     return sorted(kept)
 
 
-def _stretches(num_rows: int, count: int) -> list[range]:
+def _intervals(num_rows: int, count: int) -> list[range]:
     return [range(n * num_rows // count, (n + 1) * num_rows // count) for n in range(count)]
 
 
 def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Iterations and evaluations. A line that a running or killed run has not finished is left out."""
+    """Return iterations and evaluations, without an incomplete line that a running or killed run leaves."""
     steps: dict[int, dict[str, Any]] = {}
     evaluations: dict[tuple[int, str], dict[str, Any]] = {}
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -170,7 +172,7 @@ def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _columns(
     steps: Sequence[dict[str, Any]], seq_length: int | None
 ) -> tuple[Columns, Columns, Means | None]:
-    """Places and values of the points that are kept, and means where not all are."""
+    """Return x values and curves of the points that are kept, and means if the run was downsampled."""
     hours, total = [], 0.0
     for row in steps:
         total += (_number(row.get("iteration_ms")) or 0.0) / 3.6e6
@@ -188,16 +190,16 @@ def _columns(
         "hours": [_number(value) for value in hours],
     }
     curves = {name: [_number(row.get(name)) for row in steps] for name in CURVES}
-    curves |= {name: [_of_routers(row, name) for row in steps] for name in OF_ROUTERS}
+    curves |= {name: [_router_value(row, name) for row in steps] for name in ROUTER_CURVES}
     curves = {name: column for name, column in curves.items() if any(value is not None for value in column)}
-    kept = thinned(list(curves.values()))
+    kept = kept_rows(list(curves.values()))
     return _at(x, kept), _at(curves, kept), _means(x, curves) if len(kept) < len(steps) else None
 
 
-def _of_routers(row: dict[str, Any], name: str) -> float | None:
+def _router_value(row: dict[str, Any], name: str) -> float | None:
     layers = (row.get("routers") or {}).get("layers", ())
     values = [value for layer in layers if (value := _number(layer.get(name))) is not None]
-    return _number(OF_ROUTERS[name](values)) if values else None
+    return _number(ROUTER_CURVES[name](values)) if values else None
 
 
 def _at(columns: Columns, rows: Sequence[int]) -> Columns:
@@ -205,12 +207,14 @@ def _at(columns: Columns, rows: Sequence[int]) -> Columns:
 
 
 def _means(x: Columns, curves: Columns) -> Means:
-    stretches = _stretches(len(x["iteration"]), MAX_BUCKETS)
+    intervals = _intervals(len(x["iteration"]), MAX_BUCKETS)
     means: Columns = {}
     for name, column in curves.items():
-        there = [[value for row in stretch if (value := column[row]) is not None] for stretch in stretches]
-        means[name] = [_number(statistics.fmean(values)) if values else None for values in there]
-    return Means(_at(x, [stretch[-1] for stretch in stretches]), means)
+        by_interval = [
+            [value for row in interval if (value := column[row]) is not None] for interval in intervals
+        ]
+        means[name] = [_number(statistics.fmean(values)) if values else None for values in by_interval]
+    return Means(_at(x, [interval[-1] for interval in intervals]), means)
 
 
 def _summary(
@@ -218,7 +222,7 @@ def _summary(
     validations: dict[str, list[tuple[int, float | None]]],
     status_file: Path,
 ) -> dict[str, Any]:
-    """The row of the table of runs."""
+    """Return the run's row in the table of runs."""
     last = steps[-1] if steps else {}
     speeds = [
         value for row in steps[1:] if (value := _number(row.get("tokens_per_second_per_gpu"))) is not None
@@ -248,7 +252,7 @@ def _status(file: Path) -> str:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """What a config.yaml says, by path; nothing if it cannot be read."""
+    """Return the settings of a config.yaml by path; empty if it cannot be read."""
     try:
         sections = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -263,9 +267,9 @@ def _settings(file: Path) -> dict[str, Any]:
     }
 
 
-def _shown(run: RunData, path: str) -> str:
+def _displayed(run: RunData, path: str) -> str:
     if path not in run.settings:
-        return "not known"
+        return "unknown"
     value = run.settings[path]
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -273,7 +277,7 @@ def _shown(run: RunData, path: str) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Six digits, which is more than can be seen."""
+    """Return the value with six digits, more than are visible; None if it is not a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")

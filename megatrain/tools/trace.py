@@ -1,4 +1,4 @@
-"""`megatrain trace`: the table of a trace that --profile wrote, of any rank."""
+"""`megatrain trace`: print the table of a trace that --profile wrote, of any rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from megatrain.training.debugging.trace_summary import read_trace
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The subcommand."""
+    """Run the subcommand; return the exit code."""
     print(read_trace(Path(arguments.file)).text())
     return 0

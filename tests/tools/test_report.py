@@ -1,4 +1,4 @@
-"""`megatrain report`: what it reads, what it leaves out, and that its page needs nothing else."""
+"""`megatrain report`: the data that it reads, and a page that needs no network."""
 
 import json
 import re
@@ -12,11 +12,18 @@ import pytest
 
 from megatrain.tools.main import main
 from megatrain.tools.report import page
-from megatrain.tools.report_data import CURVES, OF_ROUTERS, differing_settings, read_run, run_names, thinned
+from megatrain.tools.report_data import (
+    CURVES,
+    ROUTER_CURVES,
+    differing_settings,
+    kept_rows,
+    read_run,
+    run_names,
+)
 
 
 def make_run(folder: Path, *, num_iterations: int = 4, lr: float = 0.001, name: str = "run") -> Path:
-    """A folder as a run leaves it behind."""
+    """Write the folder of a finished run."""
     run = folder / name
     run.mkdir(parents=True)
     rows: list[dict[str, Any]] = [
@@ -73,32 +80,32 @@ def test_iterations_that_ran_twice_count_once(tmp_path: Path) -> None:
     assert read_run(run, "run").curves["lm_loss"] == [8.0, 4.0, 7.0, 2.0]
 
 
-def test_settings_that_differ_are_found_but_for_the_folders(tmp_path: Path) -> None:
+def test_settings_that_differ_are_found_without_the_folders(tmp_path: Path) -> None:
     one = read_run(make_run(tmp_path / "a"), "a")
     other = read_run(make_run(tmp_path / "b", lr=0.5), "b")
     assert differing_settings([one, other]) == [("optimizer.lr", ["0.001", "0.5"])]
     assert differing_settings([one]) == []
 
 
-def test_names_tell_runs_apart() -> None:
+def test_run_names_differ() -> None:
     assert run_names([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
     assert run_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
     assert run_names([Path("/x/a/metrics.jsonl")]) == ["a"]
     assert run_names([Path("/x/a"), Path("/x/a")]) == ["1 /x/a", "2 /x/a"]
 
 
-def test_thinning_keeps_every_spike() -> None:
+def test_downsampling_keeps_every_spike() -> None:
     column: list[float | None] = [float(n % 7) for n in range(10_000)]
     column[4321] = 99.0
     column[7777] = None
-    rows = thinned([column], max_buckets=50)
+    rows = kept_rows([column], max_buckets=50)
     assert {0, 4321, 9999} <= set(rows)
     assert len(rows) <= 3 * 50 + 1
-    assert thinned([column[:100]], max_buckets=50) == list(range(100))
-    assert thinned([]) == []
+    assert kept_rows([column[:100]], max_buckets=50) == list(range(100))
+    assert kept_rows([]) == []
 
 
-def test_a_long_run_has_means_beside_its_extremes(tmp_path: Path) -> None:
+def test_a_long_run_has_means_and_extremes(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path, num_iterations=2000), "run")
     assert run.means is not None
     assert len(run.means.curves["lm_loss"]) == len(run.means.x["iteration"]) == 500
@@ -118,15 +125,15 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere: there is no such file"),
-        (["{run}", "--output", "page.pdf"], "the report is a web page\n  fix: name it page.html"),
+        (["nowhere"], "nowhere does not exist"),
+        (["{run}", "--output", "page.pdf"], "fix: use --output page.html"),
         (
             ["{empty}"],
-            "there is no metrics.jsonl in it\n  fix: name the folder that --save of pretrain.py named",
+            "fix: name the --save folder",
         ),
     ],
 )
-def test_mistakes_are_told(
+def test_errors_name_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     run = make_run(tmp_path)
@@ -137,7 +144,7 @@ def test_mistakes_are_told(
 
 
 class Links(HTMLParser):
-    """Collects all that a page would load."""
+    """Collects the links that a page would load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +156,7 @@ class Links(HTMLParser):
 
 
 def embedded(text: str) -> dict[str, Any]:
-    """The data in a page."""
+    """Return the data in a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
     content: dict[str, Any] = json.loads(found.group(1))
@@ -163,7 +170,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert links.found == []
     assert set(re.findall(r"https?://[^\"' ]*", text)) == {
         "http://www.w3.org/2000/svg"
-    }  # a name, not a place
+    }  # an XML namespace, not a link
     assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|@import|url\((?!#)", text)
     assert "default-src 'none'" in text
 
@@ -179,7 +186,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_every_curve_has_a_chart(tmp_path: Path) -> None:
     text = page([read_run(make_run(tmp_path), "run")])
     charts = set(re.findall(r'\{ name: "(\w+)", title:', text))
-    assert charts == {*CURVES, *OF_ROUTERS, "validations"}
+    assert charts == {*CURVES, *ROUTER_CURVES, "validations"}
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
@@ -193,4 +200,4 @@ def test_a_browser_draws_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.stdout.count('<section class="chart') == 7
     assert ended.stdout.count("<path") >= 7
-    assert ">nothing to draw<" not in ended.stdout
+    assert ">no data<" not in ended.stdout
