@@ -1,8 +1,14 @@
-"""The configuration: what a user asks for, what follows from it, and what is wrong with it.
+"""The configuration: settings, derived values, and rules.
 
-    argv ── parse ──> Request ── resolve (with Facts) ──> Plan ── render_plan, to_yaml ──> people
+    argv, YAML ── parse ──> Request ── resolve (with Facts) ──> Plan ── render_plan, to_yaml ──> text
 
-Nothing here imports torch: `--help` answers at once.
+    schema/     settings and their help texts       request.py   the parsed command line
+    cli/        parsing, help, printing             facts.py     ranks, devices, tokenizer, checkpoint, data
+    derive/     values derived from settings        plan.py      the resolved configuration
+    rules/      checks across settings              resolve.py   from Request and Facts to Plan
+    megatron/   Megatron-LM's flags
+
+Nothing here imports torch, so that `--help` is fast.
 """
 
 from megatrain.config.cli.command_line import parse

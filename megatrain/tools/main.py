@@ -11,7 +11,7 @@ from typing import Any
 from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem
-from megatrain.config.schema.tree import near_name, settings
+from megatrain.config.schema.tree import closest_name, settings
 
 
 class _Parser(argparse.ArgumentParser):
@@ -20,7 +20,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         unknown = [word for word in message.split() if word.startswith("--")] if _UNKNOWN in message else []
         known = [flag for action in self._actions for flag in action.option_strings]
-        near = next((near_name(word, known) for word in unknown), None)
+        near = next((closest_name(word, known) for word in unknown), None)
         fix = f"did you mean {near}?" if near else f"see `{self.prog} --help`"
         print(f"error: {Problem(message, fix)}", file=sys.stderr)
         sys.exit(2)

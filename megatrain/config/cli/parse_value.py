@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from megatrain.config.megatron.flag_table import REPLACED_CHOICES, UNSUPPORTED_CHOICES
-from megatrain.config.schema.tree import Setting, near_name
+from megatrain.config.schema.tree import Setting, closest_name
 from megatrain.config.schema.values import AUTO
 
 # More than any count needs, and few enough that products of several counts are finite floats.
@@ -86,7 +86,7 @@ def _choice(setting: Setting, text: str) -> str:
         raise BadValueError("is not a choice of its own here", fix=elsewhere[text])
     if text in UNSUPPORTED_CHOICES.get(setting.flag, ()):
         raise BadValueError("is not supported yet", fix=f"give {setting.flag} {accepted_values(setting)}")
-    near = near_name(text.lower(), by_lower)
+    near = closest_name(text.lower(), by_lower)
     hint = f"did you mean {by_lower[near]}? " if near else ""
     raise BadValueError("is not a choice", fix=f"{hint}give {setting.flag} {accepted_values(setting)}")
 

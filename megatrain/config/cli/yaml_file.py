@@ -18,7 +18,7 @@ from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_v
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, given_flag, megatron_flags
 from megatrain.config.request import Given
-from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, near_name, settings
+from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, closest_name, settings
 from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
 
@@ -135,7 +135,7 @@ class _Reader:
 
     def unknown_section(self, key: yaml.Node, sections: set[str]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
-        near = near_name(key.value, sections)
+        near = closest_name(key.value, sections)
         if owners:
             fix = f"move {key.value} below `{owners[0]}:`"
         elif near:
@@ -147,8 +147,8 @@ class _Reader:
     def unknown_field(self, section: str, key: yaml.Node, names: Mapping[str, Setting]) -> Problem:
         owners = [setting.section for setting in settings() if setting.name == key.value]
         elsewhere = closest_flag(flag_of(key.value).lower())
-        meant = [near_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
-        near = near_name(key.value.lower(), filter(None, meant))
+        meant = [closest_name(key.value.lower(), names), elsewhere and elsewhere[2:].replace("-", "_")]
+        near = closest_name(key.value.lower(), filter(None, meant))
         if owners:
             fix = f"move {key.value} below `{owners[0]}:`"
         elif near:

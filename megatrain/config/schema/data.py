@@ -1,4 +1,4 @@
-"""What the model is trained on: the data files and how they are cut into samples."""
+"""Settings of the data: files, and how they are split into samples."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,49 +8,49 @@ from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_ra
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(CheckedSection):
-    """Data: files and how they become samples."""
+    """Data: files, and how they are split into samples."""
 
     data_path: tuple[str, ...] = ()
-    """Prefixes of .bin and .idx file pairs, which --split shares out: one, several (each read once, in proportion to their sizes), or pairs of weight and prefix."""
+    """Datasets, split by --split: prefix of a .bin and .idx file pair, several prefixes (each read once, in proportion to their sizes), or pairs of weight and prefix."""
     data_args_path: str | None = None
-    """File with the words that --data-path would be given."""
+    """File with the values of --data-path."""
     train_data_path: tuple[str, ...] = ()
-    """Prefixes, or pairs of weight and prefix, of training data alone; --split plays no role then."""
+    """Training datasets: prefixes, or pairs of weight and prefix. Replaces --data-path and --split."""
     valid_data_path: tuple[str, ...] = ()
-    """The same of validation data."""
+    """Validation datasets, as --train-data-path."""
     test_data_path: tuple[str, ...] = ()
-    """The same of test data."""
+    """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
-    """JSON file with the words for each of train, valid and test."""
+    """JSON file with the datasets of train, valid and test."""
     split: str = AUTO
-    """Shares of training, validation and test data, such as 969,30,1. Left open: 969, 30, 1 for files, 1,1,1 for mock data."""
+    """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = False
-    """Train on made-up token sequences instead of files."""
+    """Train on synthetic token sequences instead of files."""
     seq_length: int = field(default=REQUIRED, metadata=in_range(at_least=1))
-    """Tokens of a sample."""
+    """Tokens per sample."""
     dataloader_type: Literal["single", "cyclic"] = "single"
-    """Order in which samples are read: single goes once through the shuffled index, cyclic goes round and shuffles each round anew."""
+    """Order of samples. single: one pass over the shuffled index; cyclic: repeated passes, each with a new shuffle."""
     no_data_sharding: bool = False
-    """With --dataloader-type cyclic: share out one permutation, instead of giving each data-parallel rank samples of its own."""
+    """With --dataloader-type cyclic: shuffle all samples together instead of within the shard of each data-parallel rank."""
     num_workers: int = field(default=2, metadata=in_range(at_least=0))
-    """Threads of each rank that read ahead. 0: a step reads what it needs when it needs it."""
+    """Prefetch threads per rank. 0: each step reads its own samples."""
     no_mmap_bin_files: bool = False
-    """Read .bin files with ordinary reads instead of mapping them into memory."""
+    """Read .bin files with read calls instead of memory mapping."""
     data_cache_path: str | None = AUTO
-    """Folder for the sample indices of large datasets. Left open: `index_cache` beside the first dataset. `null` in a YAML file: none is kept."""
+    """Folder for the cached sample indices of large datasets. auto: `index_cache` next to the first dataset. `null` in a YAML file: no cache."""
     mid_level_dataset_surplus: float = field(default=0.005, metadata=in_range(at_least=0))
-    """Share by which each dataset of a weighted blend is built longer than its weight asks for."""
+    """Fraction of extra samples with which each dataset of a weighted blend is built."""
     full_validation: bool = False
-    """Evaluate on all validation samples, whatever --eval-iters says."""
+    """Evaluate on all validation samples, instead of --eval-iters batches."""
     multiple_validation_sets: bool = False
-    """Evaluate on each validation dataset on its own."""
+    """Evaluate on each validation dataset separately."""
     reset_position_ids: bool = False
-    """Count positions anew after each end-of-document token."""
+    """Restart position ids after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Keep tokens from attending across an end-of-document token."""
+    """Mask attention across end-of-document tokens."""
     eod_mask_loss: bool = False
-    """Leave out the loss where the input is an end-of-document token."""
+    """Mask the loss where the input is an end-of-document token."""
     dataloader_inter_document_masking: bool = False
-    """Keep attention and positions inside of stored sequences, whatever tokens they hold."""
+    """Mask attention across stored sequences and restart position ids at each, independent of their tokens."""
     allow_ambiguous_pad_tokens: bool = False
-    """Let the tokenizer's padding token count as padding even if it has another role too."""
+    """Treat the padding token of the tokenizer as padding even if it has another role."""

@@ -1,8 +1,8 @@
-"""The tokenizer that the data was made with, and which settings each type of tokenizer reads.
+"""Settings of the tokenizer, and the settings that each type requires and reads.
 
-    TokenizerConfig ──> tokenizer_problems: what its type needs, and what it does not read
+    TokenizerConfig ──> tokenizer_problems: missing settings, and settings that the type does not read
 
-Rules and `load_tokenizer` both ask here, so that a problem has one wording and is told once.
+Rules and `load_tokenizer` share these checks, so that a problem has one wording and is reported once.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from megatrain.config.schema.values import CheckedSection, in_range
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(CheckedSection):
-    """Tokenizer: how text became token numbers."""
+    """Tokenizer: conversion of text to token ids."""
 
     tokenizer_type: (
         Literal[
@@ -35,74 +35,75 @@ class TokenizerConfig(CheckedSection):
         ]
         | None
     ) = None
-    """Kind of the tokenizer. NullTokenizer reads no file: token numbers below --vocab-size, the last one ends a document unless --null-tokenizer-eod-id says another. SFTTokenizer and the multimodal ones are not there."""
+    """Type of the tokenizer. NullTokenizer reads no file: its tokens are numbers below --vocab-size, and the last one ends a document unless --null-tokenizer-eod-id is given. SFTTokenizer and the multimodal types are not supported."""
     tokenizer_model: str | None = None
-    """The tokenizer's file or folder; a model's name on the hub is not looked up."""
+    """File or folder of the tokenizer. Names on the Hugging Face hub are not downloaded."""
     vocab_size: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Number of tokens, before padding, where no tokenizer file says it. TikTokenizer uses the first so many of its file, 131072 if left out."""
+    """Number of tokens before padding, if no tokenizer file has it. TikTokenizer uses this many tokens of its file, 131072 by default."""
     vocab_file: str | None = None
-    """Vocabulary: vocab.json of GPT2BPETokenizer, vocab.txt of the BertWordPiece types."""
+    """Vocabulary file: vocab.json for GPT2BPETokenizer, vocab.txt for the BertWordPiece types."""
     merge_file: str | None = None
-    """Merges of GPT2BPETokenizer: the merges.txt that belongs to --vocab-file."""
+    """Merges file of GPT2BPETokenizer: the merges.txt for --vocab-file."""
     tiktoken_pattern: Literal["v1", "v2"] = "v2"
-    """How TikTokenizer cuts text into words: v2 also cuts words where upper case follows lower case."""
+    """Word-splitting pattern of TikTokenizer; v2 also splits between lower and upper case."""
     tiktoken_num_special_tokens: int = field(default=1000, metadata=in_range(at_least=1))
-    """Ids that TikTokenizer keeps for special tokens, before those of the file."""
+    """Ids that TikTokenizer reserves for special tokens, before those of the file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
-    """Special tokens. TikTokenizer: all that have a name, in the order of their ids; other types: added behind the vocabulary."""
+    """Special tokens. TikTokenizer: all named ones, in the order of their ids; other types: appended to the vocabulary."""
     tokenizer_hf_no_include_special_tokens: bool = False
-    """Leave out the beginning and end tokens that the tokenizer's own template puts around every text, as those of Llama 3 and BERT do."""
+    """Omit the beginning and end tokens that the tokenizer's template adds to every text, as for Llama 3 and BERT."""
     null_tokenizer_eod_id: int | None = field(default=None, metadata=in_range(at_least=0))
-    """Token number that ends a document, for NullTokenizer; the last one of --vocab-size if left out. Give that of the tokenizer that made the data."""
+    """End-of-document token id for NullTokenizer: that of the tokenizer that made the data. none: the last id of --vocab-size."""
     null_tokenizer_pad_id: int = field(default=-1, metadata=in_range(at_least=-1))
-    """Token number of padding, for NullTokenizer; -1: none."""
+    """Padding token id for NullTokenizer. -1: none."""
 
 
 def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
-    """What the type of a tokenizer needs and was not given, and what it was given and does not read."""
+    """Report settings that the tokenizer type requires, and settings that it does not read."""
     kind, given = config.tokenizer_type, _given(config)
     if kind is None:
         yield _no_type(given)
     elif kind in _REFUSED:
-        yield Problem(f"--tokenizer-type {kind} is not there", _REFUSED[kind])
-    elif kind not in _NEEDED:
-        near = difflib.get_close_matches(kind, _NEEDED, n=1)
-        yield Problem(f"--tokenizer-type {kind} is unknown", f"use {near[0] if near else _either(_NEEDED)}")
+        yield Problem(f"--tokenizer-type {kind} is not supported", _REFUSED[kind])
+    elif kind not in _REQUIRED:
+        near = difflib.get_close_matches(kind, _REQUIRED, n=1)
+        yield Problem(f"--tokenizer-type {kind} is unknown", f"use {near[0] if near else _either(_REQUIRED)}")
     else:
-        for name, what in _NEEDED[kind].items():
+        for name, description in _REQUIRED[kind].items():
             if name not in given:
                 yield Problem(
-                    f"--tokenizer-type {kind} is given without {_flag(name)}", f"give {_flag(name)}, {what}"
+                    f"--tokenizer-type {kind} is given without {_flag(name)}",
+                    f"give {_flag(name)}, {description}",
                 )
-        strays = {name: value for name, value in given.items() if name not in _settings_of(kind)}
-        if strays:
+        unread = {name: value for name, value in given.items() if name not in _settings_of(kind)}
+        if unread:
             yield Problem(
-                f"{_said(strays)} {_are(strays)} not read by --tokenizer-type {kind}",
-                f"leave {'them' if len(strays) > 1 else 'it'} out, or use --tokenizer-type {_readers(strays)}",
+                f"{_listed(unread)} {_are(unread)} not read by --tokenizer-type {kind}",
+                f"leave {'them' if len(unread) > 1 else 'it'} out, or use --tokenizer-type {_readers(unread)}",
             )
         if kind == "NullTokenizer":
             yield from _null_problems(config)
 
 
 def missing_end_of_document(config: TokenizerConfig, *, needed_by: str) -> Problem:
-    """What to tell a user whose tokenizer names no end-of-document token, which this flag needs."""
+    """Return the problem of a flag that needs an end-of-document token, which the tokenizer lacks."""
     kind = config.tokenizer_type or "NullTokenizer"
     source = config.tokenizer_model or config.vocab_file
     fixes = {
-        "HuggingFaceTokenizer": 'put {"eos_token": "..."} with a token of the vocabulary into tokenizer_config.json beside'
+        "HuggingFaceTokenizer": 'put {"eos_token": "..."} with a token of the vocabulary into tokenizer_config.json next to'
         " the tokenizer.json",
         "GPT2BPETokenizer": "use the vocabulary of GPT-2, or add <|endoftext|> to this one",
     }
     fix = fixes.get(kind, "use a model that was trained with an end token (spm_train --eos_id)")
     return Problem(
-        f"{needed_by} needs an end-of-document token, and {source or f'--tokenizer-type {kind}'} names none",
+        f"{needed_by} needs an end-of-document token, and {source or f'--tokenizer-type {kind}'} has none",
         f"{fix}; or leave {needed_by} out",
     )
 
 
 _SENTENCEPIECE: Final = {"tokenizer_model": "a SentencePiece model, such as tokenizer.model"}
 _WORD_PIECES: Final = {"vocab_file": "a vocab.txt with one token a line"}
-_NEEDED: Final[Mapping[str, Mapping[str, str]]] = {
+_REQUIRED: Final[Mapping[str, Mapping[str, str]]] = {
     "HuggingFaceTokenizer": {"tokenizer_model": "a tokenizer.json or a folder with one"},
     "SentencePieceTokenizer": _SENTENCEPIECE,
     "GPTSentencePieceTokenizer": _SENTENCEPIECE,
@@ -113,9 +114,9 @@ _NEEDED: Final[Mapping[str, Mapping[str, str]]] = {
     "BertWordPieceCase": _WORD_PIECES,
     "NullTokenizer": {"vocab_size": "the number of tokens"},
 }
-"""By type: what it cannot do without, and what that is."""
+"""Required settings by type, with descriptions."""
 _ADDED: Final = ("tokenizer_special_tokens", "tokenizer_hf_no_include_special_tokens")
-_TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
+_OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
     "HuggingFaceTokenizer": _ADDED,
     "TikTokenizer": ("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens"),
     "GPT2BPETokenizer": _ADDED,
@@ -123,16 +124,16 @@ _TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
     "BertWordPieceCase": ("tokenizer_hf_no_include_special_tokens",),
     "NullTokenizer": ("null_tokenizer_eod_id", "null_tokenizer_pad_id"),
 }
-"""By type: what else it reads. A size is welcome everywhere, and compared with the file's."""
+"""Optional settings by type. Each type reads a vocabulary size too, and compares it with its file."""
 _REFUSED: Final = {
-    "SFTTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: this trains on documents, not on chats",
-    "MultimodalTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: this trains on text alone",
-    "NullMultimodalTokenizer": "use --tokenizer-type NullTokenizer: this trains on text alone",
+    "SFTTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: megatrain trains on documents, not on chats",
+    "MultimodalTokenizer": "use --tokenizer-type HuggingFaceTokenizer with the same folder: megatrain trains on text only",
+    "NullMultimodalTokenizer": "use --tokenizer-type NullTokenizer: megatrain trains on text only",
 }
 
 
 def _null_problems(config: TokenizerConfig) -> Iterator[Problem]:
-    """Ids of NullTokenizer that no token has."""
+    """Report ids of NullTokenizer outside the vocabulary."""
     ids = {
         "null_tokenizer_eod_id": config.null_tokenizer_eod_id,
         "null_tokenizer_pad_id": config.null_tokenizer_pad_id,
@@ -150,7 +151,7 @@ def _no_type(given: Mapping[str, Any]) -> Problem:
     files = {name: value for name, value in given.items() if name != "vocab_size"}
     if files:
         return Problem(
-            f"{_said(files)} {_are(files)} given without --tokenizer-type",
+            f"{_listed(files)} {_are(files)} given without --tokenizer-type",
             f"add --tokenizer-type {_readers(files)}",
         )
     return Problem(
@@ -161,10 +162,10 @@ def _no_type(given: Mapping[str, Any]) -> Problem:
 
 
 def _given(config: TokenizerConfig) -> dict[str, Any]:
-    """Settings beside the type that differ from their defaults."""
+    """Return the settings, except the type, that differ from their defaults."""
     values = {entry.name: (getattr(config, entry.name), entry.default) for entry in fields(config)}
     del values["tokenizer_type"]
-    # A checkpoint gives lists where the command line gives tuples; an empty one says nothing.
+    # A checkpoint has lists where the command line has tuples; empty ones are defaults.
     return {
         name: value
         for name, (value, default) in values.items()
@@ -173,13 +174,13 @@ def _given(config: TokenizerConfig) -> dict[str, Any]:
 
 
 def _settings_of(kind: str) -> tuple[str, ...]:
-    return (*_NEEDED[kind], *_TAKEN.get(kind, ()), "vocab_size")
+    return (*_REQUIRED[kind], *_OPTIONAL.get(kind, ()), "vocab_size")
 
 
 def _readers(names: Mapping[str, Any]) -> str:
-    """Types that read all of these, or else the first of them."""
-    kinds = [kind for kind in _NEEDED if set(names) <= set(_settings_of(kind))]
-    return _either(kinds or [kind for kind in _NEEDED if next(iter(names)) in _settings_of(kind)])
+    """Return the types that read all of these settings, or else the first of them."""
+    kinds = [kind for kind in _REQUIRED if set(names) <= set(_settings_of(kind))]
+    return _either(kinds or [kind for kind in _REQUIRED if next(iter(names)) in _settings_of(kind)])
 
 
 def _either(words: Mapping[str, Any] | list[str]) -> str:
@@ -187,7 +188,7 @@ def _either(words: Mapping[str, Any] | list[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _said(given: Mapping[str, Any]) -> str:
+def _listed(given: Mapping[str, Any]) -> str:
     return " and ".join(
         f"{_flag(name)} {' '.join(value) if isinstance(value, tuple | list) else value}"
         for name, value in given.items()

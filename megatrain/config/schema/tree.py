@@ -1,8 +1,8 @@
-"""The whole configuration, and what can be read off its dataclasses about each setting.
+"""The whole configuration, and a description of each setting from its dataclass field.
 
     Config.model.num_layers   <->   Setting(section="model", name="num_layers", flag "--num-layers", kind int, ...)
 
-The command line, YAML, `--help` and the reference page are all made from the settings.
+The command line, YAML, `--help` and the reference page are generated from the settings.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from megatrain.config.schema.values import AUTO, REQUIRED, Range
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a user decides about a run."""
+    """All settings of a run, by section."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
@@ -57,7 +57,7 @@ class Config:
         return getattr(self, section).raw(name)
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
-        """A copy in which the values at these paths are replaced."""
+        """Return a copy with these values, by path."""
         by_section: dict[str, dict[str, Any]] = {}
         for path, value in values.items():
             section, name = path.split(".")
@@ -68,7 +68,7 @@ class Config:
         return dataclasses.replace(self, **sections)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Sections of plain values, as JSON holds them: what a checkpoint stores."""
+        """Return sections of JSON values, as a checkpoint stores them."""
         return {
             section.name: {
                 name: list(value) if isinstance(value, tuple) else value
@@ -83,7 +83,7 @@ OriginKind = Literal["flag", "yaml", "default", "derived"]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value comes from. `detail`: the flag as typed, `file:line`, or the reason of a derivation."""
+    """Origin of a value. `detail`: the flag as typed, `file:line`, or the reason of a derived value."""
 
     kind: OriginKind
     detail: str = ""
@@ -96,19 +96,19 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One field of one section, as the command line and YAML see it."""
+    """A field of a section, as the command line and YAML use it."""
 
     section: str
     name: str
     kind: type[int] | type[float] | type[str] | type[bool]
-    """Of each value, where there are several."""
+    """Type of the value; of each value in a list."""
     choices: tuple[str, ...]
     is_list: bool
     is_optional: bool
     default: Any
     range: Range | None
     alone: str | None = None
-    """What the flag means without a value; None: it needs one."""
+    """Value of the flag given alone; None: the flag needs a value."""
 
     @property
     def path(self) -> str:
@@ -120,7 +120,7 @@ class Setting:
 
     @property
     def opposite_flag(self) -> str:
-        """The flag that sets a boolean to false."""
+        """Flag that sets a boolean to false."""
         return flag_of(self.name.removeprefix("no_") if self.name.startswith("no_") else f"no_{self.name}")
 
     @property
@@ -133,7 +133,7 @@ class Setting:
 
 
 def flag_of(name: str) -> str:
-    """The flag that sets the field of this name, or of this path."""
+    """Return the flag of a field name or path."""
     return "--" + name.rpartition(".")[2].replace("_", "-")
 
 
@@ -151,19 +151,19 @@ _UNITS: Final = {
 
 
 def unit_of(name: str) -> str:
-    """What a number in the field of this name, or of this path, counts; empty where it counts nothing."""
+    """Return the unit of a field name or path; empty if it has none."""
     return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
 
 
 def section_types() -> dict[str, type]:
-    """Name and dataclass of each section, in the order of `Config`."""
+    """Return name and dataclass of each section, in the order of `Config`."""
     hints = typing.get_type_hints(Config)
     return {section.name: hints[section.name] for section in dataclasses.fields(Config)}
 
 
 @functools.cache
 def settings() -> tuple[Setting, ...]:
-    """All settings, section by section."""
+    """Return all settings, by section."""
     return tuple(
         _setting(name, entry, hints[entry.name])
         for name, section in section_types().items()
@@ -172,9 +172,9 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
-def near_name(word: str, names: Iterable[str], *, likeness: float = 0.7) -> str | None:
-    """The name that a mistyped `word` was most likely meant to be. `likeness`: 1 for equal words, 0 for strange ones."""
-    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=likeness)), None)
+def closest_name(word: str, names: Iterable[str], *, similarity: float = 0.7) -> str | None:
+    """Return the name closest to a mistyped `word`. `similarity`: 1 for equal words, 0 for unrelated ones."""
+    return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=similarity)), None)
 
 
 def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Setting:
