@@ -1,4 +1,4 @@
-"""What tests of damaged data have in common."""
+"""Fixtures of the data tests. Pytest adds this folder to `sys.path`, so that all subfolders can import its helper modules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LIMIT_SECONDS = 10
 
 @pytest.fixture
 def ends_soon() -> Iterator[None]:
-    """Bad data must not make a run wait for ever."""
+    """Fail a test that blocks on bad data."""
 
     def fail(*_: object) -> NoReturn:
         pytest.fail(f"still running after {LIMIT_SECONDS} s")
 
-    former = signal.signal(signal.SIGALRM, fail)
+    previous = signal.signal(signal.SIGALRM, fail)
     signal.alarm(LIMIT_SECONDS)
     yield
     signal.alarm(0)
-    signal.signal(signal.SIGALRM, former)
+    signal.signal(signal.SIGALRM, previous)

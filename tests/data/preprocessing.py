@@ -1,4 +1,4 @@
-"""What the tests of preprocessing share: runs in this process, and inputs of numbers."""
+"""Shared by the preprocessing tests: runs in this process, and input files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100")
 
 
 class InlineWorkers:
-    """Works in this process."""
+    """A stand-in for `Workers` that works in this process."""
 
     def __init__(self, _num_workers: int, make: Any) -> None:
         self.work = make()
@@ -35,24 +35,24 @@ class InlineWorkers:
         return map(self.work, items)
 
 
-def run(*words: object, prefix: object, **options: Any) -> int:
-    """The command in this process, without any other: the exit code. `options` are those of `preprocess`."""
+def run(*arguments: object, prefix: object, **options: Any) -> int:
+    """Run the command in this process only; return the exit code. `options` are those of `preprocess`."""
     inline = functools.partial(preprocess, **{"workers_type": InlineWorkers, **options})
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with mock.patch.object(module, "preprocess", inline):
-            return main([*map(str, words), "--output-prefix", str(prefix)])
+            return main([*map(str, arguments), "--output-prefix", str(prefix)])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 def numbers(path: Path, documents: Iterable[Any]) -> Path:
-    """A file of JSON Lines."""
+    """Write a JSON Lines file."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     return path
 
 
 def content_of(folder: Path, prefix: str = "out") -> dict[str, bytes]:
-    """All files of a run, by name."""
+    """Return the content of all files of a run, by name."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob(f"{prefix}*"))}

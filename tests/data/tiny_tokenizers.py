@@ -1,4 +1,4 @@
-"""Makes the files of small tokenizers: of byte-level pairs, word pieces, SentencePiece and tiktoken."""
+"""Creates files of small tokenizers: byte-level BPE, WordPiece, SentencePiece and tiktoken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BERT_SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def gpt2_files(folder: Path, *, end: str | None = "<|endoftext|>") -> tuple[str, str]:
-    """vocab.json and merges.txt of byte-level pairs."""
+    """Create vocab.json and merges.txt of byte-level BPE."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -39,7 +39,7 @@ def gpt2_files(folder: Path, *, end: str | None = "<|endoftext|>") -> tuple[str,
 
 
 def bert_file(folder: Path) -> str:
-    """vocab.txt of word pieces."""
+    """Create vocab.txt of WordPiece."""
     letters = [*"abcdefghijklmnopqrstuvwxyzT.,;"]
     words = ["the", "fox", "dog", "lazy", "quick", "The", "##s", "##ing", "東", "naive"]
     file = folder / "vocab.txt"
@@ -49,7 +49,7 @@ def bert_file(folder: Path) -> str:
 
 
 def sentencepiece_file(folder: Path, **options: Any) -> str:
-    """tokenizer.model, trained here and now."""
+    """Train and save tokenizer.model."""
     library = pytest.importorskip("sentencepiece")
     model = io.BytesIO()
     library.SentencePieceTrainer.train(
@@ -67,7 +67,7 @@ def sentencepiece_file(folder: Path, **options: Any) -> str:
 
 
 def tiktoken_entries() -> list[dict[str, Any]]:
-    """The bytes and a few pairs, as TikTokenizer reads them."""
+    """Return the bytes and a few merged tokens in TikTokenizer's format."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"th", b"the", b" the", b"do", b"dog", b"gG"]
     return [
         {
@@ -80,7 +80,7 @@ def tiktoken_entries() -> list[dict[str, Any]]:
 
 
 def tiktoken_file(folder: Path, entries: list[dict[str, Any]] | None = None) -> str:
-    """vocab.json of TikTokenizer."""
+    """Create the JSON list of TikTokenizer."""
     pytest.importorskip("tiktoken")
     file = folder / "multilingual.json"
     file.write_text(json.dumps(tiktoken_entries() if entries is None else entries))

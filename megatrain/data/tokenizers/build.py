@@ -1,13 +1,13 @@
-"""Text to token ids and back, by Megatron-LM's names of tokenizer types.
+"""Load tokenizers by Megatron-LM's type names.
 
     TokenizerConfig (type, files) ──> load_tokenizer ──> Tokenizer
 
-    tokenizers_huggingface     HuggingFaceTokenizer, GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase
-    tokenizers_sentencepiece   SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer
-    tokenizers_tiktoken        TikTokenizer
-    here                       NullTokenizer
+    huggingface     HuggingFaceTokenizer, GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase
+    sentencepiece   SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer
+    tiktoken        TikTokenizer
+    build           NullTokenizer
 
-Only the TokenizerConfig travels to other processes; each loads its own tokenizer.
+Worker processes receive the TokenizerConfig; each loads its own tokenizer.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from megatrain.data.tokenizers.tiktoken import TikTokenizer
 
 
 class Tokenizer(Protocol):
-    """What data and training need to know about a tokenizer."""
+    """The interface of a tokenizer that data and training use."""
 
     vocab_size: int
-    """All ids are below it; before padding for tensor parallelism."""
+    """Upper bound of all ids, before padding for tensor parallelism."""
     eod: int | None
-    """The id that ends a document; None: the tokenizer names none, see `missing_end_of_document`."""
+    """End-of-document id; None: the tokenizer has none, see `missing_end_of_document`."""
     pad: int
-    """The padding id, -1 if there is none. It counts as padding in data by the rule of `gpt.effective_pad`."""
+    """Padding id, -1 if there is none; see `gpt_dataset.effective_pad` for its role in data."""
     special_ids: frozenset[int]
-    """Ids with a role other than padding."""
+    """Ids of special tokens other than padding."""
     note: str | None
-    """A line for users where a token was guessed that no file names; None: nothing was guessed."""
+    """Message for the user if a special token was guessed because no file names it; else None."""
     fingerprint: str
-    """Equal for tokenizers that give equal ids, whatever their file's layout."""
+    """Digest that is equal for tokenizers with equal ids, whatever the layout of their files."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, with no token added at either end unless the configuration asks for it."""
+        """Tokenize a text. Tokens are added at its ends only if the configuration asks for them."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, faster than one by one."""
+        """Tokenize many texts, faster than one by one."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Convert ids to text."""
 
 
 def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Make the tokenizer that a configuration describes. Nothing is downloaded.
+    """Load the tokenizer of a configuration. Nothing is downloaded.
 
     Raises:
-        ConfigError: the type is unknown, or what it needs was not given or is not usable.
+        ConfigError: the type is unknown, or its files are missing or invalid.
     """
     problems = tuple(tokenizer_problems(config))
     if problems:
@@ -61,20 +61,20 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     tokenizer = _LOADERS[str(config.tokenizer_type)](config)
     if config.vocab_size is not None and config.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
-            f"--vocab-size {config.vocab_size} is not the size of the tokenizer, {tokenizer.vocab_size}",
-            fix="leave --vocab-size out; --padded-vocab-size sets the rows of the embedding",
+            f"--vocab-size {config.vocab_size} differs from the size of the tokenizer, {tokenizer.vocab_size}",
+            fix="leave --vocab-size out, or set the rows of the embedding with --padded-vocab-size",
         )
     return tokenizer
 
 
 class NullTokenizer:
-    """Text that already is numbers: `encode("5 3")` is [5, 3]. The last id ends documents, or the one that is given."""
+    """A tokenizer of numbers: `encode("5 3")` is [5, 3]. The last id ends documents, unless another one is configured."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         vocab_size = config.vocab_size
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(
-                f"--vocab-size {vocab_size} leaves no token", fix="give a --vocab-size of 1 or more"
+                f"--vocab-size {vocab_size} is too small", fix="give a --vocab-size of 1 or more"
             )
         last, eod, pad = vocab_size - 1, config.null_tokenizer_eod_id, config.null_tokenizer_pad_id
         self.vocab_size = vocab_size
@@ -86,7 +86,7 @@ class NullTokenizer:
         self.fingerprint = fingerprint_of({"type": "NullTokenizer", "vocab_size": vocab_size, **other_ids})
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a text. Raises ValueError where there is none or it is no id."""
+        """Parse the numbers of a text. Raises ValueError if a word is not an id."""
         ids = [int(word) for word in text.split()]
         wrong = next((number for number in ids if not 0 <= number < self.vocab_size), None)
         if wrong is not None:
@@ -94,11 +94,11 @@ class NullTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers of many texts."""
+        """Parse the numbers of many texts."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The numbers, with blanks between."""
+        """Join the numbers with spaces."""
         return " ".join(map(str, ids))
 
 

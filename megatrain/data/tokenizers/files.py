@@ -1,7 +1,7 @@
-"""Reads the files of tokenizers, and says what is wrong with one before any library is loaded.
+"""Read tokenizer files, and detect their kind before any library is loaded.
 
-path ──> bytes ──> which kind is it? ──> the kind asked for: TokenizerFile
-                                     └─> another: InputError with the type of tokenizer that reads it
+path ──> bytes ──> kind ──> the requested kind: TokenizerFile
+                        └─> another kind: InputError with the tokenizer type that reads it
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GET_AGAIN: Final = "download or copy the tokenizer again"
 
 
 class Kind(enum.Enum):
-    """What a file holds, in words for users."""
+    """The kind of a file; the value describes it in messages."""
 
     TOKENIZER_JSON = "a tokenizer.json of the `tokenizers` library"
     SENTENCEPIECE = "a SentencePiece model"
@@ -38,20 +38,20 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A file that is of the kind asked for."""
+    """A file of the requested kind."""
 
     path: Path
     content: bytes
     data: Any
-    """What JSON stands for; None for other kinds."""
+    """Parsed JSON; None for other kinds."""
 
     def lines(self) -> list[str]:
-        """The lines of text, without their ends. Raises InputError where it is not UTF-8."""
+        """Return the lines without their line ends. Raises InputError if the file is not UTF-8."""
         try:
             text = self.content.decode("utf-8")
         except UnicodeDecodeError as error:
             raise InputError(f"{self.path}: is not UTF-8 text: {error}", fix=GET_AGAIN) from error
-        # Not splitlines(): characters that it takes for the end of a line may be tokens.
+        # Not splitlines(): tokens may contain characters that it treats as line ends.
         return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
@@ -59,10 +59,10 @@ def read_file(path: Path, kind: Kind, *, flag: str) -> TokenizerFile:
     """Read a file of this kind.
 
     Args:
-        flag: named it; for messages.
+        flag: the flag that named the file, for messages.
 
     Raises:
-        InputError: it is not there, damaged, or of another kind.
+        InputError: the file is missing, damaged, or of another kind.
     """
     if path.is_dir():
         raise InputError(f"{path}: is a folder", fix=f"give {flag} a file: {kind.value}")
@@ -73,16 +73,16 @@ def read_file(path: Path, kind: Kind, *, flag: str) -> TokenizerFile:
             f"{path}: there is no such file", fix=f"give {flag} the path of {kind.value}"
         ) from error
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}", fix="check its permissions") from error
+        raise InputError(f"{path}: cannot be read: {error}", fix="make the file readable") from error
     data = _json_or_none(path, content, is_wanted=kind in _JSON_KINDS)
     found = kind_of(content, data)
     if found is not kind and not (kind is Kind.MERGES and found is Kind.TEXT):
-        raise InputError(f"{path}: is {found.value}, and not {kind.value}", fix=_fix(found, path, flag))
+        raise InputError(f"{path}: is {found.value}, not {kind.value}", fix=_fix(found, path, flag))
     return TokenizerFile(path, content, data)
 
 
 def read_json(path: Path, content: bytes | None = None) -> Any:
-    """What a JSON file stands for. Raises InputError where it is damaged."""
+    """Parse a JSON file. Raises InputError if it is damaged."""
     try:
         return json.loads(content if content is not None else path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -90,14 +90,14 @@ def read_json(path: Path, content: bytes | None = None) -> Any:
 
 
 def kind_of(content: bytes, data: Any) -> Kind:
-    """What a file holds, judged by its first bytes or by its JSON `data`."""
+    """Detect the kind of a file from its first bytes or its parsed JSON `data`."""
     if data is not None:
         return _kind_of_json(data)
     if not content.strip():
         return Kind.EMPTY
     if (
         content[:1] == content[2:3] == b"\n"
-    ):  # a message that begins with a message: the first piece and its text
+    ):  # protobuf: the message begins with a nested message, the first piece with its text
         return Kind.SENTENCEPIECE
     first_line = content.split(b"\n", 1)[0]
     if re.fullmatch(rb"[A-Za-z0-9+/]+=* [0-9]+\r?", first_line):
@@ -108,7 +108,7 @@ def kind_of(content: bytes, data: Any) -> Kind:
 
 
 def fingerprint_of(definition: dict[str, Any]) -> str:
-    """SHA-256 of a definition without its layout: keys sorted, no blanks."""
+    """Return the SHA-256 of a definition as canonical JSON: sorted keys, no spaces."""
     canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -117,7 +117,10 @@ _JSON_KINDS: Final = (Kind.TOKENIZER_JSON, Kind.TIKTOKEN_JSON, Kind.VOCAB_JSON)
 
 
 def _json_or_none(path: Path, content: bytes, *, is_wanted: bool) -> Any:
-    """What the content stands for if it is JSON. Damaged JSON is an error only where JSON is wanted: [PAD] may begin a list of words."""
+    """Parse the content if it is JSON.
+
+    Damaged JSON is an error only if JSON is wanted: a list of words may begin with [PAD].
+    """
     if content.lstrip()[:1] not in (b"{", b"["):
         return None
     try:
@@ -141,16 +144,16 @@ def _kind_of_json(data: Any) -> Kind:
 
 
 def _fix(found: Kind, path: Path, flag: str) -> str:
-    """What reads a file of this kind."""
+    """Return the fix: the tokenizer type that reads a file of this kind."""
     model = f"--tokenizer-model {path}"
     return {
         Kind.TOKENIZER_JSON: f"use --tokenizer-type HuggingFaceTokenizer {model}",
         Kind.SENTENCEPIECE: f"use --tokenizer-type SentencePieceTokenizer {model}",
         Kind.TIKTOKEN_JSON: f"use --tokenizer-type TikTokenizer {model}",
-        Kind.TEKKEN_JSON: "save the list under its key `vocab` as a file of its own, which TikTokenizer reads, or use"
-        " the tokenizer.json of the same model with HuggingFaceTokenizer",
+        Kind.TEKKEN_JSON: "save the list under its key `vocab` as a separate file for TikTokenizer, or use the"
+        " tokenizer.json of the same model with HuggingFaceTokenizer",
         Kind.VOCAB_JSON: f"use --tokenizer-type GPT2BPETokenizer --vocab-file {path} with --merge-file",
         Kind.MERGES: f"use --tokenizer-type GPT2BPETokenizer --merge-file {path} with --vocab-file",
         Kind.RANKS: "use the tokenizer.json of the same model, with --tokenizer-type HuggingFaceTokenizer",
         Kind.EMPTY: GET_AGAIN,
-    }.get(found, f"check what {flag} names, or {GET_AGAIN}")
+    }.get(found, f"check the path given to {flag}, or {GET_AGAIN}")

@@ -1,10 +1,10 @@
 """Tokenizers of the `tokenizers` library: HuggingFaceTokenizer, GPT2BPETokenizer and the two BertWordPiece types.
 
-    tokenizer.json             ─┐  (with the files beside it: `tokenizer_named`)
+    tokenizer.json             ─┐  (with the other files of its folder: `special_tokens`)
     vocab.json + merges.txt    ─┼─> the library's tokenizer + {"eos_token": "</s>", ...} ──> LibraryTokenizer
     vocab.txt                  ─┘
 
-No code of a tokenizer's folder is run, and nothing is looked up on the hub.
+Code in a tokenizer's folder is never run, and nothing is downloaded from the hub.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT: Final = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-"""Looked for, in this order, where no file names the token; `note` says which was found."""
+"""End-of-document tokens to try, in this order, if no file names one; `note` reports the choice."""
 OTHER_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
 class LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library. The text of a special token becomes that token."""
+    """A tokenizer of the `tokenizers` library. The text of a special token is encoded as that token."""
 
     def __init__(
         self,
@@ -39,14 +39,16 @@ class LibraryTokenizer:
         named: Mapping[str, str],
         definition: dict[str, Any],
     ) -> None:
-        """Finish a tokenizer.
+        """Wrap a tokenizer of the library.
 
-        The end of a document is the `eos_token`; without one, the `sep_token`, as in Megatron-LM; where neither is
-        named, the first of `END_OF_DOCUMENT` in the vocabulary, if any: Megatron-LM would have none.
+        The end-of-document token is the `eos_token`; without one the `sep_token`, as in Megatron-LM; without either, the
+        first of `END_OF_DOCUMENT` in the vocabulary, if any (Megatron-LM has none in this case).
 
         Args:
-            named: text of tokens by their role, such as `eos_token`; a role of one outside the vocabulary stays empty.
-            definition: all that ids depend on, for the fingerprint.
+            library: the tokenizer.
+            config: its configuration.
+            named: text of tokens by role, such as `eos_token`; tokens outside the vocabulary are ignored.
+            definition: everything that determines the ids, for the fingerprint.
         """
         self._library = library
         adds_tokens = library.num_special_tokens_to_add(is_pair=False) > 0
@@ -58,7 +60,7 @@ class LibraryTokenizer:
             definition = definition | {"with_template": True}
         self.fingerprint = fingerprint_of(definition)
         ids = library.get_vocab(with_added_tokens=True).values()
-        self.vocab_size = max(ids, default=-1) + 1  # not their number: there may be gaps
+        self.vocab_size = max(ids, default=-1) + 1  # not the number of ids: they may have gaps
         by_role = {role: library.token_to_id(token) for role, token in named.items()}
         is_named = "eos_token" in named or "sep_token" in named
         guess = None if is_named else next(filter(self._has, END_OF_DOCUMENT), None)
@@ -67,8 +69,8 @@ class LibraryTokenizer:
         if guess is not None:
             self.eod = library.token_to_id(guess)
             self.note = (
-                f"no file of the tokenizer names an eos_token: {guess} (id {self.eod}) is taken to end documents."
-                f' {{"eos_token": "{guess}"}} in tokenizer_config.json would say so'
+                f"no file of the tokenizer names an eos_token: {guess} (id {self.eod}) is used to end documents."
+                f' To confirm it, add {{"eos_token": "{guess}"}} to tokenizer_config.json'
             )
         special = (self.eod, *(by_role.get(role) for role in OTHER_SPECIAL))
         self.special_ids = frozenset(number for number in special if number is not None)
@@ -79,36 +81,36 @@ class LibraryTokenizer:
         return self._library.token_to_id(token) is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Tokenize a text."""
         return list(self._library.encode(text, add_special_tokens=self._with_template).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts."""
+        """Tokenize many texts."""
         encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=self._with_template)
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
+        """Convert ids to text, including special tokens."""
         return str(self._library.decode(list(ids), skip_special_tokens=False))
 
 
 def load_huggingface(config: TokenizerConfig) -> LibraryTokenizer:
-    """A tokenizer.json, or a folder with one; the files beside it name tokens, all of which it must have.
+    """Load a tokenizer.json or a folder with one; the other files of the folder name special tokens.
 
-    A folder of GPT-2's older form, with vocab.json and merges.txt alone, is read as GPT2BPETokenizer reads it.
+    A folder in GPT-2's older format, with only vocab.json and merges.txt, is loaded as by GPT2BPETokenizer.
     """
     path = Path(config.tokenizer_model or "")
     folder = path if path.is_dir() else path.parent
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
-        _check_there(path)
-        if not _is_older_gpt2(path):
-            raise InputError(f"{path}: holds no tokenizer.json", fix=_fix_of_folder(path))
+        _require_path(path)
+        if not _is_old_gpt2_format(path):
+            raise InputError(f"{path}: contains no tokenizer.json", fix=_fix_of_folder(path))
         files = path / "vocab.json", path / "merges.txt"
         return _byte_level(config, *files, {"eos_token": "<|endoftext|>"}, named_tokens(path))
     definition: dict[str, Any] = read_file(file, Kind.TOKENIZER_JSON, flag="--tokenizer-model").data
-    library = _made(file)
-    # A file may ask for cutting and filling up, which belongs to inference and would damage documents.
+    library = _load_library(file)
+    # Truncation and padding in the file are meant for inference and would damage documents.
     library.no_truncation()
     library.no_padding()
     padding = definition.get("padding")
@@ -123,13 +125,13 @@ def load_huggingface(config: TokenizerConfig) -> LibraryTokenizer:
 
 
 def load_gpt2_bpe(config: TokenizerConfig) -> LibraryTokenizer:
-    """GPT-2's byte-level pairs: --vocab-file and --merge-file. <|endoftext|> ends documents."""
+    """Load GPT-2's byte-level BPE from --vocab-file and --merge-file. <|endoftext|> ends documents."""
     files = Path(config.vocab_file or ""), Path(config.merge_file or "")
     return _byte_level(config, *files, {"eos_token": "<|endoftext|>"})
 
 
 def load_bert(config: TokenizerConfig) -> LibraryTokenizer:
-    """BERT's word pieces: --vocab-file. [SEP] ends documents, as in Megatron-LM."""
+    """Load BERT's WordPiece from --vocab-file. [SEP] ends documents, as in Megatron-LM."""
     file = read_file(Path(config.vocab_file or ""), Kind.TEXT, flag="--vocab-file")
     lowercase = config.tokenizer_type == "BertWordPieceLowerCase"
     pieces = word_pieces(file, lowercase=lowercase)
@@ -143,11 +145,13 @@ def _byte_level(
     roles: Mapping[str, str],
     named: NamedTokens | None = None,
 ) -> LibraryTokenizer:
-    """GPT-2's byte-level pairs.
+    """Load byte-level BPE.
 
     Args:
-        roles: text of tokens by role, where no file names another.
-        named: what the files beside the vocabulary say.
+        config: the configuration.
+        vocab, merges: paths of the two files.
+        roles: default text of tokens by role.
+        named: tokens that other files of the folder name, which override `roles`.
     """
     roles = {**roles, **(named.roles if named else {})}
     more = [token.text for token in (*named.registered, *named.mentioned)] if named else []
@@ -162,37 +166,37 @@ def _byte_level(
 
 
 def _require_named(named: NamedTokens, library: tokenizers.Tokenizer, file: Path) -> None:
-    fix = f"correct the names, or write the tokens into it with transformers: {_saving_anew(file.parent)}"
+    fix = f"correct the names, or add the tokens to it with transformers: {_resave_command(file.parent)}"
     require_named(named, lambda token: library.token_to_id(token) is not None, file=file, fix=fix)
 
 
-def _made(file: Path) -> tokenizers.Tokenizer:
-    import tokenizers  # noqa: PLC0415 - loading the library takes a while, and most processes need no tokenizer
+def _load_library(file: Path) -> tokenizers.Tokenizer:
+    import tokenizers  # noqa: PLC0415 - slow to load, and most processes need no tokenizer
 
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise InputError(
-            f"{file}: not a tokenizer of the `tokenizers` library: {error}",
-            fix="a newer library may know it (pip install -U tokenizers); or make it again with transformers'"
+            f"{file}: is not a tokenizer of the `tokenizers` library: {error}",
+            fix="upgrade the library (pip install -U tokenizers), or make the file again with transformers'"
             " AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
         ) from error
 
 
-def _check_there(path: Path) -> None:
+def _require_path(path: Path) -> None:
     if path.exists():
         return
     fix = "give --tokenizer-model a tokenizer.json or a folder with one"
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and path.suffix not in {".json", ".model"}:
         fix += (
-            f"; a model's name on the hub is not looked up: download it first (hf download {path}"
+            f"; to use a model of the hub, download it first (hf download {path}"
             f" --include 'tokenizer*' --local-dir {path.name})"
         )
     raise InputError(f"{path}: there is no such file", fix=fix)
 
 
-def _is_older_gpt2(folder: Path) -> bool:
-    """Whether vocab.json and merges.txt say everything: other classes cut text into words by other rules."""
+def _is_old_gpt2_format(folder: Path) -> bool:
+    """Return whether vocab.json and merges.txt define the tokenizer; other classes split text into words differently."""
     if not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):
         return False
     config_file = folder / "tokenizer_config.json"
@@ -204,7 +208,7 @@ def _is_older_gpt2(folder: Path) -> bool:
 
 
 def _fix_of_folder(folder: Path) -> str:
-    """What to do about a folder without tokenizer.json, by what else it holds."""
+    """Return the fix for a folder without tokenizer.json, depending on its other files."""
     model = folder / "tokenizer.model"
     if model.is_file() and kind_of(model.read_bytes()[:1000], None) is Kind.SENTENCEPIECE:
         use = f"use --tokenizer-type SentencePieceTokenizer --tokenizer-model {model}, or "
@@ -216,11 +220,11 @@ def _fix_of_folder(folder: Path) -> str:
         use = ""
     else:
         return "give --tokenizer-model a tokenizer.json or a folder with one"
-    return f"{use}make one with transformers: {_saving_anew(folder)}"
+    return f"{use}make one with transformers: {_resave_command(folder)}"
 
 
-def _saving_anew(folder: Path) -> str:
-    """The command with which transformers writes all that it knows of a tokenizer into its tokenizer.json."""
+def _resave_command(folder: Path) -> str:
+    """Return the command with which transformers saves everything about a tokenizer in its tokenizer.json."""
     return (
         'python -c "from transformers import AutoTokenizer as T;'
         f" T.from_pretrained('{folder}').save_pretrained('{folder}')\""

@@ -1,9 +1,9 @@
-"""SentencePiece models, for SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer alike.
+"""SentencePiece models: SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
 
-    tokenizer.model ──> pieces ──> ids as the library gives them, nothing added
+    tokenizer.model ──> pieces ──> ids of the library, nothing added
 
-The three names are one tokenizer in today's Megatron-LM; those of its older releases differed: SentencePieceTokenizer
-had ids of its own behind the pieces (<EOD> among them), and Llama2Tokenizer put the beginning token before every text.
+The three types are identical in today's Megatron-LM. In older releases SentencePieceTokenizer added ids after those of
+the pieces (such as <EOD>), and Llama2Tokenizer put the beginning-of-sequence token before every text.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatrain.data.tokenizers.files import (
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. The text of a control piece, such as </s>, stays text; user-defined pieces are found.
+    """A SentencePiece model; its end-of-sequence token ends documents.
 
-    Its end token ends documents.
+    The text of a control piece, such as </s>, is encoded as text; user-defined pieces are recognized in text.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
@@ -46,17 +46,17 @@ class SentencePieceTokenizer:
         self.pad = pad if pad >= 0 else NO_PAD
         self.special_ids = frozenset(number for number in roles if number >= 0)
         self.note: str | None = None
-        # Pieces, scores and the rules for blanks are all in the file, which people copy and never write anew.
+        # The file contains everything that determines ids, and is copied, never rewritten.
         self.fingerprint = fingerprint_of({"sentencepiece": hashlib.sha256(file.content).hexdigest()})
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Tokenize a text."""
         return list(self._processor.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts. One thread: preprocessing has its own processes."""
+        """Tokenize many texts. One thread: preprocessing has its own processes."""
         return list(self._processor.encode(list(texts), num_threads=1))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without control pieces."""
+        """Convert ids to text, without control pieces."""
         return str(self._processor.decode(list(ids)))

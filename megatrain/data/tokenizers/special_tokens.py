@@ -1,10 +1,10 @@
-"""Tokens that the files beside a tokenizer.json name, taken as transformers' AutoTokenizer takes them.
+"""Special tokens that the files next to a tokenizer.json name, interpreted as by transformers' AutoTokenizer.
 
     tokenizer_config.json    roles, lists of special tokens, added_tokens_decoder ─┐
     special_tokens_map.json  the same roles and lists                              ├─> NamedTokens ──> use_named
     added_tokens.json        tokens with their ids                                 ─┘
 
-The last two files count only where tokenizer_config.json has no added_tokens_decoder.
+The last two files are read only if tokenizer_config.json has no added_tokens_decoder.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 _CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
-"""How a token is looked for in text. Whether it is `special` changes no id."""
+"""How a token is matched in text. The flag `special` does not affect ids."""
 _LISTS: Final = ("extra_special_tokens", "additional_special_tokens")
-"""The new name and the old one of a list of tokens without a role."""
+"""The new and the old name of a list of tokens without a role."""
 
 
 @dataclass(frozen=True)
 class NamedToken:
-    """A token, how it is looked for in text, and the file that names it."""
+    """A token, its matching flags, and the file that names it."""
 
     text: str
     flags: Mapping[str, bool]
@@ -38,21 +38,21 @@ class NamedToken:
 
 @dataclass(frozen=True)
 class NamedTokens:
-    """What the files beside a tokenizer say about its tokens."""
+    """The tokens that the files next to a tokenizer name."""
 
     roles: Mapping[str, str]
     """Text of tokens by role, such as `eos_token`."""
     registered: tuple[NamedToken, ...]
-    """Those with an entry of their own, whose flags hold even where tokenizer.json has other ones."""
+    """Tokens with their own entry, whose flags override those of tokenizer.json."""
     mentioned: tuple[NamedToken, ...]
-    """Those with a role or in a list, whose flags hold only where tokenizer.json has none."""
+    """Tokens with a role or in a list, whose flags apply only if tokenizer.json has none."""
 
 
 def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
-    """Read the files beside a tokenizer; those that are not there name nothing.
+    """Read the files next to a tokenizer; missing files name no tokens.
 
     Args:
-        taken: ids of the added tokens of tokenizer.json, which win over those of added_tokens.json.
+        taken: ids of the added tokens of tokenizer.json, which override those of added_tokens.json.
 
     Raises:
         InputError: a file is damaged.
@@ -76,7 +76,7 @@ def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
             flags = dict.fromkeys(_FLAGS, False) | {"normalized": text not in special}
             added[_id(number, folder / _ADDED)] = NamedToken(text, flags, folder / _ADDED)
         added = {number: token for number, token in added.items() if number not in taken}
-    # Beside the known roles a model may have its own, such as image_token; add_bos_token is a statement, and no text.
+    # A model may have further roles, such as image_token; add_bos_token is a boolean, not text.
     with_role = {name: value for name, value in values.items() if name.endswith("_token") and _text(value[0])}
     return NamedTokens(
         roles={name: _text(value) for name, (value, _) in with_role.items()},
@@ -90,12 +90,12 @@ def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
 
 
 def require_named(named: NamedTokens, has: Callable[[str], bool], *, file: Path, fix: str) -> None:
-    """See that the vocabulary has all tokens that are named.
+    """Check that the vocabulary contains all named tokens.
 
-    Transformers would add those that it lacks behind its end, in an order and with roles that depend on its version.
+    Transformers would append missing tokens to it, in an order and with roles that depend on its version.
 
     Raises:
-        InputError: it lacks one.
+        InputError: a token is missing.
     """
     lacking: dict[Path, list[str]] = {}
     for token in (*named.registered, *named.mentioned):
@@ -103,17 +103,17 @@ def require_named(named: NamedTokens, has: Callable[[str], bool], *, file: Path,
             lacking[token.file].append(token.text)
     found = {path: tokens for path, tokens in lacking.items() if tokens}
     if found:
-        said = ", and ".join(f"{path} names {_quoted(tokens)}" for path, tokens in found.items())
-        raise InputError(f"{said}, which {file} lacks", fix=fix)
+        text = ", and ".join(f"{path} names {_quoted(tokens)}" for path, tokens in found.items())
+        raise InputError(f"{text}, missing in {file}", fix=fix)
 
 
 def use_named(library: tokenizers.Tokenizer, named: NamedTokens) -> list[dict[str, Any]]:
-    """Look for named tokens in text before it is cut into words; all of them are in the vocabulary.
+    """Register named tokens, which are in the vocabulary, to be matched in text before it is split into words.
 
     Returns:
-        Tokens whose ids this changed, for the fingerprint.
+        Tokens that were not registered with these flags before, for the fingerprint.
     """
-    from tokenizers import AddedToken  # noqa: PLC0415 - loading the library takes a while
+    from tokenizers import AddedToken  # noqa: PLC0415 - slow to load
 
     before = {token.content: token for token in library.get_added_tokens_decoder().values()}
     changed: dict[str, Mapping[str, bool]] = {}
@@ -131,12 +131,12 @@ def use_named(library: tokenizers.Tokenizer, named: NamedTokens) -> list[dict[st
 def _object(path: Path) -> dict[str, Any]:
     content = read_json(path) if path.is_file() else {}
     if not isinstance(content, dict):
-        raise InputError(f"{path}: holds no JSON object", fix=GET_AGAIN)
+        raise InputError(f"{path}: contains no JSON object", fix=GET_AGAIN)
     return content
 
 
 def _first_list(content: Mapping[str, Any]) -> Iterator[Any]:
-    """Tokens without a role; a newer file may give them as an object, by roles of its own."""
+    """Yield the tokens without a role; newer files may have an object with further roles instead of a list."""
     found: Any = next((content[name] for name in _LISTS if content.get(name)), ())
     if isinstance(found, dict):
         yield from found.values()
@@ -146,14 +146,14 @@ def _first_list(content: Mapping[str, Any]) -> Iterator[Any]:
 
 def _entries(content: Any, file: Path) -> dict[int, Any]:
     if not isinstance(content, dict):
-        raise InputError(f"{file}: added_tokens_decoder holds no JSON object", fix=GET_AGAIN)
+        raise InputError(f"{file}: added_tokens_decoder is not a JSON object", fix=GET_AGAIN)
     return {_id(number, file): value for number, value in content.items()}
 
 
 def _entry(value: Any, file: Path) -> NamedToken:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise InputError(
-            f"{file}: added_tokens_decoder holds {str(value)[:80]!r}, and no token", fix=GET_AGAIN
+            f"{file}: added_tokens_decoder contains {str(value)[:80]!r}, which is not a token", fix=GET_AGAIN
         )
     return NamedToken(value["content"], _flags(value, is_special=bool(value.get("special"))), file)
 
@@ -162,19 +162,19 @@ def _id(number: Any, file: Path) -> int:
     try:
         return int(number)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{file}: {str(number)[:80]!r} is no id of a token", fix=GET_AGAIN) from error
+        raise InputError(f"{file}: {str(number)[:80]!r} is not a token id", fix=GET_AGAIN) from error
 
 
 def _text(value: Any) -> str:
-    """The text of a token, given as such or as an object with its content; empty where it is neither."""
+    """Return the text of a token, a string or an object with `content`; empty if it is neither."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
 
 
 def _flags(value: Any, *, is_special: bool) -> dict[str, bool]:
-    said = value if isinstance(value, dict) else {}
+    given = value if isinstance(value, dict) else {}
     defaults = dict.fromkeys(_FLAGS, False) | {"normalized": not is_special}
-    return {name: bool(said.get(name, default)) for name, default in defaults.items()}
+    return {name: bool(given.get(name, default)) for name, default in defaults.items()}
 
 
 def _quoted(tokens: list[str]) -> str:

@@ -1,10 +1,10 @@
-"""TikTokenizer: byte-pair encoding by the tiktoken library, with special tokens in front.
+"""TikTokenizer: byte-pair encoding by the tiktoken library, with special tokens first.
 
     ids   0 .. 999           special tokens: the named ones, then <SPECIAL_7>, <SPECIAL_8>, ...
-          1000 .. 131071     tokens of the file, by rank; --vocab-size ends them
+          1000 .. 131071     tokens of the file, by rank, up to --vocab-size
 
-The file is a JSON list, entry i being {"rank": i, "token_bytes": base64, "token_str": for people}; the first 256 are the
-bytes themselves. Mistral's tekken.json holds such a list under its key `vocab`.
+The file is a JSON list; entry i is {"rank": i, "token_bytes": base64, "token_str": readable text}. The first 256 tokens
+are the bytes. Mistral's tekken.json contains such a list under its key `vocab`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatrain.data.tokenizers.files import (
 )
 
 DEFAULT_VOCAB_SIZE: Final = 2**17
-"""Tokens that are used where no --vocab-size is given."""
+"""Maximum vocabulary size if --vocab-size is not given."""
 NAMED: Final = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 END, PAD = "</s>", "<pad>"
 
@@ -49,11 +49,11 @@ PATTERNS: Final = {
         )
     ),
 }
-"""Where a text is cut before pairs are merged. Ids depend on every character of these, so they are Megatron-LM's."""
+"""Megatron-LM's patterns that split a text before merging. Ids depend on every character of them."""
 
 
 class TikTokenizer:
-    """A vocabulary for tiktoken. </s> ends documents; the text of a special token becomes that token."""
+    """A tiktoken vocabulary. </s> ends documents; the text of a special token is encoded as that token."""
 
     def __init__(self, config: TokenizerConfig) -> None:
         file = read_file(Path(config.tokenizer_model or ""), Kind.TIKTOKEN_JSON, flag="--tokenizer-model")
@@ -80,11 +80,11 @@ class TikTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """Tokenize a text."""
         return list(self._library.encode(text, allowed_special="all", disallowed_special=()))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts. One thread: preprocessing has its own processes."""
+        """Tokenize many texts. One thread: preprocessing has its own processes."""
         return list(
             self._library.encode_batch(
                 list(texts), num_threads=1, allowed_special="all", disallowed_special=()
@@ -92,12 +92,12 @@ class TikTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
+        """Convert ids to text, including special tokens."""
         return str(self._library.decode(list(ids)))
 
 
 def _special_tokens(config: TokenizerConfig) -> list[str]:
-    """Named special tokens, filled up to the number of ids that are kept for them."""
+    """Return the special tokens: the named ones, filled up to the number of reserved ids."""
     named = list(config.tokenizer_special_tokens) or list(NAMED)
     count = config.tiktoken_num_special_tokens
     if len(named) > count:
@@ -108,10 +108,10 @@ def _special_tokens(config: TokenizerConfig) -> list[str]:
     tokens = named + [f"<SPECIAL_{number}>" for number in range(len(named), count)]
     twice = next((token for token in tokens if tokens.count(token) > 1), None)
     if twice is not None or END not in named:
-        wrong = f"{END}, which ends documents, is missing" if twice is None else f"{twice} is there twice"
+        wrong = f"{END}, which ends documents, is missing" if twice is None else f"{twice} occurs twice"
         raise ConfigError(
             f"--tokenizer-special-tokens {' '.join(named)}: {wrong}",
-            fix=f"name every token once, {END} among them; Megatron-LM wants {' '.join(NAMED)} to be there",
+            fix=f"give every token once, including {END}; Megatron-LM also requires {' '.join(NAMED)}",
         )
     return tokens
 
@@ -127,14 +127,14 @@ def _vocab_size(config: TokenizerConfig, file: TokenizerFile) -> int:
         )
     if size < special + 256:
         raise ConfigError(
-            f"a vocabulary of {size} has no room for --tiktoken-num-special-tokens {special} and the 256 bytes",
+            f"a vocabulary of {size} is too small for --tiktoken-num-special-tokens {special} and the 256 bytes",
             fix=f"use --vocab-size {special + 256} or more, and a file with 256 tokens or more",
         )
     return size
 
 
 def _tokens(file: TokenizerFile, count: int) -> list[bytes]:
-    """The bytes of the first `count` tokens, by rank."""
+    """Return the bytes of the first `count` tokens, by rank."""
     tokens = [_token(file, rank, entry) for rank, entry in enumerate(file.data[:count])]
     first = {token: rank for rank, token in reversed(list(enumerate(tokens)))}
     for rank, token in enumerate(tokens):
@@ -153,8 +153,8 @@ def _token(file: TokenizerFile, rank: int, entry: Any) -> bytes:
         is_right = False
     if not is_right:
         raise InputError(
-            f"{file.path}: entry {rank} is {str(entry)[:100]}, and not a token of rank {rank} with its bytes in base64"
-            + (": the first 256 are the bytes, in order" if rank < 256 else ""),
+            f"{file.path}: entry {rank} is {str(entry)[:100]}, not a token of rank {rank} with its bytes in base64"
+            + ("; the first 256 must be the bytes, in order" if rank < 256 else ""),
             fix=GET_AGAIN,
         )
     return token

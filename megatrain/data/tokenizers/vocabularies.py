@@ -1,4 +1,4 @@
-"""Builds tokenizers of the `tokenizers` library from bare vocabularies, after checking that their parts fit together.
+"""Build tokenizers of the `tokenizers` library from plain vocabulary files, and check that the files fit together.
 
 vocab.json {"Ġthe": 262, ...} + merges.txt "Ġ t" ...   ──> byte_level_bpe, GPT-2's
 vocab.txt  [PAD] [UNK] ... ##ing                       ──> word_pieces, BERT's
@@ -28,29 +28,33 @@ NUM_CASED_SENTINELS: Final = 100
 
 
 @dataclass(frozen=True)
-class Built:
-    """A tokenizer, all that its ids depend on, and its special tokens by role."""
+class BuiltTokenizer:
+    """A tokenizer, everything that determines its ids, and its special tokens by role."""
 
     library: tokenizers.Tokenizer
     definition: dict[str, Any]
     named: dict[str, str]
 
 
-def byte_level_bpe(vocab_file: TokenizerFile, merge_file: TokenizerFile, *, special: Sequence[str]) -> Built:
-    """GPT-2's tokenizer: words by its regular expression, bytes as characters, pairs merged in the file's order.
+def byte_level_bpe(
+    vocab_file: TokenizerFile, merge_file: TokenizerFile, *, special: Sequence[str]
+) -> BuiltTokenizer:
+    """Build GPT-2's tokenizer: words by its regular expression, bytes as characters, merges in the order of the file.
 
     Args:
-        special: tokens that are found in text before it is cut into words, where the vocabulary has them.
+        vocab_file: the vocabulary.
+        merge_file: the merges.
+        special: tokens to match in text before it is split into words, if the vocabulary has them.
     """
-    import tokenizers  # noqa: PLC0415 - loading the library takes a while, and most processes need no tokenizer
+    import tokenizers  # noqa: PLC0415 - slow to load, and most processes need no tokenizer
     from tokenizers import decoders, models, pre_tokenizers  # noqa: PLC0415
 
     vocab: dict[str, int] = vocab_file.data
     _check_ids(vocab, vocab_file)
     missing = set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys()
-    if missing:  # the library would drop these bytes from every text without a word
+    if missing:  # the library would silently drop these bytes from every text
         raise InputError(
-            f"{vocab_file.path}: {len(missing)} of the 256 bytes have no token, {min(missing)!r} among them",
+            f"{vocab_file.path}: {len(missing)} of the 256 bytes have no token, such as {min(missing)!r}",
             fix="use the vocabulary of a byte-level tokenizer, such as GPT-2's",
         )
     merges = _merges(merge_file, vocab, vocab_file)
@@ -59,20 +63,20 @@ def byte_level_bpe(vocab_file: TokenizerFile, merge_file: TokenizerFile, *, spec
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(found)
-    return Built(library, {"byte_level_bpe": vocab, "merges": merges, "special": found}, {})
+    return BuiltTokenizer(library, {"byte_level_bpe": vocab, "merges": merges, "special": found}, {})
 
 
-def word_pieces(file: TokenizerFile, *, lowercase: bool) -> Built:
-    """BERT's tokenizer: its cleaning, words cut at blanks and punctuation, then the longest pieces."""
-    import tokenizers  # noqa: PLC0415 - loading the library takes a while, and most processes need no tokenizer
+def word_pieces(file: TokenizerFile, *, lowercase: bool) -> BuiltTokenizer:
+    """Build BERT's tokenizer: its normalization, words split at spaces and punctuation, then the longest pieces."""
+    import tokenizers  # noqa: PLC0415 - slow to load, and most processes need no tokenizer
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors  # noqa: PLC0415
 
     vocab = {line.rstrip(): number for number, line in enumerate(file.lines())}
     missing = [token for token in BERT_ROLES.values() if token not in vocab]
     if missing:
         raise InputError(
-            f"{file.path}: is no vocabulary of BERT: {' '.join(missing)} missing",
-            fix="give --vocab-file a vocab.txt with one token a line, the special ones among them",
+            f"{file.path}: is not a BERT vocabulary: {' '.join(missing)} missing",
+            fix="give --vocab-file a vocab.txt with one token per line, including the special ones",
         )
     sentinels = [] if lowercase else [f"<extra_id_{number}>" for number in range(NUM_CASED_SENTINELS)]
     library = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=100))  # noqa: S106
@@ -82,7 +86,7 @@ def word_pieces(file: TokenizerFile, *, lowercase: bool) -> Built:
     library.post_processor = processors.BertProcessing(("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"]))
     library.add_special_tokens([*BERT_ROLES.values(), *sentinels])
     definition = {"word_pieces": vocab, "lowercase": lowercase, "sentinels": sentinels}
-    return Built(library, definition, dict(BERT_ROLES))
+    return BuiltTokenizer(library, definition, dict(BERT_ROLES))
 
 
 def _check_ids(vocab: dict[str, int], file: TokenizerFile) -> None:
@@ -97,18 +101,18 @@ def _check_ids(vocab: dict[str, int], file: TokenizerFile) -> None:
 
 
 def _merges(file: TokenizerFile, vocab: dict[str, int], vocab_file: TokenizerFile) -> list[tuple[str, str]]:
-    """Pairs of tokens in the order in which they are merged."""
+    """Return the pairs of tokens in merge order."""
     merges = []
     for number, line in enumerate(file.lines(), start=1):
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         pair = tuple(line.split(" "))
         if len(pair) != 2:
-            raise InputError(f"{file.path}:{number}: {line[:80]!r} is no pair of tokens", fix=GET_AGAIN)
-        strange = next((token for token in (*pair, "".join(pair)) if token not in vocab), None)
-        if strange is not None:
+            raise InputError(f"{file.path}:{number}: {line[:80]!r} is not a pair of tokens", fix=GET_AGAIN)
+        unknown = next((token for token in (*pair, "".join(pair)) if token not in vocab), None)
+        if unknown is not None:
             raise InputError(
-                f"{file.path}:{number}: {line!r} merges to or from {strange!r}, which {vocab_file.path} does not have",
+                f"{file.path}:{number}: {line!r} merges to or from {unknown!r}, which {vocab_file.path} lacks",
                 fix="give --vocab-file and --merge-file of the same tokenizer",
             )
         merges.append((pair[0], pair[1]))

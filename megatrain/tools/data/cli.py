@@ -1,7 +1,7 @@
-"""`megatrain data`: what a run reads, without running it.
+"""`megatrain data`: the data that a run reads, without running it.
 
-inspect, merge     prefixes of datasets
-sample, index      a run's flags ─> facts about its data ─> plan ─> the samples that the run itself would build
+inspect, merge     dataset prefixes
+sample, index      the flags of a run ─> facts about its data ─> plan ─> the samples that the run itself would build
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from megatrain.config import Facts, Plan, Request, parse, resolve
 from megatrain.config.derive.datasets import SPLIT_NAMES
 from megatrain.config.errors import ConfigError
+from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.merge import merge
 from megatrain.data.samples.build import BuiltIndex, SplitDatasets
 from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
@@ -32,11 +33,11 @@ from megatrain.training.launch.facts import gather_data_facts
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The subcommand."""
+    """Run the subcommand; return the exit code."""
     try:
         exit_code = _ACTIONS[arguments.action](arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, such as `head`, has read enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return exit_code
@@ -49,13 +50,15 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _sample(arguments: argparse.Namespace) -> int:
     plan, facts = _planned(arguments)
-    samples = _chosen(build_samples(_only(plan, arguments.of), facts, _say), arguments.of, arguments.set)
+    samples = _chosen(
+        build_samples(_only(plan, arguments.of), facts, log_to_stderr), arguments.of, arguments.set
+    )
     if not 0 <= arguments.index < len(samples):
         raise ConfigError(
             f"--index {arguments.index}: there are {len(samples)} {arguments.of} samples",
             fix=f"give a number from 0 to {len(samples) - 1}" if len(samples) else "use more data",
         )
-    sample, origin = samples[arguments.index], samples.spans(arguments.index)
+    sample, spans = samples[arguments.index], samples.spans(arguments.index)
     if arguments.json:
         print(json.dumps({name: values.tolist() for name, values in vars(sample).items()}))
         return 0
@@ -63,7 +66,7 @@ def _sample(arguments: argparse.Namespace) -> int:
     print(_described(sample))
     kind = plan.config.tokenizer.tokenizer_type
     tokenizer = None if kind in (None, "NullTokenizer") else load_tokenizer(plan.config.tokenizer)
-    _print_pieces(sample, origin, tokenizer)
+    _print_spans(sample, spans, tokenizer)
     return 0
 
 
@@ -72,18 +75,18 @@ def _index(arguments: argparse.Namespace) -> int:
     folder = plan.config.data.data_cache_path
     if folder is None:
         raise ConfigError(
-            "there is no place to keep indices: --data-cache-path is not set",
+            "indices cannot be stored: --data-cache-path is not set",
             fix="give --data-cache-path FOLDER, here and in training",
         )
     _require_writable(Path(folder))
     print(_ROW.format("split", "seed", "sequences", "tokens", "epochs", "samples", "seconds", "", "dataset"))
     outcomes = []
 
-    def tell(built: BuiltIndex) -> None:
+    def report(built: BuiltIndex) -> None:
         outcomes.append(built.outcome)
         print(_row(built), flush=True)
 
-    build_samples(plan, facts, _say, tell)
+    build_samples(plan, facts, log_to_stderr, report)
     counts = ", ".join(
         f"{outcomes.count(name)} {words}" for name, words in _OUTCOMES.items() if name in outcomes
     )
@@ -102,38 +105,37 @@ _ROW: Final = "{:<5} {:>6} {:>13} {:>17} {:>6} {:>15} {:>8}  {:<5}  {}"
 _OUTCOMES: Final = {
     "built": "built",
     "found": "found",
-    "small": "too small to be worth a file: each start builds them",
+    "small": "too small to cache: rebuilt at each start",
 }
 
 
-def _say(text: str) -> None:
-    """Results alone belong to stdout."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def _planned(arguments: argparse.Namespace) -> tuple[Plan, Facts]:
-    """The plan of the run that these flags are for, and what it rests on."""
+    """Return the plan of the run with these flags, and its facts."""
     request = parse(arguments.run_flags, program="megatrain data")
-    facts = gather_data_facts(request, world_size=_world_size(request, arguments.world_size), say=_say)
+    facts = gather_data_facts(
+        request, world_size=_world_size(request, arguments.world_size), say=log_to_stderr
+    )
     return _plan_on_any_device(request, facts), facts
 
 
 def _world_size(request: Request, given: int | None) -> int:
     if given is not None and given < 1:
-        raise ConfigError(f"--world-size {given} leaves no rank", fix="give the number of ranks of the run")
+        raise ConfigError(
+            f"--world-size {given} is too small", fix="give --world-size the number of ranks of the run"
+        )
     if given is not None:
         return given
     taken = request.fewest_ranks()
     if request.known("training.global_batch_size") is None:
-        _say(
-            f"--global-batch-size is left open, so that it depends on the number of ranks: taken as {taken}, which"
-            " --world-size changes"
+        log_to_stderr(
+            f"--global-batch-size is not set and depends on the number of ranks: assuming {taken}; set --world-size to"
+            " change it"
         )
     return taken
 
 
 def _plan_on_any_device(request: Request, facts: Facts) -> Plan:
-    """Samples are the same on all devices: flags for GPUs are good on a host without, and those for a CPU beside one."""
+    """Resolve the plan for a GPU or a CPU: samples are the same on both, so flags for either are accepted on any host."""
     errors = []
     for device in ("cuda", "cpu"):
         try:
@@ -144,32 +146,32 @@ def _plan_on_any_device(request: Request, facts: Facts) -> Plan:
 
 
 def _only(plan: Plan, split: str) -> Plan:
-    """The plan without the samples of other splits, which need not be built."""
+    """Return the plan without the samples of other splits, so that they are not built."""
     others: dict[str, Any] = {f"{name}_plan": (0,) for name in SPLIT_NAMES if name != split}
     return dataclasses.replace(plan, derived=dataclasses.replace(plan.derived, **others))
 
 
 def _chosen(splits: SplitDatasets, split: str, name: str | None) -> SampleDataset:
-    """The samples of a split, or those of one of several validation sets."""
+    """Return the samples of a split, or of one of several validation sets."""
     named = splits.named_valid if split == "valid" else {}
     if name is None and len(named) == 1:
         return next(iter(named.values()))
     if named and name not in named:
-        said = f"--set {name} is none of" if name is not None else "--set is missing: there are"
+        problem = f"--set {name} is not one of the" if name is not None else "--set is missing: there are"
         raise ConfigError(
-            f"{said} {len(named)} validation sets", fix=f"give --set with one of {', '.join(named)}"
+            f"{problem} {len(named)} validation sets", fix=f"give --set with one of {', '.join(named)}"
         )
     if name is not None and not named:
         raise ConfigError(
             f"--set {name}: the {split} data is one set",
-            fix="leave --set out; only --of valid with --multiple-validation-sets has several",
+            fix="leave --set out; only --of valid with --multiple-validation-sets has several sets",
         )
     samples = named[name] if name is not None else getattr(splits, split)
     if samples is None:
         raise ConfigError(
             f"--of {split}: the run reads no {split} samples",
-            fix="give it a share in --split or data of its own, and let the run read it (--eval-iters above 0, and"
-            " no --skip-train)",
+            fix="give it a share in --split or its own data, and let the run read it (--eval-iters above 0, no"
+            " --skip-train)",
         )
     chosen: SampleDataset = samples
     return chosen
@@ -177,8 +179,8 @@ def _chosen(splits: SplitDatasets, split: str, name: str | None) -> SampleDatase
 
 def _headline(plan: Plan, split: str, number: int, count: int) -> str:
     requested = getattr(plan.derived, f"requested_{split}_samples")
-    read = "reads all of them" if requested is None else f"reads {requested:,}"
-    lines = [f"{split} sample {number:,} of {count:,}, of which the run {read}"]
+    read = "all" if requested is None else f"{requested:,}"
+    lines = [f"{split} sample {number:,} of {count:,}; the run reads {read}"]
     plans = getattr(plan.derived, f"{split}_plan")
     if len(plans) > 1:
         lines.append(f"plans: {plan.origins[f'derived.{split}_plan'].detail}")
@@ -187,41 +189,41 @@ def _headline(plan: Plan, split: str, number: int, count: int) -> str:
 
 def _described(sample: Sample) -> str:
     length, counted = len(sample.tokens), int(sample.loss_mask.sum())
-    left_out = f"; without loss: {_ranges(np.flatnonzero(sample.loss_mask == 0))}" if counted < length else ""
-    lines = [f"tokens         {length:,}, of which {counted:,} have a loss{left_out}"]
-    lines.append(f"attention      {_stretches(sample.document_starts, length)}")
-    lines.append(f"positions      {_stretches(np.flatnonzero(sample.position_ids == 0), length)}")
+    masked = f"; masked: {_ranges(np.flatnonzero(sample.loss_mask == 0))}" if counted < length else ""
+    lines = [f"tokens         {length:,}; loss on {counted:,}{masked}"]
+    lines.append(f"attention      {_spans(sample.document_starts, length)}")
+    lines.append(f"positions      {_spans(np.flatnonzero(sample.position_ids == 0), length)}")
     return "\n".join(lines)
 
 
-def _stretches(starts: npt.NDArray[np.int64], length: int) -> str:
+def _spans(starts: npt.NDArray[np.int64], length: int) -> str:
     if len(starts) == 1:
-        return f"one stretch of {length:,}"
-    return f"{len(starts)} stretches, from {', '.join(map(str, starts.tolist()))}"
+        return f"one span of {length:,}"
+    return f"{len(starts)} spans, starting at {', '.join(map(str, starts.tolist()))}"
 
 
 def _ranges(numbers: npt.NDArray[np.int64]) -> str:
-    """Such as `3, 7 to 9`."""
+    """Format ascending numbers such as `3, 7 to 9`."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def _print_pieces(sample: Sample, origin: list[TokenSpan], tokenizer: Tokenizer | None) -> None:
-    """Each stored piece of a sample: where it is in the sample and in which file, and what it says."""
-    place = 0
-    for piece in origin:
-        ids = sample.tokens[place : place + piece.length].tolist()
-        end = place + len(ids) - 1
-        where = f"tokens {place} to {end}" if ids else "the last label"
-        label = " and the last label" if ids and len(ids) < piece.length else ""
-        prefix = piece.source.removesuffix(".bin")
+def _print_spans(sample: Sample, spans: list[TokenSpan], tokenizer: Tokenizer | None) -> None:
+    """Print each stored span of a sample: its position in the sample and in its file, and its text."""
+    position = 0
+    for span in spans:
+        ids = sample.tokens[position : position + span.length].tolist()
+        end = position + len(ids) - 1
+        where = f"tokens {position} to {end}" if ids else "the last label"
+        label = " and the last label" if ids and len(ids) < span.length else ""
+        prefix = span.source.removesuffix(".bin")
         print(
-            f"\n{where}{label}: {prefix}, document {piece.document}, sequence {piece.sequence},"
-            f" from its token {piece.offset} on"
+            f"\n{where}{label}: {prefix}, document {span.document}, sequence {span.sequence},"
+            f" from token {span.offset} on"
         )
         if ids:
             print(printable(tokenizer.decode(ids)) if tokenizer is not None else f"    {shown_ids(ids)}")
-        place += piece.length
+        position += span.length
 
 
 def _row(built: BuiltIndex) -> str:
@@ -242,13 +244,13 @@ def _row(built: BuiltIndex) -> str:
 
 
 def _require_writable(folder: Path) -> None:
-    """Before hours of work."""
+    """Raise ConfigError before any work if indices cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(
-            f"{folder}: indices cannot be kept here: {error.strerror}",
-            fix="give --data-cache-path a folder that can be written, here and in training",
+            f"{folder}: indices cannot be written: {error.strerror}",
+            fix="give --data-cache-path a writable folder, here and in training",
         ) from error

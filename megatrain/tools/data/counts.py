@@ -1,6 +1,6 @@
-"""Counts what a dataset holds: sequences, documents, how long they are, which ids.
+"""Statistics of a dataset: sequences, documents, their lengths, and token ids.
 
-Memory is bounded whatever the size of the dataset: files are read in blocks, quantiles are found by histograms.
+Memory is bounded for datasets of any size: files are read in blocks, and quantiles come from histograms.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 from megatrain.data.indexed.reader import IndexedDataset
 
 ROWS: Final = 1 << 20
-"""Sequences or documents looked at at once."""
+"""Sequences or documents per block."""
 BLOCK_BYTES: Final = 1 << 24
 BINS: Final = 1 << 16
 PROGRESS_SECONDS: Final = 5.0
 
 Integers = npt.NDArray[np.integer[Any]]
 Blocks = Callable[[], Iterator[Integers]]
-"""Numbers block by block, from the beginning each time that they are asked for."""
+"""Returns the numbers block by block, from the beginning at each call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How long sequences or documents are, in tokens. A quantile is the least length that reaches it."""
+    """Statistics of sequence or document lengths, in tokens. A quantile is the smallest length that reaches it."""
 
     min: int
     median: int
@@ -43,7 +43,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Ids:
-    """What all tokens of a dataset are."""
+    """Statistics of the token ids of a dataset."""
 
     smallest: int
     largest: int
@@ -51,7 +51,7 @@ class Ids:
 
 
 def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
-    """All counts by name, as JSON holds them. `eod`: the id that ends documents, if it is known."""
+    """Return all counts by name, as in the JSON output. `eod`: the end-of-document id, if known."""
     ids = count_ids(dataset, eod)
     lengths = {"sequence_lengths": _sequence_lengths(dataset), "document_lengths": _document_lengths(dataset)}
     return {
@@ -73,20 +73,20 @@ def contents(dataset: IndexedDataset, eod: int | None) -> dict[str, Any]:
 
 
 def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
-    """Read all tokens. None: there are none, or elements are no integers."""
+    """Read all tokens. Return None if there are none, or elements are not integers."""
     if dataset.dtype.kind not in "iu" or not dataset.num_tokens:
         return None
     count = BLOCK_BYTES // dataset.dtype.itemsize
     smallest, largest, eods, done = [], [], 0, 0
-    said_at = time.monotonic()
+    logged_at = time.monotonic()
     with Path(dataset.name).open("rb") as file:
         while len(block := np.fromfile(file, dataset.dtype, count)):
             smallest.append(int(block.min()))
             largest.append(int(block.max()))
             eods += int(np.count_nonzero(block == eod)) if eod is not None else 0
             done += len(block)
-            if time.monotonic() - said_at >= PROGRESS_SECONDS:
-                said_at = time.monotonic()
+            if time.monotonic() - logged_at >= PROGRESS_SECONDS:
+                logged_at = time.monotonic()
                 print(
                     f"{done / dataset.num_tokens:.0%} of {dataset.num_tokens:,} tokens read", file=sys.stderr
                 )
@@ -94,7 +94,7 @@ def count_ids(dataset: IndexedDataset, eod: int | None) -> Ids | None:
 
 
 def summary(blocks: Blocks) -> Lengths | None:
-    """Lengths that come block by block, as often as they are asked for; None if there are none."""
+    """Return the statistics of lengths; None if there are none."""
     extremes = [
         (len(block), int(block.min()), int(block.max()), int(block.sum(dtype=np.int64))) for block in blocks()
     ]
@@ -110,7 +110,7 @@ def summary(blocks: Blocks) -> Lengths | None:
 
 
 def _ranked(blocks: Blocks, rank: int, low: int, high: int) -> int:
-    """The value that `rank` values precede in order, by histograms of ever narrower ranges."""
+    """Return the value of index `rank` in sorted order, by histograms of successively narrower ranges."""
     while low < high:
         width = (high - low) // BINS + 1
         counts = np.zeros(BINS, np.int64)
@@ -118,9 +118,9 @@ def _ranked(blocks: Blocks, rank: int, low: int, high: int) -> int:
             inside = block[(block >= low) & (block <= high)].astype(np.int64)
             counts += np.bincount((inside - low) // width, minlength=BINS)
         ends = np.cumsum(counts)
-        place = int(np.searchsorted(ends, rank, side="right"))
-        rank -= int(ends[place] - counts[place])
-        low, high = low + place * width, min(high, low + (place + 1) * width - 1)
+        bin_ = int(np.searchsorted(ends, rank, side="right"))
+        rank -= int(ends[bin_] - counts[bin_])
+        low, high = low + bin_ * width, min(high, low + (bin_ + 1) * width - 1)
     return low
 
 
@@ -128,24 +128,24 @@ def _sequence_lengths(dataset: IndexedDataset) -> Blocks:
     return lambda: (dataset.lengths[start : start + ROWS] for start in range(0, len(dataset), ROWS))
 
 
-def _borders(dataset: IndexedDataset) -> Iterator[Integers]:
-    """Document borders, in blocks that share one."""
+def _boundary_blocks(dataset: IndexedDataset) -> Iterator[Integers]:
+    """Yield document boundaries in blocks; adjacent blocks share one boundary."""
     for start in range(0, dataset.num_documents, ROWS):
         yield dataset.document_boundaries[start : start + ROWS + 1]
 
 
 def _sequences_per_document(dataset: IndexedDataset) -> Blocks:
-    return lambda: (np.diff(borders) for borders in _borders(dataset))
+    return lambda: (np.diff(boundaries) for boundaries in _boundary_blocks(dataset))
 
 
 def _document_lengths(dataset: IndexedDataset) -> Blocks:
-    def first_tokens(borders: Integers) -> Integers:
-        starts = np.full(len(borders), dataset.num_tokens, np.int64)
-        inside = borders < len(dataset)
-        starts[inside] = dataset.offsets[borders[inside]] // dataset.dtype.itemsize
+    def first_tokens(boundaries: Integers) -> Integers:
+        starts = np.full(len(boundaries), dataset.num_tokens, np.int64)
+        inside = boundaries < len(dataset)
+        starts[inside] = dataset.offsets[boundaries[inside]] // dataset.dtype.itemsize
         return starts
 
-    return lambda: (np.diff(first_tokens(borders)) for borders in _borders(dataset))
+    return lambda: (np.diff(first_tokens(boundaries)) for boundaries in _boundary_blocks(dataset))
 
 
 def _count_zeros(blocks: Blocks) -> int:
@@ -153,7 +153,7 @@ def _count_zeros(blocks: Blocks) -> int:
 
 
 def _modes(dataset: IndexedDataset) -> dict[str, int] | None:
-    """Sequences of each mode; None if they have none."""
+    """Return the number of sequences of each mode; None without modes."""
     if dataset.modes is None:
         return None
     counts = np.bincount(dataset.modes.view(np.uint8), minlength=256)

@@ -1,7 +1,7 @@
-"""`megatrain data inspect`: what a dataset holds, and whether the description beside it says the same.
+"""`megatrain data inspect`: the content of a dataset, compared with its description.
 
-.bin, .idx ─> what is counted ────┐
-.json, what is said of it ────────┴─> text or JSON; a disagreement is an error
+.bin, .idx ─> counts ───────┐
+.json ─> description ───────┴─> text or JSON; a contradiction is an error
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SHOWN_IDS: Final = 16
 
 
 class DisagreementError(InputError):
-    """A dataset and what is said about it contradict each other."""
+    """A dataset contradicts its description or the tokenizer."""
 
     exit_code = 1
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """The subcommand: everything is printed, then a disagreement is an error."""
+    """Print everything; then raise DisagreementError if there is a contradiction."""
     dataset = IndexedDataset(arguments.prefix)
     tokenizer = _tokenizer(arguments)
     number = arguments.document
@@ -39,7 +39,7 @@ def inspect(arguments: argparse.Namespace) -> int:
             f"--document {number}: {dataset.prefix} has {dataset.num_documents} documents",
             fix=f"give a number from 0 to {dataset.num_documents - 1}"
             if dataset.num_documents
-            else "leave it out",
+            else "leave --document out",
         )
     description = read_description(dataset.prefix)
     found = contents(dataset, _end_of_document(description, tokenizer))
@@ -63,20 +63,20 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def printable(text: str) -> str:
-    """A text, indented, in which nothing can disturb the terminal."""
+    """Indent a text and escape control characters."""
     clean = "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
     return "\n".join(f"    {line}" for line in clean.split("\n"))
 
 
 def shown_ids(ids: list[Any]) -> str:
-    """Numbers, of many the first and the last."""
+    """Format numbers; of many, only the first and the last."""
     if len(ids) <= 2 * _SHOWN_IDS:
         return " ".join(map(str, ids))
     return " ".join([*map(str, ids[:_SHOWN_IDS]), "..", *map(str, ids[-_SHOWN_IDS:])])
 
 
 def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer that flags describe; None if there are none."""
+    """Load the tokenizer of the flags; None if there are none."""
     values: dict[str, Any] = {}
     problems = []
     for setting in settings():
@@ -92,14 +92,14 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer | None:
     return load_tokenizer(TokenizerConfig(**values)) if values else None
 
 
-# ---- the description, held against what was counted
+# ---- comparison of the description with the counts
 
 
-_SAID: Final = ("documents", "sequences", "tokens", "largest_id")
+_DESCRIBED: Final = ("documents", "sequences", "tokens", "largest_id")
 
 
 def _end_of_document(description: dict[str, Any] | None, tokenizer: Tokenizer | None) -> int | None:
-    """The id that ends documents, by the tokenizer that was given, or else the one that made the data."""
+    """Return the end-of-document id of the given tokenizer, or else that of the description."""
     if tokenizer is not None:
         return tokenizer.eod
     eod = (description or {}).get("eod")
@@ -112,26 +112,26 @@ def _problems(
     description: dict[str, Any] | None,
     tokenizer: Tokenizer | None,
 ) -> Iterator[Problem]:
-    said = description or {}
-    for name in (*_SAID, *(["eod_count"] if said.get("eod") == found["eod"] else [])):
-        if said.get(name) is not None and said[name] != found[name]:
+    described = description or {}
+    for name in (*_DESCRIBED, *(["eod_count"] if described.get("eod") == found["eod"] else [])):
+        if described.get(name) is not None and described[name] != found[name]:
             yield Problem(
-                f"{dataset.prefix}.json: {name} is {said[name]}, and the files hold {found[name]}",
-                "the files do not belong together: copy all three again, or make the dataset anew",
+                f"{dataset.prefix}.json: {name} is {described[name]}, but the files contain {found[name]}",
+                "copy all three files again, or make the dataset again: they do not belong together",
             )
-    vocab_size = tokenizer.vocab_size if tokenizer is not None else said.get("vocab_size")
+    vocab_size = tokenizer.vocab_size if tokenizer is not None else described.get("vocab_size")
     largest, smallest = found["largest_id"], found["smallest_id"]
     if vocab_size is not None and largest is not None and largest >= vocab_size:
         yield Problem(
-            f"{dataset.name}: largest_id is {largest}, and vocab_size {vocab_size}",
-            "use the tokenizer that the data was made with, or make the dataset anew",
+            f"{dataset.name}: largest_id is {largest}, but vocab_size is {vocab_size}",
+            "use the tokenizer that the data was made with, or make the dataset again",
         )
     if smallest is not None and smallest < 0:
-        yield Problem(f"{dataset.name}: smallest_id is {smallest}, below 0", "make the dataset anew")
-    made_with = said.get("tokenizer_fingerprint")
+        yield Problem(f"{dataset.name}: smallest_id is {smallest}, below 0", "make the dataset again")
+    made_with = described.get("tokenizer_fingerprint")
     if tokenizer is not None and made_with and made_with != tokenizer.fingerprint:
         yield Problem(
-            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, and that of the tokenizer given"
+            f"{dataset.prefix}.json: tokenizer_fingerprint is {made_with}, but that of the given tokenizer is"
             f" {tokenizer.fingerprint}",
             "give the tokenizer that the data was made with",
         )
@@ -172,8 +172,8 @@ def _text(
     modes = found["modes"]
     rows = [
         ("elements", found["element_type"]),
-        ("documents", f"{found['documents']:,}{_besides(found['documents_without_sequences'], 'empty')}"),
-        ("sequences", f"{found['sequences']:,}{_besides(found['empty_sequences'], 'empty')}"),
+        ("documents", f"{found['documents']:,}{_including(found['documents_without_sequences'], 'empty')}"),
+        ("sequences", f"{found['sequences']:,}{_including(found['empty_sequences'], 'empty')}"),
         ("tokens", f"{found['tokens']:,}"),
         ("bytes", f"{found['bytes']['bin']:,} in .bin, {found['bytes']['idx']:,} in .idx"),
     ]
@@ -197,16 +197,16 @@ def _text(
 _LENGTHS_ROW: Final = "  {:<10}{:>12}{:>12}{:>14}{:>12}{:>14}"
 
 
-def _besides(count: int, word: str) -> str:
-    return f", {count:,} of them {word}" if count else ""
+def _including(count: int, word: str) -> str:
+    return f", including {count:,} {word}" if count else ""
 
 
 def _id_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     if found["largest_id"] is None:
-        why = ": there are no tokens" if not found["tokens"] else ": elements are no integers"
+        why = ": there are no tokens" if not found["tokens"] else ": elements are not integers"
         return [("ids", f"none{why}")]
     if found["eod"] is None:
-        ends = "unknown: give --tokenizer-type and the flags that go with it"
+        ends = "unknown: give --tokenizer-type and its flags"
     else:
         ends = f"id {found['eod']}, found {found['eod_count']:,} times"
     return [("ids", f"{found['smallest_id']} to {found['largest_id']}"), ("end token", ends)]
@@ -217,8 +217,8 @@ def _description_rows(
 ) -> list[tuple[str, str]]:
     if description is None:
         return [("description", f"none: there is no {dataset.prefix}.json")]
-    if not {"tokenizer_fingerprint", *_SAID} & set(description):
-        return [("description", f"none: {dataset.prefix}.json is about something else")]
+    if not {"tokenizer_fingerprint", *_DESCRIBED} & set(description):
+        return [("description", f"none: {dataset.prefix}.json is not a description")]
     verdict = "agrees with the files" if agrees else "see the error below"
     rows = [("description", f"{dataset.prefix}.json, {verdict}")]
     if description.get("tokenizer_type"):
@@ -247,9 +247,9 @@ def _document_text(document: dict[str, Any], tokenizer: Tokenizer | None) -> str
     if document["text"] is not None:
         lines += ["  text", printable(document["text"])]
     elif tokenizer is not None:
-        lines.append("  no text: some of these are no ids of the tokenizer")
+        lines.append("  no text: some ids are not in the tokenizer")
     else:
-        lines.append("  no text: it takes --tokenizer-type and the flags that go with it")
+        lines.append("  no text: give --tokenizer-type and its flags")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Blends: recorded orders, whole blends built from files, and the draw against its rule, one position at a time."""
+"""Blends: recorded indices, blends built from files, and the index against its rule, one position at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def one_by_one(weights, size):
     return order
 
 
-def check_draw(weights, size):
+def check_index(weights, size):
     index = build_blend_index(weights, size)
     assert list(
         zip(index.dataset_index.tolist(), index.dataset_sample_index.tolist(), strict=True)
@@ -97,8 +97,8 @@ LONG = 6 * MIN_CHUNK + 17
     ],
     ids=["equal", "three", "tiny", "one large", "random", "skewed", "many"],
 )
-def test_chunks_drawn_side_by_side_are_as_drawn_one_by_one(weights):
-    check_draw(weights, LONG)
+def test_chunks_equal_a_computation_one_by_one(weights):
+    check_index(weights, LONG)
 
 
 @settings(max_examples=25, deadline=None)
@@ -107,10 +107,10 @@ def test_chunks_drawn_side_by_side_are_as_drawn_one_by_one(weights):
     size=st.integers(2 * MIN_CHUNK, 4 * MIN_CHUNK),
 )
 def test_any_weights_in_chunks(weights, size):
-    check_draw(weights, size)
+    check_index(weights, size)
 
 
-def test_an_exhaustive_draw_takes_each_sample_once():
+def test_an_exhaustive_blend_takes_each_sample_once():
     sizes = [3000, 1, 40, 5000, 999]
     index = build_exhaustive_blend_index(sizes)
     for number, size in enumerate(sizes):
@@ -194,10 +194,12 @@ def test_recorded_blends(golden_text, case):
             check_split(getattr(splits, name), recorded, golden_text)
 
 
-def test_a_blend_that_needs_more_than_there_is_is_refused():
+def test_a_blend_that_needs_missing_samples_is_an_error():
     datasets = [range(5), range(3)]
     index = BlendIndex(np.array([0, 1, 1, 1, 1], np.int16), np.array([0, 0, 1, 2, 3]))
-    with pytest.raises(ConfigError, match="dataset 1 of the blend has 3 samples, and its weight asks for 4"):
+    with pytest.raises(
+        ConfigError, match=r"dataset 1 of the blend has 3 samples.* 4\n  fix: .*--mid-level-dataset-surplus"
+    ):
         BlendedDataset(datasets, index)
 
 
@@ -210,5 +212,5 @@ def test_a_blend_that_needs_more_than_there_is_is_refused():
         (["d"], ["d"]),
     ],
 )
-def test_names_tell_datasets_apart(prefixes, names):
+def test_dataset_names_are_unique(prefixes, names):
     assert dataset_names(prefixes) == names

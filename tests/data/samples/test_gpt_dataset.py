@@ -1,4 +1,4 @@
-"""Samples: recorded tokens, labels, masks and positions, and the checks on what is read."""
+"""GPT samples: recorded tokens, labels, masks and positions, and the checks of token ids."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_recorded_masks(golden_text, variant):
         sample = samples[recorded["k"]]
         assert text["k"] == recorded["k"]
         check_sample(sample, text | recorded)
-        assert sample.document_starts.tolist() == recorded["document_starts"]
+        assert sample.document_starts.tolist() == recorded["attention_block_starts"]
 
 
 @pytest.mark.parametrize(
     "case",
     [case for case in EXPECTED["masks"]["inter_document_masking"] if case["add_extra_token_to_sequence"]],
 )
-def test_recorded_documents_by_stored_sequences(golden_text, case):
+def test_recorded_inter_document_masking(golden_text, case):
     options = case | {"inter_document_masking": True}
     samples = mask_samples(golden_text, case, case["pad"], options, case.get("num_samples"))
     for recorded in case["samples"]:
@@ -159,7 +159,7 @@ def test_samples_cover_the_text_in_order(dataset):
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_reading_a_sample_changes_nothing(tmp_path, mmap):
+def test_samples_are_copies(tmp_path, mmap):
     write_dataset(tmp_path / "data", [[[5, 6, EOD]], [[7, 3, EOD], [8, 9, 3, EOD]]])
     samples = samples_of(IndexedDataset(tmp_path / "data", mmap=mmap), pad=3)
     first = [samples[k] for k in range(len(samples))]
@@ -184,7 +184,7 @@ def test_reading_a_sample_changes_nothing(tmp_path, mmap):
         ([EOD], [0]),
     ],
 )
-def test_blocks_start_behind_ends_of_documents(tokens, starts):
+def test_documents_start_after_end_of_document_tokens(tokens, starts):
     assert document_starts(np.array(tokens), EOD).tolist() == starts
 
 
@@ -203,6 +203,6 @@ def test_negative_ids_are_errors(tmp_path):
 
 
 @pytest.mark.parametrize("k", [-1, 2])
-def test_there_is_nothing_outside_the_samples(dataset, k):
+def test_indices_out_of_range_are_errors(dataset, k):
     with pytest.raises(IndexError):
         samples_of(dataset)[k]

@@ -1,4 +1,4 @@
-"""The order of samples: recorded to the digit; needs the lengths of sequences only."""
+"""Document, sample and shuffle indices: recorded ones, and properties for any lengths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_recorded_order(case, name):
     "walk",
     [walk for walk in WALKS["small"] + WALKS["float32_rounding"] if walk.items() >= USES_DEFAULTS.items()],
 )
-def test_recorded_walks(walk):
+def test_recorded_sample_indices(walk):
     found = build_sample_index(
         np.array(walk["sequence_lengths"]),
         np.array(walk["document_index"]),
@@ -78,7 +78,7 @@ def walked(lengths, order, seq_length):
     num_samples=st.none() | st.integers(0, 40),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_order_is_whole(lengths, seq_length, num_samples, seed):
+def test_any_index_covers_all_tokens(lengths, seq_length, num_samples, seed):
     index = build_index(
         np.array(lengths, np.int32),
         range(len(lengths)),

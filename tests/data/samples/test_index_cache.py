@@ -1,4 +1,4 @@
-"""The cache of arrays: what comes back is what was put in, or it is made anew and said."""
+"""The cache of arrays: it returns what was stored, or builds the arrays again and logs why."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ pytestmark = pytest.mark.usefixtures("ends_soon")
 KEY = {"seed": 1, "lengths": "abc"}
 ARRAYS = {
     "order": np.arange(77, dtype=np.uint32),
-    "borders": np.arange(40, dtype=np.int64).reshape(20, 2) << 33,
+    "boundaries": np.arange(40, dtype=np.int64).reshape(20, 2) << 33,
     "none": np.empty(0, np.int16),
     "one": np.array([-5], np.int16),
 }
 
 
 class Cache(IndexCache):
-    """Notes what it says, and how often arrays were made."""
+    """A cache that records its log lines and how often arrays were built."""
 
     def __init__(self, folder):
-        self.said = []
-        self.made = 0
-        super().__init__(folder, self.said.append)
+        self.logged = []
+        self.built = 0
+        super().__init__(folder, self.logged.append)
 
     def get(self, key=KEY, arrays=ARRAYS):
-        def make():
-            self.made += 1
+        def build():
+            self.built += 1
             return arrays
 
-        return self.get_or_build("kind", key, make)
+        return self.get_or_build("kind", key, build)
 
 
 def check_equal(found, expected=ARRAYS):
@@ -49,63 +49,63 @@ def check_equal(found, expected=ARRAYS):
 
 @pytest.fixture
 def file(tmp_path):
-    """A folder's only file, whole."""
+    """The only file of a cache folder."""
     Cache(tmp_path).get()
     (file,) = tmp_path.iterdir()
     return file
 
 
-def test_what_was_left_is_found(file):
+def test_stored_arrays_are_found(file):
     cache = Cache(file.parent)
     check_equal(cache.get())
-    assert (cache.made, cache.said) == (0, [])
+    assert (cache.built, cache.logged) == (0, [])
 
 
-def test_what_is_found_cannot_be_written_to(file):
+def test_found_arrays_are_read_only(file):
     found = Cache(file.parent).get()
     with pytest.raises(ValueError, match="read-only"):
         found["order"][0] = 1
 
 
-def test_equal_arrays_are_equal_files(file, tmp_path):
+def test_equal_arrays_give_equal_files(file, tmp_path):
     Cache(tmp_path / "other").get()
     assert (tmp_path / "other" / file.name).read_bytes() == file.read_bytes()
 
 
-def test_each_key_and_kind_has_a_file(tmp_path):
+def test_each_key_and_kind_has_its_own_file(tmp_path):
     cache = Cache(tmp_path)
     for key in ({}, {"a": 1}, {"a": "1"}, {"a": [1]}, {"b": 1}, {"a": 1, "b": 1}):
         cache.get(key)
     cache.get_or_build("other", {}, lambda: ARRAYS)
     assert len(list(tmp_path.iterdir())) == 7
     cache.get({"b": 1, "a": 1})
-    assert len(list(tmp_path.iterdir())) == 7, "the order of a key's parts does not matter"
+    assert len(list(tmp_path.iterdir())) == 7, "the order of a key's fields does not matter"
 
 
-def test_only_what_is_large_is_worth_a_file(tmp_path):
+def test_only_large_indices_are_cached(tmp_path):
     assert IndexCache(tmp_path).should_cache(WORTH_ROWS)
     assert not IndexCache(tmp_path).should_cache(WORTH_ROWS - 1)
     assert not IndexCache(None).should_cache(10**12)
 
 
-def check_never_wrong(file, content, *, may_be_unseen):
-    """With this content, equal arrays come back: by the file, or made anew, said so and put right."""
+def check_never_wrong(file, content, *, may_be_unnoticed):
+    """With this file content, the arrays are still right: read, or built again, logged and stored."""
     whole = file.read_bytes()
     file.write_bytes(content)
     cache = Cache(file.parent)
     check_equal(cache.get())
-    if cache.made:
-        (line,) = cache.said
-        assert line.startswith(f"{file}: not used, and made anew: it")
+    if cache.built:
+        (line,) = cache.logged
+        assert line.startswith(f"{file}: ignored and rebuilt")
         assert file.read_bytes() == whole
     else:
-        assert may_be_unseen
-        assert not cache.said
+        assert may_be_unnoticed
+        assert not cache.logged
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def payload(content):
-    """Positions that hold arrays; the rest is the header and padding."""
+    """Return the positions of array bytes; the rest is the header and padding."""
     return {
         position
         for array in ARRAYS.values()
@@ -116,7 +116,8 @@ def payload(content):
 
 
 @pytest.mark.parametrize("bit", [0, 7])
-def test_a_flipped_bit_is_never_a_wrong_array(file, bit):
+def test_a_flipped_bit_is_never_a_wrong_array(file, monkeypatch, bit):
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)  # thousands of writes
     content = file.read_bytes()
     arrays = payload(content)
     end_of_header = content.rfind(b"}]}") + 3
@@ -126,14 +127,14 @@ def test_a_flipped_bit_is_never_a_wrong_array(file, bit):
         is_padding = position >= end_of_header and position not in arrays
         if is_padding and position % 16:
             continue
-        check_never_wrong(file, flipped, may_be_unseen=is_padding)
+        check_never_wrong(file, flipped, may_be_unnoticed=is_padding)
         file.write_bytes(content)
 
 
 def test_a_truncated_file_is_never_a_wrong_array(file):
     content = file.read_bytes()
     for length in [*range(0, len(content), 7), len(content) - 1]:
-        check_never_wrong(file, content[:length], may_be_unseen=False)
+        check_never_wrong(file, content[:length], may_be_unnoticed=False)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +146,10 @@ def test_a_truncated_file_is_never_a_wrong_array(file):
         lambda content: content[::-1],
         lambda content: content + content,
     ],
-    ids=["longer", "zeros", "zeros behind", "backwards", "twice"],
+    ids=["longer", "zeros", "zeros in the second half", "backwards", "twice"],
 )
 def test_other_damage_is_never_a_wrong_array(file, change):
-    check_never_wrong(file, change(file.read_bytes()), may_be_unseen=False)
+    check_never_wrong(file, change(file.read_bytes()), may_be_unnoticed=False)
 
 
 def test_a_file_of_another_key_is_not_used(file):
@@ -158,16 +159,16 @@ def test_a_file_of_another_key_is_not_used(file):
     file.write_bytes(other.read_bytes())
     cache = Cache(file.parent)
     check_equal(cache.get())
-    assert cache.said == [f"{file}: not used, and made anew: it belongs to other data or settings"]
+    assert [line.startswith(f"{file}: ignored and rebuilt") for line in cache.logged] == [True]
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "FIFO"])
-def test_what_is_no_file_is_not_waited_for(file, make):
+def test_a_path_that_is_not_a_file_does_not_block(file, make):
     file.unlink()
     make(file)
     cache = Cache(file.parent)
     check_equal(cache.get())
-    assert "it is no regular file" in cache.said[0]
+    assert "not a regular file" in cache.logged[0]
     assert not list(file.parent.glob("*.partial"))
 
 
@@ -176,13 +177,13 @@ def test_a_dangling_link_is_replaced(file, tmp_path):
     file.symlink_to(tmp_path / "nowhere")
     cache = Cache(file.parent)
     check_equal(cache.get())
-    assert cache.said == []
+    assert cache.logged == []
     check_equal(Cache(file.parent).get())
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EIO, errno.EDQUOT])
 @pytest.mark.parametrize("call", ["mkdir", "open", "fsync", "replace"])
-def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch, code, call):
+def test_a_folder_that_is_not_writable_is_reported_once(tmp_path, monkeypatch, code, call):
     def fail(*_arguments, **_options):
         raise OSError(code, os.strerror(code))
 
@@ -196,21 +197,22 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch,
     cache = Cache(folder)
     check_equal(cache.get())
     check_equal(cache.get({"seed": 2}))
-    (line,) = cache.said
-    assert line.startswith(f"{folder}: sample indices cannot be kept here ({os.strerror(code)})")
-    assert "give --data-cache-path" in line
+    (line,) = cache.logged
+    assert line.startswith(f"{folder}: ")
+    assert os.strerror(code) in line
+    assert "--data-cache-path" in line
     assert not folder.exists() or not list(folder.iterdir())
 
 
-def test_a_folder_below_a_file_costs_time_alone(tmp_path):
+def test_a_folder_inside_a_file_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file" / "cache")
     check_equal(cache.get())
-    assert "sample indices cannot be kept here" in cache.said[-1]
+    assert "--data-cache-path" in cache.logged[-1]
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_a_file_that_cannot_be_read_is_made_anew(file, monkeypatch):
+def test_an_unreadable_file_is_rebuilt(file, monkeypatch):
     real = Path.open
 
     def fail(self, mode):
@@ -221,7 +223,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(file, monkeypatch):
     monkeypatch.setattr(Path, "open", fail)
     cache = Cache(file.parent)
     check_equal(cache.get())
-    assert cache.said == [f"{file}: not used, and made anew: [Errno 5] Input/output error"]
+    assert cache.logged == [f"{file}: ignored and rebuilt: [Errno 5] Input/output error"]
 
 
 def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
@@ -234,7 +236,7 @@ def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_killed_jobs_left_is_removed_when_it_is_old(file):
+def test_old_temporary_files_of_killed_jobs_are_removed(file):
     content = file.read_bytes()
     old, young = (file.with_name(f"{file.name}.host.{pid}.partial") for pid in (1, 2))
     other = file.with_name("kind-other.index.host.1.partial")
@@ -245,8 +247,8 @@ def test_what_killed_jobs_left_is_removed_when_it_is_old(file):
     file.write_bytes(content[:50])
     cache = Cache(file.parent)
     check_equal(cache.get())
-    assert cache.made == 1
+    assert cache.built == 1
     assert not old.exists()
-    assert young.exists(), "it may belong to a job that lives"
-    assert other.exists(), "whoever needs that file sees to it"
+    assert young.exists(), "it may belong to a running job"
+    assert other.exists(), "it belongs to another index"
     assert file.read_bytes() == content

@@ -1,4 +1,4 @@
-"""The loader: what it yields depends on its arguments alone, and its thread's errors reach the caller."""
+"""The loader: batches depend on the arguments alone, and errors of its threads reach the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatrain.parallel.batch import Documents
 
 
 class Numbered:
-    """Sample k holds k; notes which were read; fails where it is told to."""
+    """A dataset whose sample k contains k. Records reads, and fails at the `bad` samples."""
 
     def __init__(self, count, *, bad=()):
         self.count = count
@@ -35,7 +35,7 @@ class Numbered:
             self.was_read.notify_all()
         if k in self.bad:
             raise InputError(f"data.bin: sample {k} is bad", fix="none")
-        starts = np.arange(1 + k % 2)  # odd samples hold two documents
+        starts = np.arange(1 + k % 2)  # odd samples have two documents
         return Sample(np.array([k, k]), np.array([k, k + 1]), np.ones(2, np.float32), np.arange(2), starts)
 
     def wait_for(self, k):
@@ -62,7 +62,7 @@ def test_a_batch_has_its_types_and_shapes():
     assert batch.position_ids.tolist() == [[0, 1], [0, 1]]
 
 
-def test_ranks_share_a_step():
+def test_ranks_split_a_step():
     for rank in range(2):
         with make(Numbered(40), dp_rank=rank, dp_size=2) as loader:
             base = 2 * rank
@@ -80,7 +80,7 @@ def test_order_of_calls_and_number_of_workers_do_not_matter(num_workers):
             assert numbers(fresh.microbatches(*step)) == batches
 
 
-def test_the_next_step_is_read_ahead_and_only_once():
+def test_the_next_step_is_prefetched_once():
     samples = Numbered(40)
     with make(samples) as loader:
         loader.microbatches(0, 1)
@@ -90,17 +90,17 @@ def test_the_next_step_is_read_ahead_and_only_once():
     assert samples.read == [0, 1, 2, 3, 4, 5]
 
 
-def test_reading_ahead_stops_at_the_end():
+def test_prefetching_stops_at_the_end():
     samples = Numbered(5)
     with make(samples) as loader:
         loader.microbatches(0, 1)
         loader.microbatches(2, 1)
-        with pytest.raises(MegatrainError, match="needs samples 4 to 5, but the dataset has 5"):
+        with pytest.raises(MegatrainError, match=r"samples 4 to 5.*has 5\n  fix: .*--train-iters"):
             loader.microbatches(4, 1)
     assert samples.read == [0, 1, 2, 3]
 
 
-def test_errors_of_the_thread_reach_the_step_that_meets_them():
+def test_an_error_of_a_thread_is_raised_by_its_step():
     samples = Numbered(40, bad=[3])
     with make(samples) as loader:
         loader.microbatches(0, 1)
@@ -110,7 +110,7 @@ def test_errors_of_the_thread_reach_the_step_that_meets_them():
         assert numbers(loader.microbatches(4, 1)) == [[4, 5]]
 
 
-def test_an_error_ahead_that_nobody_asks_for_is_no_error():
+def test_an_error_in_an_unused_prefetch_is_ignored():
     samples = Numbered(40, bad=[3])
     with make(samples) as loader:
         loader.microbatches(0, 1)
@@ -118,7 +118,7 @@ def test_an_error_ahead_that_nobody_asks_for_is_no_error():
         assert numbers(loader.microbatches(10, 1)) == [[10, 11]]
 
 
-def test_closing_ends_the_thread():
+def test_closing_stops_the_thread():
     before = threading.active_count()
     loader = make(Numbered(40))
     loader.microbatches(0, 1)
@@ -129,9 +129,13 @@ def test_closing_ends_the_thread():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_are_on_the_device_and_right():
+def test_batches_on_the_device_equal_those_on_the_host():
     sample_options = SampleOptions(seq_length=512, eod=999, vocab_size=1000)
-    train = SplitBuilder(sample_options).build({}, "", SamplePlans(train=(64,), valid=(0,), test=(0,), seed=1)).train
+    train = (
+        SplitBuilder(sample_options)
+        .build({}, "", SamplePlans(train=(64,), valid=(0,), test=(0,), seed=1))
+        .train
+    )
     with (
         make(train, micro_batch_size=4, seq_length=512, device="cuda") as fast,
         make(train, micro_batch_size=4, seq_length=512) as plain,
@@ -145,7 +149,7 @@ def test_batches_are_on_the_device_and_right():
                     assert torch.equal(getattr(moved, field).cpu(), getattr(still, field))
 
 
-def test_documents_of_a_batch_are_laid_end_to_end():
+def test_cu_seqlens_of_a_batch_concatenate_its_samples():
     with make(Numbered(8), has_documents=True) as loader:
         (batch,) = loader.microbatches(0, 1)
     assert batch.documents.cu_seqlens.tolist() == [0, 2, 3, 4]
@@ -156,19 +160,19 @@ def test_documents_of_a_batch_are_laid_end_to_end():
     assert mask[:, 0].tolist() == [[[True, False], [True, True]], [[True, False], [False, True]]]
 
 
-def test_a_mask_is_that_of_its_definition():
+def test_a_mask_matches_its_definition():
     random = np.random.default_rng(3)
     for _ in range(20):
         b, s = map(int, random.integers(1, [4, 12]))
         inner = np.flatnonzero(random.random(b * s) < 0.3)
-        borders = sorted({0, b * s, *(s * np.arange(b)).tolist(), *inner.tolist()})
-        mask = Documents(torch.tensor(borders, dtype=torch.int32), 1, b, s).mask
+        boundaries = sorted({0, b * s, *(s * np.arange(b)).tolist(), *inner.tolist()})
+        mask = Documents(torch.tensor(boundaries, dtype=torch.int32), 1, b, s).mask
         for sample, i, j in np.ndindex(b, s, s):
-            cut = any(sample * s + j < border <= sample * s + i for border in borders)
+            cut = any(sample * s + j < boundary <= sample * s + i for boundary in boundaries)
             assert mask[sample, 0, i, j] == (j <= i and not cut)
 
 
-def test_what_is_read_whole_is_filled_up_without_loss():
+def test_full_validation_pads_the_last_batch_without_loss():
     shard = DataShard(micro_batch_size=2, dp_rank=1, dp_size=2)
     sampler = FullSampler(shard, 6)
     with BatchLoader(Numbered(6), sampler, seq_length=2) as loader:
@@ -177,7 +181,7 @@ def test_what_is_read_whole_is_filled_up_without_loss():
     assert batches[1].loss_mask.tolist() == [[1, 1], [0, 0]]
 
 
-def test_a_cyclic_order_never_ends():
+def test_a_cyclic_sampler_never_ends():
     sampler = CyclicSampler(DataShard(micro_batch_size=2, dp_rank=0, dp_size=1), 5)
     with BatchLoader(Numbered(5), sampler, seq_length=2) as loader:
         read = [k for step in range(6) for batch in numbers(loader.microbatches(2 * step, 1)) for k in batch]

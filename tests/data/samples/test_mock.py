@@ -15,7 +15,9 @@ MOCK = EXPECTED["mock"]
 @pytest.fixture(scope="module")
 def splits():
     sizes = MOCK["sizes"][0] if isinstance(MOCK["sizes"][0], list) else MOCK["sizes"]
-    sample_options = SampleOptions(seq_length=MOCK["sequence_length"], eod=MOCK["eod"], vocab_size=MOCK["vocab_size"])
+    sample_options = SampleOptions(
+        seq_length=MOCK["sequence_length"], eod=MOCK["eod"], vocab_size=MOCK["vocab_size"]
+    )
     plans = SamplePlans(train=(sizes[0],), valid=(sizes[1],), test=(sizes[2],), seed=MOCK["seed"])
     return SplitBuilder(sample_options).build({}, "969,30,1", plans)
 

@@ -1,9 +1,9 @@
-"""Resuming reads on where the run was cut, wherever that is: equal batches, from real files, through the loader.
+"""A resumed run reads the same batches from any position, from real files, through the loader.
 
-    unbroken   |---- step 0 ----|---- step 1 ----|---- step 2 ----| ..     all samples of the blend, pass by pass
-    resumed                 ^ consumed: |-- a step --|-- a step --| ..     must be the rest of it
+    unbroken   |---- step 0 ----|---- step 1 ----|---- step 2 ----| ..     all samples of the blend
+    resumed                 ^ consumed: |-- a step --|-- a step --| ..     must equal the rest
 
-The blend goes round more than twice in each of its datasets.
+Each dataset of the blend is read more than twice.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LAYOUTS = [(1, 1), (2, 1), (8, 1), (1, 2), (2, 2), (4, 2), (1, 4), (2, 4), (1, 8
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
-    """The samples of a blend of two datasets, for these plans."""
+    """Return a function that builds a blend of two datasets for given plans."""
     folder = tmp_path_factory.mktemp("data")
     prefixes = tuple(str(write_pair(folder / name, seed=seed)) for seed, name in enumerate("ab"))
 
     @functools.cache
-    def made(*plans):
+    def build_plans(*plans):
         sample_options = SampleOptions(seq_length=SEQ_LENGTH, eod=0, vocab_size=VOCAB)
         blend = Blend(prefixes, (0.375, 0.625))
         builder = SplitBuilder(sample_options)
@@ -42,11 +42,11 @@ def build(tmp_path_factory):
             {"all": blend}, "1,0,0", SamplePlans(train=plans, valid=(0,), test=(0,), seed=1)
         ).train
 
-    return made
+    return build_plans
 
 
 def contents(batch):
-    """The samples of a batch, each as one tuple."""
+    """Return the samples of a batch, each as one tuple."""
     rows = zip(batch.tokens.tolist(), batch.labels.tolist(), batch.loss_mask.tolist(), strict=True)
     return [(*tokens, *labels, *mask) for tokens, labels, mask in rows]
 
@@ -56,7 +56,7 @@ def of_sample(sample):
 
 
 def read(samples, sampler, consumed, end, *, num_microbatches, num_workers=0):
-    """The micro-batches of one rank from a loader that begins behind `consumed`, step by step to `end`."""
+    """Return the micro-batches of one rank from a loader that starts at `consumed` samples, up to `end`."""
     size = sampler.shard.global_micro_batch_size
     found = []
     with BatchLoader(samples, sampler, seq_length=SEQ_LENGTH, num_workers=num_workers) as loader:
@@ -74,7 +74,7 @@ def shards(micro_batch_size, dp_size):
 
 
 def global_batches(samples, order_of, layout, end, *, num_workers=0):
-    """What each step reads, in the order of the samplers: micro-batch by micro-batch, rank by rank."""
+    """Return the samples of each step, micro-batch by micro-batch and rank by rank."""
     micro_batch_size, dp_size = layout
     per_step = GLOBAL_BATCH // (micro_batch_size * dp_size)
     ranks = [
@@ -94,7 +94,7 @@ def cyclic(samples, *, data_sharding):
 
 
 def check_every_cut(samples, sampler, end, *, num_workers):
-    """A loader that begins anywhere reads the rest of what one that began at 0 reads."""
+    """A loader that starts anywhere reads the same as the rest of one that started at 0."""
     size = sampler.shard.global_micro_batch_size
     unbroken = read(samples, sampler, 0, end, num_microbatches=GLOBAL_BATCH // size)
     assert len(unbroken) == end // size
@@ -103,14 +103,14 @@ def check_every_cut(samples, sampler, end, *, num_workers):
         assert rest == unbroken[consumed // size :], f"cut at {consumed}"
 
 
-def test_the_blend_goes_round_more_than_twice_and_has_no_sample_twice(build):
+def test_each_dataset_is_read_more_than_twice_and_samples_differ(build):
     samples = build(NUM_SAMPLES)
     assert len(samples) == NUM_SAMPLES
     for number, dataset in enumerate(samples.datasets):
         per_epoch = dataset.source.num_tokens / SEQ_LENGTH
-        assert samples.sampler.counts(2)[number] > 2 * per_epoch
+        assert samples.index.counts(2)[number] > 2 * per_epoch
     every = [of_sample(samples[k]) for k in range(NUM_SAMPLES)]
-    assert len(set(every)) > 0.9 * NUM_SAMPLES, "samples tell where they are from"
+    assert len(set(every)) > 0.9 * NUM_SAMPLES, "samples are distinct"
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -122,16 +122,16 @@ def test_a_single_pass_resumes_anywhere(build, num_workers):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("data_sharding", [True, False], ids=["sharded", "shared"])
-def test_a_cyclic_order_resumes_anywhere_over_its_epochs(build, num_workers, data_sharding):
+def test_a_cyclic_sampler_resumes_anywhere_in_its_epochs(build, num_workers, data_sharding):
     samples = build(30)
     for shard in shards(2, 2):
         sampler = CyclicSampler(shard, len(samples) // 4 * 4, data_sharding=data_sharding)
-        assert sampler.epoch_samples % GLOBAL_BATCH, "a global batch lies across the border of two epochs"
+        assert sampler.epoch_samples % GLOBAL_BATCH, "a global batch spans two epochs"
         check_every_cut(samples, sampler, 2 * sampler.epoch_samples + 12, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_layout_reads_the_same_in_the_same_places(build, layout):
+def test_any_layout_reads_the_same_samples_in_the_same_order(build, layout):
     samples = build(NUM_SAMPLES)
     found = global_batches(samples, single(samples), layout, NUM_SAMPLES)
     flat = [of_sample(samples[k]) for k in range(NUM_SAMPLES)]
@@ -148,7 +148,7 @@ def test_any_layout_reads_the_same_set_of_a_shared_permutation(build, layout):
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (1, 4), (8, 1)], ids=str)
-def test_a_sharded_epoch_reads_all_of_it(build, layout):
+def test_a_sharded_epoch_reads_every_sample(build, layout):
     samples = build(NUM_SAMPLES)
     every = sorted(of_sample(samples[k]) for k in range(NUM_SAMPLES))
     found = global_batches(samples, cyclic(samples, data_sharding=True), layout, 4 * NUM_SAMPLES)
@@ -160,7 +160,7 @@ def test_a_sharded_epoch_reads_all_of_it(build, layout):
 
 
 FIRST, FURTHER = 20, 28
-"""Samples of the plan that the checkpoint was made with, and of the one that was appended: 20 is within a global batch."""
+"""Samples of the plan in the checkpoint and of the appended plan; 20 lies within a global batch."""
 
 
 def test_a_further_plan_begins_within_a_global_batch(build):
@@ -179,8 +179,8 @@ def test_a_further_plan_begins_within_a_global_batch(build):
     assert batch == kept + [of_sample(further[k]) for k in range(GLOBAL_BATCH - len(kept))]
 
 
-def test_a_longer_run_reads_what_the_shorter_one_read_and_goes_on(build):
-    """What was consumed under the first plan is not read again in another order."""
+def test_a_longer_run_continues_after_the_shorter_one(build):
+    """Samples consumed under the first plan are not read again in another order."""
     first, second = build(FIRST), build(FIRST, FURTHER)
     consumed = FIRST - FIRST % GLOBAL_BATCH  # where a run of 20 samples in global batches of 8 ends
     for shard in shards(2, 2):
@@ -210,7 +210,7 @@ def test_plans_resume_anywhere(build, num_workers):
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (4, 2), (2, 4)], ids=str)
-def test_any_layout_reads_plans_alike(build, layout):
+def test_any_layout_reads_plans_in_the_same_order(build, layout):
     samples = build(FIRST, FURTHER, 16)
     end = FIRST + FURTHER + 16
     flat = [of_sample(samples[k]) for k in range(end)]

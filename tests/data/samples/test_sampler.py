@@ -1,4 +1,4 @@
-"""The orders of samples: recorded numbers of every rank, and what must hold for any sizes."""
+"""Samplers: recorded indices of every rank, and properties for any sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler
 RECORDED = EXPECTED["samplers"]
 
 
-def share_of(case, rank):
+def shard_of(case, rank):
     return DataShard(
         micro_batch_size=case["micro_batch_size"], dp_rank=rank, dp_size=case["data_parallel_size"]
     )
@@ -32,7 +32,7 @@ def check_steps(sampler, case, recorded):
 @pytest.mark.parametrize("case", [case for case in RECORDED["single"] if case["drop_last"]])
 def test_recorded_single_order(case):
     for rank, recorded in enumerate(case["ranks"]):
-        sampler = SingleSampler(share_of(case, rank), case["total_samples"])
+        sampler = SingleSampler(shard_of(case, rank), case["total_samples"])
         check_steps(sampler, case, [*recorded, [[]]])
 
 
@@ -40,25 +40,25 @@ def test_recorded_single_order(case):
 def test_recorded_cyclic_order(case):
     for rank, recorded in enumerate(case["ranks"]):
         sampler = CyclicSampler(
-            share_of(case, rank), case["total_samples"], data_sharding=case["data_sharding"]
+            shard_of(case, rank), case["total_samples"], data_sharding=case["data_sharding"]
         )
         check_steps(sampler, case, recorded)
 
 
-def test_where_megatrons_ranks_drift_apart_there_is_an_error():
+def test_uneven_ranks_without_data_sharding_are_an_error():
     case = RECORDED["cyclic"][-1]
     assert (case["total_samples"], case["data_sharding"]) == (55, False)
     with pytest.raises(
-        ConfigError, match=r"55 samples in micro-batches of 2 .* 4 data-parallel.*\n  fix: leave out"
+        ConfigError, match=r"--no-data-sharding: 55 samples.*\n  fix: leave out --no-data-sharding"
     ):
-        CyclicSampler(share_of(case, 0), 55, data_sharding=False)
+        CyclicSampler(shard_of(case, 0), 55, data_sharding=False)
 
 
 @pytest.mark.parametrize("case", RECORDED["global_batch_at_once"])
 def test_recorded_global_batches_at_once(case):
     per_step = case["global_batch_size"] // case["micro_batch_size"] // case["data_parallel_size"]
     for rank, recorded in enumerate(case["ranks"]):
-        sampler = SingleSampler(share_of(case, rank), case["total_samples"])
+        sampler = SingleSampler(shard_of(case, rank), case["total_samples"])
         for step, expected in enumerate(recorded):
             consumed = case["consumed_samples"] + step * case["global_batch_size"]
             found = [k for number in range(per_step) for k in sampler.indices(consumed, number)]
@@ -95,10 +95,10 @@ def test_single_reads_every_sample_once(consumed, total, size, dp_size):
 def test_cyclic_reads_an_epoch_once_wherever_steps_are_cut(total, size, dp_size, data_sharding, step):
     shards = [DataShard(micro_batch_size=size, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)]
     try:
-        orders = [CyclicSampler(shard, total, data_sharding=data_sharding) for shard in shards]
+        samplers = [CyclicSampler(shard, total, data_sharding=data_sharding) for shard in shards]
     except ConfigError:
         return
-    for sampler in orders:
+    for sampler in samplers:
         passes = sampler.epoch_samples // sampler.shard.global_micro_batch_size
         plain = [
             sampler.indices(number * sampler.shard.global_micro_batch_size, 0) for number in range(2 * passes)
@@ -112,25 +112,25 @@ def test_cyclic_reads_an_epoch_once_wherever_steps_are_cut(total, size, dp_size,
     for epoch in (0, 5):
         read = [
             number
-            for sampler in orders
+            for sampler in samplers
             for microbatch in range(sampler.epoch_samples // sampler.shard.global_micro_batch_size)
             for number in sampler.indices(epoch * sampler.epoch_samples, microbatch)
         ]
-        assert len(set(read)) == len(read) == orders[0].epoch_samples
+        assert len(set(read)) == len(read) == samplers[0].epoch_samples
         assert max(read) < total
 
 
 @given(**sizes)
-def test_whole_reads_everything_once_in_equal_passes(total, size, dp_size):
-    orders = [
+def test_full_reads_every_sample_once_in_equal_passes(total, size, dp_size):
+    samplers = [
         FullSampler(DataShard(micro_batch_size=size, dp_rank=rank, dp_size=dp_size), total)
         for rank in range(dp_size)
     ]
     read = [
         k
-        for sampler in orders
+        for sampler in samplers
         for number in range(sampler.num_microbatches)
         for k in sampler.indices(0, number)
     ]
     assert sorted(read) == list(range(total))
-    assert all(len(sampler.indices(0, sampler.num_microbatches)) == 0 for sampler in orders)
+    assert all(len(sampler.indices(0, sampler.num_microbatches)) == 0 for sampler in samplers)
