@@ -21,7 +21,7 @@ from typing import Literal
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.answer import Alias, Answer
 from megatrain.config.megatron.flag_table import ALIASES, ANSWERS
-from megatrain.config.schema.tree import near_name, settings
+from megatrain.config.schema.tree import closest_name, settings
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -80,9 +80,9 @@ def closest_flag(word: str) -> str | None:
     """Return the flag that a mistyped one most likely means. Refused flags must be more similar than others."""
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
     helpful |= {name for name, flag in megatron_flags().items() if flag.answer.kind == "accepted"}
-    near = near_name(word, helpful)
-    refused = near_name(word, megatron_flags().keys() - helpful, likeness=0.85)
-    return near_name(word, filter(None, (near, refused)))
+    near = closest_name(word, helpful)
+    refused = closest_name(word, megatron_flags().keys() - helpful, similarity=0.85)
+    return closest_name(word, filter(None, (near, refused)))
 
 
 def answers(given: Iterable[GivenFlag]) -> tuple[list[str], list[Problem]]:
@@ -123,7 +123,7 @@ def _answer(given: GivenFlag) -> str | Problem:
     if text == "null" or (flag.takes == "nothing" and text.lower() in _FALSE):
         return " has no effect"
     if flag.takes == "nothing" and text and text.lower() not in _TRUE:
-        return Problem(" has a value, but the flag takes none", f"use {flag.flag} alone, or remove it")
+        return Problem(" has a value, and accepts none", f"use {flag.flag} alone, or remove it")
     is_missing = flag.takes != "nothing" and not text
     if is_missing and flag.accepted != ():
         return Problem(" has no value", f"give {flag.flag} a value, or remove it")

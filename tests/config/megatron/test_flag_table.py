@@ -1,0 +1,117 @@
+"""The tables of Megatron-LM's flags are consistent, and complete where the recording of its flags is given."""
+
+import csv
+import re
+from collections import Counter
+
+import pytest
+
+from megatrain.config.cli.parse_value import load_value
+from megatrain.config.megatron.differences import DIFFERENT_DEFAULTS
+from megatrain.config.megatron.flag_table import ALIASES, ANSWERS, REPLACED_CHOICES, UNSUPPORTED_CHOICES
+from megatrain.config.megatron.flags import aliases, megatron_flags
+from megatrain.config.megatron.removed_flags import REMOVED_FLAGS
+from megatrain.config.schema.tree import flag_of, settings
+from megatrain.config.schema.values import AUTO, REQUIRED
+
+TABLE = [word.partition("=")[0] for answer in ANSWERS for word in answer.flags.split()]
+SETTINGS = {setting.flag: setting for setting in settings()}
+SWITCHES_OFF = {setting.opposite_flag: setting for setting in settings() if setting.kind is bool}
+REMOVED = {word.partition("=")[0] for answer in REMOVED_FLAGS for word in answer.flags.split()}
+
+
+@pytest.fixture(scope="session")
+def megatron(pytestconfig):
+    """Return the rows of Megatron-LM's flags, by flag; skip the test if the recording is not given."""
+    golden = pytestconfig.getoption("golden")
+    path = golden and golden.parent / "megatron-flag-frequency.tsv"
+    if not path or not path.is_file():
+        pytest.skip("needs the list of flags: run with --golden DIR")
+    with path.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file, delimiter="\t") if row["parser"] == "core"]
+    return {row["flag"].replace("_", "-"): row for row in rows if row["flag"] not in ("-h", "--help")}
+
+
+def test_no_flag_is_in_the_tables_twice():
+    assert [flag for flag, count in Counter([*TABLE, *ALIASES]).items() if count > 1] == []
+
+
+def test_no_setting_is_in_the_tables():
+    taken = [flag for flag in (*TABLE, *ALIASES) if flag in SETTINGS or flag in SWITCHES_OFF]
+    assert taken == [], "these are settings now: delete them from the tables"
+
+
+def test_every_answer_has_a_reason_and_a_remedy():
+    assert all(answer.flags.split() for answer in ANSWERS), "delete answers without flags"
+    assert all(answer.text and (answer.instead or answer.kind == "accepted") for answer in ANSWERS)
+    paths = {setting.path: setting for setting in settings()}
+    for alias in ALIASES.values():
+        assert alias.value is None or load_value(paths[alias.path], alias.value) is not None
+
+
+def test_remedies_name_flags_that_exist():
+    for answer in ANSWERS:
+        named = re.findall(r"--[a-z][a-z0-9-]+", f"{answer.text} {answer.instead}")
+        known = {*SETTINGS, *SWITCHES_OFF, *TABLE, "--config", "--max-restarts"}
+        assert [flag for flag in named if flag not in known] == []
+
+
+def test_every_flag_of_megatron_is_answered(megatron):
+    known = {*SETTINGS, *SWITCHES_OFF, *aliases(), *megatron_flags()}
+    assert sorted(set(megatron) - known) == []
+    assert sorted(set(megatron_flags()) - set(megatron) - REMOVED) == []
+
+
+def test_flags_take_as_many_values_as_in_megatron(megatron):
+    for flag in set(megatron) & set(megatron_flags()):
+        row = megatron[flag]
+        takes = "nothing" if row["type"].startswith("flag") else "several" if row["nargs"] else "one"
+        assert (flag, megatron_flags()[flag].takes) == (flag, takes)
+
+
+def test_settings_take_the_values_of_megatron(megatron):
+    for flag in set(megatron) & set(SETTINGS):
+        row, setting = megatron[flag], SETTINGS[flag]
+        assert (flag, setting.kind is bool) == (flag, row["type"].startswith("flag"))
+        assert (flag, setting.is_list) == (flag, bool(row["nargs"]))
+        choices = filter(None, row["choices"].split("|")) if setting.choices else []
+        others = {*UNSUPPORTED_CHOICES.get(flag, ()), *REPLACED_CHOICES.get(flag, ())}
+        assert set(choices) <= {*setting.choices, *others}
+
+
+# Megatron-LM sets these defaults after parsing, or spells them differently.
+LATER_DEFAULTS = {
+    "--dataloader-type": "single", "--tiktoken-pattern": "v2", "--exit-signal": "SIGTERM",
+    "--yarn-beta-fast": "32", "--yarn-beta-slow": "1", "--yarn-correction-range-round-to-int": "True",
+    "--cp-comm-type": "p2p", "--mup-width-mult": "None", "--mup-output-mult": "None",  # 1, which Megatron-LM replaces by the ratio of sizes
+}  # fmt: skip
+
+
+def test_every_default_that_differs_is_listed(megatron):
+    differing = {}
+    for setting in settings():
+        row = megatron.get(setting.flag) or megatron.get(setting.opposite_flag)
+        if row is None or setting.default is REQUIRED:
+            continue
+        theirs = LATER_DEFAULTS.get(setting.flag) or row["default"].strip("'")
+        is_off_switch = row["type"] == "flag(store_false)" and row["flag"] == setting.flag
+        if is_off_switch:
+            theirs = str(theirs != "True")
+        if not is_same_default(setting.default, theirs):
+            differing[setting.path] = theirs
+    listed = {
+        item.path: {"off": "False", "on": "True"}.get(item.megatron_default, item.megatron_default)
+        for item in DIFFERENT_DEFAULTS
+    }
+    assert differing.items() <= listed.items()
+    assert all(SETTINGS[flag_of(path)].default is AUTO for path in listed.keys() - differing.keys())
+
+
+def is_same_default(ours, theirs):
+    ours = None if ours is AUTO or ours is False or ours == () else ours
+    ours = ours[0] if isinstance(ours, tuple) and len(ours) == 1 else ours
+    theirs = None if theirs in ("None", "False", "[]") else theirs
+    try:
+        return float(ours) == float(theirs)
+    except (TypeError, ValueError):
+        return str(ours) == str(theirs)

@@ -1,0 +1,49 @@
+"""Rules about devices: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.device import DEVICE_RULES
+
+CUDA = Facts(device="cuda")
+
+CASES = {
+    "device_is_available": [
+        ("--device cuda", "", None, ("--device cuda",), ("--device cpu",)),
+    ],
+    "each_rank_has_a_gpu": [
+        ("", "", Facts(device="cuda", world_size=8, ranks_per_node=8, devices_per_node=4),
+         ("8 ranks", "4"), ("--nproc-per-node 4",)),
+    ],
+    "world_size_is_for_dry_runs": [
+        ("--world-size 8", "", None,
+         ("--world-size 8", "--dry-run"), ("--dry-run", "--world-size", "--nproc-per-node", "--nnodes")),
+    ],
+    "gpus_require_nccl": [
+        ("--distributed-backend gloo", "", CUDA,
+         ("--distributed-backend gloo", "--device cuda"), ("--distributed-backend", "--device cpu")),
+    ],
+    "kernels_can_be_compiled": [
+        ("", "", Facts(device="cuda", has_triton=False), ("Triton",), ("--no-compile",)),
+    ],
+    "cublas_is_deterministic": [
+        ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
+         ("--deterministic-mode", ":0:0"), ("unset CUBLAS_WORKSPACE_CONFIG", ":4096:8")),
+    ],
+    "implementation_is_deterministic": [
+        ("--deterministic-mode --transformer-impl transformer_engine --bf16", "", Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
+         ("--deterministic-mode", "--transformer-impl transformer_engine"),
+         ("--transformer-impl local", "--deterministic-mode")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in DEVICE_RULES}

@@ -1,0 +1,157 @@
+"""Rules about experts: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.derive.custom_layers import CustomLayers
+from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
+from megatrain.config.rules.experts import EXPERT_RULES
+
+OF_EXPERTS = LayerSizes(
+    num_heads=4,
+    num_query_groups=4,
+    head_channels=16,
+    experts=ExpertSizes(num_experts=6, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=0),
+)
+LAYERS = "--heterogeneous-layers-config-encoded-json"
+
+
+def layers(groups, width, other_groups="4"):
+    """A layer with these sizes, and three others."""
+    sizes = [(groups, width), *[(other_groups, "96")] * 3]
+    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
+    return f'{{"block_configs":[{",".join(parts)}]}}'
+
+
+FOUR = "--num-experts 4"
+
+CASES = {
+    "expert_settings_have_an_effect": [
+        ("--moe-router-topk 4", "", None,
+         ("--moe-router-topk", "--num-experts"), ("--num-experts", "--moe-router-topk")),
+    ],
+    "expert_layers_are_valid": [
+        ("--num-experts 4 --moe-layer-freq [0]*2+[1]", "", None, ("--moe-layer-freq", "3 entries"), ("[0]*1+[1]*3",)),
+        ("--num-experts 4 --moe-layer-freq [0]*4", "", None,
+         ("--moe-layer-freq [0]*4", "--num-experts"), ("--moe-layer-freq", "--num-experts")),
+    ],
+    "experts_have_a_width": [
+        ("--num-experts 4 --moe-ffn-hidden-size none", "", None,
+         ("--moe-ffn-hidden-size none",), ("--moe-ffn-hidden-size",)),
+    ],
+    "topk_fits_num_experts": [
+        ("--num-experts 4 --moe-router-topk 6", "", None,
+         ("--moe-router-topk 6", "--num-experts 4"), ("--moe-router-topk 2",)),
+    ],
+    "top1_routing_has_a_gradient": [
+        ("--num-experts 4 --moe-router-topk 1", "", None,
+         ("--moe-router-topk 1",), ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid")),
+    ],
+    "expert_groups_are_valid": [
+        ("--num-experts 6 --moe-router-num-groups 4 --moe-router-group-topk 2", "", None,
+         ("--num-experts 6", "--moe-router-num-groups 4"), ("--moe-router-num-groups 3",)),
+        ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 5", "", None,
+         ("--moe-router-group-topk 5", "--moe-router-num-groups 4"), ("--moe-router-group-topk 4",)),
+        ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 3", "", None,
+         ("--moe-router-topk 3", "--moe-router-group-topk 2"), ("--moe-router-topk 2",)),
+        ("--num-experts 8 --moe-router-num-groups 4", "", None,
+         ("--moe-router-num-groups", "--moe-router-group-topk"),
+         ("--moe-router-num-groups 2", "--moe-router-group-topk 1")),
+    ],
+    "pre_softmax_requires_softmax": [
+        ("--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid", "", None,
+         ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid"),
+         ("--moe-router-pre-softmax", "--moe-router-score-function softmax")),
+    ],
+    "load_balancing_is_valid": [
+        ("--num-experts 4 --moe-router-load-balancing-type even", "", None,
+         ("--moe-router-load-balancing-type even",), ("aux_loss", "sinkhorn", "none")),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 1e-2 0", "", None,
+         ("--moe-router-load-balancing-type aux_loss none",), ("one of them",)),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2", "", None,
+         ("--moe-router-load-balancing-type", "--moe-aux-loss-coeff"), ("--moe-aux-loss-coeff 1e-2 1e-2",)),
+        ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2", "", None,
+         ("--moe-aux-loss-coeff 0.01", "--moe-router-load-balancing-type none"),
+         ("--moe-aux-loss-coeff", "--moe-router-load-balancing-type aux_loss")),
+        ("--num-experts 4 --moe-aux-loss-coeff -1", "", None,
+         ("--moe-aux-loss-coeff -1.0",), ("--moe-aux-loss-coeff 1e-2",)),
+    ],
+    "expert_bias_requires_sigmoid": [
+        ("--num-experts 4 --moe-router-enable-expert-bias", "", None,
+         ("--moe-router-enable-expert-bias", "--moe-router-score-function softmax"),
+         ("--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias")),
+        ("--num-experts 4 --moe-router-bias-update-rate 0.01", "", None,
+         ("--moe-router-bias-update-rate 0.01", "--moe-router-enable-expert-bias"),
+         ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate")),
+    ],
+    "sinkhorn_settings_have_an_effect": [
+        (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
+          " --moe-router-score-function sigmoid"), "", None,
+         ("--moe-router-load-balancing-type sinkhorn", "--moe-router-enable-expert-bias"), ("one of them",)),
+        ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk-scaling-factor 2.5", "", None,
+         ("--moe-router-topk-scaling-factor", "--moe-router-load-balancing-type sinkhorn"),
+         ("--moe-router-topk-scaling-factor", "--moe-router-load-balancing-type aux_loss")),
+    ],
+    "capacity_settings_have_an_effect": [
+        ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "", None,
+         ("--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position", "--moe-expert-capacity-factor"),
+         ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position")),
+    ],
+    "shared_expert_has_a_size": [
+        ("--num-experts 4 --moe-shared-expert-gate", "", None,
+         ("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size"),
+         ("--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate")),
+    ],
+    "expert_ranks_have_experts": [
+        ("--expert-model-parallel-size 2", "", Facts(world_size=2),
+         ("--expert-model-parallel-size 2", "--num-experts"), ("--num-experts", "--expert-model-parallel-size")),
+        ("--expert-tensor-parallel-size 2", "", Facts(world_size=2),
+         ("--expert-tensor-parallel-size 2", "--num-experts"), ("--num-experts", "--expert-tensor-parallel-size")),
+    ],
+    "experts_divide_over_ep_ranks": [
+        (f"{FOUR} --expert-model-parallel-size 3", "", Facts(world_size=3),
+         ("--num-experts 4", "--expert-model-parallel-size 3"),
+         ("--expert-model-parallel-size 2", "--num-experts 6")),
+    ],
+    "expert_width_divides_over_etp_ranks": [
+        (f"{FOUR} --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 2", "", Facts(world_size=2),
+         ("--moe-ffn-hidden-size 33", "--expert-tensor-parallel-size 2", "--tensor-model-parallel-size"),
+         ("--expert-tensor-parallel-size 1", "--moe-ffn-hidden-size 34")),
+    ],
+    "dispatcher_is_supported": [
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "", None,
+         ("--moe-token-dispatcher-type flex",), ("--moe-token-dispatcher-type alltoall",)),
+    ],
+    "experts_have_no_biases": [
+        ("--num-experts 4", "--disable-bias-linear", None, ("--num-experts",), ("--disable-bias-linear",)),
+    ],
+    "experts_require_uniform_layers": [
+        (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,
+         ("--num-experts", "--heterogeneous-layers-config-path"), ("--moe-layer-freq", "--spec")),
+    ],
+    "experts_require_sequence_parallel": [
+        ("--num-experts 4 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--tensor-model-parallel-size 2", "--sequence-parallel"), ("--sequence-parallel",)),
+    ],
+    "custom_experts_divide_over_ranks": [
+        ("--spec my.py:layers", "", Facts(custom_layers=CustomLayers(digest="1", layers=(OF_EXPERTS,) * 4, differences=())),
+         ("--spec", "--num-experts", "layer 0", "6 experts"), ("--num-experts 6",)),
+    ],
+    "shared_expert_divides_over_tp_ranks": [
+        (("--num-experts 4 --moe-shared-expert-intermediate-size 33 --tensor-model-parallel-size 2"
+          " --sequence-parallel"), "", Facts(world_size=2),
+         ("--moe-shared-expert-intermediate-size 33", "--tensor-model-parallel-size 2"),
+         ("--moe-shared-expert-intermediate-size 34",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in EXPERT_RULES}

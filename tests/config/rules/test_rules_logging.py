@@ -1,0 +1,31 @@
+"""Rules about logging: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.logging import LOGGING_RULES
+
+CASES = {
+    "optional_packages_are_installed": [
+        ("--tensorboard-dir tb", "", None,
+         ("--tensorboard-dir tb",), ("pip install tensorboard", "--tensorboard-dir")),
+        ("--wandb-project p", "", Facts(libraries={"tensorboard": "2"}),
+         ("--wandb-project p",), ("pip install wandb", "--wandb-project")),
+    ],
+    "profiled_iterations_and_ranks_exist": [
+        ("--profile --profile-step-start 5 --profile-step-end 5", "", None,
+         ("--profile-step-end 5", "--profile-step-start 5"), ("--profile-step-end 7",)),
+        ("--profile --profile-ranks 0 2", "", None, ("--profile-ranks 2",), ("0 to 0",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in LOGGING_RULES}

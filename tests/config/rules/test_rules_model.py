@@ -1,0 +1,167 @@
+"""Rules about the model and recomputation: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.derive.custom_layers import CustomLayers
+from megatrain.config.derive.layer_sizes import LayerSizes
+from megatrain.config.rules.model import MODEL_RULES
+
+CUDA = Facts(device="cuda")
+A100 = Facts(
+    device="cuda", device_name="NVIDIA A100", device_capability=(8, 0), libraries={"flash-attn-4": "4.0.0b36"}
+)
+WIDE_HEADS = LayerSizes(num_heads=4, num_query_groups=4, head_channels=136, ffn_hidden_size=64)
+
+
+def layers(groups, width, other_groups="4"):
+    """A layer with these sizes, and three others."""
+    sizes = [(groups, width), *[(other_groups, "96")] * 3]
+    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
+    return f'{{"block_configs":[{",".join(parts)}]}}'
+
+
+CASES = {
+    "mlp_has_one_activation": [
+        ("--squared-relu", "", None, ("--swiglu", "--squared-relu"), ("one of them",)),
+    ],
+    "gate_settings_have_an_effect": [
+        ("--activation-func-clamp-value 7", "", None,
+         ("--activation-func-clamp-value 7.0", "--quick-geglu"), ("--activation-func-clamp-value", "--quick-geglu")),
+        ("--glu-linear-offset 1", "--swiglu", None,
+         ("--glu-linear-offset 1.0",), ("--glu-linear-offset", "--quick-geglu", "--swiglu", "--geglu")),
+    ],
+    "learned_positions_have_a_length": [
+        ("", "--position-embedding-type", None,
+         ("--position-embedding-type learned_absolute", "--max-position-embeddings"),
+         ("--max-position-embeddings 128", "--position-embedding-type rope")),
+        ("--position-embedding-type learned_absolute", "", None,
+         ("--position-embedding-type learned_absolute", "--max-position-embeddings"),
+         ("--max-position-embeddings 128", "--position-embedding-type rope")),
+    ],
+    "rotary_settings_have_an_effect": [
+        ("--position-embedding-type none --use-rope-scaling", "", None,
+         ("--use-rope-scaling", "--position-embedding-type none"),
+         ("--use-rope-scaling", "--position-embedding-type rope")),
+        ("--position-embedding-type none --no-rope-freq 4", "", None,
+         ("--no-rope-freq 4", "--position-embedding-type none"),
+         ("--no-rope-freq", "--position-embedding-type rope")),
+    ],
+    "yarn_has_an_original_length": [
+        ("--position-embedding-type yarn", "", None,
+         ("--position-embedding-type yarn", "--yarn-original-max-position-embeddings"),
+         ("--yarn-original-max-position-embeddings 4096",)),
+    ],
+    "rotary_channels_are_even": [
+        ("--kv-channels 15", "", None, ("--kv-channels 15",), ("--kv-channels 16",)),
+        ("--rotary-percent 0.2", "", None,
+         ("--rotary-percent 0.2", "--kv-channels 16", "3 channels"), ("--rotary-percent 0.25",)),
+    ],
+    "layer_patterns_are_valid": [
+        ("--no-rope-freq [1]*3", "", None, ("--no-rope-freq", "3 entries", "4 layers"), ("--no-rope-freq",)),
+        ("--window-size 8,0 --window-attn-skip-freq x", "", None,
+         ("--window-attn-skip-freq", "'x'"), ("--window-attn-skip-freq",)),
+        ("--window-size 8,0 --window-attn-skip-freq 0", "", None,
+         ("--window-attn-skip-freq",), ("--window-attn-skip-freq",)),
+    ],
+    "window_is_causal": [
+        ("--window-size 128", "", None, ("--window-size", "'128'"), ("--window-size 128,0",)),
+        ("--window-size 128,4", "", None, ("--window-size", "'128,4'"), ("--window-size 128,0",)),
+        ("--window-attn-skip-freq 2", "", None,
+         ("--window-attn-skip-freq 2", "--window-size"), ("--window-size", "--window-attn-skip-freq")),
+    ],
+    "all_heads_norm_is_rms": [
+        ("--qk-layernorm-width all_heads", "", None,
+         ("--qk-layernorm-width all_heads", "--qk-layernorm"), ("--qk-layernorm", "--qk-layernorm-width")),
+        ("--qk-layernorm --qk-layernorm-width all_heads --normalization LayerNorm", "", None,
+         ("--qk-layernorm-width all_heads", "--normalization LayerNorm"),
+         ("--normalization RMSNorm", "--qk-layernorm-width head")),
+    ],
+    "mup_settings_have_an_effect": [
+        ("--mup-embedding-mult 2", "", None,
+         ("--mup-embedding-mult 2.0", "--use-mup"), ("--use-mup", "--mup-embedding-mult")),
+        ("--mup-base-hidden-size 32", "", None,
+         ("--mup-base-hidden-size 32", "--use-mup"), ("--use-mup", "--mup-base-hidden-size")),
+        ("--use-mup --mup-base-head-dim 8 --softmax-scale 0.5", "", None,
+         ("--mup-base-head-dim 8", "--softmax-scale 0.5"), ("one of them",)),
+    ],
+    "mup_width_mult_matches_sizes": [
+        ("--use-mup --mup-base-hidden-size 32 --mup-width-mult 4", "", None,
+         ("--mup-width-mult 4", "--hidden-size 64", "--mup-base-hidden-size 32"), ("--mup-width-mult 2",)),
+        ("--use-mup --mup-base-hidden-size none --mup-width-mult 1 --mup-output-mult 1", "", None,
+         ("--mup-base-hidden-size none", "--use-mup"), ("--mup-base-hidden-size",)),
+    ],
+    "recomputation_is_complete": [
+        ("--recompute-granularity full", "", None,
+         ("--recompute-granularity full", "--recompute-method", "--recompute-num-layers"),
+         ("--recompute-method uniform", "--recompute-num-layers 1")),
+        ("--recompute-granularity full --recompute-method block", "", None,
+         ("--recompute-granularity full", "--recompute-num-layers"),
+         ("--recompute-method uniform", "--recompute-num-layers 1")),
+        ("--recompute-method block --recompute-granularity selective", "", None,
+         ("--recompute-method block", "--recompute-granularity full"),
+         ("--recompute-granularity full", "--recompute-method")),
+        ("--recompute-num-layers 1", "", None,
+         ("--recompute-num-layers 1", "--recompute-granularity full"),
+         ("--recompute-granularity full", "--recompute-num-layers")),
+        ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "", None,
+         ("--recompute-norms", "--recompute-granularity full"), ("one of them",)),
+        ("--recompute-activations --recompute-granularity full --recompute-method block --recompute-num-layers 1", "", None,
+         ("--recompute-granularity full", "--recompute-activations"), ("one of them",)),
+    ],
+    "recompute_modules_are_supported": [
+        ("--recompute-modules mlp", "", None,
+         ("--recompute-modules mlp", "--recompute-granularity selective"),
+         ("--recompute-granularity selective", "--recompute-modules")),
+        ("--recompute-activations --recompute-modules mlp mla_up_proj", "", None,
+         ("--recompute-modules mla_up_proj",), ("--recompute-modules core_attn mlp layernorm",)),
+        ("--recompute-activations --recompute-modules mlp moe_act", "", None,
+         ("--recompute-modules moe_act", "--num-experts"), ("remove moe_act", "mlp")),
+    ],
+    "attention_backend_is_there": [
+        ("--attention-backend flash4", "", None,
+         ("--attention-backend flash4", "float32", "cpu"), ("--attention-backend auto",)),
+        ("--attention-backend flash4 --bf16", "", CUDA,
+         ("--attention-backend flash4", "not installed"), ("pip install", "--attention-backend auto")),
+        ("--attention-backend flash4 --bf16", "", Facts(device="cuda", libraries={"flash-attn-4": "4.0.0b9"}),
+         ("--attention-backend flash4", "4.0.0b9"), ("pip install", "--attention-backend auto")),
+        ("--attention-backend flash4 --bf16 --no-compile", "", Facts(device="cuda", libraries={"flash-attn-4": "4.0.0b36"}),
+         ("--attention-backend flash4", "--no-compile"), ("--attention-backend auto",)),
+        ("--attention-backend flash4 --bf16", "", A100,
+         ("--attention-backend flash4", "A100", "8.0"), ("--attention-backend auto",)),
+        ("--attention-backend cudnn --bf16 --deterministic-mode", "", CUDA,
+         ("--attention-backend cudnn", "--deterministic-mode"), ("--attention-backend auto",)),
+        ("--attention-backend cudnn --bf16", "", Facts(device="cuda", device_name="Tesla V100", device_capability=(7, 0)),
+         ("--attention-backend cudnn", "V100", "7.0"), ("--attention-backend auto",)),
+        ("--attention-backend cudnn --bf16 --spec my.py:layers", "", Facts(device="cuda", custom_layers=CustomLayers(digest="1", layers=(WIDE_HEADS,) * 4, differences=())),
+         ("--attention-backend cudnn", "layer 0", "136"), ("--attention-backend auto",)),
+        ("--attention-backend cudnn --bf16 --window-size 8,0 --reset-attention-mask", "", CUDA,
+         ("--attention-backend cudnn", "documents", "windows"), ("--attention-backend auto",)),
+        ("--attention-backend flash2 --bf16 --attention-dropout 0.1", "attention-dropout", CUDA,
+         ("--attention-backend flash2", "--attention-dropout 0.1"),
+         ("--attention-dropout 0", "--attention-backend auto")),
+        ("--attention-backend sdpa --attn-logit-softcapping 50", "", None,
+         ("--attention-backend sdpa", "--attn-logit-softcapping 50.0"), ("--attention-backend auto",)),
+        ("--attention-backend sdpa --softmax-type off-by-one", "", CUDA,
+         ("--attention-backend sdpa", "float32", "sinks"), ("--attention-backend auto",)),
+        ("--attention-backend cudnn --kv-channels 192 --bf16", "", CUDA,
+         ("--attention-backend cudnn", "--kv-channels", "192"), ("--attention-backend auto",)),
+    ],
+    "attention_has_a_kernel": [
+        ("--kv-channels 100 --bf16 --softmax-type off-by-one --attention-dropout 0", "", CUDA,
+         ("--attention-backend auto", "--kv-channels", "sinks", "100"), ("--attention-backend math",)),
+        ("--attention-backend flash --bf16 --window-size 8,0", "", Facts(device="cuda", device_capability=(7, 5)),
+         ("--attention-backend flash", "windows", "7.5"), ("--attention-backend math",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in MODEL_RULES}

@@ -1,0 +1,69 @@
+"""Notes name the flags of settings without effect and of defaults that surprise."""
+
+from megatrain.config import Facts, Origin, parse
+from megatrain.config.plan import Derived, Draft
+from megatrain.config.rules.notes import dropout_by_default
+from megatrain.config.schema.tree import settings
+
+
+def test_float32_on_a_gpu_is_noted_unless_it_is_given(plan_of):
+    on_gpu = Facts(device="cuda")
+    assert any(note.startswith("--params-dtype float32 by default") for note in plan_of(facts=on_gpu).notes)
+    for flags in ("--bf16", "--params-dtype float32"):
+        [note] = plan_of(flags, facts=on_gpu).notes
+        assert note.startswith("--attention-backend auto: ")
+
+
+def test_dropout_by_default_is_noted():
+    config = parse(["--attention-dropout", "0.1"]).config
+    origins = {setting.path: Origin("default") for setting in settings()}
+    draft = Draft(config, Derived(), Facts(), origins | {"model.attention_dropout": Origin("flag")})
+    (note,) = dropout_by_default(draft)
+    assert note.startswith("--hidden-dropout 0.1 by default")
+    assert "--attention-dropout" not in note
+
+
+def test_norms_that_are_not_recomputed_are_noted(plan_of):
+    flags = "--recompute-activations --recompute-modules layernorm --normalization RMSNorm"
+    words = "--recompute-modules layernorm has no effect with --norm-position post"
+    assert any(words in note for note in plan_of(f"{flags} --norm-position post").notes)
+    assert not any(words in note for note in plan_of(flags).notes)
+
+
+def test_experts_without_grouped_gemm_are_noted(plan_of):
+    on_gpu = Facts(device="cuda")
+    words = "experts are computed one by one"
+    assert any(f"{words} in float32" in note for note in plan_of("--num-experts 4", facts=on_gpu).notes)
+    odd = plan_of("--num-experts 4 --moe-ffn-hidden-size 36 --bf16", facts=on_gpu).notes
+    assert any(f"{words} with widths that are not multiples of 8" in note for note in odd)
+    for flags, facts in (
+        ("--num-experts 4 --bf16", on_gpu),
+        ("--bf16", on_gpu),
+        ("--num-experts 4", Facts()),
+    ):
+        assert not any(words in note for note in plan_of(flags, facts=facts).notes)
+
+
+def test_an_overlap_without_all_gather_is_noted(plan_of):
+    words = "--overlap-param-gather has no effect without --use-distributed-optimizer"
+    for flags, is_noted in (
+        ("--overlap-param-gather --no-use-distributed-optimizer", True),
+        ("--overlap-param-gather --data-parallel-sharding-strategy no_shard", True),
+        ("--no-use-distributed-optimizer", False),
+        ("--overlap-param-gather", False),
+    ):
+        assert any(words in note for note in plan_of(flags).notes) == is_noted
+
+
+def test_a_finetuning_run_that_does_not_resume_is_noted(plan_of):
+    (note,) = (n for n in plan_of("--load x --save y --finetune").notes if "--finetune" in n)
+    assert "--pretrained-checkpoint x --load y --save y" in note
+
+
+def test_a_profile_that_the_run_cuts_short_is_noted(plan_of):
+    late = plan_of("--profile --train-iters 11").notes
+    assert any("--profile-step-end 12" in note and "iteration 11" in note for note in late)
+    never = plan_of("--profile --train-iters 10").notes
+    assert any("--profile-step-start 10 has no effect" in note and "iteration 10" in note for note in never)
+    assert not any("--profile-step" in note for note in plan_of("--profile --train-iters 12").notes)
+    assert any("--profile-ranks has no effect" in note for note in plan_of("--profile-ranks 0").notes)

@@ -1,0 +1,50 @@
+"""Rules about data parallelism: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.parallel import PARALLEL_RULES
+
+FOUR = "--num-experts 4"
+
+CASES = {
+    "sharding_settings_agree": [
+        ("--no-use-distributed-optimizer --data-parallel-sharding-strategy optim_grads", "", Facts(world_size=4),
+         ("--data-parallel-sharding-strategy optim_grads", "--no-use-distributed-optimizer"),
+         ("--data-parallel-sharding-strategy optim_grads", "--no-use-distributed-optimizer")),
+        ("--no-use-distributed-optimizer --use-megatron-fsdp", "", Facts(world_size=4),
+         ("--use-megatron-fsdp", "--no-use-distributed-optimizer"),
+         ("--use-megatron-fsdp", "--no-use-distributed-optimizer")),
+        ("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", "", Facts(world_size=4),
+         ("--data-parallel-sharding-strategy no_shard", "--use-distributed-optimizer"),
+         ("--data-parallel-sharding-strategy no_shard", "--use-distributed-optimizer")),
+    ],
+    "instances_divide_replicas": [
+        ("--num-distributed-optimizer-instances 3", "", Facts(world_size=4),
+         ("--num-distributed-optimizer-instances 3", "4 data-parallel"),
+         ("--num-distributed-optimizer-instances 2",)),
+        ("--num-distributed-optimizer-instances 3 --context-parallel-size 2", "", Facts(world_size=4),
+         ("--num-distributed-optimizer-instances 3", "data-parallel 2", "context-parallel 2"),
+         ("--num-distributed-optimizer-instances 2",)),
+    ],
+    "instances_divide_replicas_of_experts": [
+        (f"{FOUR} --expert-model-parallel-size 4 --num-distributed-optimizer-instances 2", "", Facts(world_size=4),
+         ("--num-distributed-optimizer-instances 2", "1 replicas", "4 ranks"),
+         ("--num-distributed-optimizer-instances 1",)),
+    ],
+    "bf16_reduction_requires_bf16_weights": [
+        ("--grad-reduce-in-bf16", "", None,
+         ("--grad-reduce-in-bf16", "float32"), ("--bf16", "--grad-reduce-in-bf16")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in PARALLEL_RULES}

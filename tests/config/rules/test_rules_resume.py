@@ -1,0 +1,376 @@
+"""Rules about checkpoints: changes of settings, data, tokenizer and schedules on resume."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.config import ConfigError, Facts, StoredRun
+from megatrain.config.derive.data_plans import Evaluations
+from megatrain.config.facts import DatasetFacts
+from megatrain.config.rules.resume import RESUME_RULES
+from megatrain.config.rules.resume_classes import RESUME_CLASSES, SCHEDULE, classes_by_path, paths_of
+from megatrain.config.schema.tree import flag_of, settings
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+REQUESTED = json.loads((GOLDEN / "expected.json").read_text())["requested_sizes"]
+
+BASE = "--global-batch-size 8 --train-iters 10"
+OWN = "--override-opt-param-scheduler"
+
+
+@pytest.fixture
+def stored(plan_of):
+    """Return facts with a checkpoint of the working run, after a round trip through JSON."""
+    plan = plan_of(BASE)
+    run = StoredRun(
+        path="c",
+        iteration=1,
+        consumed_train_samples=8,
+        config=json.loads(json.dumps(plan.config.to_dict())),
+        tokenizer_fingerprint="abc",
+        schedule=json.loads(json.dumps(plan.derived.schedule.to_dict())),
+    )
+    return Facts(checkpoint=run, tokenizer_fingerprint="abc")
+
+
+def test_an_unchanged_run_resumes_without_notes(plan_of, stored):
+    assert plan_of(BASE, facts=stored).notes == ()
+
+
+SCRATCH = ("from scratch", "without --load", "--save")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "remedy"),
+    [
+        ("--num-layers 2", ("--num-layers", "weights", "has 4, this run 2"), ("--num-layers 4", *SCRATCH)),
+        ("--untie-embeddings-and-output-weights", ("has off, this run on",), ("without --untie-embeddings-and-output-weights",)),
+        ("--seq-length 64", ("--seq-length", "order of samples", "has 128 tokens, this run 64 tokens"), ("--seq-length 128",)),
+        ("--seed 1", ("--seed", "has 1234, this run 1"), ("--seed 1234", "--finetune", "--save")),
+        ("--optimizer sgd", ("--optimizer", "optimizer state"), ("--optimizer adam", "--no-load-optim")),
+        ("--rotary-base 500000", ("--rotary-base", "has 10000.0, this run 500000.0"), ("--rotary-base 10000", "--finetune")),
+        ("--vocab-size 101", ("--vocab-size", "has 100, this run 101"), ("--vocab-size 100",)),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_change_is_named_with_its_values(assert_refused, stored, flags, named, remedy):
+    assert_refused(f"{BASE} {flags}", ("cannot change on resume", *named), remedy, facts=stored)
+
+
+NULL = "--tokenizer-type NullTokenizer --split 9,1,1"
+
+
+def dataset(prefix, digest, *, weight=None, split="all"):
+    return DatasetFacts(
+        split=split, prefix=prefix, weight=weight, num_sequences=900, num_tokens=9000, digest=digest
+    )
+
+
+@pytest.fixture
+def data_problems(plan_of, problems_of):
+    """Return the problems of a run with the datasets `now` that resumes one with the datasets `before`."""
+
+    def collect(before, now):
+        flags = f"{NULL} --data-path a"
+        config = plan_of(flags, without="--mock-data", facts=Facts(datasets=before)).config.to_dict()
+        stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, datasets=before)
+        return problems_of(flags, without="--mock-data", facts=Facts(checkpoint=stored, datasets=now))
+
+    return collect
+
+
+def test_data_may_move_but_not_change(data_problems):
+    a, b = dataset("a", "1", weight=1.0), dataset("b", "2", weight=2.0)
+    assert data_problems((a, b), (dataset("x/a", "1", weight=1.0), b)) == []
+    (problem,) = data_problems((a, b), (dataset("a", "3", weight=1.0), b))
+    assert problem.startswith("a is not the dataset that the checkpoint read (a)")
+    assert all(words in problem for words in ("contents differ", "900 sequences", "9000 tokens", "--load"))
+    (problem,) = data_problems((a, b), (a, dataset("b", "2", weight=3.0)))
+    assert all(words in problem for words in ("weight of b", "has 2.0, this run 3.0", "--load"))
+    (problem,) = data_problems((a, b), (a,))
+    assert all(words in problem for words in ("2 datasets (2 for all)", "1 (1 for all)", "--load"))
+
+
+def with_plans(stored, **plans):
+    run = dataclasses.replace(stored.checkpoint, data_plans=plans)
+    return dataclasses.replace(stored, checkpoint=run)
+
+
+def test_a_longer_run_appends_a_plan(plan_of, stored):
+    facts = with_plans(stored, train=[80], valid=[800], test=[800])
+    derived = plan_of(f"{BASE} {OWN} --train-iters 25", facts=facts).derived
+    assert derived.train_plan == (80, 120)
+    assert (derived.valid_plan, derived.test_plan) == ((800,), (800,))
+    again = with_plans(stored, train=[80, 120])
+    assert plan_of(f"{BASE} {OWN} --train-iters 26", facts=again).derived.train_plan == (80, 120, 8)
+    assert plan_of(BASE, facts=again).derived.train_plan == (80, 120)
+    assert plan_of(BASE, facts=facts).derived.train_plan == (80,)
+
+
+def test_a_cyclic_run_keeps_its_plan(plan_of, stored):
+    cyclic = f"{BASE} --dataloader-type cyclic"
+    config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
+    facts = with_plans(stored, train=[80])
+    facts = dataclasses.replace(facts, checkpoint=dataclasses.replace(facts.checkpoint, config=config))
+    assert plan_of(f"{cyclic} {OWN} --train-iters 25", facts=facts).derived.train_plan == (80,)
+
+
+def test_more_frequent_evaluations_before_the_checkpoint_are_planned_for(plan_of, stored):
+    run = dataclasses.replace(
+        stored.checkpoint, iteration=9, consumed_valid_samples=9 * 16, data_plans={"valid": [160]}
+    )
+    facts = dataclasses.replace(stored, checkpoint=run)
+    flags = f"{BASE} {OWN} --train-iters 30 --eval-interval 5 --eval-iters 2"
+    derived = plan_of(flags, facts=facts).derived
+    assert derived.requested_valid_samples == 9 * 16 + 5 * 16, "after 10, 15, 20, 25 and 30"
+    assert derived.valid_plan == (160, 9 * 16 + 5 * 16 - 160)
+    left = dataclasses.replace(facts, checkpoint=dataclasses.replace(run, is_evaluation_left=True))
+    assert plan_of(flags, facts=left).derived.requested_valid_samples == 15 * 16
+    skip = dataclasses.replace(facts, checkpoint=dataclasses.replace(run, iteration=30))
+    assert plan_of(f"{flags} --skip-train", facts=skip).derived.requested_valid_samples == 10 * 16
+    none = plan_of(f"{flags} --eval-iters 0", facts=facts).derived
+    assert (none.requested_valid_samples, none.valid_plan) == (0, (160,))
+
+
+@given(
+    train_iters=st.integers(1, 60),
+    interval=st.none() | st.integers(1, 70),
+    start=st.none() | st.integers(0, 80),
+    iteration=st.integers(0, 60),
+)
+def test_remaining_evaluations_are_counted_exactly(train_iters, interval, start, iteration):
+    of_run = Evaluations(
+        train_iters=train_iters, eval_interval=interval, eval_iters=1, batch_size=1, start_eval_at_iter=start
+    )
+    found = sum(of_run.is_due(later) for later in range(iteration + 1, train_iters + 1))
+    assert of_run.remaining(iteration) == found
+
+
+def test_a_cyclic_run_keeps_its_pass_size(assert_refused, plan_of, stored):
+    cyclic = f"{BASE} --dataloader-type cyclic"
+    config = json.loads(json.dumps(plan_of(cyclic).config.to_dict()))
+    run = dataclasses.replace(stored.checkpoint, config=config, pass_size=2)
+    facts = dataclasses.replace(stored, checkpoint=run)
+    assert plan_of(cyclic, facts=facts)
+    named = ("--dataloader-type cyclic", "4 here", "2 in the checkpoint")
+    remedy = ("--micro-batch-size", "= 2", "--dataloader-type single")
+    assert_refused(f"{cyclic} --micro-batch-size 4", named, remedy, facts=facts)
+
+
+@pytest.mark.parametrize("case", REQUESTED, ids=lambda case: str(case["train_valid_test"]))
+def test_numbers_of_samples_match_the_recording(plan_of, case):
+    arguments = dict(case["arguments"])
+    if "train_samples" in arguments:
+        del arguments["train_iters"]
+    switches = [name for name, value in arguments.items() if value is True]
+    flags = [f"--{name.replace('_', '-')}" for name in switches]
+    flags += [
+        f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if name not in switches
+    ]
+    derived = plan_of(f"--micro-batch-size 1 {' '.join(flags)}", without="--train-iters").derived
+    found = [
+        derived.requested_train_samples,
+        derived.requested_valid_samples,
+        derived.requested_test_samples,
+    ]
+    assert found == case["train_valid_test"]
+
+
+def test_another_tokenizer_is_refused(assert_refused, stored):
+    facts = dataclasses.replace(stored, tokenizer_fingerprint="xyz")
+    named = ("--tokenizer-model cannot change on resume", "fingerprint abc", "xyz")
+    assert_refused(BASE, named, ("tokenizer", *SCRATCH), facts=facts)
+
+
+def test_layout_learning_rate_and_intervals_may_change(plan_of, stored):
+    facts = dataclasses.replace(stored, world_size=4)
+    plan = plan_of(
+        f"{BASE} {OWN} --tensor-model-parallel-size 2 --lr 2e-3 --log-interval 5 --load c", facts=facts
+    )
+    assert [note for note in plan.notes if note.startswith("changed since")] == [
+        "changed since the checkpoint, safe: --tensor-model-parallel-size 1 -> 2, --log-interval 100 -> 5 iterations",
+        "changed since the checkpoint, allowed by --override-opt-param-scheduler: --lr 0.001 -> 0.002",
+    ]
+
+
+def test_every_setting_has_one_class():
+    """Add a new setting to `resume_classes.py`: decide the effect of a change on resume."""
+    classed = [path for resume_class in RESUME_CLASSES for path in paths_of(resume_class)]
+    assert sorted(classed) == sorted(setting.path for setting in settings())
+    for resume_class in RESUME_CLASSES:
+        assert bool(resume_class.reason) == (resume_class.kind in ("consent", "refused"))
+        assert bool(resume_class.consent) == (resume_class.kind == "consent")
+
+
+@pytest.mark.parametrize(
+    "path", [path for each in RESUME_CLASSES for path in paths_of(each) if each.kind != "silent"]
+)
+def test_a_change_is_reported_by_its_class(path, plan_of):
+    """The checkpoint has another value in one setting after the other, whatever that value is."""
+    resume_class = classes_by_path()[path]
+    plan = plan_of(BASE)
+    section, name = path.split(".")
+    config = json.loads(json.dumps(plan.config.to_dict()))
+    config[section][name] = "other"
+    schedule = {"lr": 9.0} if resume_class is SCHEDULE else None
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config, schedule=schedule)
+    flags = f"{BASE} {OWN if resume_class is SCHEDULE else ''}"
+    try:
+        notes = plan_of(flags, facts=Facts(checkpoint=stored)).notes
+        reports = [note for note in notes if note.startswith("changed since")]
+    except ConfigError as error:
+        reports = [str(problem) for problem in error.problems if "cannot change" in problem.text]
+    (report,) = reports
+    assert f"{flag_of(path)} " in report
+    assert report.startswith({
+        "safe": "changed since the checkpoint, safe:",
+        "consent": "changed since the checkpoint, allowed by --override" if resume_class is SCHEDULE else flag_of(path),
+        "refused": flag_of(path),
+    }[resume_class.kind])  # fmt: skip
+    assert resume_class.consent in report
+
+
+def test_a_flag_allows_a_change_and_the_note_names_it(plan_of, stored):
+    start = Facts(checkpoint=stored.checkpoint.weights_only)
+    notes = plan_of(f"{BASE} --load c --finetune --rotary-base 500000", facts=start).notes
+    assert "changed since the checkpoint, allowed by --finetune: --rotary-base 10000.0 -> 500000.0" in notes
+    notes = plan_of(f"{BASE} --load c --pretrained-checkpoint d --rotary-base 500000", facts=start).notes
+    assert any("allowed by --pretrained-checkpoint: --rotary-base" in note for note in notes)
+    notes = plan_of(f"{BASE} --load c --no-load-optim --optimizer sgd", facts=stored).notes
+    assert "changed since the checkpoint, allowed by --no-load-optim: --optimizer adam -> sgd" in notes
+    notes = plan_of(
+        "--train-samples 80 --lr-warmup-samples 0 --global-batch-size 8",
+        without="--train-iters",
+        facts=stored,
+    ).notes
+    assert any(note.startswith("changed since the checkpoint, safe: ") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--lr 2e-3", "--lr: the checkpoint has 0.001, this run 0.002"),
+        ("--lr-decay-style cosine", "--lr-decay-style: the checkpoint has linear, this run cosine"),
+        ("--train-iters 20", "the checkpoint has 80, this run 160"),
+        ("--lr-warmup-iters 2", "the checkpoint has 0, this run 16"),
+        ("--weight-decay 0.1", "--end-weight-decay: the checkpoint has 0.01, this run 0.1"),
+    ],
+)  # fmt: skip
+def test_another_schedule_requires_a_flag(plan_of, problems_of, stored, flags, words):
+    (problem,) = problems_of(f"{BASE} {flags}", facts=stored)
+    assert words in problem
+    assert "--override-opt-param-scheduler" in problem
+    assert "--use-checkpoint-opt-param-scheduler" in problem
+    own = plan_of(f"{BASE} {flags}").derived.schedule
+    assert plan_of(f"{BASE} {OWN} {flags}", facts=stored).derived.schedule == own
+    kept = plan_of(f"{BASE} --use-checkpoint-opt-param-scheduler {flags}", facts=stored).derived.schedule
+    assert kept == plan_of(BASE).derived.schedule
+    restarted = plan_of(f"{BASE} --load c --no-load-optim {flags}", facts=stored)
+    assert restarted.derived.schedule == own
+    assert any(note.startswith("--no-load-optim: ") for note in restarted.notes)
+
+
+def test_a_note_names_the_schedule_of_the_checkpoint(plan_of, stored):
+    plan = plan_of(f"{BASE} --use-checkpoint-opt-param-scheduler --lr 2e-3", facts=stored)
+    assert any("from the checkpoint (--lr 0.001, not 0.002)" in note for note in plan.notes)
+
+
+def test_the_batch_size_may_change_if_the_order_of_samples_does_not_depend_on_it(
+    plan_of, problems_of, stored
+):
+    facts = with_plans(stored, train=[80])
+    plan = plan_of(f"{BASE} {OWN} --global-batch-size 16", facts=facts)
+    assert plan.derived.train_samples == 8 + 9 * 16
+    assert plan.derived.train_plan == (80, 8 + 9 * 16 - 80)
+    assert any(note.startswith("--global-batch-size 8 -> 16: ") for note in plan.notes)
+    (problem,) = problems_of(f"{BASE} --global-batch-size 16", facts=facts)
+    assert "the checkpoint has 80, this run 160" in problem
+    smaller = plan_of(f"{BASE} {OWN} --global-batch-size 4", facts=facts).derived
+    assert (smaller.train_samples, smaller.train_plan) == (8 + 9 * 4, (80,))
+    plan = plan_of(f"--global-batch-size 16 {OWN} --train-samples 88", without="--train-iters", facts=facts)
+    assert (plan.derived.train_iters, plan.derived.train_samples) == (1 + 80 // 16, 88)
+
+
+RAMP = "--global-batch-size 16 --rampup-batch-size 4 4 60 --train-samples 200 --eval-iters 0"
+
+
+def test_a_batch_size_ramp_resumes(plan_of):
+    whole = plan_of(RAMP, without="--train-iters")
+    assert whole.derived.train_iters == 5 + 3 + 2 + 8  # in batches of 4, 8 and 12, and of 16 after sample 60
+    assert whole.derived.train_samples == 20 + 24 + 24 + 128
+    stored = StoredRun(
+        path="c",
+        iteration=6,
+        consumed_train_samples=28,
+        config=json.loads(json.dumps(whole.config.to_dict())),
+        schedule=whole.derived.schedule.to_dict(),
+    )
+    again = plan_of(RAMP, without="--train-iters", facts=Facts(checkpoint=stored))
+    assert again.derived.train_iters == whole.derived.train_iters
+    assert again.derived.train_samples == whole.derived.train_samples
+
+
+def test_a_checkpoint_without_optimizer_state_is_a_start(assert_refused, plan_of, stored):
+    run = dataclasses.replace(stored.checkpoint, has_optimizer=False)
+    facts = dataclasses.replace(stored, checkpoint=run)
+    assert_refused(
+        BASE, ("c has no optimizer state", "--no-save-optim"), ("--finetune", "--no-load-optim"), facts=facts
+    )
+    assert plan_of(f"{BASE} --load c --no-load-optim", facts=facts)
+
+
+def test_finetuning_starts_from_scratch(plan_of, problems_of, stored):
+    facts = dataclasses.replace(stored, checkpoint=stored.checkpoint.weights_only)
+    flags = f"{BASE} --load c --finetune --lr 5e-3 --seed 3 --global-batch-size 4 --seq-length 64"
+    plan = plan_of(flags, facts=facts)
+    assert (plan.derived.start_iteration, plan.derived.start_consumed_samples) == (0, 0)
+    assert plan.derived.schedule.lr == 5e-3
+    (problem,) = problems_of(f"{flags} --num-layers 2", facts=facts)
+    assert "--num-layers cannot change" in problem
+
+
+def test_settings_that_the_checkpoint_does_not_have_are_skipped(plan_of):
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=8, config={"model": {"num_layers": 4}})
+    assert plan_of(facts=Facts(checkpoint=stored)).notes == ()
+
+
+CASES = {
+    "restarts_keep_training_state": [
+        ("--save r --load r --no-load-optim", "", None,
+         ("--no-load-optim", "--save", "--load"), ("--load", "--no-load-optim")),
+        ("--save r --load r --finetune", "", None, ("--finetune", "--save", "--load"), ("--load", "--finetune")),
+    ],
+    "finetune_requires_load": [
+        ("--finetune", "", None, ("--finetune", "--load"), ("--load", "--finetune")),
+    ],
+    "save_interval_has_a_folder": [
+        ("--save-interval 5", "", None, ("--save-interval 5", "--save"), ("--save", "--save-interval")),
+    ],
+    "missing_checkpoint_has_one_answer": [
+        ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
+         ("--load-or-start", "--exit-on-missing-checkpoint"), ("one of them",)),
+        ("--load-or-start", "", None, ("--load-or-start", "--load"), ("--load", "--load-or-start")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    tested_above = {
+        "settings_match_checkpoint",
+        "data_matches_checkpoint",
+        "cyclic_pass_size_matches_checkpoint",
+        "tokenizer_matches_checkpoint",
+        "schedules_match_checkpoint",
+        "checkpoint_has_optimizer_state",
+    }
+    assert set(CASES) | tested_above == {rule.__name__ for rule in RESUME_RULES}

@@ -1,0 +1,65 @@
+"""Rules about schedules: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config.rules.schedule import SCHEDULE_RULES
+
+CASES = {
+    "warmup_has_one_length": [
+        ("--lr-warmup-fraction 0.1 --lr-warmup-iters 1", "", None,
+         ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 1"), ("one of them",)),
+    ],
+    "decay_has_one_length": [
+        ("--lr-decay-iters 9 --lr-decay-samples 18", "", None,
+         ("--lr-decay-iters 9", "--lr-decay-samples 18"), ("one of them",)),
+    ],
+    "warmup_ends_before_decay": [
+        ("--lr-warmup-iters 10", "", None, ("20 samples",), ("shorten", "--lr-warmup-iters", "--lr-decay-iters")),
+    ],
+    "learning_rates_are_in_order": [
+        ("--min-lr 1", "", None, ("--min-lr 1.0", "--lr 0.001"), ("--min-lr 0.001",)),
+        ("--lr-warmup-init 1", "", None, ("--lr-warmup-init 1.0", "--lr 0.001"), ("--lr-warmup-init 0.001",)),
+    ],
+    "decoupled_rates_are_in_order": [
+        ("--decoupled-min-lr 0.1", "", None,
+         ("--decoupled-min-lr 0.1", "--decoupled-lr"), ("--decoupled-lr", "--decoupled-min-lr")),
+        ("--decoupled-lr 1e-4 --min-lr 5e-4", "", None,
+         ("--min-lr 0.0005", "--decoupled-lr 0.0001"), ("--decoupled-min-lr 0.0001",)),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "", None,
+         ("--decoupled-min-lr 0.001", "--decoupled-lr 0.0001"), ("--decoupled-min-lr 0.0001",)),
+    ],
+    "wsd_decay_has_one_length": [
+        ("--lr-decay-style WSD", "", None,
+         ("--lr-decay-style WSD",), ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 2 --lr-wsd-decay-samples 4", "", None,
+         ("--lr-wsd-decay-iters 2", "--lr-wsd-decay-samples 4"), ("one of them",)),
+    ],
+    "wsd_decay_fits_the_schedule": [
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 20", "", None,
+         ("40 samples", "sample 20"), ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")),
+    ],
+    "weight_decay_schedule_is_complete": [
+        ("--start-weight-decay 0.1", "", None,
+         ("--start-weight-decay 0.1", "--weight-decay-incr-style constant"),
+         ("--weight-decay-incr-style linear", "--start-weight-decay", "--weight-decay")),
+        ("--weight-decay-incr-style linear", "", None,
+         ("--weight-decay-incr-style linear",), ("--start-weight-decay", "--end-weight-decay")),
+        ("--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1", "", None,
+         ("--end-weight-decay 0.1", "--start-weight-decay 0.2"), ("--end-weight-decay 0.2",)),
+    ],
+    "schedules_have_one_source": [
+        ("--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler", "", None,
+         ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"), ("one of them",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in SCHEDULE_RULES}

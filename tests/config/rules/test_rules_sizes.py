@@ -1,0 +1,127 @@
+"""Rules about sizes: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.sizes import SIZE_RULES
+
+GQA = "--group-query-attention"
+
+
+def layers(groups, width, other_groups="4"):
+    """A layer with these sizes, and three others."""
+    sizes = [(groups, width), *[(other_groups, "96")] * 3]
+    parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
+    return f'{{"block_configs":[{",".join(parts)}]}}'
+
+
+FOUR = "--num-experts 4"
+
+CASES = {
+    "heads_divide_over_tp_ranks": [
+        ("--num-attention-heads 4 --tensor-model-parallel-size 8", "", Facts(world_size=8),
+         ("--num-attention-heads 4", "--tensor-model-parallel-size 8"),
+         ("--tensor-model-parallel-size 4", "--num-attention-heads 8")),
+    ],
+    "query_groups_divide_over_tp_ranks": [
+        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 4 --tensor-model-parallel-size 6 --hidden-size 48 --ffn-hidden-size 96", "", Facts(world_size=6),
+         ("--tensor-model-parallel-size 6", "--num-query-groups 4"),
+         ("--tensor-model-parallel-size 4", "--num-query-groups 3")),
+        (f"{GQA} --num-attention-heads 12 --kv-channels 4 --num-query-groups 3 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--num-query-groups 3", "--tensor-model-parallel-size 2"),
+         ("--tensor-model-parallel-size 1", "--num-query-groups 4")),
+    ],
+    "heads_divide_over_query_groups": [
+        (f"{GQA} --num-query-groups 3", "", None,
+         ("--num-attention-heads 4", "--num-query-groups 3"), ("--num-query-groups 2",)),
+    ],
+    "query_groups_are_given": [
+        (GQA, "", None, ("--group-query-attention", "--num-query-groups"), ("--num-query-groups",)),
+        (f"{GQA} --num-query-groups auto", "", None,
+         ("--group-query-attention", "--num-query-groups"), ("--num-query-groups",)),
+    ],
+    "query_groups_have_an_effect": [
+        ("--num-query-groups 2", "", None,
+         ("--num-query-groups 2", "--group-query-attention"), ("--group-query-attention", "--num-query-groups")),
+    ],
+    "hidden_size_divides_over_heads": [
+        ("--hidden-size 62", "", None,
+         ("--hidden-size 62", "--num-attention-heads 4"), ("--hidden-size 64", "--kv-channels")),
+    ],
+    "hidden_size_divides_over_tp_ranks": [
+        ("--num-attention-heads 6 --kv-channels 2 --ffn-hidden-size 9 --tensor-model-parallel-size 3", "", Facts(world_size=3),
+         ("--hidden-size 64", "--tensor-model-parallel-size 3"),
+         ("--hidden-size 66", "--tensor-model-parallel-size 2")),
+    ],
+    "ffn_size_divides_over_tp_ranks": [
+        ("--ffn-hidden-size 101 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--ffn-hidden-size 101", "--tensor-model-parallel-size 2"), ("--ffn-hidden-size 102",)),
+    ],
+    "ffn_size_is_positive": [
+        ("--hidden-size 16", "", None, ("--hidden-size 16", "width 0"), ("--ffn-hidden-size 64",)),
+    ],
+    "layers_divide_over_stages": [
+        ("--pipeline-model-parallel-size 3", "", Facts(world_size=3),
+         ("--num-layers 4", "--pipeline-model-parallel-size 3"),
+         ("--pipeline-model-parallel-size 2", "--num-layers 6")),
+    ],
+    "ranks_hold_whole_replicas": [
+        ("--pipeline-model-parallel-size 2", "", Facts(world_size=3),
+         ("--tensor-model-parallel-size 1", "--pipeline-model-parallel-size 2", "3"), ("start 4 ranks", "torchrun")),
+        ("--pipeline-model-parallel-size 2 --dry-run --world-size 3", "", Facts(world_size=3),
+         ("--world-size 3", "--tensor-model-parallel-size 1", "--pipeline-model-parallel-size 2"),
+         ("--world-size 4",)),
+        ("--context-parallel-size 3 --seq-length 48", "", Facts(world_size=4),
+         ("--tensor-model-parallel-size 1", "--context-parallel-size 3", "--pipeline-model-parallel-size 1", "4"),
+         ("start 6 ranks",)),
+    ],
+    "ranks_hold_all_experts": [
+        (f"{FOUR} --expert-model-parallel-size 4 --pipeline-model-parallel-size 2", "", Facts(world_size=12),
+         ("--expert-tensor-parallel-size 1", "--expert-model-parallel-size 4", "--pipeline-model-parallel-size 2", "12"),
+         ("start 16 ranks",)),
+    ],
+    "expert_ranks_match_dense_ranks": [
+        ((f"{FOUR} --sequence-parallel --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+          " --expert-tensor-parallel-size 1 --use-tp-pp-dp-mapping"), "", Facts(world_size=8),
+         ("--use-tp-pp-dp-mapping", "--expert-tensor-parallel-size 1", "--expert-model-parallel-size 4", "--tensor-model-parallel-size 2", "--context-parallel-size 1"),
+         ("--use-tp-pp-dp-mapping", "--expert-tensor-parallel-size 1", "--expert-model-parallel-size")),
+        (f"{FOUR} --context-parallel-size 2 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping", "", Facts(world_size=4),
+         ("--use-tp-pp-dp-mapping", "--expert-tensor-parallel-size 1", "--expert-model-parallel-size 1", "--tensor-model-parallel-size 1", "--context-parallel-size 2"),
+         ("--use-tp-pp-dp-mapping", "--expert-tensor-parallel-size 1", "--expert-model-parallel-size")),
+    ],
+    "global_batch_divides_into_passes": [
+        ("--global-batch-size 9", "", Facts(world_size=2),
+         ("--global-batch-size 9", "--micro-batch-size 2"), ("--global-batch-size 12",)),
+        ("--global-batch-size 3 --decrease-batch-size-if-needed", "", Facts(world_size=2),
+         ("--global-batch-size 3", "--micro-batch-size 2", "--decrease-batch-size-if-needed"),
+         ("--global-batch-size 4",)),
+    ],
+    "evaluation_batch_divides_into_passes": [
+        ("--eval-global-batch-size 7", "", None,
+         ("--eval-global-batch-size 7", "--micro-batch-size 2"), ("--eval-global-batch-size 8",)),
+    ],
+    "sequence_divides_over_tp_ranks": [
+        ("--seq-length 127 --tensor-model-parallel-size 2 --sequence-parallel", "", Facts(world_size=2),
+         ("--sequence-parallel", "--seq-length 127", "--tensor-model-parallel-size 2"),
+         ("--seq-length 128", "--sequence-parallel")),
+    ],
+    "sequence_fits_the_model": [
+        ("--max-position-embeddings 64", "", None,
+         ("--seq-length 128", "--max-position-embeddings 64"), ("--max-position-embeddings 128", "--seq-length 64")),
+    ],
+    "padded_vocabulary_divides_over_tp_ranks": [
+        ("--padded-vocab-size 101 --tensor-model-parallel-size 2", "", Facts(world_size=2),
+         ("--padded-vocab-size 101", "--tensor-model-parallel-size 2"), ("--padded-vocab-size 102",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in SIZE_RULES}

@@ -1,0 +1,75 @@
+"""Rules about the length of training, batch sizes, the optimizer, dtypes: each fires, names its flags and a remedy."""
+
+import pytest
+
+from megatrain.config.rules.training import TRAINING_RULES
+
+CASES = {
+    "training_has_one_length": [
+        ("", "--train-iters", None, ("--train-iters", "--train-samples"), ("--train-iters 1000",)),
+        ("--train-samples 50", "", None, ("--train-iters 10", "--train-samples 50"), ("one of them",)),
+    ],
+    "samples_fill_a_batch": [
+        ("--train-samples 1 --eval-iters 0", "--train-iters", None,
+         ("--train-samples 1", "--global-batch-size 2"), ("--train-samples 2",)),
+    ],
+    "batch_sizes_are_valid": [
+        ("--global-batch-size 16 --rampup-batch-size 4 4 --train-samples 99", "--train-iters", None,
+         ("--rampup-batch-size 4 4",), ("--rampup-batch-size 32 32 1000000",)),
+        ("--global-batch-size 16 --rampup-batch-size 4 0 9 --train-samples 99", "--train-iters", None,
+         ("--rampup-batch-size 4 0 9",), ("numbers above 0",)),
+        ("--global-batch-size 16 --rampup-batch-size 16 4 9 --train-samples 99", "--train-iters", None,
+         ("--rampup-batch-size 16 4 9", "--global-batch-size 16"), ("--rampup-batch-size",)),
+        ("--global-batch-size 16 --rampup-batch-size 4 5 9 --train-samples 99", "--train-iters", None,
+         ("--rampup-batch-size 4 5 9", "--global-batch-size 16"), ("divides 12",)),
+        ("--global-batch-size 16 --rampup-batch-size 4 3 9 --train-samples 99", "--train-iters", None,
+         ("--rampup-batch-size", "--micro-batch-size 2", "7"), ("multiples of 2", "--decrease-batch-size-if-needed")),
+        ("--step-batch-size-schedule 0:4,1k:5 --train-samples 99 --eval-global-batch-size 4", "--train-iters", None,
+         ("--step-batch-size-schedule", "--micro-batch-size 2", "5"), ("multiples of 2",)),
+        ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --global-batch-size 8", "--train-iters", None,
+         ("--step-batch-size-schedule", "--global-batch-size"), ("one of them",)),
+        ("--step-batch-size-schedule 1k:8 --train-samples 99", "--train-iters", None,
+         ("--step-batch-size-schedule '1k:8'",), ("0:768",)),
+    ],
+    "changing_batches_require_samples": [
+        ("--global-batch-size 16 --rampup-batch-size 4 4 9", "", None,
+         ("--train-iters 10", "--rampup-batch-size"), ("--train-samples",)),
+        ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --lr-warmup-iters 1", "--train-iters", None,
+         ("--lr-warmup-iters 1", "--step-batch-size-schedule"), ("--lr-warmup-samples",)),
+    ],
+    "moments_require_adam": [
+        ("--optimizer sgd --exp-avg-sq-dtype bf16", "", None,
+         ("--exp-avg-sq-dtype bf16", "--optimizer sgd"), ("--exp-avg-sq-dtype", "--optimizer adam")),
+    ],
+    "offload_fraction_requires_offload": [
+        ("--optimizer-offload-fraction 0.5", "", None,
+         ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"),
+         ("--optimizer-cpu-offload", "--optimizer-offload-fraction")),
+    ],
+    "dtypes_agree": [
+        ("--bf16 --params-dtype float32", "", None, ("--bf16", "--params-dtype float32"), ("one of them",)),
+        ("--params-dtype bfloat16", "", None, ("--params-dtype bfloat16", "--bf16"), ("--bf16",)),
+        ("--params-dtype float16", "", None, ("--params-dtype float16", "--fp16"), ("--fp16",)),
+        ("--fp16 --params-dtype float32", "", None, ("--fp16", "--params-dtype float32"), ("one of them",)),
+        ("--fp16 --bf16", "", None, ("--bf16", "--fp16"), ("one of them",)),
+    ],
+    "loss_scale_is_in_range": [
+        ("--fp16 --initial-loss-scale 4 --min-loss-scale 8", "", None,
+         ("--min-loss-scale 8", "--initial-loss-scale 4"), ("--min-loss-scale 4",)),
+    ],
+    "exit_signal_is_valid": [
+        ("--exit-signal SIGKILL", "", None, ("--exit-signal SIGKILL",), ("SIGTERM",)),
+        ("--exit-signal 99", "", None, ("--exit-signal 99",), ("SIGTERM",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "without", "facts", "named", "remedy"), [case for cases in CASES.values() for case in cases]
+)
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts, named, remedy):
+    assert_refused(flags, named, remedy, without=without, facts=facts)
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in TRAINING_RULES}
