@@ -1,1 +1,0 @@
-"""The table of features that `megatrain parity` proves."""
