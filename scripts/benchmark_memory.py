@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Hold the memory that --dry-run plans against the peak that a GPU shows, for shapes that differ in what their peak is made of.
+"""Compare the memory that --dry-run plans with the measured peak of a GPU, for shapes with different kinds of peaks.
 
     python3 scripts/benchmark_memory.py
     python3 scripts/benchmark_memory.py --shape a1 gpt2-64 -- --recompute-granularity selective
 
-Each shape is planned and trained for three iterations in processes of their own; what follows `--` is given to both.
-The measured peak is `torch.cuda.max_memory_allocated`; reserved is what the allocator holds at the end. The exit code
-is 1 where a plan is more than 5 % off.
+Each shape is planned and trained for three iterations in separate processes; flags after `--` are passed to both. The
+measured peak is `torch.cuda.max_memory_allocated`; reserved is the allocator's memory at the end. The exit code is 1 if
+a plan is more than 5 % off.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def main() -> int:
     for text, _ in rows:
         print(text)
     print(f"{time.perf_counter() - began:.0f} s")
-    return 0 if all(is_close for _, is_close in rows) else 1
+    return 0 if all(is_within_tolerance for _, is_within_tolerance in rows) else 1
 
 
 def planned(flags: list[str]) -> dict[str, Any]:
-    """The memory of one rank, as `--dry-run json` has it."""
+    """Return the memory of one rank from `--dry-run json`."""
     command = [
         sys.executable,
         "pretrain.py",
@@ -92,7 +92,7 @@ def planned(flags: list[str]) -> dict[str, Any]:
 
 
 def measured(flags: list[str]) -> dict[str, int]:
-    """The largest figures that the metrics of a run have, in bytes."""
+    """Train and return the largest memory figures of the metrics, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         more = ["--device", "cuda", "--train-iters", "3", "--metrics-file", str(metrics)]
@@ -103,7 +103,7 @@ def measured(flags: list[str]) -> dict[str, int]:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints; with its output shown where it fails."""
+    """Run a command and return its output; on failure print it and exit."""
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.exit(
@@ -113,11 +113,11 @@ def run(command: list[str]) -> str:
 
 
 def row(name: str, plan: dict[str, Any], found: dict[str, int]) -> tuple[str, bool]:
-    """A line of the table, and whether the plan is close."""
+    """Return a line of the table, and whether the plan is within the tolerance."""
     ratio = plan["total"] / found["max_memory_bytes"]
     numbers = (plan["total"], found["max_memory_bytes"], found["reserved_memory_bytes"])
-    mine, theirs, reserved = (number / 1e9 for number in numbers)
-    text = f"{name:<14} {mine:11.2f} {theirs:12.2f} {ratio:7.3f} {reserved:12.2f}   {plan['peak_at']}"
+    planned_gb, measured_gb, reserved_gb = (number / 1e9 for number in numbers)
+    text = f"{name:<14} {planned_gb:11.2f} {measured_gb:12.2f} {ratio:7.3f} {reserved_gb:12.2f}   {plan['peak_at']}"
     return text, abs(ratio - 1) <= TOLERANCE
 
 

@@ -1,4 +1,4 @@
-"""Lines, the progress bar below them, and phases that speak up."""
+"""Lines, the progress bar below them, and messages during long phases."""
 
 import io
 import sys
@@ -10,7 +10,7 @@ from megatrain.training.logging.console import Console, Phases, bar_text, format
 
 
 class Terminal(io.StringIO):
-    encoding = "ascii"  # type: ignore[assignment] # a bar must not end a run on an old terminal
+    encoding = "ascii"  # type: ignore[assignment] # a bar must not stop a run on an old terminal
 
     def isatty(self) -> bool:
         return True
@@ -54,11 +54,11 @@ def test_a_bar_fits_its_line(width: int, done: int) -> None:
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3723, "1:02:03")])
-def test_a_clock_shows_hours_where_there_are_any(seconds: float, shown: str) -> None:
+def test_a_duration_shows_hours_if_there_are_any(seconds: float, shown: str) -> None:
     assert format_duration(seconds) == shown
 
 
-def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_phase_prints_its_name_and_duration(capsys: pytest.CaptureFixture[str]) -> None:
     phases = Phases(Console(), heartbeat_seconds=0.2)
     began = time.monotonic()
     with phases.phase("loading the checkpoint"):
@@ -69,7 +69,7 @@ def test_a_long_phase_says_what_is_done_and_for_how_long(capsys: pytest.CaptureF
     assert 2 <= len(lines) <= most
 
 
-def test_a_slow_run_is_given_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_heartbeats_wait_for_min_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     phases = Phases(Console(), heartbeat_seconds=0.1)
     with phases.heartbeat("iteration 5", min_seconds=0.4):
         time.sleep(0.3)
@@ -79,7 +79,7 @@ def test_a_slow_run_is_given_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert phases.seconds == {}
 
 
-def test_a_phase_that_says_something_itself_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_prints_needs_no_heartbeat(capsys: pytest.CaptureFixture[str]) -> None:
     phases = Phases(Console(), heartbeat_seconds=1.0)
     with phases.phase("building indices"):
         for _ in range(3):
@@ -88,7 +88,7 @@ def test_a_phase_that_says_something_itself_needs_no_heartbeat(capsys: pytest.Ca
     assert "so far" not in capsys.readouterr().out
 
 
-def test_the_start_is_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_start_summary_has_all_phases(capsys: pytest.CaptureFixture[str]) -> None:
     phases = Phases(Console())
     for name in ("a", "b", "a"):
         with phases.phase(name):

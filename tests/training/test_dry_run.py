@@ -1,4 +1,4 @@
-"""`--dry-run`: what it says is what a run has, in seconds, for any number of ranks, without a GPU."""
+"""`--dry-run`: its figures are those of a run, within seconds, for any number of ranks and without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def printed(capsys: pytest.CaptureFixture[str], changed: dict[str, str | None]) 
 def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by the operations that are followed, 0.1 ms each: times of a busy machine tell nothing."""
+    """The number of operations is checked, 0.1 ms each, because times on a busy machine vary."""
     run, num_operations = MetaOperations.run, itertools.count()
 
     def counted(*arguments: Any) -> Any:
@@ -68,7 +68,7 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(
     assert found["ranks"]["axes"]["pp"] == {
         "size": 16, "count": 256, "stride": 256, "first": [0, 256, 512, 3840], "last": [255, 511, 767, 4095],
     }  # fmt: skip
-    # 1F1B: (p - 1) / (m + p - 1) of the time is waited, and stage i holds p - i micro-batches.
+    # 1F1B: bubble (p - 1) / (m + p - 1); stage i has p - i micro-batches in flight.
     assert found["pipeline"]["bubble_share"] == pytest.approx(15 / (64 + 15))
     assert found["pipeline"]["microbatches_in_flight"] == list(range(16, 0, -1))
     middle = found["memory"][1]
@@ -90,8 +90,8 @@ def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("tied", ["", None])
-def test_a_stage_holds_what_its_engine_makes(tied: str | None) -> None:
-    """Data-parallel ranks of a stage are alike, too."""
+def test_a_stage_holds_the_memory_of_its_engine(tied: str | None) -> None:
+    """All data-parallel ranks of a stage hold the same."""
     found = examined({
         "--untie-embeddings-and-output-weights": tied, "--pipeline-model-parallel-size": "2", "--bf16": "",
         "--world-size": "4", "--global-batch-size": "4",
@@ -103,7 +103,7 @@ def test_a_stage_holds_what_its_engine_makes(tied: str | None) -> None:
     assert found.memory[0].held.master_weights > 0
 
 
-def test_ranks_are_shown_in_the_order_that_is_asked_for() -> None:
+def test_ranks_are_shown_in_the_requested_order() -> None:
     changed: dict[str, str | None] = {
         "--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2", "--world-size": "8",
         "--global-batch-size": "4",
@@ -144,7 +144,7 @@ def test_problems_are_those_of_a_real_start(capsys: pytest.CaptureFixture[str]) 
     assert "--lr is missing" in errors
 
 
-def test_world_size_has_a_reason() -> None:
+def test_the_source_of_the_world_size_is_shown() -> None:
     layout = {"--tensor-model-parallel-size": "2", "--pipeline-model-parallel-size": "2"}
     alone = examined(layout).ranks
     assert (alone.world_size, alone.reason.partition(";")[0]) == (4, "smallest number for this layout")
@@ -162,7 +162,7 @@ def test_only_rank_0_prints() -> None:
     assert (ended.returncode, ended.stdout) == (0, "")
 
 
-def test_a_plan_for_gpus_is_made_anywhere() -> None:
+def test_a_plan_for_gpus_needs_no_gpu() -> None:
     found = examined({"--device": None, "--bf16": "", "--world-size": "8"})
     assert found.plan.config.training.device == "cuda"
     assert found.plan.config.parallel.distributed_backend == "nccl"
@@ -189,7 +189,7 @@ def test_text_has_every_paragraph() -> None:
     assert "512 groups of 8: 0 1 2 3 4 5 6 7 | ... | 4088" in text
 
 
-def test_a_run_that_goes_on_is_planned_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_resumes_is_planned_from_its_checkpoint(tmp_path: Path) -> None:
     run = {
         "--save": str(tmp_path / "run"),
         "--load": str(tmp_path / "run"),
@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_is_planned_from_its_checkpoint(tmp_path: Path) -> No
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_datasets_are_read_as_often_as_samples_take(tmp_path: Path) -> None:
+def test_epochs_follow_from_samples_and_weights(tmp_path: Path) -> None:
     for name, num_documents in (("a", 100), ("b", 300)):
         with IndexedWriter(tmp_path / name, "uint16") as writer:
             for _ in range(num_documents):
@@ -223,7 +223,7 @@ def test_datasets_are_read_as_often_as_samples_take(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("index_cache/*"))
 
 
-def test_memory_is_held_against_this_hosts_gpu() -> None:
+def test_memory_is_compared_with_this_hosts_gpu() -> None:
     found = examined(LARGE)
     for limit, words in (
         (10**9, "the largest total exceeds the 1.00 GB"),

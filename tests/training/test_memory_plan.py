@@ -1,4 +1,4 @@
-"""The planned memory is that of a real step: storage for storage on a CPU, and by hand for a model that is small enough."""
+"""The planned memory equals that of a real step on a CPU, storage for storage, and a count by hand for a small model."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from megatrain.training.planning.meta_step import StorageLedger, meta_device_as
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def followed(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches: int = 2) -> RecordedStep:
-    """A step on a CPU, with memory or without."""
+def recorded(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches: int = 2) -> RecordedStep:
+    """Record a step on a CPU, with real or meta tensors."""
     if device == CPU:
         ledger = device_ledger(as_cuda=False)
         return record_step(plan, grid, CPU, num_microbatches=num_microbatches, ledger=ledger)
@@ -67,18 +67,18 @@ MADE = [
 
 
 @pytest.mark.parametrize("words", MADE)
-def test_a_step_without_memory_makes_the_storages_of_a_real_one(words: str) -> None:
+def test_a_meta_step_allocates_the_storages_of_a_real_one(words: str) -> None:
     layout = Layout.of(words)
     plan, grid = tiny_plan(layout, 1), build_grid(GridShape(), 0)
-    real, planned = followed(plan, grid, CPU), followed(plan, grid, META)
+    real, planned = recorded(plan, grid, CPU), recorded(plan, grid, META)
     assert planned.by_class == real.by_class
     assert planned.memory().peak_at == real.memory().peak_at
 
 
-class NoWire:
-    """Stands for torch.distributed: collectives of tensors that have memory, without other ranks. All that arrives is 0.
+class LocalDist:
+    """Replacement of torch.distributed: collectives of real tensors without other ranks. Received values are 0.
 
-    With gloo, threads of its own hold what is on its way a little longer than those who wait for it.
+    gloo is not used, because its threads keep tensors alive a little longer than `wait`.
     """
 
     def all_reduce(self, x: torch.Tensor, **_: Any) -> Transfer:
@@ -120,13 +120,13 @@ class NoWire:
         "tp2 sp cp2 heads gpt2",
     ],
 )
-def test_each_rank_is_planned_as_it_is(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_each_rank_equals_its_real_step(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout.of(text)
     plan = tiny_plan(layout, layout.world_size)
     count = plan.derived.num_microbatches
-    planned = [followed(plan, grid, META, count).by_class for grid in first_and_last(plan)]
-    monkeypatch.setattr(collectives, "dist", NoWire())
-    assert planned == [followed(plan, grid, CPU, count).by_class for grid in first_and_last(plan)]
+    planned = [recorded(plan, grid, META, count).by_class for grid in first_and_last(plan)]
+    monkeypatch.setattr(collectives, "dist", LocalDist())
+    assert planned == [recorded(plan, grid, CPU, count).by_class for grid in first_and_last(plan)]
     assert all(sum(by_class.values()) > 0 for by_class in planned)
 
 
@@ -142,21 +142,21 @@ OFFLOAD: dict[str, str | None] = {"--bf16": "", "--optimizer-cpu-offload": ""}
 def test_other_dtypes_and_optimizers_too(flags: dict[str, str | None]) -> None:
     plan = examine(parse(command_line({**flags, "--dry-run": ""})), LaunchEnvironment()).plan
     grid = build_grid(GridShape(), 0)
-    assert followed(plan, grid, META).by_class == followed(plan, grid, CPU).by_class
+    assert recorded(plan, grid, META).by_class == recorded(plan, grid, CPU).by_class
 
 
-def test_state_on_the_host_takes_no_memory_of_the_device() -> None:
-    """Master weights and two moments in fp32, and room for two buckets' gradients in fp32 and weights in bf16."""
-    here, away = planned({"--bf16": ""}), planned(OFFLOAD)
-    state = here.held.master_weights + here.held.optimizer_state
-    assert (away.held.master_weights, away.held.optimizer_state) == (0, 0)
-    assert here.total - away.total == state
-    assert here.held.on_host == 0
-    travelling = away.held.on_host - state
+def test_offloaded_state_takes_no_device_memory() -> None:
+    """Master weights and two moments in fp32; staging buffers for the fp32 gradients and bf16 weights of two buckets."""
+    on_device, offloaded = planned({"--bf16": ""}), planned(OFFLOAD)
+    state = on_device.held.master_weights + on_device.held.optimizer_state
+    assert (offloaded.held.master_weights, offloaded.held.optimizer_state) == (0, 0)
+    assert on_device.total - offloaded.total == state
+    assert on_device.held.on_host == 0
+    staging = offloaded.held.on_host - state
     largest = max(shard.numel for shard in engine_of(OFFLOAD).buffers.shards)
-    assert travelling == 2 * largest * (4 + 2)
+    assert staging == 2 * largest * (4 + 2)
     half = planned({**OFFLOAD, "--optimizer-offload-fraction": "0.5"}).held
-    assert half.master_weights + half.optimizer_state + half.on_host - travelling == state
+    assert half.master_weights + half.optimizer_state + half.on_host - staging == state
     assert 0 < half.master_weights + half.optimizer_state <= state / 2
 
 
@@ -181,44 +181,46 @@ T, H, F = 2 * 1024, 512, 1024
 
 
 def test_a_small_model_counted_by_hand() -> None:
-    """One layer on a CPU, in fp32, at its peak: in the backward pass of the MLP, which holds all that was kept."""
+    """One layer on a CPU in fp32. The peak is in the backward pass of the MLP, before any saved tensor is freed."""
     found = planned(LLAMA)
     assert found.peak_at.startswith("backward pass of layer 0, in activate")
-    borders = 2 * T * H * 4  # what enters the layer, and what enters the head
+    inputs = 2 * T * H * 4  # of the layer and of the head
     norms = 2 * (T * 4 + T * H * 4)
-    attention = T * 3 * H * 4 + 2 * T * H * 4 + T * H * 4 + T * 4 * 4  # joined, turned, out and logarithms
+    attention = (
+        T * 3 * H * 4 + 2 * T * H * 4 + T * H * 4 + T * 4 * 4
+    )  # fused QKV, q and k with RoPE, output, log-sum-exp
     residual = T * H * 4
     mlp = T * 2 * F * 4 + T * F * 4
-    sums = 3 * 4  # of the loss, of the tokens, and of those that the mean is over
-    assert found.activations == borders + norms + attention + residual + mlp + sums
-    # Position tables; ids, labels and places; the loss mask and what of it counts.
+    sums = 3 * 4  # of the loss, of the tokens, and of the tokens in the mean
+    assert found.activations == inputs + norms + attention + residual + mlp + sums
+    # RoPE tables; token ids, labels and position ids; the loss mask and its counts.
     assert found.other == 2 * 1024 * 64 * 4 + T * (3 * 8 + 4 + 4)
-    # The gradients of the layer's output, of what the activation gives and of what it gets.
+    # The gradients of the layer's output, of the activation's output and of its input.
     assert found.temporaries >= T * H * 4 + T * F * 4 + T * 2 * F * 4
     assert found.communication == 0
 
 
-def test_recomputation_takes_its_bytes_off() -> None:
-    """The MLP keeps what attention adds instead of the sum, its norm, and what is inside."""
+def test_recomputation_saves_its_bytes() -> None:
+    """The MLP saves the output of attention instead of the sum, the norm and its inner activations."""
     parts = {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
     saved = planned(LLAMA).activations - planned({**LLAMA, **parts}).activations
     assert saved == T * (H * 4 + H * 4 + 4 + 3 * F * 4 - H * 4)
 
 
-def test_norms_that_are_formed_again_are_not_kept() -> None:
-    """That of attention, and that of the MLP, which is formed again behind the peak."""
+def test_recomputed_norms_are_not_saved() -> None:
+    """The norms of attention and of the MLP; the latter is recomputed after the peak."""
     parts = {"--recompute-granularity": "selective", "--recompute-modules": "layernorm"}
     saved = planned(LLAMA).activations - planned({**LLAMA, **parts}).activations
     assert saved == 2 * T * H * 4
 
 
-def test_on_a_gpu_the_work_space_of_cublas_is_counted() -> None:
+def test_on_a_gpu_the_workspace_of_cublas_is_counted() -> None:
     found = planned({**LLAMA, "--device": "cuda", "--bf16": ""})
     assert CUBLAS_BYTES < found.other < CUBLAS_BYTES + 2**20
 
 
 @pytest.mark.parametrize("is_few", [False, True])
-def test_stages_between_the_first_and_last_of_a_kind_are_as_if_followed(*, is_few: bool) -> None:
+def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     plan = examine(
         parse(
             command_line({
@@ -234,15 +236,17 @@ def test_stages_between_the_first_and_last_of_a_kind_are_as_if_followed(*, is_fe
     engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(6)]
     flights = simulate([one_forward_one_backward(stage, 6, count) for stage in range(6)]).peak_activations
     found = planned_memory(plan, engines, flights)
-    whole = [followed(plan, engine.grid, META, count).memory() for engine in engines]
+    whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]
     assert found[:5] == whole[:5]
     # The head's three sums of a micro-batch stay until the step ends.
-    followed_there = min(count, flights[5] + 6 + 1)
-    assert whole[5].total - found[5].total == (count - followed_there) * 3 * 4
+    num_recorded = min(count, flights[5] + 6 + 1)
+    assert whole[5].total - found[5].total == (count - num_recorded) * 3 * 4
 
 
-def test_a_ledger_sees_births_deaths_and_the_peak() -> None:
-    with StorageLedger(workspace=lambda func, args: 1000 if func is torch.ops.aten.mul.Tensor else 0) as ledger:
+def test_a_ledger_records_allocations_frees_and_the_peak() -> None:
+    with StorageLedger(
+        workspace=lambda func, args: 1000 if func is torch.ops.aten.mul.Tensor else 0
+    ) as ledger:
         ledger.current_activity = lambda: "first"
         kept = torch.ones(10, dtype=torch.float64)
         view = kept[2:]
@@ -267,5 +271,5 @@ def test_a_ledger_sees_births_deaths_and_the_peak() -> None:
         ((11 << 20) + 1, 12 << 20), ((10 << 20) + 1, (10 << 20) + 512), (64 << 20, 64 << 20),
     ],
 )  # fmt: skip
-def test_bytes_are_counted_as_the_allocator_counts_them(asked: int, given: int) -> None:
+def test_bytes_are_rounded_as_the_allocator_rounds_them(asked: int, given: int) -> None:
     assert allocator_bytes(asked) == given

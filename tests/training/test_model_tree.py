@@ -1,10 +1,9 @@
-"""The tree of a model with experts: one line for alike experts, and what each token meets."""
+"""The tree of a model with experts: equal experts share a line; parameters active per token."""
 
 import torch
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.build import build_model_from_plan
 from megatrain.training.planning.model_tree import ModelTree, model_tree
@@ -23,7 +22,7 @@ def tree_of(top_k: int) -> ModelTree:
     return model_tree([model.registry], model.spec.routers)
 
 
-def test_experts_are_counted_by_what_a_token_meets() -> None:
+def test_active_parameters_leave_out_unselected_experts() -> None:
     tree = tree_of(top_k=3)
     assert tree.by_part["experts"] == 2 * 4 * 3 * 8 * 16
     assert tree.by_part["router"] == 2 * 4 * 8
@@ -32,9 +31,9 @@ def test_experts_are_counted_by_what_a_token_meets() -> None:
     assert tree_of(top_k=4).active_parameters == tree.parameters
 
 
-def test_alike_experts_have_one_line() -> None:
+def test_equal_experts_have_one_line() -> None:
     (stage,) = tree_of(top_k=2).stages
-    behind = next(block for block in stage.blocks if block.first_layer == 1)
-    names = [tensors.name for tensors in behind.tensors if "experts" in tensors.name]
-    assert behind.num_layers == 2
+    experts = next(block for block in stage.blocks if block.first_layer == 1)
+    names = [tensors.name for tensors in experts.tensors if "experts" in tensors.name]
+    assert experts.num_layers == 2
     assert names == [f"mlp.experts.0 to 3.{name}.weight" for name in ("gate", "up", "down")]

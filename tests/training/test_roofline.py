@@ -1,4 +1,4 @@
-"""What `scripts/roofline.py` counts is what was counted by hand for these cases, part by part; its rates are measured ones."""
+"""`scripts/roofline.py` agrees with counts by hand, part by part; its rates are measured."""
 
 import importlib.util
 import sys
@@ -25,15 +25,15 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("case", "tokens_per_second"),
     [("A1", 23_500), ("B1", 12_700), ("B3", 12_500), ("B5", 8_440), ("B6", 65_050), ("S1", 613_000)],
 )
-def test_a_case_has_the_roofline_that_was_counted_by_hand(
+def test_a_case_has_the_roofline_counted_by_hand(
     case: str, tokens_per_second: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = script("roofline", monkeypatch).roofline_of(case)
     assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=0.01)
 
 
-def test_experts_are_shared_out_and_fewer_gpus_hold_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of B6: 9.66 billion weights of experts, 0.92 billion others."""
+def test_experts_are_split_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B6 has 9.66 billion weights of experts and 0.92 billion others."""
     roofline = script("roofline", monkeypatch).roofline_of
     four = roofline("B6")
     two = roofline("B6", ["--expert-model-parallel-size", "2", "--global-batch-size", "16"], world_size=2)
@@ -43,14 +43,14 @@ def test_experts_are_shared_out_and_fewer_gpus_hold_more_of_them(monkeypatch: py
     assert two.optimizer == 2 * four.optimizer == pytest.approx(38 * 10.58e9 / 2 / 4e12 * 1e3, rel=0.01)
 
 
-def test_the_parts_of_a1_are_those_of_its_microseconds_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a1_in_microseconds_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     found = script("roofline", monkeypatch).roofline_of("A1")
     parts = (found.products, found.attention, found.element_wise, found.gradients, found.optimizer)
     by_token = [part / 32_768 * 1e3 for part in parts]
     assert by_token == pytest.approx([27.9 + 4.2, 6.6, 2.0, 0.5, 1.3], abs=0.06)
 
 
-def test_a_row_of_the_benchmark_stands_beside_peers_and_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_row_shows_peers_and_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     benchmark = script("benchmark", monkeypatch)
     line = {"iteration_ms": 1000.0, "tokens_per_second_per_gpu": 477_000.0, "tflops_per_gpu": 380.0, "mfu": 0.386,
             "max_memory_bytes": 18e9}  # fmt: skip

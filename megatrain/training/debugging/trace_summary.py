@@ -48,7 +48,7 @@ class Traffic:
 
     count: int = 0
     num_bytes: int = 0
-    """Bytes of this rank's input or output, whichever is larger."""
+    """Bytes of the larger of this rank's input and output."""
     milliseconds: float = 0.0
     """Time of their kernels, overlapped or not, including the wait for other ranks."""
 

@@ -1,1 +1,1 @@
-"""What a run logs: console, metrics.jsonl, TensorBoard, W&B, status.json."""
+"""Logging: console, metrics.jsonl, TensorBoard, W&B, status.json."""

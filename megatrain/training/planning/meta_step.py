@@ -62,7 +62,7 @@ def meta_device_as(*, as_cuda: bool) -> Iterator[MetaOperations]:
     TorchFunctionMode could replace the same functions for one thread, but torch disables it during backward passes.
 
     Yields:
-        what runs the operations of the step.
+        the `MetaOperations` that run the operations of the step.
     """
     with patched(
         (Tensor, "is_cuda", property(lambda _: as_cuda)),
@@ -249,7 +249,7 @@ class Storage:
     allocated_at: int
     """Number of the event. Events are allocations and frees, counted from 1."""
     activity: object
-    """What ran at the time, by `StorageLedger.current_activity`."""
+    """Result of `StorageLedger.current_activity` at the time."""
     creator: CodeType | None
     """The innermost function of megatrain on the stack."""
     freed_at: int | None = None
