@@ -1,7 +1,7 @@
 """Train a language model: `python pretrain.py --flags`, or `torchrun --nproc-per-node 8 pretrain.py --flags`.
 
 parse ─┬─> join the ranks (facts, plan, groups) ─> Trainer ─> resume ─> train ─> exit code
-       └─> --dry-run: what it would be
+       └─> --dry-run: print the plan, memory and timeline of the run
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from megatrain.training.logging.console import Console, Phases
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 target reached, 2 nothing started, 3 no valid checkpoint, 75 stopped early, 1 else."""
+    """Return the exit code: 0 target reached, 2 nothing started, 3 no valid checkpoint, 75 stopped early, 1 other errors."""
     request = parse(sys.argv[1:] if argv is None else argv)
     is_dry = request.known("training.dry_run") is not None
     phases = Phases(Console(is_quiet=is_dry or read_environment().rank != 0))
-    with phases.phase("importing PyTorch"):  # not before, so that --help answers at once
+    with phases.phase("importing PyTorch"):  # after parsing, so that --help answers at once
         from megatrain.training.launch.ranks import report_errors
 
-    return report_errors(lambda: show(request) if is_dry else train(request, phases))
+    return report_errors(lambda: dry_run(request) if is_dry else train(request, phases))
 
 
-def show(request: Request) -> int:
-    """What the run would be."""
+def dry_run(request: Request) -> int:
+    """Print the dry run."""
     from megatrain.training.planning.dry_run_output import print_dry_run
 
     return print_dry_run(request)
 
 
 def train(request: Request, phases: Phases) -> int:
-    """One run, from joining the other ranks to leaving them."""
+    """Run the training on this rank."""
     from megatrain.training.launch.ranks import joined_ranks
     from megatrain.training.trainer import Trainer
 

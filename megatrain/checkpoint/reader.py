@@ -1,4 +1,4 @@
-"""Read any box of any tensor of a checkpoint, whatever layout wrote it.
+"""Read any box of any tensor of a checkpoint, independent of the layout that wrote it.
 
     requested box -> the chunks that overlap it -> read and compared with their checksums -> the overlap is copied
 

@@ -130,7 +130,7 @@ def plan_chunks(
     *,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> list[PlannedChunk]:
-    """Return the chunks that this rank writes: its shards, without boxes of which another rank writes its copy."""
+    """Return the chunks that this rank writes: each box of its shards, unless another rank writes its copy of the box."""
     plan: list[PlannedChunk] = []
     for kind in kinds or optimizer.kinds:
         for param, box, values in optimizer.owned(kind):

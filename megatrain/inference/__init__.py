@@ -1,1 +1,1 @@
-"""Text from a trained model: a plain loop, for looking at what training made."""
+"""Text generation from a checkpoint: a plain loop, to inspect a trained model."""

@@ -1,8 +1,8 @@
-"""Continues a prompt token by token with a checkpoint's weights, in one process.
+"""Generate text from a prompt with the weights of a checkpoint, in one process.
 
-    checkpoint ─> config, tokenizer, weights ─> [ tokens ─> logits of the last place ─> next token ] ...
+    checkpoint ─> config, tokenizer, weights ─> [ tokens ─> logits of the last position ─> next token ] ...
 
-Each token runs the whole window again (no key-value cache): a way to look at a model, not a server.
+Each token runs the whole context again, without a key-value cache: meant to inspect a model, not to serve it.
 """
 
 from __future__ import annotations
@@ -35,51 +35,51 @@ from megatrain.parallel.rank_lists import GridShape
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. Temperature 0 takes the most likely one."""
+    """Sampling of the next token. Temperature 0 is greedy."""
 
     max_new_tokens: int = 64
     temperature: float = 0.8
     top_k: int = 40
-    """Draw among this many most likely tokens; 0: among all."""
+    """Number of most likely tokens to sample from; 0: all."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint's model, ready to be asked."""
+    """A model loaded from a checkpoint."""
 
     model: Model
     tokenizer: Tokenizer
-    window: int
-    """Tokens that the model sees at most: the sequence length of its training."""
+    max_context: int
+    """Longest context in tokens: the sequence length of training."""
     path: Path
     iteration: int
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """The newest valid checkpoint below `folder`.
+    """Load the newest valid checkpoint in `folder`.
 
     Raises:
-        NoCheckpointError: there is none.
-        ConfigError: its tokenizer has changed since.
+        NoCheckpointError: the folder has none.
+        ConfigError: the tokenizer has changed since training.
     """
     newest = newest_valid(folder)
     if newest is None:
         raise NoCheckpointError(
-            f"--load {folder} holds no valid checkpoint",
-            fix="name the folder that --save of pretrain.py named",
+            f"--load {folder} has no valid checkpoint",
+            fix="set --load to the --save folder of pretrain.py",
         )
     path, manifest = newest.path, read_manifest(newest.path)
     tokenizer = _tokenizer(
         TokenizerConfig(**manifest.config["tokenizer"]), manifest.state["tokenizer_fingerprint"]
     )
-    window = manifest.config["data"]["seq_length"]
+    max_context = manifest.config["data"]["seq_length"]
     config = ModelConfig(**manifest.config["model"])
-    experts = ExpertsConfig(**manifest.config.get("experts", {}))  # checkpoints from before there were any
+    experts = ExpertsConfig(**manifest.config.get("experts", {}))  # absent in old checkpoints
     model = build_model(
         apply_custom_layers(gpt_spec(config, experts, vocab_size=tokenizer.vocab_size), config),
         (grid := build_grid(GridShape(), 0)),
-        seq_length=window,
+        seq_length=max_context,
         sequence_parallel=False,
         dtype=dtype,
         device=device,
@@ -94,18 +94,18 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
     )
     load_weights_only(path, buffers)
     restore_expert_biases(model, manifest.state, path)
-    return LoadedModel(model, tokenizer, window, path, manifest.iteration)
+    return LoadedModel(model, tokenizer, max_context, path, manifest.iteration)
 
 
-def continued(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """The text that follows `prompt`, piece by piece, up to the end of document or `max_new_tokens`."""
+def generate(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[str]:
+    """Yield the text that follows `prompt`, piece by piece, up to the end-of-document token or `max_new_tokens`."""
     device = next(loaded.model.segments[0].parameters()).device
     generator = torch.Generator(device).manual_seed(sampling.seed)
-    ids = loaded.tokenizer.encode(prompt) or _beginning(loaded.tokenizer)
+    ids = loaded.tokenizer.encode(prompt) or _empty_prompt(loaded.tokenizer)
     shown = len(loaded.tokenizer.decode(ids))
     for _ in range(sampling.max_new_tokens):
-        window = torch.tensor([ids[-loaded.window :]], device=device)
-        ids.append(_draw(last_logits(loaded.model, window), sampling, generator))
+        context = torch.tensor([ids[-loaded.max_context :]], device=device)
+        ids.append(_sample(last_logits(loaded.model, context), sampling, generator))
         if ids[-1] == loaded.tokenizer.eod:
             return
         text = loaded.tokenizer.decode(ids)
@@ -115,17 +115,17 @@ def continued(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[
 
 
 def last_logits(model: Model, tokens: Tensor) -> Tensor:
-    """Logits of what follows `tokens` [1, s]: [v]."""
+    """Return the logits of the token after `tokens` [1, s]: [v]."""
     return all_logits(model, tokens, last=1)[-1, 0]
 
 
 @torch.no_grad()
 def all_logits(model: Model, tokens: Tensor, *, last: int | None = None) -> Tensor:
-    """Logits of what follows each of `tokens` [b, s], or the last of them: [s, b, v]."""
+    """Return the logits of the next token at each position of `tokens` [b, s], or at the `last` ones: [s, b, v]."""
     info = PassInfo(is_training=False)
     unused = torch.zeros_like(tokens)
-    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=places)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    batch = Batch(tokens=tokens, labels=unused, loss_mask=unused.float(), position_ids=positions)
     hidden = None
     for segment in model.segments[:-1]:
         hidden = segment(hidden, batch, info)
@@ -135,32 +135,32 @@ def all_logits(model: Model, tokens: Tensor, *, last: int | None = None) -> Tens
     return head.logits(hidden if last is None else hidden[-last:], info)
 
 
-def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def _sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.temperature == 0:
         return int(logits.argmax())
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.numel():
-        smallest = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
+        threshold = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
 
-def _beginning(tokenizer: Tokenizer) -> list[int]:
-    """What stands for an empty prompt: the end of a document before."""
+def _empty_prompt(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of an empty prompt: the end-of-document token of a previous document."""
     if tokenizer.eod is None:
         raise ConfigError(
-            "an empty prompt needs an end-of-document token, and the tokenizer names none",
-            fix="give a prompt of a word or more",
+            "an empty prompt needs an end-of-document token, which the tokenizer lacks",
+            fix="use a prompt of at least one token",
         )
     return [tokenizer.eod]
 
 
 def _tokenizer(config: TokenizerConfig, fingerprint: str | None) -> Tokenizer:
-    kind = config.tokenizer_type or "NullTokenizer"
-    tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=kind))
+    tokenizer_type = config.tokenizer_type or "NullTokenizer"
+    tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=tokenizer_type))
     if fingerprint is not None and tokenizer.fingerprint != fingerprint:
         raise ConfigError(
-            f"--tokenizer-model {config.tokenizer_model}: not the tokenizer that the model was trained with",
-            fix="put the former file back in its place",
+            f"--tokenizer-model {config.tokenizer_model}: not the tokenizer of the training run",
+            fix="restore the tokenizer file of the training run",
         )
     return tokenizer

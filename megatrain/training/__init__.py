@@ -1,1 +1,1 @@
-"""The run: facts, process groups, the engine that makes steps, the loop around it, and what it shows."""
+"""Training runs: start-up, the engine and its step, the loop around it, logging, planning and debugging."""

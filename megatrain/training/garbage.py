@@ -1,6 +1,6 @@
-"""Python's garbage collection: left to Python, or at the same iterations on all ranks.
+"""Python's garbage collection: automatic, or with --manual-gc at the same iterations on all ranks.
 
-A rank that collects while the others compute makes all of them wait; with --manual-gc they collect together.
+A rank that collects while the others compute makes all of them wait.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 
 class GarbageCollection:
-    """When to collect.
+    """Schedule of garbage collections.
 
     Args:
-        is_manual: whether at all by hand.
-        interval: iterations between collections; 0: never.
-        around_evaluation: whether before and after an evaluation too.
+        is_manual: collect at fixed iterations instead of automatically.
+        interval: iterations between collections; 0: none.
+        around_evaluation: also collect before and after each evaluation.
     """
 
     def __init__(self, *, is_manual: bool, interval: int, around_evaluation: bool) -> None:
@@ -25,8 +25,8 @@ class GarbageCollection:
         self.around_evaluation = around_evaluation
 
     @contextmanager
-    def taken_over(self) -> Iterator[None]:
-        """Python collects nothing by itself in the meantime."""
+    def manual_collection(self) -> Iterator[None]:
+        """Disable automatic collection inside the context, if collection is manual."""
         if not self.is_manual or not gc.isenabled():
             yield
             return
@@ -38,13 +38,13 @@ class GarbageCollection:
             gc.enable()
 
     def after_iteration(self, iteration: int) -> None:
-        """Collect if it is time."""
+        """Collect if the interval is over."""
         if self.is_manual and self.interval and iteration % self.interval == 0:
             gc.collect()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Collect before and after: an evaluation leaves other things behind than training."""
+        """Collect before and after an evaluation."""
         if self.is_manual and self.around_evaluation:
             gc.collect()
         yield

@@ -1,9 +1,9 @@
-"""The iterations of a run: each is begun, and read where the device has work without the host.
+"""Iterations of a run: the report of each is read after the next one has begun, so that the device always has work.
 
-    begin n ─> begin n + 1 ─> read n: not finite? spikes, log, why to stop ─> begin n + 2 ─> read n + 1 ...
+    begin n ─> begin n + 1 ─> read n: not finite? spikes, log, reason to stop ─> begin n + 2 ─> read n + 1 ...
 
-Where the next iteration depends on how this one was, or something comes between them, this one is read first
-(`Engine.max_pending`, `waits`). What is counted, `Progress`, is what was read.
+If the next iteration depends on this one (`Engine.max_pending`), or other work comes between them (`waits`), this one is read
+first. `Progress` counts the iterations that are read.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from megatrain.training.stopping import StopRequest
 
 
 class NotFiniteError(MegatrainError):
-    """A loss or a gradient norm that is infinite or no number, on all ranks alike."""
+    """An infinite or NaN loss or gradient norm, on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One that is under way."""
+    """A pending iteration."""
 
     number: int
     first_sample: int
     batch: int
-    """Samples."""
+    """Samples of the global batch."""
     lr: float
     batches: Sequence[Batch]
     step: PendingStep
 
 
 class Iterations:
-    """What one rank does in each iteration; all ranks do it alike.
+    """The iterations of one rank; all ranks make the same calls.
 
     Args:
         ranks: this process among its peers.
-        plan: what is run.
-        engine: which computes.
-        batches: of the training data.
-        log: which shows iterations.
-        progress: where to begin; kept up to date.
-        stop: what may ask for the end.
+        plan: the resolved configuration.
+        engine: runs the steps.
+        batches: training data.
+        log: logs each iteration.
+        progress: position of the run; updated.
+        stop: stop requests of this rank.
     """
 
     def __init__(
@@ -80,42 +80,42 @@ class Iterations:
         self.spikes |= {"lm_loss": SpikeDetector("lm loss")} if training.check_for_spiky_loss else {}
         self.start = progress.iteration
         self.pending: deque[Iteration] = deque()
-        """Begun and not read."""
+        """Iterations that have begun and are not read, oldest first."""
 
     @property
     def next_number(self) -> int:
-        """Of the iteration that is begun next."""
+        """Number of the iteration that begins next."""
         return self.progress.iteration + len(self.pending) + 1
 
     def run_next(self, *, waits: bool) -> str | None:
-        """Begin an iteration, and read those that are due; why to stop, if any says so: then all are read.
+        """Begin an iteration and read older ones; return the reason to stop, with all iterations read, or None.
 
         Args:
-            waits: whether all are read, as is the first of a run. Alike on all ranks.
+            waits: read all iterations, as after the first one of a run. Equal on all ranks.
 
         Raises:
-            NotFiniteError: an iteration was not finite, and is not to be skipped.
+            NotFiniteError: an iteration is not finite and may not be skipped.
         """
         number, reason = self.next_number, None
         is_first = number == self.start + 1
-        with self._watched(number, is_first=is_first):
+        with self._heartbeat(number, is_first=is_first):
             self._begin(number)
             while len(self.pending) > (0 if waits or is_first or reason else self.engine.max_pending):
                 reason = self._read_oldest(is_first=is_first) or reason
         return reason
 
-    def _watched(self, number: int, *, is_first: bool) -> AbstractContextManager[None]:
-        """An iteration that lasts much longer than those before may hang: that shall be seen."""
+    def _heartbeat(self, number: int, *, is_first: bool) -> AbstractContextManager[None]:
+        """Print heartbeats during an iteration that takes much longer than the last one: it may hang."""
         if is_first:
             return self.ranks.phases.phase("the first iteration")
-        patience = 5 * self.log.seconds_of_last_iteration
-        return self.ranks.phases.heartbeat(f"iteration {number}", min_seconds=patience)
+        min_seconds = 5 * self.log.seconds_of_last_iteration
+        return self.ranks.phases.heartbeat(f"iteration {number}", min_seconds=min_seconds)
 
     def _begin(self, number: int) -> None:
-        """Give the device an iteration's work. Those under way are finite, or else end the run."""
-        ahead = sum(iteration.batch for iteration in self.pending)
-        consumed = self.progress.consumed_train_samples + ahead
-        hyperparams = self.schedules.at(self.progress.scheduled_samples + ahead)
+        """Enqueue an iteration on the assumption that pending ones are finite: otherwise the run stops."""
+        pending_samples = sum(iteration.batch for iteration in self.pending)
+        consumed = self.progress.consumed_train_samples + pending_samples
+        hyperparams = self.schedules.at(self.progress.scheduled_samples + pending_samples)
         with self.engine.timers.span("batch-generator"):
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
         step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self.stop.flags)
@@ -131,7 +131,7 @@ class Iterations:
         )
 
     def _read_oldest(self, *, is_first: bool) -> str | None:
-        """Take in what an iteration did, and show it; why to stop after it, if so."""
+        """Read and log the oldest iteration; return the reason to stop after it, or None."""
         iteration, progress = self.pending.popleft(), self.progress
         report = iteration.step.read()
         if is_first:
@@ -160,7 +160,7 @@ class Iterations:
         return self.stop.reason(iteration.number, report.flags)
 
     def _not_finite(self, iteration: Iteration, report: StepReport) -> NotFiniteError:
-        """With the place where it began. No step after it has changed a weight, so that it can be computed again."""
+        """Return the error with its cause. No later step has changed a weight, so that the step can be computed again."""
         where, fix = explain(self.engine, iteration.batches, first_sample=iteration.first_sample)
         stuck = self.engine.loss_scaler.stuck_steps
         if stuck > 1:
@@ -168,7 +168,7 @@ class Iterations:
                 f"the last of {stuck} such steps in a row with a loss scale of {report.loss_scale:g}; {where}"
             )
             if self.plan.config.precision.loss_scale is not None:
-                fix = f"use a smaller --loss-scale, or none, with which it adapts itself; {fix}"
+                fix = f"use a smaller --loss-scale, or remove it for a dynamic scale; {fix}"
         return NotFiniteError(
             f"iteration {iteration.number}: lm loss is {report.lm_loss}, gradient norm {report.grad_norm}; {where}",
             fix=fix,

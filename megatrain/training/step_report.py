@@ -1,49 +1,74 @@
-"""What a step did, and how the host hears of it without holding up the device.
+"""The result of a step, and its copy to the host without a synchronisation of the device.
 
-    step ─> StepUnderway, its numbers on their way to the host ─> read(): waits for them ─> StepReport
+    step ─> StepMetrics on the device ─> PendingStep: one copy to the host in flight ─> read(): waits for it ─> StepReport
 
-Another step may begin in between, so that the device always has work.
+The next step may begin before `read`, so that the device always has work.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.kernels.host_copy import HostCopy
-from megatrain.training.routers import RouterReport
+from megatrain.training.routers import RouterMetrics, RouterReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Losses per token of the global batch, fp64 scalars, equal on all ranks."""
+
+    lm_loss: Tensor
+    z_loss: Tensor | None = None
+    """None without --z-loss-coeff."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """Metrics of a step as tensors: on the device as the step computes them, on the host (fp64) after one copy of all."""
+
+    losses: Losses
+    grad_norm: Tensor
+    """Norm of the gradients before clipping, without the loss scale, []."""
+    num_zeros: Tensor | None = None
+    params_norm: Tensor | None = None
+    routers: RouterMetrics | None = None
+    flags: Tensor | None = None
+    """Maximum over all ranks of each flag that was passed to the step, [flags]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step did, equal on all ranks."""
+    """Metrics of a step on the host, equal on all ranks."""
 
     lm_loss: float
-    """Sum of the token losses that count over their number, of the whole global batch."""
+    """Mean of the token losses that the loss mask keeps, over the global batch."""
     z_loss: float | None = None
-    """The same of what --z-loss-coeff adds to them, where it is given."""
+    """Mean of the z-loss over the same tokens; None without --z-loss-coeff."""
     grad_norm: float
-    """Before clipping, without the loss scale."""
+    """Norm of the gradients before clipping, without the loss scale."""
     loss_scale: float
-    """What the loss was multiplied with."""
+    """Factor on the loss in this step."""
     is_finite: bool
-    """False: nothing was updated."""
+    """False: the step updated nothing."""
     params_norm: float | None = None
     """L2 norm of the updated weights, with --log-params-norm."""
     num_zeros: int | None = None
-    """Elements of the gradient that are zero, with --log-num-zeros-in-grad."""
+    """Number of gradient elements that are zero, with --log-num-zeros-in-grad."""
     routers: RouterReport | None = None
-    """What the routers of layers with experts did, where there are any."""
+    """None for a model without experts."""
     flags: tuple[int, ...] = ()
-    """The largest of each number that ranks gave to the step."""
+    """Maximum over all ranks of each flag that was passed to the step."""
 
 
 class DeviceTime:
-    """When a device comes to this place in its work: a CPU now, a GPU once it has done what it was given before."""
+    """A point in a device's work: now on a CPU, after all work enqueued so far on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -53,50 +78,58 @@ class DeviceTime:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the device has come there."""
+        """Block the host until the device has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: DeviceTime) -> float:
-        """Between two of one device, to both of which it has come."""
+        """Return the seconds between two points of one device; it must have reached both."""
         if self._event is None or earlier._event is None:
             return self._host_seconds - earlier._host_seconds
         milliseconds: float = earlier._event.elapsed_time(self._event)
         return milliseconds / 1000
 
 
-class Told:
-    """Named numbers that leave the device behind what it has to do until now.
+class PendingStep:
+    """A step that all ranks have begun and whose report is not read yet. Call `read` once, in the order of the steps.
 
     Args:
-        values: numbers on one device, as tensors of one element.
+        metrics: of the step, on the device.
+        report: makes the report from the metrics on the host.
     """
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._names = tuple(values)
-        numbers = torch.stack([value.double() for value in values.values()])
-        self._numbers = HostCopy(numbers)
-        self.arrival = DeviceTime(numbers.device)
-
-    def read(self) -> dict[str, float]:
-        """The numbers; the host waits until they are there."""
-        self.arrival.wait()  # which is told the time of, too
-        return dict(zip(self._names, self._numbers.read(), strict=True))
-
-
-@dataclass(frozen=True)
-class StepUnderway:
-    """A step that all ranks have begun. `read` is called once, in the order of the steps."""
-
-    told: Told
-    conclude: Callable[[Mapping[str, float]], StepReport]
-    """Makes a report of the numbers; of the engine that began the step."""
-
-    @property
-    def end(self) -> DeviceTime:
-        """Of all that the step had the device do."""
-        return self.told.arrival
+    def __init__(self, metrics: StepMetrics, report: Callable[[StepMetrics], StepReport]) -> None:
+        self._metrics, self._report = metrics, report
+        values = torch.cat([tensor.double().flatten() for tensor in _tensors(metrics)])
+        self._copy = HostCopy(values)
+        self.end = DeviceTime(values.device)
+        """End of all that the step makes the device do."""
 
     def read(self) -> StepReport:
-        """Wait for the step's end, and tell what it did."""
-        return self.conclude(self.told.read())
+        """Wait for the end of the step and return its report."""
+        self.end.wait()
+        values = torch.tensor(self._copy.read(), dtype=torch.float64)
+        sizes = [tensor.numel() for tensor in _tensors(self._metrics)]
+        return self._report(_with_tensors(self._metrics, iter(values.split(sizes))))
+
+
+def _tensors(metrics: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a dataclass and of the dataclasses in it, in the order of the fields."""
+    for field in dataclasses.fields(metrics):
+        value = getattr(metrics, field.name)
+        if isinstance(value, Tensor):
+            yield value
+        elif value is not None:
+            yield from _tensors(value)
+
+
+def _with_tensors(metrics: Any, values: Iterator[Tensor]) -> Any:
+    """Return the dataclass with other values in place of `_tensors`, in the same order and shapes."""
+    changed = {}
+    for field in dataclasses.fields(metrics):
+        value = getattr(metrics, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = next(values).view(value.shape)
+        elif value is not None:
+            changed[field.name] = _with_tensors(value, values)
+    return dataclasses.replace(metrics, **changed)

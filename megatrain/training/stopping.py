@@ -1,6 +1,6 @@
-"""Reasons to end before the target: signals, a time limit, an interval.
+"""Requests to stop before the target: signals, a time limit, an interval.
 
-what a rank was asked for (`flags`) ─> the largest over all ranks, with a step's report ─> the same `reason` on all
+`flags` of each rank ─> maximum over all ranks, with the report of a step ─> the same `reason` on all ranks
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGroup
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SECONDS_OF_ONE_REQUEST = 10.0
+_SECONDS_OF_REPEATED_SIGNALS = 10.0
 
 
 class StopRequest:
-    """Remembers what asked for the end.
+    """Stop requests of this rank.
 
-    A signal often comes twice within moments, from a scheduler and from the launcher that it stops: that counts once.
-    Another one, later, ends the process at once.
+    A scheduler and the launcher that it stops often send a signal within moments of each other: that counts as one request.
+    A later signal kills the process at once.
     """
 
     def __init__(
@@ -41,44 +41,44 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Catch the signals that schedulers and users send."""
-        former = {number: signal.signal(number, self._remember) for number in self.signals}
+        """Catch stop signals inside the context."""
+        previous = {number: signal.signal(number, self._remember) for number in self.signals}
         try:
             yield
         finally:
-            for number, handler in former.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
     def flags(self) -> tuple[int, int]:
-        """What this rank was asked for: a signal's number, and 1 behind the time limit. All ranks share the largest."""
+        """Return the requests of this rank: the number of a signal or 0, and 1 after the time limit."""
         return self.signal_number, int(self.deadline is not None and time.monotonic() >= self.deadline)
 
     def reason(self, iteration: int, flags: Sequence[int]) -> str | None:
-        """Why to stop after this iteration, of the flags that all ranks share; None: go on."""
+        """Return the reason to stop after this iteration, or None; `flags` are the maximum over all ranks."""
         if self.is_interval_over(iteration):
-            return _asked(flags) or f"--exit-interval {self.exit_interval}"
-        return _asked(flags)
+            return _text(flags) or f"--exit-interval {self.exit_interval}"
+        return _text(flags)
 
     def is_interval_over(self, iteration: int) -> bool:
-        """Whether --exit-interval ends the run behind this iteration."""
+        """Return True if --exit-interval stops the run after this iteration."""
         return self.exit_interval is not None and iteration % self.exit_interval == 0
 
     def urgent_reason(self, world: RankGroup, device: torch.device) -> str | None:
-        """Why to stop in the middle of an evaluation: a signal, or the time limit. The ranks wait for one another."""
+        """Return the reason to stop during an evaluation, or None. A collective: all ranks call it."""
         flags = torch.tensor(self.flags(), device=device)
-        return _asked(all_reduce(flags, world, "max").tolist())
+        return _text(all_reduce(flags, world, "max").tolist())
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.signal_number and now - self.signal_time > _SECONDS_OF_ONE_REQUEST:
+        if self.signal_number and now - self.signal_time > _SECONDS_OF_REPEATED_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if not self.signal_number:
             self.signal_number, self.signal_time = number, now
 
 
-def _asked(flags: Sequence[int]) -> str | None:
-    """What `StopRequest.flags` mean."""
+def _text(flags: Sequence[int]) -> str | None:
+    """Return the request in `StopRequest.flags` as text, or None."""
     number, is_late = flags
     if number:
         return f"signal {signal.Signals(number).name}"

@@ -1,17 +1,18 @@
-"""Times of the parts of an iteration, as `--timing-log-level` and `--timing-log-option` ask for them.
+"""Times of the parts of an iteration, for `--timing-log-level` and `--timing-log-option`.
 
     (min, max) time across ranks (ms):
         forward-backward ...............................: (183.21, 184.02)
         optimizer ......................................: (12.50, 12.61)
 
-Names, levels and this text are Megatron-LM's, so that scripts read it.
+Names, levels and this text are Megatron-LM's, so that scripts can parse it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch.profiler import record_function
@@ -22,31 +23,36 @@ LEVELS = {
     "batch-generator": 2,
     "optimizer-clip-main-grad": 2,
 }
-"""The level from which on each part is timed. A batch and the gradient norm are read on the host in between."""
+"""Lowest `--timing-log-level` that times each part. Level 2 adds synchronisations between the parts of level 1."""
 
 
 class Timers:
-    """Adds up the seconds of each part of one iteration on this rank."""
+    """Seconds of each part of an iteration on this rank.
+
+    Attributes:
+        span: context manager factory; work inside counts as the named part, in profiles too.
+    """
 
     def __init__(self, level: int, device: torch.device) -> None:
         self.level = level
+        self.span: Callable[[str], AbstractContextManager[object]] = self._time if level else record_function
         self._device = device
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """What is done inside counts as part `name`, in profiles too. If it is timed, the GPU is waited for around it."""
+    def _time(self, name: str) -> Iterator[None]:
+        """Add the time of the work inside to part `name`; the device is synchronised before and after."""
         if LEVELS[name] > self.level:
             with record_function(name):
                 yield
             return
-        began = self._now()
+        start = self._now()
         with record_function(name):
             yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def take(self) -> dict[str, float]:
-        """Milliseconds of each part since this was called last."""
+        """Return the milliseconds of each part since the last call, and reset them."""
         taken = {name: 1000 * seconds for name, seconds in self._seconds.items()}
         self._seconds = {}
         return taken
@@ -58,9 +64,9 @@ class Timers:
 
 
 def across_ranks(times: Sequence[Mapping[str, float]], option: str) -> str:
-    """Means of an interval in milliseconds, a mapping for each rank, as one text."""
-    names = [name for name in LEVELS if any(name in of_rank for of_rank in times)]
-    values = {name: [of_rank.get(name, 0.0) for of_rank in times] for name in names}
+    """Return the text for mean milliseconds of an interval, one mapping per rank."""
+    names = [name for name in LEVELS if any(name in rank_times for rank_times in times)]
+    values = {name: [rank_times.get(name, 0.0) for rank_times in times] for name in names}
     if option == "all":
         lines = ["times across ranks (ms):"]
         for name in names:

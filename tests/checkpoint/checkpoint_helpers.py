@@ -1,6 +1,6 @@
-"""Small models at any layout in one process, and disks that fail.
+"""Small models under any layout in one process, and disks that fail.
 
-A layout's ranks are built one after the other; what they say to each other goes through a store, in threads.
+The ranks of a layout are built one after the other; their messages go through a store, in threads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,19 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.load import Loaded, check_all_used, check_names, fill_from, load_checkpoint
+from megatrain.checkpoint.load import (
+    Loaded,
+    check_names,
+    check_no_unused_tensors,
+    load_checkpoint,
+    load_shards,
+)
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.save import (
     begin_save,
     commit_save,
-    join_reports,
+    merge_reports,
     plan_chunks,
     save_checkpoint,
     write_rank_shards,
@@ -34,14 +39,15 @@ from megatrain.checkpoint.save import (
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
-from megatrain.optim.update_rules import AdamwRule
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.optim.update_rules import AdamwRule
+from megatrain.parallel.allocate_buffers import allocate_buffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.messages import Messages
+from megatrain.parallel.rank_lists import GridShape
 
 CPU = torch.device("cpu")
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -55,7 +61,7 @@ class Rank:
     optimizer: ShardedOptimizer
 
     def set_values(self, seed: int) -> None:
-        """Values that depend on the canonical tensor alone, other ones for each kind and seed."""
+        """Set values that depend on the canonical tensor, kind and seed only."""
         for number, kind in enumerate(self.optimizer.kinds):
             self.optimizer.fill(kind, InitialWeights(10 * seed + number))
         self.optimizer.step_count = seed
@@ -99,7 +105,9 @@ def build_rank(
     model = build_model(
         spec, grid, seq_length=8, sequence_parallel=shape.has_experts, dtype=dtype, device=CPU
     )
-    buffers = FlatBuffers(model.registry, grid=grid, weight_dtype=dtype, grad_dtype=master_dtype, device=CPU)
+    buffers = allocate_buffers(
+        model.registry, grid=grid, weight_dtype=dtype, grad_dtype=master_dtype, device=CPU
+    )
     rule = AdamwRule(beta1=0.9, beta2=0.99, eps=1e-8)
     parallel = DataParallel(buffers, grid)
     return Rank(grid, ShardedOptimizer(parallel, rule, clip_grad=1.0, master_dtype=master_dtype))
@@ -117,7 +125,7 @@ def one_rank(*, tied: bool = False, seed: int = 1, num_layers: int = 1, **option
 
 
 def save(folder: Path, rank: Rank, iteration: int, **options: Any) -> Path:
-    """`save_checkpoint` with a state that tells the iteration."""
+    """Call `save_checkpoint` with a state that has the iteration."""
     return save_checkpoint(
         folder,
         iteration=iteration,
@@ -135,7 +143,7 @@ def load(folder: Path, rank: Rank, **options: Any) -> Loaded:
 def save_all(
     folder: Path, ranks: list[Rank], iteration: int, *, chunk_bytes: int = 1 << 20, file_bytes: int = 1 << 30
 ) -> Path:
-    """What `save_checkpoint` does, rank after rank."""
+    """Save as `save_checkpoint` does, rank after rank."""
     disk = Disk()
     final = folder / f"iter_{iteration:07d}"
     temporary = final.with_name(f"{final.name}.tmp-0")
@@ -150,7 +158,7 @@ def save_all(
         )
         for rank in ranks
     ]
-    manifest = join_reports(
+    manifest = merge_reports(
         json.loads(json.dumps(reports)),
         iteration=iteration,
         consumed_train_samples=8 * iteration,
@@ -168,16 +176,16 @@ def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
 
 
 def fill_all(path: Path, ranks: list[Rank]) -> None:
-    """What `load_checkpoint` does, rank after rank."""
+    """Load as `load_checkpoint` does, rank after rank."""
     with CheckpointReader(path) as reader:
         used = [check_names(reader, rank.optimizer.buffers.registry, lambda _: STATE_KINDS) for rank in ranks]
-        check_all_used(reader, used)
+        check_no_unused_tensors(reader, used)
         for rank in ranks:
-            fill_from(reader, rank.optimizer, with_optimizer=True)
+            load_shards(reader, rank.optimizer, with_optimizer=True)
 
 
 def run_ranks(ranks: list[Rank], work: Callable[[Rank], Any]) -> list[Any]:
-    """Results of all ranks, which talk through a store of this process; an exception counts as one."""
+    """Run `work` on all ranks, connected by a store of this process; return results or exceptions."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))
 
@@ -193,7 +201,7 @@ def run_ranks(ranks: list[Rank], work: Callable[[Rank], Any]) -> list[Any]:
 
 
 class Killed(BaseException):
-    """The process is gone: nothing catches this but the test."""
+    """The process was killed; only the test catches this."""
 
 
 class FaultyDisk(Disk):
@@ -206,59 +214,59 @@ class FaultyDisk(Disk):
     def fault(self) -> None:
         raise NotImplementedError
 
-    def _meet(self) -> None:
+    def _count(self) -> None:
         self.count += 1
         if self.count == self.at:
             self.fault()
 
     def make_folder(self, path: Path) -> None:
-        self._meet()
+        self._count()
         super().make_folder(path)
 
     def create(self, path: Path) -> FileIO:
-        self._meet()
+        self._count()
         return super().create(path)
 
     def write(self, file: FileIO, data: bytes | memoryview) -> None:
         try:
-            self._meet()
+            self._count()
         except BaseException:
             super().write(file, memoryview(data)[: len(data) // 2])
             raise
         super().write(file, data)
 
     def sync(self, file: FileIO) -> None:
-        self._meet()
+        self._count()
 
     def sync_folder(self, path: Path) -> None:
-        self._meet()
+        self._count()
 
     def rename(self, source: Path, target: Path) -> None:
-        self._meet()
+        self._count()
         super().rename(source, target)
 
     def remove(self, path: Path) -> None:
-        self._meet()
+        self._count()
         super().remove(path)
 
 
 class DyingDisk(FaultyDisk):
-    """Nothing happens any more from the fault on."""
+    """Every operation fails from the fault on."""
 
     def fault(self) -> None:
-        self.at = self.count + 1  # whatever comes next fails as well
+        self.at = self.count + 1  # the next operation fails as well
         raise Killed
 
 
 class FullDisk(FaultyDisk):
-    """One operation finds no space."""
+    """One operation fails for lack of space."""
 
     def fault(self) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class RecordingDisk(Disk):
-    """Writes down what would have to happen again to come to the same files."""
+    """Records all operations, so that they can be replayed."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Any, ...]] = []

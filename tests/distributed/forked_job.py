@@ -1,4 +1,4 @@
-"""Whole runs of `pretrain.py` by several processes that share nothing but a launcher's variables, forked to save time."""
+"""Runs of `pretrain.py` in several processes that share only a launcher's variables; forked to save time."""
 
 import os
 import signal
@@ -14,18 +14,18 @@ import torch
 import pretrain
 
 Plant = Callable[[int], None]
-"""Called in each rank's process, with its number, before the run."""
+"""Called in each rank's process with its number, before the run."""
 
 
 class ForkedJob:
-    """Processes of one run. What each prints is in `folder`, as rank-N.txt.
+    """Processes of one run. The output of each is in `folder`, as rank-N.txt.
 
     Args:
-        flags: of all ranks.
+        flags: flags of all ranks.
         num_ranks: processes to start.
-        folder: for their output.
-        plant: what goes wrong.
-        more_flags: of single ranks.
+        folder: folder of their output.
+        plant: plants a fault.
+        more_flags: flags of single ranks.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ForkedJob:
     ) -> None:
         self.folder = folder
         self.exit_codes: dict[int, int] = {}
-        """Of the ranks that have ended; negative: by this signal."""
+        """Exit codes of the ranks that have exited; negative: killed by this signal."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -48,7 +48,7 @@ class ForkedJob:
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                self._live(rank, num_ranks, port, [*flags, *more_flags.get(rank, [])], plant)
+                self._run_rank(rank, num_ranks, port, [*flags, *more_flags.get(rank, [])], plant)
             self.pids.append(pid)
 
     def output(self, rank: int) -> str:
@@ -58,7 +58,7 @@ class ForkedJob:
         os.kill(self.pids[rank], number)
 
     def is_running(self) -> bool:
-        """Whether any rank has not ended."""
+        """Return True if any rank has not exited."""
         for rank, pid in enumerate(self.pids):
             if rank not in self.exit_codes:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -67,7 +67,7 @@ class ForkedJob:
         return len(self.exit_codes) < len(self.pids)
 
     def wait(self, *, to_end_seconds: float = 90.0) -> float:
-        """Until all have ended; returns the seconds from the first end to the last. Ends them if it takes too long."""
+        """Wait until all ranks have exited; return the seconds from the first exit to the last. Kill them if it takes too long."""
         deadline, first = time.monotonic() + to_end_seconds, None
         while self.is_running():
             now = time.monotonic()
@@ -78,21 +78,21 @@ class ForkedJob:
                 for rank in late:
                     self.kill(rank)
                 raise AssertionError(
-                    f"ranks {late} did not end in {to_end_seconds} s; rank 0 said:\n{self.output(0)}"
+                    f"ranks {late} did not end in {to_end_seconds} s; output of rank 0:\n{self.output(0)}"
                 )
             time.sleep(0.02)
         return time.monotonic() - (first or time.monotonic())
 
     def wait_for_iteration(self, metrics: Path, iteration: int) -> None:
-        """Until the run has made that many steps."""
+        """Wait until the run has made that many steps."""
         deadline = time.monotonic() + 90
         while not metrics.exists() or metrics.read_text().count("\n") < iteration:
             assert self.is_running(), self.output(0)
             assert time.monotonic() < deadline, self.output(0)
             time.sleep(0.02)
 
-    def _live(self, rank: int, num_ranks: int, port: int, flags: list[str], plant: Plant) -> None:
-        """A child's whole life."""
+    def _run_rank(self, rank: int, num_ranks: int, port: int, flags: list[str], plant: Plant) -> None:
+        """Run one rank in a child process."""
         exit_code = 99
         try:
             descriptor = os.open(self.folder / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

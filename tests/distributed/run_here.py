@@ -1,4 +1,4 @@
-"""Whole training runs inside the ranks of a worker pool: what `pretrain.py` does, without its seconds of start-up."""
+"""Training runs inside the ranks of a worker pool: `pretrain.py` without its seconds of start-up."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def train_here(rank: int, world_size: int, flags: list[str], seconds_to_live: float | None = None) -> int:
-    """Train as these flags say; returns the exit code. All ranks die by SIGKILL after `seconds_to_live`."""
+    """Train with these flags; return the exit code. SIGKILL ends all ranks after `seconds_to_live`."""
     if seconds_to_live is not None:
         timer = threading.Timer(seconds_to_live, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
@@ -50,7 +50,7 @@ def train_here(rank: int, world_size: int, flags: list[str], seconds_to_live: fl
 
 
 def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
-    """What `joined_ranks` and `pretrain.py` put together, in a process that has joined its groups already."""
+    """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose groups exist already."""
     environment = LaunchEnvironment(rank=rank, world_size=world_size)
     request = parse([*MODEL, *flags])
     facts = gather_facts(request, environment)
@@ -70,5 +70,5 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
 
 
 def folder_flags(folder: Path) -> list[str]:
-    """Save to and load from one folder, as a job that is started again and again does."""
+    """Return flags that save to and load from one folder, as a job that is restarted again and again does."""
     return ["--save", str(folder), "--load", str(folder), "--save-interval", "4"]

@@ -109,7 +109,7 @@ class _Recorder:
 def next_step(trainer: Any) -> tuple[Any, Any]:
     """The micro-batches and hyperparams of a run's first iteration."""
     from megatrain.config.derive.batch_sizes import batch_sizes
-    from megatrain.training.updates import build_schedules
+    from megatrain.training.build import build_schedules
 
     if trainer.batches.train is None:
         trainer.open_data()

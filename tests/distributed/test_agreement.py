@@ -14,7 +14,7 @@ SAME_COMMAND = "  fix: start all ranks with the same command line and the same f
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "more_flags", "told"),
+    ("num_ranks", "more_flags", "reported"),
     [
         (
             4,
@@ -23,25 +23,25 @@ SAME_COMMAND = "  fix: start all ranks with the same command line and the same f
         ),
         (2, {1: [TP, "3"]}, {1: f"rank 1: error: {TP} is 3 on this rank and 1 on rank 0\n"}),
         (3, {0: [TP, "2"]}, {rank: f"rank {rank}: error: {TP} is 1 on this rank and 2 on rank 0\n" for rank in (1, 2)}),
-        (2, {0: ["--kv-channels", "4"]}, {1: "rank 1: error: --kv-channels is left open on this rank and 4 on rank 0\n"}),
+        (2, {0: ["--kv-channels", "4"]}, {1: "rank 1: error: --kv-channels is not set on this rank and 4 on rank 0\n"}),
         (2, {0: [TP, "2"], 1: ["--bogus", "--lr", "x"]}, None),
     ],
 )  # fmt: skip
-def test_what_differs_is_told_before_what_follows_from_it(
-    tmp_path: Path, num_ranks, more_flags, told
+def test_differences_are_reported_before_their_consequences(
+    tmp_path: Path, num_ranks, more_flags, reported
 ) -> None:
     job = ForkedJob(MODEL, num_ranks, tmp_path, more_flags=more_flags)
     job.wait()
     assert job.exit_codes == dict.fromkeys(range(num_ranks), 2)
     assert "error" not in job.output(0)
-    if told is None:
+    if reported is None:
         assert job.output(1).startswith("rank 1: error: 2 problems\n1. --bogus is not a flag\n")
         return
     for rank in range(1, num_ranks):
-        assert job.output(rank) == (f"{told[rank]}{SAME_COMMAND}" if rank in told else "")
+        assert job.output(rank) == (f"{reported[rank]}{SAME_COMMAND}" if rank in reported else "")
 
 
-def test_what_rank_0_alone_has_wrong_it_tells(tmp_path: Path) -> None:
+def test_rank_0_reports_problems_of_its_own(tmp_path: Path) -> None:
     job = ForkedJob(MODEL, 2, tmp_path, more_flags={0: ["--config", str(tmp_path / "missing.yaml")]})
     job.wait()
     assert job.exit_codes == {0: 2, 1: 2}
@@ -49,7 +49,7 @@ def test_what_rank_0_alone_has_wrong_it_tells(tmp_path: Path) -> None:
     assert job.output(1) == ""
 
 
-def test_a_variable_that_differs_is_told(tmp_path: Path) -> None:
+def test_a_variable_that_differs_is_reported(tmp_path: Path) -> None:
     def plant(rank):
         if rank == 1:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -60,11 +60,11 @@ def test_a_variable_that_differs_is_told(tmp_path: Path) -> None:
     assert "error: CUBLAS_WORKSPACE_CONFIG is :4096:8 on this rank and not set on rank 0\n" in job.output(1)
 
 
-def test_what_all_have_wrong_rank_0_tells_once(tmp_path: Path) -> None:
+def test_rank_0_reports_problems_of_all_ranks_once(tmp_path: Path) -> None:
     job = ForkedJob([*MODEL, TP, "2"], 3, tmp_path)
     job.wait()
     assert job.exit_codes == dict.fromkeys(range(3), 2)
-    assert "3 ranks" in job.output(0).partition("error: ")[2]
+    assert "--tensor-model-parallel-size 2" in job.output(0).partition("error: ")[2]
     assert job.output(1) == job.output(2) == ""
 
 
@@ -86,5 +86,5 @@ def test_other_software_on_a_rank_is_found(tmp_path: Path, name, other, words) -
     assert job.exit_codes == {0: 2, 1: 2}
     assert words in job.output(1)
     assert job.output(1).count("\n") == 2
-    assert job.output(1).endswith("  fix: give all hosts the same code and the same packages\n")
+    assert job.output(1).endswith("  fix: install the same code and packages on all hosts\n")
     assert "grid:" not in job.output(0)

@@ -1,4 +1,4 @@
-"""A rank that dies ends the others within 30 seconds; its traceback is last, its exit code all ranks' own."""
+"""A rank that dies stops the others within 30 seconds; its traceback comes last, its exit code is that of all ranks."""
 
 import ctypes
 import json
@@ -55,7 +55,7 @@ def is_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refuses():
+def raises_user_error():
     raise MegatrainError("this rank's disk is full", fix="free some space")
 
 
@@ -66,12 +66,12 @@ def refuses():
         (fails, (1, 1), "ValueError: planted in the step\n"),
         (exits, (7, 7), "SystemExit: 7\n"),
         (is_interrupted, (130, 130), "KeyboardInterrupt\n"),
-        (refuses, (1, 1), "this rank's disk is full\n  fix: free some space\n"),
+        (raises_user_error, (1, 1), "this rank's disk is full\n  fix: free some space\n"),
         (leaves, (5, 1), None),
         (is_killed, (-9, 1), None),
     ],
 )
-def test_one_rank_ends_all(tmp_path: Path, culprit, dies, exit_codes, words) -> None:
+def test_one_rank_stops_all(tmp_path: Path, culprit, dies, exit_codes, words) -> None:
     save = tmp_path / "run"
 
     def plant(rank):
@@ -86,18 +86,18 @@ def test_one_rank_ends_all(tmp_path: Path, culprit, dies, exit_codes, words) -> 
     assert job.exit_codes == {rank: own if rank == culprit else others for rank in range(4)}
     if words is not None:
         assert job.output(culprit).endswith(words)
-    teller = 1 if culprit == 0 else 0
+    reporter = 1 if culprit == 0 else 0
     for rank in range(4):
-        told = (
+        printed = (
             job.output(rank).partition("iteration        1/")[2].splitlines()[1:]
             if rank == 0
             else job.output(rank).splitlines()
         )
         if rank != culprit:
-            assert len(told) == (1 if words is None and rank == teller else 0), told
+            assert len(printed) == (1 if words is None and rank == reporter else 0), printed
     if words is None:
-        assert f"rank {culprit} of 4 on" in job.output(teller)
-        assert "ended without a word" in job.output(teller)
+        assert f"rank {culprit} of 4 on" in job.output(reporter)
+        assert "died without an error" in job.output(reporter)
     status = json.loads((save / "status.json").read_text())
     if words is not None or culprit != 0:
         assert status["exit_code"] == others
@@ -116,11 +116,11 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert job.exit_codes == dict.fromkeys(range(3), 1)
     shown = job.output(0) + job.output(2)
     assert shown.count("failed:\n") == 1
-    assert shown.rstrip().endswith("no failure was heard of from rank 1, which may hang")
+    assert shown.rstrip().endswith("no failure report from rank 1, which may hang")
     assert job.output(1) == ""
 
 
-def test_a_batch_that_a_thread_cannot_read_ends_all(tmp_path: Path) -> None:
+def test_a_batch_that_a_thread_cannot_read_stops_all(tmp_path: Path) -> None:
     def plant(rank):
         fill = BatchLoader._fill
 
@@ -138,12 +138,12 @@ def test_a_batch_that_a_thread_cannot_read_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_killed_at_any_moment_all_end_and_checkpoints_are_whole(tmp_path: Path, seed: int) -> None:
+def test_killed_at_any_moment_all_exit_and_checkpoints_are_intact(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     culprit, save = chance.randrange(2), tmp_path / "run"
     job = ForkedJob([*FOREVER, *folder_flags(save), "--save-interval", "1"], 2, tmp_path)
     if seed:
-        job.wait_for_iteration(save / "metrics.jsonl", 2)  # behind the checkpoint of iteration 1
+        job.wait_for_iteration(save / "metrics.jsonl", 2)  # after the checkpoint of iteration 1
     time.sleep(chance.uniform(0, 1.0))
     job.kill(culprit)
     assert job.wait(to_end_seconds=30) < 15
@@ -155,7 +155,7 @@ def test_killed_at_any_moment_all_end_and_checkpoints_are_whole(tmp_path: Path, 
         assert all(candidate.problem is None for candidate in find_checkpoints(save))
 
 
-def test_long_pauses_are_no_ends(tmp_path: Path) -> None:
+def test_long_pauses_are_no_failures(tmp_path: Path) -> None:
     """Python's lock held for seconds, and a process that is stopped for some."""
 
     def holds_the_lock():

@@ -16,11 +16,11 @@ from megatrain.training.trainer import Trainer
 
 WORLD_SIZE, FLAGS = LAYOUTS["tp2 dp2 pp2"]
 ITERATION = 3
-"""That the plants begin in."""
+"""Iteration before which faults are planted."""
 
 
 def plant_weight(trainer: Trainer) -> None:
-    """One value of the key weights in layer 2. On one replica alone, the other one's would heal it behind the step."""
+    """One value of the key weights in layer 2. On one replica only, the all-gather after the step would repair it."""
     entries = trainer.engine.model.registry.entries.values()
     for entry in entries:
         for piece in entry.layout.pieces:
@@ -29,8 +29,8 @@ def plant_weight(trainer: Trainer) -> None:
 
 
 def plant_gradient(trainer: Trainer) -> None:
-    """The gradient inside of layer 1, of the second micro-batch."""
-    layer = trainer.engine.model.segments[2]  # behind the embedding and layer 0
+    """Spoil the gradient inside layer 1, of the second micro-batch."""
+    layer = trainer.engine.model.segments[2]  # after the embedding and layer 0
 
     def spoil_input(_module, arguments):
         info = next(x for x in arguments if hasattr(x, "microbatch"))
@@ -41,7 +41,7 @@ def plant_gradient(trainer: Trainer) -> None:
 
 
 def plant_activation(trainer: Trainer) -> None:
-    """An infinity in what layer 3 makes of the first micro-batch."""
+    """Make the output of layer 3 infinite in the first micro-batch."""
 
     def spoil(_module, arguments, output):
         info = next(x for x in arguments if hasattr(x, "microbatch"))
@@ -51,7 +51,7 @@ def plant_activation(trainer: Trainer) -> None:
 
 
 def plant_own_part(trainer: Trainer) -> None:
-    """What a tensor rank's first half of layer 0's MLP makes: the second halves are summed over ranks."""
+    """Spoil the output of fc1 in layer 0 on one tensor rank; the outputs of fc2 are summed over ranks."""
 
     def spoil(_module, _arguments, output):
         hidden, inner = output
@@ -105,7 +105,7 @@ def plant_once(trainer: Trainer) -> None:
     trainer.engine.data_parallel.finish_gradients = spoiled  # type: ignore[method-assign]
 
 
-def told(
+def error_text(
     rank: int,
     world_size: int,
     plant: Callable[[Trainer], None],
@@ -113,9 +113,9 @@ def told(
     flags: list[str],
     max_pending: int,
 ) -> str:
-    """What a run says whose `culprits` are spoiled before the step of `ITERATION`, and which runs so many steps ahead.
+    """Return the error of a run in which `plant` spoils the `culprits` before the step of `ITERATION`.
 
-    Without a scale that moves, that step is the last.
+    Without a dynamic loss scale, that step is the last.
     """
     trainer = make_trainer(rank, world_size, [*FLAGS, "--eval-iters", "0", *flags])
     trainer.resume()
@@ -158,9 +158,13 @@ CASES = [
 @pytest.mark.parametrize("max_pending", [0, 1])
 @pytest.mark.parametrize(("plant", "culprits", "words"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_first_place_is_named(
-    pool: WorkerPool, plant: Callable[[Trainer], None], culprits: tuple[int, ...], words: str, max_pending: int
+    pool: WorkerPool,
+    plant: Callable[[Trainer], None],
+    culprits: tuple[int, ...],
+    words: str,
+    max_pending: int,
 ) -> None:
-    answers = pool.run(WORLD_SIZE, told, plant, culprits, [], max_pending)
+    answers = pool.run(WORLD_SIZE, error_text, plant, culprits, [], max_pending)
     for answer in answers:
         assert answer.startswith(f"iteration {ITERATION}: lm loss is ")
         assert words in answer
@@ -171,13 +175,13 @@ def test_the_first_place_is_named(
 def test_a_rank_is_named_whose_part_was_wrong_without_sequence_parallelism(
     pool: WorkerPool, plant: Callable[[Trainer], None], words: str
 ) -> None:
-    for answer in pool.run(WORLD_SIZE, told, plant, (1,), ["--no-sequence-parallel"], 0):
+    for answer in pool.run(WORLD_SIZE, error_text, plant, (1,), ["--no-sequence-parallel"], 0):
         assert f"; first on rank 1: the {words} pass of decoder.layers.0 in micro-batch 0" in answer
 
 
 def test_a_run_of_fp16_that_stays_infinite_ends_on_all_ranks(pool: WorkerPool) -> None:
     flags = ["--fp16", "--initial-loss-scale", "1", "--train-iters", "6"]
-    for answer in pool.run(WORLD_SIZE, told, plant_own_part, (1,), flags, 0):
+    for answer in pool.run(WORLD_SIZE, error_text, plant_own_part, (1,), flags, 0):
         assert answer.startswith(f"iteration {ITERATION + 1}: lm loss is nan, gradient norm nan; ")
         assert (
             "; the last of 2 such steps in a row with a loss scale of 1; first on rank 1: the forward pass of "
@@ -186,6 +190,6 @@ def test_a_run_of_fp16_that_stays_infinite_ends_on_all_ranks(pool: WorkerPool) -
 
 
 def test_an_overflow_under_a_dynamic_scale_is_no_error(pool: WorkerPool) -> None:
-    assert set(pool.run(WORLD_SIZE, told, plant_once, (0,), ["--fp16", "--train-iters", "6"], 0)) == {
+    assert set(pool.run(WORLD_SIZE, error_text, plant_once, (0,), ["--fp16", "--train-iters", "6"], 0)) == {
         "no error"
     }

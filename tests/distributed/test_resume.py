@@ -1,4 +1,4 @@
-"""Killed and resumed equals never killed, to the last bit; and any layout goes on from any other's checkpoint."""
+"""Killed and resumed equals never killed, to the last bit; and any layout resumes from a checkpoint of any other."""
 
 import json
 import random

@@ -34,7 +34,7 @@ RUNS = {
     "fp16": (1, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6"),
     "fp16 tp2 dp2": (4, "--fp16 --loss-scale-window 3 --initial-loss-scale 8e6 --tensor-model-parallel-size 2"),
     "sgd dp2": (2, "--optimizer sgd --lr-decay-style WSD --lr-wsd-decay-iters 5"),
-    "narrow moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
+    "bf16 moments dp2": (2, "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"),
     "bf16 dp2": (2, "--bf16"),
     "muon tp2 dp2": (4, "--bf16 --optimizer muon --muon-nesterov --tensor-model-parallel-size 2"),
     "cp2 dp2": (4, "--context-parallel-size 2"),
@@ -107,15 +107,15 @@ def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> No
     steps = [line for line in metrics(whole["ramp"]) if "lm_loss" in line]
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 3 + [12] * 6
     assert [line["consumed_samples"] for line in steps][-1] == 116
-    assert steps[4]["learning_rate"] == pytest.approx(1e-2)  # behind 16 samples of warm-up
+    assert steps[4]["learning_rate"] == pytest.approx(1e-2)  # after 16 samples of warm-up
     steps = [line for line in metrics(whole["steps dp2"]) if "lm_loss" in line]
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 4 + [16] * 5
 
 
-def test_moments_are_stored_as_they_are_kept_and_may_become_wide_again(
+def test_moments_are_stored_in_their_dtype_and_may_become_fp32_again(
     pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
 ) -> None:
-    name = "narrow moments dp2"
+    name = "bf16 moments dp2"
     found = newest_valid(whole[name])
     assert found is not None
     for tensor in read_manifest(found.path).tensors.values():
@@ -227,7 +227,7 @@ def test_all_ranks_skip_what_one_finds_not_finite(pool: WorkerPool, value: float
 
 
 def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) -> list[tuple[bool, bool]]:
-    """Whether each of two steps was finite, and left the weights alone; rank 5 spoils a gradient of the first."""
+    """Return for each of two steps if it was finite and if it left the weights unchanged; rank 5 spoils a gradient of the first."""
     plan = tiny_plan(layout, world_size)
     engine = engine_of(plan, rank)
     engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)
@@ -244,7 +244,9 @@ def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) 
             return losses
 
         engine.accumulate_gradients = spoiled  # type: ignore[method-assign]
-        report = engine.step(list(own_batches(step, layout, engine.grid.dp.rank)), build_schedules(plan).at(0))
+        report = engine.step(
+            list(own_batches(step, layout, engine.grid.dp.rank)), build_schedules(plan).at(0)
+        )
         assert engine.loss_scaler.scale == 512.0
         engine.data_parallel.wait_for_weights()
         found.append((report.is_finite, torch.equal(before, torch.cat(engine.buffers.weights.full))))

@@ -1,5 +1,5 @@
 """Broken command lines: exit code 2, flag and remedy named, everything at once, no traceback, printed once, before
-any rank meets another, and without a scratch on what an earlier run has saved."""
+the grid is built, and without a change to the files of an earlier run."""
 
 import subprocess
 import sys
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import pretrain
-from megatrain.parallel.grid import RankGrid
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
@@ -92,7 +91,7 @@ def earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files but the one that tells of the last attempt."""
+    """Return all files except the status of the last attempt."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path): path.read_bytes() for path in files if path.name != "status.json"}
 
@@ -101,10 +100,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_broken_command_line_names_flag_and_remedy(
     name: str, earlier_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def meet(*_: object) -> None:
-        raise AssertionError("ranks have met")
+    def build(*_: object) -> None:
+        raise AssertionError("a grid was built")
 
-    monkeypatch.setattr(RankGrid, "build", meet)
+    monkeypatch.setattr("megatrain.training.launch.ranks.build_grid", build)
     changed, flag, remedy = BROKEN[name]
     folder = {"--save": str(earlier_run), "--load": str(earlier_run)} if name not in WITHOUT_A_FOLDER else {}
     before = contents(earlier_run)
@@ -118,7 +117,7 @@ def test_a_broken_command_line_names_flag_and_remedy(
     assert captured.out == ""
 
 
-def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     changed: dict[str, str | None] = {
         "--num-layer": "4",
         "--lr": "fast",
@@ -126,8 +125,8 @@ def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
         "--mock-data": None,
     }
     assert pretrain.main(command_line(changed)) == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in ("--num-layer ", "--lr fast", "--hidden-dropout 1", "--data-path"))
+    errors = capsys.readouterr().err
+    assert all(word in errors for word in ("--num-layer ", "--lr fast", "--hidden-dropout 1", "--data-path"))
 
 
 def test_a_missing_checkpoint_is_exit_code_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def test_the_first_run_of_save_and_load_in_one_folder_starts_fresh(
     same: dict[str, str | None] = {"--load": str(tmp_path / "run"), "--save": str(tmp_path / "run")}
     assert pretrain.main(command_line({**same, "--exit-on-missing-checkpoint": ""})) == 3
     assert pretrain.main(command_line(same)) == 0
-    assert "starting fresh" in capsys.readouterr().out
+    assert "starting from scratch" in capsys.readouterr().out
     assert pretrain.main(command_line({**same, "--exit-on-missing-checkpoint": ""})) == 0
     assert "was reached before" in capsys.readouterr().out
 
@@ -150,7 +149,7 @@ def test_the_first_run_of_save_and_load_in_one_folder_starts_fresh(
 def test_under_torchrun_it_is_printed_once(name: str) -> None:
     changed, flag, _ = BROKEN[name]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]
-    ended = subprocess.run(  # torchrun hides the code behind 1
+    ended = subprocess.run(  # torchrun replaces the exit code by 1
         [*words, *command_line(changed)], cwd=ROOT, check=False, capture_output=True, text=True, timeout=120
     )
     assert ended.returncode == 1  # torchrun's own code for any failure

@@ -1,4 +1,4 @@
-"""What whole runs read: longer runs, moved files, sets with losses of their own, tokenizers that are not the data's."""
+"""Data of whole runs: longer runs, moved files, sets with losses of their own, tokenizers that are not the data's."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def flags_of(folder: Path, **changed: str | None) -> list[str]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """What a run has logged, without its times."""
+    """Return the logged metrics of a run, without times."""
     kept = ("iteration", "lm_loss", "grad_norm", "validation", "loss")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in kept if name in line} for line in lines]

@@ -1,4 +1,4 @@
-"""flash-attn-4 is imported beside the start, and keeps what it compiles where it can; Triton has to."""
+"""flash-attn-4 is imported during start-up and caches compiled kernels if possible; Triton needs a cache."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.environment import triton_cache
 from megatrain.config.errors import describe
 from megatrain.kernels.attention.flash4 import flash4
-from megatrain.training.launch.early_imports import begin_imports, require_triton_cache
+from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 
 ROOT = Path(__file__).parents[2]
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
@@ -32,7 +32,7 @@ PLANS = {
 
 @pytest.fixture(autouse=True)
 def _library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library of this name, that tells how it was imported."""
+    """Install a fake library of this name that records how it is imported."""
     cute = tmp_path / "site" / "flash_attn" / "cute"
     cute.mkdir(parents=True)
     (cute.parent / "__init__.py").touch()
@@ -52,9 +52,9 @@ def _library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flash4.cache_clear()
 
 
-def test_it_is_imported_in_a_thread_and_keeps_its_kernels(tmp_path: Path) -> None:
+def test_it_is_imported_in_a_thread_and_caches_its_kernels(tmp_path: Path) -> None:
     said: list[str] = []
-    thread = begin_imports(PLANS["cuda"], said.append)
+    thread = start_imports(PLANS["cuda"], said.append)
     assert thread is not None
     thread.join()
     assert "flash_attn.cute.interface" in sys.modules
@@ -67,31 +67,31 @@ def test_it_is_imported_in_a_thread_and_keeps_its_kernels(tmp_path: Path) -> Non
 
 
 def test_other_runs_import_nothing() -> None:
-    assert begin_imports(PLANS["cpu"], print) is None
+    assert start_imports(PLANS["cpu"], print) is None
     assert f"{CACHE}_ENABLED" not in os.environ
 
 
-def test_a_folder_that_does_not_serve_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     (tmp_path / "file").touch()
     monkeypatch.setenv(f"{CACHE}_DIR", str(tmp_path / "file" / "cache"))
-    begin_imports(PLANS["cuda"], said.append).join()
+    start_imports(PLANS["cuda"], said.append).join()
     assert f"{CACHE}_ENABLED" not in os.environ
-    assert f"as they cannot be kept in '{tmp_path / 'file' / 'cache'}': " in said[0]
+    assert f"it cannot cache them in '{tmp_path / 'file' / 'cache'}': " in said[0]
 
 
-def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
-    begin_imports(PLANS["cuda"], said.append).join()
+    start_imports(PLANS["cuda"], said.append).join()
     assert f"{CACHE}_ENABLED" not in os.environ
     assert "neither XDG_CACHE_HOME nor HOME is set" in said[0]
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"{CACHE}_ENABLED", "0")
-    begin_imports(PLANS["cuda"], print).join()
+    start_imports(PLANS["cuda"], print).join()
     assert os.environ[f"{CACHE}_ENABLED"] == "0"
 
 
@@ -102,11 +102,11 @@ def no_triton_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_triton_variables")
-def test_tritons_folder_is_made_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tritons_folder_is_created_and_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    require_triton_cache(PLANS["cpu"])
+    check_triton_cache(PLANS["cpu"])
     assert not (tmp_path / "home").exists()
-    require_triton_cache(PLANS["cuda"])
+    check_triton_cache(PLANS["cuda"])
     assert list((tmp_path / "home" / ".triton" / "cache").iterdir()) == []
     monkeypatch.setenv("TRITON_HOME", str(tmp_path / "other"))
     assert triton_cache() == str(tmp_path / "other" / ".triton" / "cache")
@@ -114,17 +114,17 @@ def test_tritons_folder_is_made_and_left_empty(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.usefixtures("no_triton_variables")
 @pytest.mark.parametrize("folder", ["cache/file", "cache/file/triton", ""])
-def test_a_folder_that_does_not_serve_triton_ends_the_run(
+def test_an_unusable_folder_for_triton_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / folder) if folder else "")
-    with pytest.raises(ConfigError, match="Triton cannot keep compiled kernels in") as told:
-        require_triton_cache(PLANS["cuda"])
-    assert folder in str(told.value) if folder else "its name is empty" in str(told.value)
+    with pytest.raises(ConfigError, match="Triton cannot cache compiled kernels in") as caught:
+        check_triton_cache(PLANS["cuda"])
+    assert folder in str(caught.value) if folder else "its name is empty" in str(caught.value)
     monkeypatch.setenv("TRITON_CACHE_MANAGER", "cluster.cache:Manager")
-    require_triton_cache(PLANS["cuda"])
+    check_triton_cache(PLANS["cuda"])
 
 
 @pytest.mark.usefixtures("no_triton_variables")
@@ -134,30 +134,27 @@ def test_the_error_names_the_variable_and_the_remedy(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/triton")
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ConfigError) as told:
-        require_triton_cache(PLANS["cuda"])
-    problem, fix = describe(told.value).splitlines()
+    with pytest.raises(ConfigError) as caught:
+        check_triton_cache(PLANS["cuda"])
+    problem, fix = describe(caught.value).splitlines()
     assert (
         problem
-        == "error: Triton cannot keep compiled kernels in '/scratch/triton' (TRITON_CACHE_DIR, or else .triton/cache in TRITON_HOME or HOME): [Errno 13] Permission denied: '/scratch/triton'"
+        == "error: Triton cannot cache compiled kernels in '/scratch/triton' (TRITON_CACHE_DIR, or else .triton/cache in TRITON_HOME or HOME): [Errno 13] Permission denied: '/scratch/triton'"
     )
-    assert (
-        fix
-        == "  fix: set TRITON_CACHE_DIR to a folder that can be written, such as one on each host's own disk"
-    )
+    assert fix == "  fix: set TRITON_CACHE_DIR to a writable folder, such as one on each host's own disk"
 
 
-def test_an_import_that_fails_is_told_where_the_library_is_needed(tmp_path: Path) -> None:
+def test_an_import_that_fails_is_reported_where_the_library_is_needed(tmp_path: Path) -> None:
     (tmp_path / "site" / "flash_attn" / "cute" / "interface.py").write_text(
         "raise OSError('no libcuda here')\n"
     )
-    begin_imports(PLANS["cuda"], print).join()
+    start_imports(PLANS["cuda"], print).join()
     with pytest.raises(OSError, match="no libcuda here"):
         flash4()
 
 
 def test_a_step_imports_no_compiler() -> None:
-    """What takes seconds and nothing here uses: torch.autograd.backward brings sympy where it is given gradients."""
+    """torch.autograd.backward imports sympy, which takes seconds and is not needed here, if it gets gradients."""
     code = (
         "import sys, pretrain; code = pretrain.main(sys.argv[1:]); "
         "sys.exit(code or ', '.join({'sympy', 'torch._dynamo'} & set(sys.modules)) or 0)"

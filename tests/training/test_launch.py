@@ -1,4 +1,4 @@
-"""Real launches: errors that one rank finds alone, other flags on another rank, stops, and what is left behind."""
+"""Launches by torchrun: errors of one rank, other flags on another rank, stops, and the files of a stopped run."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_another_learning_rate_on_one_rank_is_found_before_it_trains(tmp_path: P
     assert "iteration" not in ended.stdout
 
 
-def test_a_file_that_only_one_rank_misses_is_told_by_that_rank(tmp_path: Path) -> None:
+def test_a_file_that_only_one_rank_misses_is_reported_by_that_rank(tmp_path: Path) -> None:
     ended = run_with_extra_flags_on_rank_1(tmp_path, ["--config", "nowhere.yaml"])
     assert "rank 1: error: --config nowhere.yaml" in ended.stderr
     assert ended.stderr.count("fix:") == 1
@@ -59,14 +59,14 @@ def test_two_ranks_train_and_leave_status_and_configuration(tmp_path: Path) -> N
     assert len((save / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
     save = tmp_path / "run"
     flags: dict[str, str | None] = {"--save": str(save), "--load": str(save), "--train-iters": "100000"}
     words = [sys.executable, "pretrain.py", *command_line(flags)]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         wait_for(save / "metrics.jsonl", lines=3)
         process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)  # as schedulers and launchers do between them: once is meant
+        process.send_signal(signal.SIGTERM)  # a scheduler and a launcher both send it: that counts once
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert "signal SIGTERM" in output
@@ -129,7 +129,7 @@ def test_a_fresh_run_into_a_used_folder_is_refused(
     save: dict[str, str | None] = {"--save": str(tmp_path / "run")}
     assert pretrain.main(command_line(save)) == 0
     assert pretrain.main(command_line({**save, "--lr": "1e-4"})) == 2
-    assert "holds checkpoints up to iteration 2, which this run does not continue" in capsys.readouterr().err
+    assert f"--save {save['--save']} has checkpoints up to iteration 2" in capsys.readouterr().err
 
 
 def test_a_metrics_file_that_is_something_else_is_left_alone(
@@ -143,7 +143,7 @@ def test_a_metrics_file_that_is_something_else_is_left_alone(
 
 
 @pytest.mark.parametrize("torn", ["", '{"iteration": 3, "lm_', "[1]\n"])
-def test_metrics_are_cut_behind_the_iteration_that_a_run_resumes_from(tmp_path: Path, torn: str) -> None:
+def test_metrics_are_cut_after_the_iteration_that_a_run_resumes_from(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"iteration": {n}}}\n' for n in (1, 2, 3)) + torn)
     written = MetricsFile(path, resumed_iteration=2)

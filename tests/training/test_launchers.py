@@ -1,4 +1,4 @@
-"""Processes that no torchrun started: by what Slurm leaves in the environment alone, and where that makes no sense."""
+"""Processes without torchrun: ranks from the variables of Slurm, and variables that contradict each other."""
 
 import os
 import socket
@@ -46,7 +46,7 @@ def test_two_tasks_of_srun_train_together() -> None:
     assert shown_elsewhere == ""
 
 
-def test_launchers_that_contradict_each_other_are_told_before_anything_starts(
+def test_launchers_that_contradict_each_other_are_reported_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "RANK": "0", "WORLD_SIZE": "4"}
@@ -56,7 +56,9 @@ def test_launchers_that_contradict_each_other_are_told_before_anything_starts(
     assert "error: WORLD_SIZE is 4, and SLURM_NTASKS is 2\n  fix: unset WORLD_SIZE" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -65,12 +67,10 @@ def test_a_port_in_use_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             monkeypatch.setenv(name, value)
         assert pretrain.main(command_line({})) == 1
     assert port != DEFAULT_PORT
-    told = capsys.readouterr().err
-    assert (
-        f"rank 0 of 2 found no meeting place with the others (RANK 0, WORLD_SIZE 2; rendezvous at 127.0.0.1:{port}"
-        in told
-    )
-    assert "fix: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port" in told
+    error = capsys.readouterr().err
+    assert "rank 0 of 2 cannot reach the rendezvous (RANK 0, WORLD_SIZE 2" in error
+    assert f"127.0.0.1:{port}" in error
+    assert "fix: set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port" in error
 
 
 @pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (75, True), (1, False)])
@@ -90,15 +90,15 @@ def test_the_slurm_script_queues_a_job_again_that_stopped_early(
     assert ("scontrol requeue 77" in ended.stdout) is is_queued_again
 
 
-def test_the_page_shows_what_is_told() -> None:
-    """The words of docs/launching.md are held by the tests that make the program say them."""
+def test_the_page_shows_messages_of_the_program() -> None:
+    """Each message in docs/launching.md is in a test that makes the program print it."""
     page = (ROOT / "docs" / "launching.md").read_text()
-    told = [line.strip() for line in page.splitlines() if line.startswith("    ")]
+    messages = [line.strip() for line in page.splitlines() if line.startswith("    ")]
     tests = "".join(
         path.read_text()
         for folder in ("training", "distributed")
         for path in (ROOT / "tests" / folder).glob("*.py")
     )
-    for line in told:
+    for line in messages:
         words = line.removeprefix("error: iteration 3: lm loss is nan, gradient norm nan; ")
-        assert words in tests, f"no test holds: {words}"
+        assert words in tests, f"no test has: {words}"

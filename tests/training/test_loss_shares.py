@@ -1,4 +1,4 @@
-"""What each token counts, by micro-batches and by tokens."""
+"""Weight of each token in the loss, by micro-batches and by tokens."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from megatrain.tools.parity.rows import Layout
 
 def gradients_of(layout: Layout, batches: list[Batch]) -> tuple[float, torch.Tensor]:
     engine = engine_of(tiny_plan(layout, 1), 0)
-    loss = engine.accumulate_gradients(batches)["lm_loss"].item()
-    return loss, torch.cat(engine.buffers.gradients) / engine.loss_scaler.scale
+    loss = engine.accumulate_gradients(batches).lm_loss.item()
+    return loss, torch.cat(engine.buffers.gradients.full) / engine.loss_scaler.scale
 
 
 def joined(batches: list[Batch]) -> list[Batch]:
@@ -25,7 +25,7 @@ def test_by_tokens_micro_batches_make_no_difference(scale: str) -> None:
     layout = Layout.of(f"tokens {scale}")
     batches = list(own_batches(0, layout, 0))
     loss, found = gradients_of(layout, batches)
-    # A single micro-batch is its own mean, whichever rule is followed.
+    # A single micro-batch is its own mean, under both rules.
     whole, expected = gradients_of(Layout.of(""), joined(batches))
     assert loss == pytest.approx(whole, rel=1e-12)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""What one rank of thousands does before its first step takes seconds and little memory."""
+"""One rank of thousands starts in seconds and with little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that finds no rank 0, and the end of rank 0's server."""
+"""A rank that cannot connect to rank 0, and the end of rank 0's server."""
 
 import json
 import socket
@@ -13,23 +13,23 @@ from megatrain.training.launch.watch_server import WatchServer
 
 
 @pytest.fixture
-def left() -> dist.Store:
-    """The ranks' store after rank 0 has gone: nobody listens at the port that it had told."""
+def orphaned_store() -> dist.Store:
+    """Store of the ranks after rank 0 has exited: no process listens at its port."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = dist.HashStore()
-    store.set("watch", json.dumps({"port": port, "token": "x", "place": {}}))
+    store.set("watch", json.dumps({"port": port, "token": "x", "location": {}}))
     return store
 
 
-def test_a_rank_that_finds_nobody_says_where_it_looked(left) -> None:
+def test_a_rank_that_cannot_connect_names_the_address(orphaned_store) -> None:
     with pytest.raises(MegatrainError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+") as caught:
-        RankWatch(LaunchEnvironment(rank=1, world_size=2), left)
+        RankWatch(LaunchEnvironment(rank=1, world_size=2), orphaned_store)
     assert not caught.value.is_reported
 
 
-def test_a_server_that_ends_by_a_message_is_closed_all_the_same() -> None:
-    """Another rank leaves between the order to end and the byte that wakes the thread."""
+def test_a_server_that_a_message_stops_is_closed() -> None:
+    """Another rank disconnects between the order to close and the byte that wakes the thread."""
     server = WatchServer("x")
     server.start()
     waker = server._waker

@@ -1,4 +1,4 @@
-"""What a run knows of its routers: figures of steps, experts that nobody visits, biases, lines of the log."""
+"""Metrics of routers: figures of steps, experts without tokens, biases, lines of the log."""
 
 from types import SimpleNamespace
 
@@ -39,23 +39,23 @@ def routers_of(specs: dict[int, RouterSpec]) -> Routers:
     return Routers(model, grid, CPU)  # type: ignore[arg-type]
 
 
-def told(loads: list[float], **sums: float) -> torch.Tensor:
+def metrics_row(loads: list[float], **sums: float) -> torch.Tensor:
     return torch.tensor([*(sums.get(name, 0.0) for name in ROUTER_METRICS), *loads], dtype=torch.float64)
 
 
 def step(routers: Routers, infos: list[PassInfo], good: torch.Tensor = GOOD) -> RouterReport:
     routers.collect(infos)
-    report = routers.report({name: value.item() for name, value in routers.follow_step(good).items()})
-    assert report is not None
-    return report
+    metrics = routers.finish_step(good)
+    assert metrics is not None
+    return routers.report(metrics)
 
 
 def passes(first: list[float], second: list[float]) -> list[PassInfo]:
     """Two micro-batches; of the layers' loads, those of layer 1 in both."""
     ten = {"entropy": 10.0, "aux_loss": 1.0, "z_loss": 4.0}
     rest = {"entropy": 5.0, "dropped": 2.0, "aux_loss": 3.0}
-    one = PassInfo(router_metrics={1: told(first, **ten), 3: told([6, 3, 1], **rest)})
-    other = PassInfo(router_metrics={1: told(second, **ten), 3: told([0, 7, 3], **rest)})
+    one = PassInfo(router_metrics={1: metrics_row(first, **ten), 3: metrics_row([6, 3, 1], **rest)})
+    other = PassInfo(router_metrics={1: metrics_row(second, **ten), 3: metrics_row([0, 7, 3], **rest)})
     return [one, other]
 
 
@@ -89,7 +89,7 @@ def test_starved_experts_are_named_when_they_are_and_when_the_time_has_doubled()
     assert sentence.startswith("expert 2 (and 1 other) of layer 1 has had no token for 20 iterations")
 
 
-def test_an_expert_that_is_visited_again_starves_anew() -> None:
+def test_a_token_resets_the_count_of_an_expert() -> None:
     routers = routers_of(SPECS)
     for loads in [[20.0, 10, 10, 0]] * (STARVED_ITERATIONS - 1) + [[20.0, 10, 5, 5]]:
         assert not step(routers, passes(loads, loads)).starved
@@ -97,11 +97,10 @@ def test_an_expert_that_is_visited_again_starves_anew() -> None:
     assert [bool(step(routers, passes(loads, loads)).starved) for loads in hungry].count(True) == 1
 
 
-def test_a_model_without_routers_tells_nothing() -> None:
+def test_a_model_without_routers_has_no_metrics() -> None:
     routers = routers_of({})
     routers.collect([PassInfo()])
-    assert routers.follow_step(GOOD) == {}
-    assert routers.report({}) is None
+    assert routers.finish_step(GOOD) is None
     assert not routers.have_losses
 
 
@@ -109,6 +108,6 @@ def test_the_line_of_the_log_names_the_layers() -> None:
     values = router_values(step(routers_of(SPECS), passes([8, 6, 4, 2], [8, 0, 6, 6])))
     assert values is not None
     assert router_line(values) == (
-        " experts | largest load: 1.60 x mean (layer 1) | dropped: 10.00 %"
+        " experts | max load: 1.60 x mean (layer 1) | dropped assignments: 10.00 %"
         " | router entropy: 0.500 (layer 3) to 1.000 |"
     )

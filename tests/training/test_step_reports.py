@@ -13,20 +13,19 @@ import torch
 from test_broken_command_lines import command_line
 
 import pretrain
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
-from megatrain.training.engine import Engine
 from megatrain.training.build import build_schedules
+from megatrain.training.engine import Engine
 
 TIMES = ("iteration_ms", "tokens_per_second_per_gpu", "timers", "max_memory_bytes")
 
 
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, num_ahead: int, **changed: str) -> int:
-    monkeypatch.setattr(Engine, "num_ahead", num_ahead)
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, max_pending: int, **changed: str) -> int:
+    monkeypatch.setattr(Engine, "max_pending", max_pending)
     flags: dict[str, str | None] = {"--train-iters": "9", "--save": str(folder), "--load": str(folder)}
     flags |= {"--log-interval": "2", "--save-interval": "4", "--eval-interval": "6", "--eval-iters": "1"}
     flags |= {"--log-params-norm": "", "--log-num-zeros-in-grad": "", "--global-batch-size": "4"}
@@ -58,37 +57,37 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 
 def test_a_run_leaves_the_same_lines_and_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [tmp_path / "waits", tmp_path / "ahead"]
-    for num_ahead, folder in enumerate(folders):
-        assert run(folder, monkeypatch, num_ahead=num_ahead) == 0
+    for max_pending, folder in enumerate(folders):
+        assert run(folder, monkeypatch, max_pending=max_pending) == 0
     waits, ahead = (lines_of(folder) for folder in folders)
     assert [line["iteration"] for line in ahead if "lm_loss" in line] == list(range(1, 10))
     assert ahead == waits
     assert all(line["params_norm"] > 0 and line["num_zeros"] == 0 for line in ahead if "lm_loss" in line)
     waits_shards, ahead_shards = (shards_of(folder) for folder in folders)
-    assert len(ahead_shards) == 3  # behind iterations 4, 8 and 9
+    assert len(ahead_shards) == 3  # after iterations 4, 8 and 9
     assert ahead_shards == waits_shards
 
 
 def test_an_iteration_takes_its_own_time_whenever_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before_step(3, lambda: time.sleep(1), monkeypatch)  # the second is under way
-    assert run(tmp_path, monkeypatch, num_ahead=1) == 0
+    before_step(3, lambda: time.sleep(1), monkeypatch)  # the second is pending
+    assert run(tmp_path, monkeypatch, max_pending=1) == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     times = {line["iteration"]: line["iteration_ms"] for line in lines if "iteration_ms" in line}
     assert times.pop(3) > 1000
     assert all(milliseconds < 1000 for number, milliseconds in times.items() if number > 1)
 
 
-def test_a_signal_ends_the_run_within_two_iterations_and_it_goes_on_to_the_same_bits(
+def test_a_signal_stops_the_run_within_two_iterations_and_it_resumes_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert run(whole, monkeypatch, num_ahead=1) == 0
+    assert run(whole, monkeypatch, max_pending=1) == 0
     before_step(2, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch)
-    assert run(stopped, monkeypatch, num_ahead=1) == 75
+    assert run(stopped, monkeypatch, max_pending=1) == 75
     assert [line["iteration"] for line in lines_of(stopped)] == [1, 2, 3]
-    assert run(stopped, monkeypatch, num_ahead=1) == 0
+    assert run(stopped, monkeypatch, max_pending=1) == 0
     assert lines_of(stopped) == lines_of(whole)
     assert shards_of(stopped)["iter_0000009/shard_00000.safetensors"] == next(
         shard for name, shard in shards_of(whole).items() if "0000009" in name
@@ -98,29 +97,29 @@ def test_a_signal_ends_the_run_within_two_iterations_and_it_goes_on_to_the_same_
 def test_the_interval_ends_a_run_that_is_ahead_on_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(tmp_path, monkeypatch, num_ahead=1, exit_interval="3") == 75
+    assert run(tmp_path, monkeypatch, max_pending=1, exit_interval="3") == 75
     assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2, 3]
 
 
-def test_behind_a_step_that_is_not_finite_nothing_moves() -> None:
-    """The host hears of it when later steps have begun, and looks for its cause in the same weights."""
+def test_after_a_step_that_is_not_finite_no_weight_changes() -> None:
+    """The host reads it after later steps have begun, and looks for the cause in the same weights."""
     layout = Layout.of("")
     plan = tiny_plan(layout, 1)
     engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
-    batches, rates = list(own_batches(0, layout, 0)), build_schedules(plan).at(0)
-    assert engine.begin_step(batches, rates).read().is_finite
+    batches, hyperparams = list(own_batches(0, layout, 0)), build_schedules(plan).at(0)
+    assert engine.begin_step(batches, hyperparams).read().is_finite
     before = [x.clone() for kind in engine.optimizer.kinds for x in engine.optimizer.state(kind)]
     finish = engine.data_parallel.finish_gradients
 
     def spoiled() -> None:
         finish()
-        engine.buffers.gradient_shards[0][0] = torch.nan
+        engine.buffers.gradients.shards[0][0] = torch.nan
 
     engine.data_parallel.finish_gradients = spoiled  # type: ignore[method-assign]
-    steps = [engine.begin_step(batches, rates)]
+    steps = [engine.begin_step(batches, hyperparams)]
     engine.data_parallel.finish_gradients = finish  # type: ignore[method-assign]
-    steps.append(engine.begin_step(batches, rates, flags=lambda: (0, 7)))
+    steps.append(engine.begin_step(batches, hyperparams, flags=lambda: (0, 7)))
     reports = [step.read() for step in steps]
     assert [report.is_finite for report in reports] == [False, True]
     assert reports[1].flags == (0, 7)
@@ -129,7 +128,7 @@ def test_behind_a_step_that_is_not_finite_nothing_moves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "num_ahead"),
+    ("flags", "max_pending"),
     [
         ("", 1),
         ("--bf16", 1),
@@ -139,9 +138,9 @@ def test_behind_a_step_that_is_not_finite_nothing_moves() -> None:
         ("--bf16 --timing-log-level 1", 0),
     ],
 )
-def test_steps_that_may_be_skipped_and_timed_ones_are_waited_for(flags: str, num_ahead: int) -> None:
+def test_steps_that_may_be_skipped_and_timed_ones_are_waited_for(flags: str, max_pending: int) -> None:
     plan = resolve(parse([*command_line({}), *flags.split()]), Facts(vocab_size=101, eod_id=100))
     engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
-    assert engine.num_ahead == 0  # what a CPU computes is there at once
+    assert engine.max_pending == 0  # what a CPU computes is there at once
     engine.device = torch.device("cuda")
-    assert engine.num_ahead == num_ahead
+    assert engine.max_pending == max_pending

@@ -14,6 +14,7 @@ from test_broken_command_lines import command_line
 import pretrain
 from megatrain.training.engine import Engine
 from megatrain.training.garbage import GarbageCollection
+from megatrain.training.step_report import Losses
 from megatrain.training.stopping import StopRequest
 
 
@@ -22,13 +23,13 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step's loss is no number, and so are its gradients."""
     accumulate, calls = Engine.accumulate_gradients, []
 
-    def spoiled(self: Engine, batches: Any, **more: Any) -> dict[str, torch.Tensor]:
-        loss = accumulate(self, batches, **more)
+    def spoiled(self: Engine, batches: Any, **more: Any) -> Losses:
+        losses = accumulate(self, batches, **more)
         calls.append(None)
         if len(calls) == 2:
-            self.buffers.gradients[0].fill_(float("nan"))
-            return {name: torch.full_like(value, float("nan")) for name, value in loss.items()}
-        return loss
+            self.buffers.gradients.full[0].fill_(float("nan"))
+            return Losses(lm_loss=torch.full_like(losses.lm_loss, float("nan")))
+        return losses
 
     monkeypatch.setattr(Engine, "accumulate_gradients", spoiled)
 
@@ -66,7 +67,7 @@ def test_without_the_check_the_iteration_is_skipped_and_counted(
     [
         ({"lr": "1e6", "initial_loss_scale": "1"}, "10 such steps in a row with a loss scale of 1; first on rank 0: ", None),
         ({"loss_scale": "1e30"}, "10 such steps in a row with a loss scale of 1e+30; first on rank 0: the backward pass of ",
-         "use a smaller --loss-scale, or none, with which it adapts itself; nothing was updated"),
+         "use a smaller --loss-scale, or remove it for a dynamic scale; "),
     ],
 )  # fmt: skip
 def test_a_lost_run_of_fp16_ends(
@@ -87,7 +88,7 @@ def test_garbage_is_collected_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
     garbage = GarbageCollection(is_manual=True, interval=3, around_evaluation=True)
-    with garbage.taken_over():
+    with garbage.manual_collection():
         assert not gc.isenabled()
         for iteration in range(1, 8):
             garbage.after_iteration(iteration)
@@ -97,7 +98,7 @@ def test_garbage_is_collected_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -
     assert gc.isenabled()
     assert len(collected) == 5
     left_alone = GarbageCollection(is_manual=False, interval=1, around_evaluation=True)
-    with left_alone.taken_over(), left_alone.evaluation():
+    with left_alone.manual_collection(), left_alone.evaluation():
         left_alone.after_iteration(1)
         assert gc.isenabled()
     assert len(collected) == 5

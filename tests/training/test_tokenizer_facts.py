@@ -1,4 +1,4 @@
-"""A problem with the tokenizer is told once, by whoever finds it: the parser, a rule, or the loading of its files."""
+"""A problem with the tokenizer is reported once: by the parser, a rule, or the loading of its files."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def problems(flags: str) -> tuple[Problem, ...]:
         ("", "there is no tokenizer"),
     ],
 )
-def test_each_problem_is_told_once(flags: str, words: str) -> None:
+def test_each_problem_is_reported_once(flags: str, words: str) -> None:
     (problem,) = problems(flags)
     assert words in str(problem)
 
 
-def test_a_size_that_contradicts_the_file_is_told_once(golden) -> None:
+def test_a_size_that_contradicts_the_file_is_reported_once(golden) -> None:
     flags = (
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {golden / 'tokenizer.json'} --vocab-size 9"
     )
@@ -61,9 +61,9 @@ def test_a_tokenizer_without_an_end_loads_until_the_end_is_needed(golden, tmp_pa
     text = (golden / "tokenizer.json").read_text().replace("<|endoftext|>", "<|nothing|>")
     (tmp_path / "tokenizer.json").write_text(text)
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
-    told = [str(problem) for problem in problems(f"{flags} --eod-mask-loss")]
-    assert len(told) == 2, "the loss mask, and the made-up data of this run"
-    assert f"--eod-mask-loss needs an end-of-document token, and {tmp_path} names none" in told[0]
+    errors = [str(problem) for problem in problems(f"{flags} --eod-mask-loss")]
+    assert len(errors) == 2, "the loss mask, and the made-up data of this run"
+    assert f"--eod-mask-loss needs an end-of-document token, and {tmp_path} names none" in errors[0]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|nothing|>"}))
     request = parse(f"{RUN} {flags} --eod-mask-loss".split())
     plan = resolve(request, gather_facts(request, LaunchEnvironment()))

@@ -47,7 +47,7 @@ def batch_of(step: int) -> Batch:
 
 
 def activations(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
-    """What each segment gives, the last one's as logits."""
+    """Return the output of each segment; that of the last are logits."""
     info = PassInfo(microbatch=0, is_training=False)
     found: dict[str, torch.Tensor] = {}
     hidden = None
@@ -148,7 +148,7 @@ def test_sgd_scales_vectors_and_tables() -> None:
 
 
 def test_each_parameter_steps_at_the_rate_of_its_kind() -> None:
-    """Adam's first step is its rate, whatever the gradient."""
+    """The size of Adam's first step is the learning rate for every gradient."""
     plan = plan_of(2 * BASE, f"--untie-embeddings-and-output-weights {MUP}")
     engine = engine_of(plan)
     before = [weights.clone() for weights in engine.buffers.weights.full]

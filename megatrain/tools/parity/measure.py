@@ -1,4 +1,4 @@
-"""What a rank of a layout finds: losses, norms, gradients and weights of three steps of the tiny model."""
+"""Measure one rank of a layout: losses, norms, gradients and weights of three steps of the tiny model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import torch
 
 from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.parallel.batch import Batch, Documents
-from megatrain.parallel.data_gradients import GradientSums
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.layout import Box
 from megatrain.tools.parity.faults import planted
 from megatrain.tools.parity.rows import MICRO_BATCH, Layout
 from megatrain.tools.worker_pool import kept_group
+from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
-from megatrain.training.launch.custom_layers import with_own_layers
+from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.facts import library_versions
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.step_report import StepReport
-from megatrain.training.updates import schedules_of
+from megatrain.training.step_report import Losses, StepReport
 
 NUM_STEPS = 3
 _VOCAB, _SEQ, _END = 101, 24, 7
@@ -45,28 +45,28 @@ class Part:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank found."""
+    """The answer of one rank."""
 
     losses: list[float]
-    """Of each step, with all else that it tells of: the z-loss, and what routers do, of which none is 0."""
+    """All losses of each step: lm loss, z-loss, and the nonzero metrics of the routers."""
     norms: list[float]
     gradients: list[Part]
-    """Of the first step."""
+    """Gradients of the first step."""
     weights: list[Part]
-    """Of the last step, as the model computes with them."""
+    """Weights after the last step, as the model computes with them."""
     first_weights: list[Part] = field(default_factory=list)
-    """Of the first step, as this rank's optimizer holds them; only where rounding is measured."""
+    """Master weights after the first step, as this rank's optimizer holds them; only if rounding is measured."""
 
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-NARROW: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16")
-"""Precisions that are held to noise."""
+LOW_PRECISIONS: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16")
+"""Precisions compared with measured noise."""
 Implementation = Literal["local", "transformer_engine"]
 _PRECISION_FLAGS: dict[Precision, str] = {
     "fp64": "--params-dtype float64",
     "fp32": "--params-dtype float32",
     "bf16": "--bf16 --params-dtype bfloat16",
-    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",  # a usual first one skips all three steps
+    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",  # the default initial scale would skip all three steps
 }
 
 
@@ -80,57 +80,56 @@ class Job:
     implementation: Implementation = "local"
     micro_batch: int = MICRO_BATCH
     is_rounding_measured: bool = False
-    """Whether the weights of the first step are wanted, and Adam moves elements by their gradients' sizes, so that
-    elements whose gradient is small do not move by a multiple of what rounding made of it."""
+    """Whether to record the first step's weights, with a large Adam eps, so that elements with a small gradient do not move
+    by a multiple of its rounding error."""
     has_routes_of_numbers: bool = False
-    """Whether experts are chosen by each token's number alone: rounding would send some tokens to others, and their gradients
-    elsewhere."""
+    """Whether experts are chosen by token number only, because rounding would change some choices."""
     are_sums_rounded: bool = False
-    """Whether gradients are rounded as they are to travel, in one process too: the noise of sums over replicas."""
+    """Whether gradients are rounded to the reduction dtype in one process too: the noise of sums over replicas."""
     draw: int = 0
-    """Which initial weights: the default seed's, or those of this seed."""
+    """Seed of the initial weights; 0: the default seed."""
     fault: str | None = None
-    """One of `parity_faults.FAULTS`."""
+    """Name of a planted fault (`faults.FAULTS`)."""
 
 
 def measure(rank: int, world_size: int, job: Job) -> Measured:
-    """Three steps of the tiny model, as one rank of a layout sees them."""
+    """Run three steps of the tiny model on one rank of a layout."""
     plan = plan_of(job, world_size)
     layout = job.layout
     with planted(job.fault), _rounded_sums() if job.are_sums_rounded else nullcontext():
         engine = engine_of(plan, rank)
         batches = [_batches_of(job, step, engine) for step in range(NUM_STEPS)]
         gradients = _noted_gradients(engine)
-        rates = schedules_of(plan).at(0)
+        hyperparams = build_schedules(plan).at(0)
         reports, first_weights = [], []
         for step in range(NUM_STEPS):
-            reports.append(engine.step(batches[step], rates, first_sample=step * layout.global_batch))
+            reports.append(engine.step(batches[step], hyperparams, first_sample=step * layout.global_batch))
             if step == 0 and job.is_rounding_measured:
-                first_weights = main_weights_of(engine)
+                first_weights = master_weights_of(engine)
         weights = weights_of(engine)
     losses = [loss for report in reports for loss in _losses_of(report)]
     return Measured(losses, [r.grad_norm for r in reports], gradients, weights, first_weights)
 
 
 def _rounded_sums() -> AbstractContextManager[Any]:
-    """Each micro-batch's gradients, and the sums behind them, are rounded as where each has a replica of its own."""
-    formed = GradientSums.formed
+    """Round each micro-batch's gradients and their running sums, as if each micro-batch had its own replica."""
+    mark_ready = GradientReduction.mark_ready
     before: dict[tuple[int, int], torch.Tensor] = {}
 
-    def rounded(self: GradientSums, number: int, *, is_last: bool) -> None:
-        whole = self.memory.wholes[number]
+    def rounded(self: GradientReduction, number: int, *, is_last: bool) -> None:
+        whole = self.memory.full[number]
         key = (id(self), number)
         sums = before.pop(key, torch.zeros_like(whole))
         whole.copy_((sums + (whole - sums).to(self.dtype)).to(self.dtype))
         if not is_last:
             before[key] = whole.clone()
-        formed(self, number, is_last=is_last)
+        mark_ready(self, number, is_last=is_last)
 
-    return mock.patch.object(GradientSums, "formed", rounded)
+    return mock.patch.object(GradientReduction, "mark_ready", rounded)
 
 
 def _losses_of(report: StepReport) -> Iterator[float]:
-    """All that a step tells, with what its routers do."""
+    """Yield the losses of a step and its router metrics."""
     yield from (loss for loss in (report.lm_loss, report.z_loss) if loss is not None)
     if report.routers is not None:
         yield from report.routers.losses.values()
@@ -139,47 +138,47 @@ def _losses_of(report: StepReport) -> Iterator[float]:
 
 
 def _noted_gradients(engine: Engine) -> list[Part]:
-    """A list that will hold the gradients of the first step, once they are summed, without their scale."""
+    """Return a list that receives the reduced, unscaled gradients of the first step."""
     found: list[Part] = []
     accumulate = engine.accumulate_gradients
 
-    def noting(batches: Sequence[Batch], *, first_sample: int = 0) -> dict[str, torch.Tensor]:
-        sums = accumulate(batches, first_sample=first_sample)
+    def noting(batches: Sequence[Batch], *, first_sample: int = 0) -> Losses:
+        losses = accumulate(batches, first_sample=first_sample)
         if not found:
             scale = engine.loss_scaler.scale
             found.extend(replace(part, values=part.values / scale) for part in gradients_of(engine))
-        return sums
+        return losses
 
     engine.accumulate_gradients = noting  # type: ignore[method-assign]
     return found
 
 
 def engine_of(plan: Plan, rank: int) -> Engine:
-    """A rank's engine with initial weights. The process has joined its world; on GPUs, rank k has GPU k."""
-    device = torch.device("cuda", rank) if plan.derived.device == "cuda" else torch.device("cpu")
-    grid = RankGrid.build(grid_shape(plan), rank, kept_group)
+    """Build a rank's engine with initial weights. The process group exists; on GPUs, rank k uses GPU k."""
+    device = torch.device("cuda", rank) if plan.config.training.device == "cuda" else torch.device("cpu")
+    grid = build_grid(grid_shape(plan), rank, kept_group)
     engine = Engine(plan, grid, device)
     engine.initialize()
     return engine
 
 
 def plan_of(job: Job, world_size: int) -> Plan:
-    """What a job runs."""
+    """Resolve the plan of a job."""
     flags = [*_PRECISION_FLAGS[job.precision].split(), "--micro-batch-size", str(job.micro_batch)]
     flags += ["--adam-eps", "1e-3"] if job.is_rounding_measured else []
     if job.has_routes_of_numbers and "--num-experts" in job.layout.flags():
         flags += ["--moe-router-force-load-balancing"]
-        # Numbers of bf16 are often alike.
-        flags += ["--moe-router-dtype", "fp32"] if job.layout.has("routersnarrow") else []
+        # Scores in bf16 are often equal.
+        flags += ["--moe-router-dtype", "fp32"] if job.layout.has("routersdefault") else []
     flags += ["--seed", str(job.draw)] if job.draw else []
     flags += ["--transformer-impl", job.implementation] if job.implementation != "local" else []
     return tiny_plan(job.layout, world_size, *flags, device=job.device)
 
 
 def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device = "cpu") -> Plan:
-    """Four layers, a vocabulary that no tensor-parallel size divides, and clipping at work.
+    """Resolve a plan with four layers, a vocabulary that no tensor-parallel size divides, and active clipping.
 
-    Adam's eps is large, so that elements whose gradient is nothing but rounding do not move by a multiple of it.
+    Adam's eps is large, so that elements whose gradient is only rounding error do not move by a multiple of it.
     """
     flags = (
         f"--num-layers 4 --num-attention-heads 48 {_WIDTHS[device]} --init-method-std 0.1 --mock-data "
@@ -192,14 +191,14 @@ def tiny_plan(layout: Layout, world_size: int, *more_flags: str, device: Device 
     facts = Facts(
         world_size=world_size, vocab_size=_VOCAB, eod_id=_VOCAB - 1, device=device, libraries=libraries
     )
-    return resolve(request, with_own_layers(request, facts))
+    return resolve(request, add_custom_layers(request, facts))
 
 
 _WIDTHS: dict[Device, str] = {
     "cpu": "--hidden-size 48 --kv-channels 4 --ffn-hidden-size 96",
     "cuda": "--hidden-size 192 --kv-channels 16 --ffn-hidden-size 384",
 }
-"""As small as can be; on GPUs, as wide as their kernels want."""
+"""Smallest widths; on GPUs, the smallest that their kernels support."""
 
 
 def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
@@ -210,7 +209,7 @@ def _batches_of(job: Job, step: int, engine: Engine) -> list[Batch]:
 def own_batches(
     step: int, layout: Layout, dp_rank: int, *, micro_batch: int = MICRO_BATCH
 ) -> Iterator[Batch]:
-    """This replica's micro-batches of a global batch that is the same under every layout; a third of the mask is 0."""
+    """Yield this replica's micro-batches of a global batch that is equal under every layout; a third of the mask is 0."""
     rng = np.random.default_rng(step)
     tokens = torch.from_numpy(_tokens(rng, layout.global_batch))
     mask = torch.from_numpy((rng.random((layout.global_batch, _SEQ)) < 0.67).astype(np.float32))
@@ -233,22 +232,22 @@ def own_batches(
 
 
 def _tokens(rng: np.random.Generator, num_samples: int) -> npt.NDArray[np.int64]:
-    """Ids [samples, s + 1], in which no two documents of a micro-batch begin alike.
+    """Return ids [samples, s + 1] such that no two documents of a micro-batch start with the same token.
 
-    Alike beginnings have the same scores under every layout but for rounding, which then decides whom an expert drops.
+    Equal starts have equal scores up to rounding, which would then decide which token an expert drops.
     """
     tokens = rng.integers(0, _VOCAB, (num_samples, _SEQ + 1))
-    beginnings = itertools.cycle(rng.permutation(_VOCAB))
+    first_tokens = itertools.cycle(rng.permutation(_VOCAB))
     for sample in tokens:
         before = _END
         for place, number in enumerate(sample):
-            sample[place] = number if before % _END else next(beginnings)
+            sample[place] = number if before % _END else next(first_tokens)
             before = sample[place]
     return tokens
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """The same batch with its tensors elsewhere."""
+    """Copy a batch to a device."""
     documents = batch.documents
     return Batch(
         tokens=batch.tokens.to(device),
@@ -262,15 +261,15 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _documents(tokens: torch.Tensor) -> Documents:
-    """Documents that end behind every id that _END divides, so that samples hold none to several."""
+    """End a document after every id divisible by _END, so that samples hold one or several documents."""
     flat = torch.cat([torch.nn.functional.pad(row % _END == 0, (1, 0))[:-1] for row in tokens])
     flat[::_SEQ] = True
-    borders = torch.cat([flat.nonzero().flatten(), torch.tensor([len(flat)])]).to(torch.int32)
-    return Documents(borders, int(borders.diff().max()), *tokens.shape)
+    cu_seqlens = torch.cat([flat.nonzero().flatten(), torch.tensor([len(flat)])]).to(torch.int32)
+    return Documents(cu_seqlens, int(cu_seqlens.diff().max()), *tokens.shape)
 
 
 def _positions(documents: Documents | None, micro_batch: int) -> torch.Tensor:
-    """Place of each token in its sample, or its document."""
+    """Return the position of each token in its sample or document."""
     places = torch.arange(micro_batch * _SEQ)
     starts = torch.arange(0, len(places), _SEQ) if documents is None else documents.cu_seqlens[:-1].long()
     own = starts[torch.bucketize(places, starts, right=True) - 1]
@@ -278,17 +277,17 @@ def _positions(documents: Documents | None, micro_batch: int) -> torch.Tensor:
 
 
 def gradients_of(engine: Engine) -> list[Part]:
-    """The summed gradients, of the shards whose sums this rank has."""
-    return _parts_of(engine, engine.buffers.gradient_shards)
+    """Return the reduced gradients of this rank's shards."""
+    return _parts_of(engine, engine.buffers.gradients.shards)
 
 
-def main_weights_of(engine: Engine) -> list[Part]:
-    """The weights as this rank's optimizer holds them."""
+def master_weights_of(engine: Engine) -> list[Part]:
+    """Return the master weights of this rank's optimizer."""
     return _parts_of(engine, engine.optimizer.state("weight"))
 
 
 def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
-    """What flat tensors hold that are laid out as this rank's shards are."""
+    """Cut flat tensors, laid out as this rank's shards, into parts."""
     return [
         Part(box.piece.name, box.box, _numbers(flat[place].view(box.shape)))
         for shard, flat in zip(engine.buffers.shards, flats, strict=True)
@@ -297,13 +296,13 @@ def _parts_of(engine: Engine, flats: Sequence[torch.Tensor]) -> list[Part]:
 
 
 def weights_of(engine: Engine) -> list[Part]:
-    """What the model computes with: every copy, not only what this rank's optimizer owns, and biases of routers."""
+    """Return all weights that the model computes with, replicated ones included, and the routers' expert biases."""
     biases = engine.model.expert_biases.state()
     parts = [Part(name, ((0, len(values)),), np.asarray(values)) for name, values in biases.items()]
-    for bucket, weights in engine.data_parallel.whole_buckets():
-        for placed in bucket.placed:
-            flat = weights[placed.start : placed.stop]
-            for box in placed.entry.layout.ranges(0, flat.numel()):
+    for bucket, weights in engine.data_parallel.gathered_buckets():
+        for param in bucket.params:
+            flat = weights[param.start : param.stop]
+            for box in param.entry.layout.ranges(0, flat.numel()):
                 values = flat[box.offset : box.offset + box.numel].view(box.shape)
                 parts.append(Part(box.piece.name, box.box, _numbers(values)))
     return parts

@@ -1,1 +1,1 @@
-"""Launching: facts, one plan for all ranks, process groups, and how a rank's failure ends the others."""
+"""Start of a run: facts, one plan for all ranks, process groups, and the watch over failing ranks."""

@@ -1,9 +1,9 @@
-"""One plan for all ranks, before any of them enters a collective; and no start where they do not agree.
+"""One plan for all ranks, before the first collective; the run does not start if ranks differ.
 
-    every rank: asked for the same as rank 0? ──> rank 0: facts, plan ──> every rank: the same plan ──> all may start
+    every rank: same settings and software as rank 0? ──> rank 0: facts, plan ──> every rank: the same plan ──> start
 
-What one rank has alone (other flags, a file that cannot be read on its node, another version of the code or a library)
-it tells itself, before anything follows from it. What all ranks find wrong is rank 0's to tell, once.
+A problem of a single rank (other flags, an unreadable file, another version of the code or of a library) is reported by that
+rank. Only rank 0 reports problems that all ranks share.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
 from megatrain.training.logging.status_file import write_status
 
-_SECONDS_TO_END: Final = 10.0
+_SECONDS_TO_EXIT: Final = 10.0
 _SAME_COMMAND: Final = "start all ranks with the same command line and the same files"
-_SAME_SOFTWARE: Final = "give all hosts the same code and the same packages"
+_SAME_SOFTWARE: Final = "install the same code and packages on all hosts"
 
 
 def agreed_plan(
     request: Request, environment: LaunchEnvironment, store: dist.Store | None
 ) -> tuple[Facts, Plan]:
-    """Facts and plan, equal on all ranks; an error on any of them is an error on all."""
+    """Return facts and plan, equal on all ranks; an error on one rank is raised on all."""
     try:
         if store is not None:
-            _compare(request, environment, store)
+            _compare_with_rank_0(request, environment, store)
         if store is None or environment.rank == 0:
             agreed = _plan_of_rank_0(request, environment, store)
         else:
             agreed = _plan_of_another_rank(request, store)
     except MegatrainError as error:
         if not error.is_reported:
-            tell(error)
+            print_error(error)
             error.is_reported = True
         if store is not None:
-            store.set("may start", "no")
-            _end_together(environment, store)
+            store.set("start", "no")
+            _exit_after_others(environment, store)
         raise
     if store is not None:
         if store.add("ready", 1) == environment.world_size:
-            store.set("may start", "yes")
-        if store.get("may start") != b"yes":
-            elsewhere = _told_elsewhere(2)
-            _end_together(environment, store)
+            store.set("start", "yes")
+        if store.get("start") != b"yes":
+            elsewhere = _reported_elsewhere(2)
+            _exit_after_others(environment, store)
             if environment.rank == 0:
                 _write_failure(request, elsewhere)
             raise elsewhere
     return agreed
 
 
-def _end_together(environment: LaunchEnvironment, store: dist.Store) -> None:
-    """Rank 0 goes last: the store may be its own, and all ranks have yet to read in it that they shall end."""
-    num_ended, deadline = store.add("ended", 1), time.monotonic() + _SECONDS_TO_END
-    while environment.rank == 0 and num_ended < environment.world_size and time.monotonic() < deadline:
+def _exit_after_others(environment: LaunchEnvironment, store: dist.Store) -> None:
+    """Keep rank 0 alive until the others have read the outcome: the store may be in its process."""
+    num_exited, deadline = store.add("exited", 1), time.monotonic() + _SECONDS_TO_EXIT
+    while environment.rank == 0 and num_exited < environment.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
-        num_ended = store.add("ended", 0)
+        num_exited = store.add("exited", 0)
 
 
-def _compare(request: Request, environment: LaunchEnvironment, store: dist.Store) -> None:
-    """Returns once all ranks were found to have been asked for the same, by the same software.
+def _compare_with_rank_0(request: Request, environment: LaunchEnvironment, store: dist.Store) -> None:
+    """Compare settings and software of all ranks with rank 0.
 
     Raises:
-        ConfigError: they were not. Whoever differs from rank 0 has told it.
+        ConfigError: on all ranks if one differs; the ranks that differ have reported it.
     """
-    own = _Asked(
+    own = _StartSettings(
         num_ranks=environment.world_size,
         software=identity(),
         values=_values(request, environment),
@@ -88,18 +88,18 @@ def _compare(request: Request, environment: LaunchEnvironment, store: dist.Store
         is_complete=request.is_complete,
     )
     if environment.rank == 0:
-        store.set("asked", json.dumps(dataclasses.asdict(own)))
-    of_rank_0 = _Asked(**json.loads(store.get("asked")))
+        store.set("settings", json.dumps(dataclasses.asdict(own)))
+    of_rank_0 = _StartSettings(**json.loads(store.get("settings")))
     error: MegatrainError | None = _difference(own, of_rank_0)
     if error is not None:
-        tell(error)  # before another rank can end, upon which the launcher would stop this one
+        print_error(error)  # before another rank exits: the launcher then kills this one
         error.is_reported = True
-        store.set("not the same", "yes")
+        store.set("differ", "yes")
     if store.add("compared", 1) == of_rank_0.num_ranks:
-        store.set("all have compared", "yes")
-    store.wait(["all have compared"])
-    if error is None and store.check(["not the same"]):
-        error = _told_elsewhere(2)
+        store.set("all compared", "yes")
+    store.wait(["all compared"])
+    if error is None and store.check(["differ"]):
+        error = _reported_elsewhere(2)
         if environment.rank == 0:
             _write_failure(request, error)
     if error is not None:
@@ -107,15 +107,15 @@ def _compare(request: Request, environment: LaunchEnvironment, store: dist.Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What a rank was started with. Survives JSON as it is."""
+class _StartSettings:
+    """Settings and software of a rank, as JSON values."""
 
     num_ranks: int
     software: dict[str, str]
     values: dict[str, Any]
-    """By flag or variable, before anything is derived; without those that could not be understood."""
+    """Given values by flag or variable; invalid ones are left out."""
     problems: list[list[str]]
-    """What was wrong with flags and files of settings, and what to do about each."""
+    """Problem and fix of each invalid flag or file."""
     is_complete: bool
 
 
@@ -130,14 +130,14 @@ def _values(request: Request, environment: LaunchEnvironment) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     if not is_resolved(value):
-        return {"AUTO": "left open", "REQUIRED": "missing"}[repr(value)]
+        return {"AUTO": "not set", "REQUIRED": "missing"}[repr(value)]
     return list(value) if isinstance(value, tuple) else value
 
 
-def _difference(own: _Asked, of_rank_0: _Asked) -> ConfigError | None:
-    """What is to be told of a rank that was not started as rank 0 was; what rank 0 alone has wrong, it tells itself."""
+def _difference(own: _StartSettings, of_rank_0: _StartSettings) -> ConfigError | None:
+    """Return the error of a rank that differs from rank 0, or None. Problems of rank 0 alone are left to rank 0."""
     if own.software != of_rank_0.software:
-        return _differing(own.software, of_rank_0.software, fix=_SAME_SOFTWARE)
+        return _difference_error(own.software, of_rank_0.software, fix=_SAME_SOFTWARE)
     problems = [Problem(*problem) for problem in own.problems if problem not in of_rank_0.problems]
     if problems:
         return ConfigError.of(problems)
@@ -145,13 +145,13 @@ def _difference(own: _Asked, of_rank_0: _Asked) -> ConfigError | None:
         return None
     names = [name for name in own.values if name in of_rank_0.values]
     here, there = ({name: asked.values[name] for name in names} for asked in (own, of_rank_0))
-    return _differing(here, there, fix=_SAME_COMMAND) if here != there else None
+    return _difference_error(here, there, fix=_SAME_COMMAND) if here != there else None
 
 
 def _plan_of_rank_0(
     request: Request, environment: LaunchEnvironment, store: dist.Store | None
 ) -> tuple[Facts, Plan]:
-    """Facts are rank 0's alone, so that thousands of ranks neither read the same files nor disagree about them."""
+    """Gather the facts and store them with the plan: only rank 0 reads files, so that ranks cannot disagree about them."""
     answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
     try:
         facts = gather_facts(request, environment)
@@ -159,7 +159,7 @@ def _plan_of_rank_0(
         plan = resolve(request, facts)
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
-        tell(error)  # before another rank can end, upon which the launcher would stop this one
+        print_error(error)  # before another rank exits: the launcher then kills this one
         error.is_reported = True
         _write_failure(request, error)
         answer |= {"problems": [str(problem) for problem in error.problems], "exit_code": error.exit_code}
@@ -173,7 +173,7 @@ def _plan_of_rank_0(
 def _plan_of_another_rank(request: Request, store: dist.Store) -> tuple[Facts, Plan]:
     answer = json.loads(store.get("rank 0"))
     if answer["facts"] is None:
-        raise _told_elsewhere(answer["exit_code"])
+        raise _reported_elsewhere(answer["exit_code"])
     facts = Facts.from_json(answer["facts"])
     try:
         plan = resolve(request, facts)
@@ -181,22 +181,22 @@ def _plan_of_another_rank(request: Request, store: dist.Store) -> tuple[Facts, P
         error.is_reported = [str(problem) for problem in error.problems] == answer["problems"]
         raise
     if answer["config"] is None:
-        raise _told_elsewhere(answer["exit_code"])
+        raise _reported_elsewhere(answer["exit_code"])
     return facts, plan
 
 
-def _differing(here: Mapping[str, Any], there: Mapping[str, Any], *, fix: str) -> ConfigError:
-    """With all that differs from rank 0, in one line."""
-    said = [
+def _difference_error(here: Mapping[str, Any], there: Mapping[str, Any], *, fix: str) -> ConfigError:
+    """Return an error that lists all differences from rank 0 in one line."""
+    differences = [
         f"{name} is {here.get(name, 'missing')} on this rank and {there.get(name, 'missing')} on rank 0"
         for name in {**there, **here}
         if here.get(name) != there.get(name)
     ]
-    return ConfigError("; ".join(said), fix=fix)
+    return ConfigError("; ".join(differences), fix=fix)
 
 
 def identity() -> dict[str, str]:
-    """What runs here: Python, libraries, and this program's own files."""
+    """Return the versions of Python, libraries and megatrain's own files."""
     digest = hashlib.sha256()
     folder = Path(megatrain.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -208,21 +208,21 @@ def identity() -> dict[str, str]:
     }
 
 
-def _told_elsewhere(exit_code: int) -> MegatrainError:
-    error = MegatrainError("another rank could not start", fix="see its message")
+def _reported_elsewhere(exit_code: int) -> MegatrainError:
+    error = MegatrainError("another rank could not start", fix="see the message of that rank")
     error.is_reported, error.exit_code = True, exit_code
     return error
 
 
 def _write_failure(request: Request, error: MegatrainError) -> None:
-    """`status.json` for a run that did not start, where --save names a folder that is there."""
+    """Write `status.json` of a run that did not start, if the folder of --save exists."""
     save = request.known("checkpoint.save")
     if save is not None and Path(save).is_dir():
         write_status(Path(save), exit_code=error.exit_code, reason=error.problems[0].text, iteration=None)
 
 
-def tell(error: MegatrainError) -> None:
-    """Print an error, under this rank's number where it is not rank 0."""
+def print_error(error: MegatrainError) -> None:
+    """Print an error; ranks other than 0 prefix their number."""
     rank = read_environment().rank
     sys.stdout.flush()
     print(f"{f'rank {rank}: ' if rank else ''}{describe(error)}", file=sys.stderr, flush=True)

@@ -14,21 +14,25 @@ from megatrain.model.custom_layers import describe_custom_layers
 from megatrain.model.specs import gpt_spec
 
 
-def with_custom_layers(request: Request, facts: Facts) -> Facts:
-    """The facts, with what the function of --spec gives, or the problem that it has. Without --spec they are as they were."""
+def add_custom_layers(request: Request, facts: Facts) -> Facts:
+    """Add the layers that the function of --spec returns to the facts, or its problem; without --spec, change nothing."""
     function = layer_function(request.known("model.spec") or ())
     if function is None:
         return facts
     try:
         plan = _plain_plan(request, facts)
-        usual = gpt_spec(plan.config.model, plan.config.experts, vocab_size=plan.derived.vocab_size).layers
-        return dataclasses.replace(facts, custom_layers=describe_custom_layers(function, plan.config.model, usual))
+        default_layers = gpt_spec(
+            plan.config.model, plan.config.experts, vocab_size=plan.derived.vocab_size
+        ).layers
+        return dataclasses.replace(
+            facts, custom_layers=describe_custom_layers(function, plan.config.model, default_layers)
+        )
     except ConfigError as error:
         return dataclasses.replace(facts, data_problems=(*facts.data_problems, *error.problems))
 
 
 def _plain_plan(request: Request, facts: Facts) -> Plan:
-    """The plan of the same run with the layers that its flags describe, on this device or, as for a dry run, another."""
+    """Return the plan of the run without --spec, on this device or, if that is impossible, on the other kind."""
     plain = dataclasses.replace(
         request,
         config=request.config.with_values({"model.spec": (), "model.spec_digest": AUTO}),

@@ -1,13 +1,13 @@
-"""--deterministic-mode on a GPU: the same bits in every run of the same command on the same devices and versions.
+"""--deterministic-mode on a GPU: bit-identical results in every run of a command on the same devices and versions.
 
-What could differ, and what is done about it:
+Sources of nondeterminism, and the remedy of each:
 
-    the embedding's gradient (`index_add_`, atomics)     torch's other way: rows are sorted first
-    attention's backward pass                            flash-attn-4 and torch's flash kernels order their sums when asked;
-                                                         cuDNN's is not taken (`config/derive/attention_backend.py`)
-    matrix products (cuBLAS, which shares work space)    CUBLAS_WORKSPACE_CONFIG
-    kernels of our own (`kernels/fused`)                 sums over programs are a second pass: there is nothing to do
-    an operation that nobody thought of                  torch refuses it
+    the embedding's gradient (`index_add_`, atomics)     torch's deterministic kernel, which sorts rows first
+    attention's backward pass                            deterministic mode of flash-attn-4 and of torch's flash kernels;
+                                                         cuDNN's kernel is not used (`config/derive/attention_backend.py`)
+    matrix products (cuBLAS, shared work space)          CUBLAS_WORKSPACE_CONFIG
+    kernels of our own (`kernels/fused`)                 deterministic: sums over programs are a second pass
+    any other operation                                  torch raises an error
 
 Sources: torch.use_deterministic_algorithms; cuBLAS, "Results Reproducibility".
 """
@@ -19,12 +19,12 @@ import torch
 from megatrain.config.environment import set_unless_given
 
 _WORKSPACE = ":4096:8"
-"""Eight buffers of 4,096 KiB: as much as torch gives cuBLAS on Hopper anyway."""
+"""Eight buffers of 4,096 KiB, the size that torch uses on Hopper by default."""
 
 
 def use_deterministic_operations() -> None:
-    """For the whole process, before its first matrix product."""
+    """Make the process deterministic; call it before the first matrix product."""
     set_unless_given("CUBLAS_WORKSPACE_CONFIG", _WORKSPACE)
     torch.use_deterministic_algorithms(mode=True)
-    # All that is read was written before.
+    # No kernel reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

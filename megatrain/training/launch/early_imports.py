@@ -1,10 +1,10 @@
-"""What takes long before the first iteration and needs no one to wait for it: flash-attn-4, on GPUs where attention runs on it.
+"""Import of flash-attn-4 during start-up, if attention uses it; caches of compiled kernels.
 
-    plan ─> its kernels, once compiled, are kept ─> it is imported in a thread, while groups are joined and weights drawn
+    plan ─> enable the kernel cache ─> import in a thread, while process groups are created and weights drawn
 
-The library keeps compiled kernels where FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1, in ..._CACHE_DIR (its cache_utils.py);
-Triton always does, in TRITON_CACHE_DIR or ~/.triton/cache, and cannot do without. What goes wrong in the thread comes again
-where the library is first used.
+flash-attn-4 caches compiled kernels in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR if ..._CACHE_ENABLED is 1 (its cache_utils.py).
+Triton always does, in TRITON_CACHE_DIR or ~/.triton/cache, and needs the folder. An error in the thread is raised again where
+the library is first used.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from megatrain.config.errors import ConfigError
 from megatrain.kernels.attention.flash4 import flash4
 
 _CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
-_TURN = 1e-4
-"""Seconds that the import computes while the main thread wants to."""
+_SWITCH_INTERVAL_SECONDS = 1e-4
+"""Longest time that the import keeps the interpreter while the main thread waits for it."""
 
 
-def begin_imports(plan: Plan, say: Callable[[str], None]) -> threading.Thread | None:
-    """Begin what the plan will need; the thread that does it, if there is one. `say`: to the user."""
+def start_imports(plan: Plan, log: Callable[[str], None]) -> threading.Thread | None:
+    """Start the import that the plan needs; return its thread, or None. `log` prints lines for the user."""
     if plan.derived.attention_backend != "flash4":
         return None
-    keep_compiled_kernels(say)
+    enable_kernel_cache(log)
     thread = threading.Thread(target=_import_flash4, name="importing flash-attn-4", daemon=True)
     thread.start()
     return thread
 
 
-def keep_compiled_kernels(say: Callable[[str], None]) -> None:
-    """Have flash-attn-4 keep what it compiles, unless the user has said otherwise or the folder does not serve."""
+def enable_kernel_cache(log: Callable[[str], None]) -> None:
+    """Enable the cache of flash-attn-4, unless the user has set it or the folder cannot be used."""
     cache = user_cache()
     folder = set_unless_given(f"{_CACHE}_DIR", str(cache / "megatrain" / "flash-attn-4") if cache else "")
     problem = _problem_with(folder, is_locked=True) if folder else "neither XDG_CACHE_HOME nor HOME is set"
     if problem is None:
         set_unless_given(f"{_CACHE}_ENABLED", "1")
     else:
-        say(
-            f"> flash-attn-4 compiles its kernels in every run, as they cannot be kept in '{folder}': {problem}"
+        log(
+            f"> flash-attn-4 compiles its kernels in every run: it cannot cache them in '{folder}': {problem}"
         )
 
 
-def require_triton_cache(plan: Plan) -> None:
-    """Before Triton compiles its first kernel in the middle of the start, and finds no place for it.
+def check_triton_cache(plan: Plan) -> None:
+    """Check Triton's cache before the first kernel is compiled.
 
     Raises:
-        ConfigError: this host's folder does not serve.
+        ConfigError: this host cannot write to the folder.
     """
     folder = triton_cache()
-    if plan.derived.device != "cuda" or not plan.config.training.compile or folder is None:
+    if plan.config.training.device != "cuda" or not plan.config.training.compile or folder is None:
         return
     problem = _problem_with(folder) if folder else "its name is empty"
     if problem is not None:
         raise ConfigError(
-            f"Triton cannot keep compiled kernels in '{folder}' (TRITON_CACHE_DIR, or else .triton/cache in TRITON_HOME or HOME):"
+            f"Triton cannot cache compiled kernels in '{folder}' (TRITON_CACHE_DIR, or else .triton/cache in TRITON_HOME or HOME):"
             f" {problem}",
-            fix="set TRITON_CACHE_DIR to a folder that can be written, such as one on each host's own disk",
+            fix="set TRITON_CACHE_DIR to a writable folder, such as one on each host's own disk",
         )
 
 
 def _problem_with(folder: str, *, is_locked: bool = False) -> str | None:
-    """Why nothing can be kept there. flash-attn-4 locks files, and would end the run where it cannot, as on some network disks."""
+    """Return why a folder cannot be used, or None. flash-attn-4 also locks files, which some network disks do not support."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder):
@@ -82,8 +82,10 @@ def _problem_with(folder: str, *, is_locked: bool = False) -> str | None:
 
 
 def _import_flash4() -> None:
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN)  # or each of the main thread's operators waits for this one, 5 ms and more
-    with contextlib.suppress(Exception):  # see above: the import is made again there, and its error is told
+    default = sys.getswitchinterval()
+    sys.setswitchinterval(
+        _SWITCH_INTERVAL_SECONDS
+    )  # otherwise each operator of the main thread waits 5 ms and more
+    with contextlib.suppress(Exception):  # the first use imports again and raises the error
         flash4()
-    sys.setswitchinterval(usual)
+    sys.setswitchinterval(default)

@@ -1,7 +1,7 @@
-"""Gathers the facts that a plan rests on: devices, the tokenizer, the checkpoint, installed libraries.
+"""Gather the facts of a plan: devices, tokenizer, data files, checkpoint, installed libraries.
 
-What is wrong with a file becomes a problem among the others; nothing here stops the run by itself, except that
-`--load` finds no valid checkpoint.
+Problems with files are returned with the facts, so that all problems are reported together; only a `--load` without a valid
+checkpoint raises an error here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import is_resolved
 from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
-from megatrain.training.launch.custom_layers import with_custom_layers
+from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.logging.metrics import is_metrics_file, metrics_path
 
 _LIBRARIES = (
@@ -45,15 +45,15 @@ _LIBRARIES = (
 
 
 def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
-    """Everything that `resolve` needs to know about the world. Open and invalid settings are passed over.
+    """Gather all facts that `resolve` needs. Unresolved and invalid settings are skipped.
 
     Raises:
-        NoCheckpointError: `--load` was given and holds no valid checkpoint, and starting fresh was not allowed.
+        NoCheckpointError: `--load` has no valid checkpoint, and a start from scratch is not allowed.
     """
     found, problems = _input_facts(request)
-    problems += _folder_problems(request)
+    problems += _path_problems(request)
     stored = stored_run(request) if not problems else None
-    problems += _used_save_problems(request, stored)
+    problems += _save_folder_problems(request, stored)
     has_cuda = torch.cuda.is_available()
     facts = Facts(
         world_size=environment.world_size,
@@ -61,7 +61,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         device_name=torch.cuda.get_device_name() if has_cuda else None,
         device_capability=torch.cuda.get_device_capability() if has_cuda else None,
         cublas_workspace=environment.cublas_workspace,
-        devices_per_node=_devices_of_node(environment) if has_cuda else None,
+        devices_per_node=_num_node_devices(environment) if has_cuda else None,
         ranks_per_node=environment.local_world_size,
         checkpoint=stored,
         data_problems=tuple(problems),
@@ -69,26 +69,26 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
         libraries=library_versions(),
         **found,
     )
-    return with_custom_layers(request, facts)
+    return add_custom_layers(request, facts)
 
 
-def _devices_of_node(environment: LaunchEnvironment) -> int:
+def _num_node_devices(environment: LaunchEnvironment) -> int:
     seen = torch.cuda.device_count()
     return environment.local_world_size if environment.binds_gpus and seen == 1 else seen
 
 
-def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str], None]) -> Facts:
-    """What samples depend on, as `gather_facts` finds it in a run of so many ranks.
+def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str], None]) -> Facts:
+    """Gather the facts that samples depend on, for a run of `world_size` ranks.
 
-    Whoever asks for samples alone writes and trains nothing: folders are not looked at, nor are the checkpoint's schedules.
-    Without a valid checkpoint, the samples are those of a fresh run, which `say` is told.
+    Output folders and the checkpoint's schedules are not checked. Without a valid checkpoint the facts are of a run from
+    scratch, and `log` gets a line that says so.
     """
     found, problems = _input_facts(request)
     stored = None
     try:
         stored = stored_run(request) if not problems else None
     except NoCheckpointError as error:
-        say(f"{error.problems[0].text}: what follows is of a fresh run")
+        log(f"{error.problems[0].text}: the samples below are of a run from scratch")
     facts = Facts(
         world_size=world_size,
         checkpoint=stored and dataclasses.replace(stored, schedule=None, has_optimizer=True),
@@ -96,18 +96,22 @@ def gather_data_facts(request: Request, *, world_size: int, say: Callable[[str],
         libraries=library_versions(),
         **found,
     )
-    return with_custom_layers(request, facts)
+    return add_custom_layers(request, facts)
 
 
 def stored_run(request: Request) -> StoredRun | None:
-    """The newest valid checkpoint that a run goes on from or begins with, or None where it starts fresh."""
+    """Return the newest valid checkpoint that the run continues or takes weights from, or None for a run from scratch.
+
+    Raises:
+        NoCheckpointError: a checkpoint is required and missing.
+    """
     load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
     if load is not None:
-        found = _newest_run(Path(load))
+        found = _newest_stored_run(Path(load))
         if found is not None:
             return found.weights_only if request.known("checkpoint.finetune") else found
     if start is not None and not (load is not None and find_checkpoints(Path(load))):
-        found = _newest_run(Path(start))
+        found = _newest_stored_run(Path(start))
         if found is None:
             raise _no_checkpoint("--pretrained-checkpoint", start)
         return found.weights_only
@@ -121,7 +125,7 @@ def stored_run(request: Request) -> StoredRun | None:
     raise _no_checkpoint("--load", load)
 
 
-def _newest_run(folder: Path) -> StoredRun | None:
+def _newest_stored_run(folder: Path) -> StoredRun | None:
     newest = newest_valid(folder)
     if newest is None:
         return None
@@ -139,14 +143,14 @@ def _no_checkpoint(flag: str, folder: str) -> NoCheckpointError:
     reasons = "".join(f"\n  {c.path}: {c.problem}" for c in find_checkpoints(Path(folder)))
     start = ", or with --load-or-start" if flag == "--load" else ""
     return NoCheckpointError(
-        f"{flag} {folder} holds no valid checkpoint{reasons}",
-        fix="name the folder that --save named (it holds iter_NNNNNNN folders), or start a fresh run: without"
+        f"{flag} {folder} has no valid checkpoint{reasons}",
+        fix="name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: without"
         f" {flag}{start}",
     )
 
 
 def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
-    """What the tokenizer and the data say, as fields of `Facts`."""
+    """Return the facts of tokenizer and data, as fields of `Facts`, and their problems."""
     problems: list[Problem] = []
     found: dict[str, Any] = {}
     try:
@@ -171,7 +175,7 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
     names = [field.name for field in dataclasses.fields(DataConfig)]
     values = {name: request.known(f"data.{name}") for name in names}
     data = DataConfig(**{name: value for name, value in values.items() if value is not None})
-    # A NullTokenizer reads numbers as they are: it stands for whichever tokenizer made them.
+    # NullTokenizer reads token ids, which any tokenizer may have written.
     is_null = request.known("tokenizer.tokenizer_type") == "NullTokenizer"
     try:
         return inspect_datasets(
@@ -184,34 +188,34 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
         return [], list(error.problems)
 
 
-def _first_that_is_there(path: Path) -> Path:
-    """The path itself, or the nearest of its parents that is there."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+def _nearest_existing_path(path: Path) -> Path:
+    """Return the path or its nearest parent that exists."""
+    return next(found for found in (path.absolute(), *path.absolute().parents) if found.exists())
 
 
-def _folder_problems(request: Request) -> Iterator[Problem]:
-    """Files where folders should be, and a metrics file that is somebody else's."""
+def _path_problems(request: Request) -> Iterator[Problem]:
+    """Yield problems of output paths: files in place of folders, and a metrics file with other content."""
     for name in ("checkpoint.save", "checkpoint.load", "logging.tensorboard_dir", "logging.wandb_save_dir"):
         path, flag = request.known(name), flag_of(name)
         if path is not None and Path(path).exists() and not Path(path).is_dir():
             yield Problem(f"{flag} {path} is not a folder", f"give {flag} a folder")
     for name in ("checkpoint.save", "logging.metrics_file", "logging.tensorboard_dir"):
         given = request.known(name)
-        barrier = _first_that_is_there(Path(given).parent) if given is not None else None
+        barrier = _nearest_existing_path(Path(given).parent) if given is not None else None
         if barrier is not None and not barrier.is_dir():
             flag = flag_of(name)
             yield Problem(
-                f"{flag} {given} cannot be made: {barrier} is not a folder", f"give {flag} another path"
+                f"{flag} {given} cannot be created: {barrier} is not a folder", f"give {flag} another path"
             )
     path = metrics_path(request.known("checkpoint.save"), request.known("logging.metrics_file"))
     if path is not None and path.is_dir():
-        yield Problem(f"--metrics-file {path} is a folder", "name a file, which is made or continued")
+        yield Problem(f"--metrics-file {path} is a folder", "name a file")
     elif path is not None and not is_metrics_file(path):
-        yield Problem(f"--metrics-file {path} holds something else, which would be lost", "name another file")
+        yield Problem(f"--metrics-file {path} has other content, which would be lost", "name another file")
 
 
-def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[Problem]:
-    """A run may only save beside the checkpoints that it continues: newer ones would win when it is resumed."""
+def _save_folder_problems(request: Request, stored: StoredRun | None) -> Iterator[Problem]:
+    """Yield a problem if --save has checkpoints that the run does not continue: a resume would load them."""
     save = request.known("checkpoint.save")
     if save is None or not Path(save).is_dir():
         return
@@ -223,9 +227,9 @@ def _used_save_problems(request: Request, stored: StoredRun | None) -> Iterator[
     )
     if newest is not None and not is_continued:
         yield Problem(
-            f"--save {save} holds checkpoints up to iteration {newest.iteration}, which this run does not continue",
+            f"--save {save} has checkpoints up to iteration {newest.iteration}, which this run does not continue",
             f"add --load {save} to continue them{', without --finetune' if request.known('checkpoint.finetune') else ''},"
-            " or name another --save for a run of its own",
+            " or name another --save folder",
         )
 
 
@@ -233,7 +237,7 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
     config = request.config.tokenizer
     is_understood = all(map(is_resolved, vars(config).values()))
     if not is_understood or any(tokenizer_problems(config)):
-        return {}  # The parser or the rule `vocabulary_is_known` says what is missing.
+        return {}  # The parser or the rule `vocabulary_is_known` reports it.
     tokenizer = load_tokenizer(config)
     return {
         "vocab_size": tokenizer.vocab_size,
@@ -246,7 +250,7 @@ def _tokenizer_facts(request: Request) -> dict[str, Any]:
 
 
 def library_versions() -> dict[str, str]:
-    """Of those that make a difference here and are installed."""
+    """Return the versions of the installed libraries that affect a run."""
     versions = {}
     for name in _LIBRARIES:
         try:

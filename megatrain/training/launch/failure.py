@@ -1,7 +1,7 @@
-"""How a rank came to its end, as the others hear of it; and which of several ends was the first.
+"""Failures of ranks, and the root cause among several.
 
-A rank that dies makes others fail: their collectives break. So a broken collective is never the reason while another
-end is known, and neither is an error that all ranks agree to tell on one of them.
+A rank that dies breaks the collectives of the others. So a failed collective is not the root cause if another failure is
+known, and neither is an error that another rank reports.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import torch.distributed as dist
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
 
-Kind = Literal["vanished", "error", "lost peer", "told elsewhere"]
-"""No word at all; an error of its own; a collective that broke; an error that another rank tells."""
+Kind = Literal["died", "error", "collective", "reported elsewhere"]
+"""Process died without a report; error of this rank; failed collective; error that another rank reports."""
 
 _MAX_SUMMARY_CHARACTERS = 300
-_MAX_RANKS_TOLD = 8
+_MAX_RANKS_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The end of one rank."""
+    """The failure of one rank."""
 
     kind: Kind
     rank: int
@@ -37,42 +37,46 @@ class Failure:
     host: str
     pid: int
     summary: str = ""
-    """One line."""
+    """The error in one line."""
     exit_code: int = 1
-    silent: Sequence[int] = ()
-    """Where a collective broke: ranks that have failed in none, and did not end."""
+    unreported: Sequence[int] = ()
+    """For a failed collective: ranks that are alive and reported no failure."""
 
     @property
-    def is_reason(self) -> bool:
-        """Whether nothing that is still to be heard of can be a better reason."""
-        return self.kind in ("vanished", "error")
+    def is_root_cause(self) -> bool:
+        """No later report can be a better explanation."""
+        return self.kind in ("died", "error")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         where = f"rank {self.rank} of {self.world_size} on {self.host}"
-        if self.kind == "vanished":
+        if self.kind == "died":
             return (
-                f"{where} (process {self.pid}) ended without a word: it was killed, for lack of memory perhaps, or crashed"
+                f"{where} (process {self.pid}) died without an error: it was killed, perhaps for lack of memory, or crashed"
                 " outside of Python"
             )
         return "; ".join(filter(None, (f"{where} failed: {self.summary}", self.others)))
 
     @property
     def others(self) -> str:
-        """What there is to say about other ranks, which a traceback does not show."""
-        return f"no failure was heard of from {named(self.silent)}, which may hang" if self.silent else ""
+        """A sentence about other ranks, which a traceback does not show; empty if there is none."""
+        return (
+            f"no failure report from {format_ranks(self.unreported)}, which may hang"
+            if self.unreported
+            else ""
+        )
 
 
-def named(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 3, 7`, or the first of many."""
-    shown, more = ranks[:_MAX_RANKS_TOLD], len(ranks) - _MAX_RANKS_TOLD
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 3, 7`, or the first ranks of many."""
+    shown, more = ranks[:_MAX_RANKS_SHOWN], len(ranks) - _MAX_RANKS_SHOWN
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, shown))}" + f" and {more} more" * (more > 0)
 
 
-def place_of(environment: LaunchEnvironment) -> dict[str, Any]:
-    """What a `Failure` says about where it was."""
+def process_location(environment: LaunchEnvironment) -> dict[str, Any]:
+    """Return the fields of a `Failure` that identify this process."""
     return {
         "rank": environment.rank,
         "world_size": environment.world_size,
@@ -83,22 +87,22 @@ def place_of(environment: LaunchEnvironment) -> dict[str, Any]:
 
 
 def describe_failure(error: BaseException, environment: LaunchEnvironment) -> Failure:
-    """The end of this rank by an exception."""
+    """Return the failure of this rank for an exception."""
     summary = f"{type(error).__name__}: {error}"
     if isinstance(error, MegatrainError):
         summary = error.problems[0].text
     elif isinstance(error, SystemExit):
-        summary = f"sys.exit({error.code!r}) in the middle of the run"
+        summary = f"sys.exit({error.code!r}) during the run"
     return Failure(
         kind=_kind(error),
         summary=" ".join(summary.split())[:_MAX_SUMMARY_CHARACTERS],
         exit_code=exit_code_of(error),
-        **place_of(environment),
+        **process_location(environment),
     )
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Of a process that ends by this exception; never 0."""
+    """Return the exit code of a process that ends with this exception; never 0."""
     if isinstance(error, MegatrainError):
         return error.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -106,16 +110,16 @@ def exit_code_of(error: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def first_of(failures: Sequence[Failure]) -> Failure:
-    """The end that made the others, of those that were heard of in this order."""
-    order: tuple[Kind, ...] = ("error", "lost peer", "told elsewhere")
+def root_cause(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that caused the others; failures are in the order of their reports."""
+    order: tuple[Kind, ...] = ("error", "collective", "reported elsewhere")
     return min(failures, key=lambda failure: order.index(failure.kind) if failure.kind in order else 0)
 
 
 def _kind(error: BaseException) -> Kind:
     if isinstance(error, MegatrainError):
-        return "told elsewhere" if error.is_told else "error"
-    is_lost = isinstance(error, dist.DistError | ConnectionError) or (
+        return "reported elsewhere" if error.is_reported else "error"
+    is_collective = isinstance(error, dist.DistError | ConnectionError) or (
         isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
     )
-    return "lost peer" if is_lost else "error"
+    return "collective" if is_collective else "error"

@@ -1,10 +1,10 @@
-"""Ends this rank when another one has ended, and lets the others know when this one fails.
+"""Exits this rank when another rank fails, and reports this rank's failure to the others.
 
-    main thread:   fail(error) ─> report ─> wait ─> this rank's was the first: print the traceback, end
-    watch thread:  verdict: another rank's ─> one line, where nobody on this host says it better ─> wait ─> end
+    main thread:   fail(error) ─> report ─> wait ─> this rank is the root cause: print the traceback, exit
+    watch thread:  another rank is the root cause ─> one line per host, if needed ─> wait ─> exit
 
-All ranks end with the culprit's exit code. Its traceback is printed when the others are silent, so that it is last.
-What is written to disk is safe: whoever is killed in the middle of a checkpoint leaves the one before.
+All ranks exit with the exit code of the root cause, whose traceback is printed last, when the others are quiet.
+Checkpoints stay valid: a rank that is killed during a save leaves the previous one.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.launch.failure import Failure, describe_failure, place_of
+from megatrain.training.launch.failure import Failure, describe_failure, process_location
 from megatrain.training.launch.watch_server import WatchServer, keep_alive
 
 _SECONDS_TO_CONNECT = 60.0
-_SECONDS_TO_BE_ENDED = 20.0
-"""Longest that a failed rank waits for the others, and that another waits for the culprit's end."""
+_SECONDS_TO_WAIT = 20.0
+"""Longest time that a failed rank waits for its turn to print, and that the others wait for its exit."""
 
 
 class RankWatch:
-    """This rank's connection to the watch server.
+    """Connection of this rank to the watch server.
 
     Args:
-        environment: this rank among the others.
-        store: all ranks' store, for the server's port and token.
+        environment: rank and host of this process.
+        store: store of all ranks, which has the server's port and token.
 
     Raises:
         MegatrainError: the server cannot be reached.
@@ -48,33 +48,33 @@ class RankWatch:
 
     def __init__(self, environment: LaunchEnvironment, store: dist.Store) -> None:
         self.environment = environment
-        self.before_end: Callable[[Failure], None] = lambda _: None
-        """Called when another rank's failure ends this one, from another thread than the main one."""
-        self._server = self._serve(store) if environment.rank == 0 else None
-        self._told = json.loads(store.get("watch"))
+        self.on_peer_failure: Callable[[Failure], None] = lambda _: None
+        """Called, outside the main thread, before this rank exits because another one failed."""
+        self._server = self._start_server(store) if environment.rank == 0 else None
+        self._server_info = json.loads(store.get("watch"))
         self._connection = self._connect()
         self._is_leaving = False
-        self._verdict: Failure | None = None
-        self._may_speak = threading.Event()
-        self._may_end = threading.Event()
-        self._send({"token": self._told["token"], "place": place_of(environment)})
+        self._cause: Failure | None = None
+        self._may_print = threading.Event()
+        self._may_exit = threading.Event()
+        self._send({"token": self._server_info["token"], "location": process_location(environment)})
         os.register_at_fork(after_in_child=self._close_in_child)
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
 
     def fail(self, error: BaseException) -> None:
-        """Report this rank's end. Returns where it is the reason of all, and may be printed now.
+        """Report this rank's failure; return once its error may be printed, if it is the root cause.
 
-        Otherwise the watch thread ends the process, with the exit code of the rank whose end it was.
+        Otherwise the watch thread exits the process with the exit code of the root cause.
         """
         failure, failed_at = describe_failure(error, self.environment), time.time()
         self._send({"failure": asdict(failure)})
-        self._may_speak.wait(_SECONDS_TO_BE_ENDED)
-        if self._verdict is not None and self._verdict.others:
-            error.add_note(self._verdict.others)
-        leave_for_torchrun(self.environment, failure, at=failed_at)
+        self._may_print.wait(_SECONDS_TO_WAIT)
+        if self._cause is not None and self._cause.others:
+            error.add_note(self._cause.others)
+        write_torchrun_error(self.environment, failure, at=failed_at)
 
     def leave(self) -> None:
-        """End the watch: all ranks are done, or end by themselves."""
+        """Close the connection: all ranks are done, or exit on their own."""
         self._is_leaving = True
         self._send({"leaving": True})
         with contextlib.suppress(OSError):  # the server may have closed it
@@ -83,73 +83,73 @@ class RankWatch:
         if self._server is not None:
             self._server.close()
 
-    def _serve(self, store: dist.Store) -> WatchServer:
+    def _start_server(self, store: dist.Store) -> WatchServer:
         server = WatchServer(secrets.token_hex(16))
         server.start()
-        place = place_of(self.environment)
-        store.set("watch", json.dumps({"port": server.port, "token": server.token, "place": place}))
+        location = process_location(self.environment)
+        store.set("watch", json.dumps({"port": server.port, "token": server.token, "location": location}))
         return server
 
     def _connect(self) -> socket.socket:
-        where = (self.environment.host, self._told["port"])
+        address = (self.environment.host, self._server_info["port"])
         try:
-            connection = socket.create_connection(where, timeout=_SECONDS_TO_CONNECT)
+            connection = socket.create_connection(address, timeout=_SECONDS_TO_CONNECT)
         except OSError as error:
             raise MegatrainError(
-                f"rank {self.environment.rank} cannot reach rank 0 at {where[0]}:{where[1]}: {error}",
-                fix="let the hosts of the job reach each other on all ports, as collectives need too",
+                f"rank {self.environment.rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}",
+                fix="allow connections between the hosts of the job on all ports, which collectives need too",
             ) from error
         connection.settimeout(None)
         keep_alive(connection)
         return connection
 
     def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the server is gone, which the watch thread sees and acts on
+        with contextlib.suppress(OSError):  # the watch thread notices that the server is gone
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
-        """The watch thread's life."""
+        """Read messages of the server until it closes the connection: main function of the watch thread."""
         with contextlib.suppress(OSError):
             for line in self._connection.makefile("rb"):
                 message = json.loads(line)
                 if "leaving" in message:
                     return
-                if "verdict" in message:
-                    self._verdict = Failure(**message["verdict"])
-                    threading.Thread(target=self._follow, args=(self._verdict,), daemon=True).start()
-                elif "speak" in message:
-                    self._may_speak_of(self._verdict)
-                elif "end" in message:
-                    self._may_end.set()
+                if "cause" in message:
+                    self._cause = Failure(**message["cause"])
+                    threading.Thread(target=self._exit_with, args=(self._cause,), daemon=True).start()
+                elif "print" in message:
+                    self._allow_print(self._cause)
+                elif "exit" in message:
+                    self._may_exit.set()
         if self._is_leaving:
             return
-        self._may_end.set()
-        if self._verdict is None:
-            self._follow(Failure(kind="vanished", **self._told["place"]))
+        self._may_exit.set()
+        if self._cause is None:
+            self._exit_with(Failure(kind="died", **self._server_info["location"]))
 
-    def _may_speak_of(self, verdict: Failure | None) -> None:
-        if verdict is not None and verdict.rank == self.environment.rank:
-            self._may_speak.set()
+    def _allow_print(self, cause: Failure | None) -> None:
+        if cause is not None and cause.rank == self.environment.rank:
+            self._may_print.set()
 
-    def _follow(self, verdict: Failure) -> None:
-        """Another rank's end is this one's."""
-        if verdict.rank == self.environment.rank:
+    def _exit_with(self, cause: Failure) -> None:
+        """Exit because of another rank's failure; return if the failure is this rank's own."""
+        if cause.rank == self.environment.rank:
             return
         sys.stdout.flush()
-        if self._tells(verdict):
-            print(verdict, file=sys.stderr, flush=True)
-        self.before_end(verdict)
+        if self._prints(cause):
+            print(cause, file=sys.stderr, flush=True)
+        self.on_peer_failure(cause)
         self._send({"quiet": True})
-        self._may_end.wait(_SECONDS_TO_BE_ENDED)
-        leave_for_torchrun(self.environment, verdict, at=math.ceil(time.time()))
-        os._exit(verdict.exit_code)  # the main thread waits in a collective that will not end
+        self._may_exit.wait(_SECONDS_TO_WAIT)
+        write_torchrun_error(self.environment, cause, at=math.ceil(time.time()))
+        os._exit(cause.exit_code)  # the main thread is blocked in a collective
 
-    def _tells(self, verdict: Failure) -> bool:
-        """One rank of each host says what happened, unless the culprit itself does on that host."""
-        own = place_of(self.environment)
-        is_here = own["host"] == verdict.host
-        first = 1 if is_here and verdict.local_rank == 0 else 0
-        return own["local_rank"] == first and not (is_here and verdict.kind != "vanished")
+    def _prints(self, cause: Failure) -> bool:
+        """Return True on one rank per host, unless the failed rank is on this host and prints its own error."""
+        own = process_location(self.environment)
+        is_here = own["host"] == cause.host
+        first = 1 if is_here and cause.local_rank == 0 else 0
+        return own["local_rank"] == first and not (is_here and cause.kind != "died")
 
     def _close_in_child(self) -> None:
         descriptor = self._connection.detach()
@@ -159,8 +159,8 @@ class RankWatch:
             self._server.close_in_child()
 
 
-def leave_for_torchrun(environment: LaunchEnvironment, failure: Failure, *, at: float) -> None:
-    """What torchrun shows at its end about this rank. It takes the least whole second for the root cause."""
+def write_torchrun_error(environment: LaunchEnvironment, failure: Failure, *, at: float) -> None:
+    """Write the error file that torchrun shows in its summary; the failure with the smallest timestamp is its root cause."""
     if environment.error_file is not None:
         extra = {"py_callstack": f"{failure} (see above)", "timestamp": str(int(at))}
         content = {"message": {"message": str(failure), "extraInfo": extra}}

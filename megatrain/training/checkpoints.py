@@ -1,0 +1,111 @@
+"""Checkpoints of a run: resume from one, save one.
+
+--load ─> load_checkpoint ─> model, optimizer, expert biases, loss scale, Progress ─> save_checkpoint ─> --save
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
+from megatrain.checkpoint.save import save_checkpoint
+from megatrain.config import Plan, StoredRun, resolve
+from megatrain.config.plan import continues_optimizer
+from megatrain.training.engine import Engine
+from megatrain.training.launch.ranks import Ranks
+from megatrain.training.progress import Progress
+
+
+def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
+    """Load the checkpoint that the facts name, or draw the initial weights; update `progress`.
+
+    Returns:
+        The plan of the run: `ranks.plan`, or a new one where the loaded checkpoint is older than the planned one.
+    """
+    stored, config, say = ranks.facts.checkpoint, ranks.plan.config, ranks.console.print
+    if stored is None:
+        if config.checkpoint.load is not None:
+            say(f"> {config.checkpoint.load} holds no checkpoint yet: starting from scratch")
+        with ranks.phases.phase("drawing initial weights"):
+            engine.initialize()
+        return ranks.plan
+    with_optimizer = continues_optimizer(config, ranks.facts)
+    with ranks.phases.phase("loading the checkpoint"):
+        loaded = load_checkpoint(
+            Path(stored.path).parent, engine.optimizer, ranks.grid, with_optimizer=with_optimizer
+        )
+    restore_expert_biases(engine.model, loaded.state, loaded.path)
+    for line in loaded.skipped:
+        say(f"> {line}")
+    is_planned = str(loaded.path) == stored.path
+    plan = ranks.plan if is_planned else _plan_again(ranks, loaded, is_start=stored.is_start)
+    if stored.is_start:
+        say(f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}; the run starts with them")
+        return plan
+    progress.iteration = loaded.iteration
+    progress.consumed_train_samples = loaded.consumed_train_samples
+    progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
+    if with_optimizer:
+        progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
+        engine.loss_scaler.restore(loaded.state.get("loss_scale", {}))
+    say(
+        f"> loaded {loaded.path}: iteration {progress.iteration}, {progress.consumed_train_samples} samples consumed"
+    )
+    return plan
+
+
+def _plan_again(ranks: Ranks, loaded: Loaded, *, is_start: bool) -> Plan:
+    """Return the plan for the checkpoint that was loaded: the newer one, which the plan is for, is damaged."""
+    used = StoredRun.from_state(
+        loaded.state,
+        path=str(loaded.path),
+        iteration=loaded.iteration,
+        consumed_train_samples=loaded.consumed_train_samples,
+        config=loaded.config,
+    )
+    used = used.weights_only if is_start else used
+    plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
+    for name in ("train_plan", "valid_plan", "test_plan"):
+        planned, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
+        if planned != now:
+            ranks.console.print(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
+    return plan
+
+
+def save_run(folder: Path, ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> Path:
+    """Save a checkpoint of the run in `folder`; all ranks call it. Return the folder of the checkpoint."""
+    return save_checkpoint(
+        folder,
+        iteration=progress.iteration,
+        consumed_train_samples=progress.consumed_train_samples,
+        optimizer=engine.optimizer,
+        grid=ranks.grid,
+        state=_state(ranks, plan, engine, progress),
+        config=plan.config.to_dict(),
+        with_optimizer=not plan.config.checkpoint.no_save_optim,
+    )
+
+
+def _state(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> dict[str, Any]:
+    """Return the state that a checkpoint's manifest stores. The keys are part of the checkpoint format."""
+    config, derived = plan.config, plan.derived
+    return {
+        "consumed_valid_samples": progress.consumed_valid_samples,
+        "scheduled_samples": progress.scheduled_samples,
+        "schedule": derived.schedule.to_dict(),
+        "loss_scale": engine.loss_scaler.state(),
+        "expert_biases": engine.model.expert_biases.state(),
+        "has_optimizer": not config.checkpoint.no_save_optim,
+        "is_evaluation_left": progress.is_evaluation_pending,
+        "tokenizer_fingerprint": ranks.facts.tokenizer_fingerprint,
+        "data_plans": {
+            "train": derived.train_plan,
+            "valid": derived.valid_plan,
+            "test": derived.test_plan,
+        },
+        "pass_size": config.training.micro_batch_size * ranks.grid.dp.size,
+        "datasets": [vars(dataset) for dataset in ranks.facts.datasets],
+    }

@@ -1,0 +1,99 @@
+"""Evaluation of a run: losses over validation and test samples, at the iterations that the configuration asks for.
+
+evaluation sets ─> micro-batches ─> Engine.evaluate ─> mean loss ─> RunLog      a stop request ends it before the log
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatrain.config import Plan
+from megatrain.config.derive.data_plans import evaluations
+from megatrain.training.batches import EvaluationSet
+from megatrain.training.engine import Engine, mean_losses
+from megatrain.training.garbage import GarbageCollection
+from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.run_log import RunLog
+from megatrain.training.progress import Progress
+from megatrain.training.stopping import StopRequest
+
+
+class Evaluation:
+    """The evaluations of a run.
+
+    Args:
+        ranks: this process among its peers.
+        plan: the resolved configuration.
+        engine: computes the losses.
+        sets: evaluation sets of all splits.
+        log: shows the losses.
+        progress: of the run; updated.
+        stop: stops an evaluation before its end.
+        garbage: collects before and after an evaluation.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: Plan,
+        engine: Engine,
+        sets: tuple[EvaluationSet, ...],
+        *,
+        log: RunLog,
+        progress: Progress,
+        stop: StopRequest,
+        garbage: GarbageCollection,
+    ) -> None:
+        self.ranks, self.plan, self.engine, self.sets = ranks, plan, engine, sets
+        self.log, self.progress, self.stop, self.garbage = log, progress, stop, garbage
+        self.schedule = evaluations(plan)
+
+    def run_if_due(self) -> str | None:
+        """Evaluate if this iteration asks for it; return the reason to stop if the evaluation is incomplete."""
+        if not self.schedule.is_due(self.progress.iteration):
+            return None
+        is_last = self.progress.iteration >= self.plan.derived.train_iters
+        with self.garbage.evaluation():
+            reason = self.run(("valid", "test") if is_last else ("valid",))
+        self.log.restart_clock()
+        self.progress.is_evaluation_pending = reason is not None
+        if reason is None and self.plan.derived.requested_valid_samples is not None:
+            self.progress.consumed_valid_samples += self.schedule.samples
+        return reason
+
+    def run(self, splits: tuple[str, ...]) -> str | None:
+        """Log the loss of these splits once all are complete; return the reason to stop if they are not."""
+        losses: dict[EvaluationSet, float] = {}
+        with self.ranks.phases.heartbeat("evaluating"):
+            for evaluation_set in self.sets:
+                if evaluation_set.split in splits:
+                    loss, reason = self._loss(evaluation_set)
+                    if reason is not None:
+                        return reason
+                    losses[evaluation_set] = loss
+            for evaluation_set, loss in losses.items():
+                self.log.log_evaluation(
+                    name=evaluation_set.name,
+                    split=evaluation_set.split,
+                    dataset=evaluation_set.dataset,
+                    loss=loss,
+                    iteration=self.progress.iteration,
+                    consumed_samples=self.progress.consumed_train_samples,
+                )
+        return None
+
+    def _loss(self, evaluation_set: EvaluationSet) -> tuple[float, str | None]:
+        """Return the mean loss over the next samples of a set, and the reason to stop if there is one."""
+        continues = evaluation_set.split == "valid" and not evaluation_set.is_whole
+        consumed = self.progress.consumed_valid_samples if continues else 0
+        samples_per_pass = self.plan.config.training.micro_batch_size * self.ranks.grid.dp.size
+        per_batch = self.plan.derived.num_eval_microbatches
+        sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        for done in range(0, evaluation_set.num_microbatches, per_batch):
+            reason = self.stop.urgent_reason(self.ranks.grid.world, self.ranks.device)
+            if reason is not None:
+                return float("nan"), reason
+            count = min(per_batch, evaluation_set.num_microbatches - done)
+            batches = evaluation_set.batches.microbatches(consumed + done * samples_per_pass, count)
+            sums += self.engine.evaluate(batches)
+        return mean_losses(sums).item(), None

@@ -1,0 +1,18 @@
+"""Progress of a run: what a checkpoint stores besides tensors and configuration, so that training continues from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Counters of a run, equal on all ranks. They count iterations whose report is read."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    scheduled_samples: int = 0
+    """Samples of the steps that updated weights: the position of the schedules."""
+    consumed_valid_samples: int = 0
+    is_evaluation_pending: bool = False
+    """The run stopped before the evaluation at this iteration was complete."""
