@@ -1,9 +1,14 @@
-"""How attention reaches across context ranks: `--cp-comm-type`.
+"""Attention over context-parallel ranks, by `--cp-comm-type`.
 
-p2p          keys and values travel around a ring of all of them      context_ring.py
-all_gather   they are gathered from all of them                       context_gather.py
-a2a          each rank has all rows of some heads                     context_heads.py
-a2a+p2p      in groups of neighbours; keys and values travel between these groups
+    p2p          keys and values are passed around a ring of all ranks
+    all_gather   keys and values are all-gathered
+    a2a          an all-to-all gives each rank all rows of some heads
+    a2a+p2p      a2a within groups of consecutive ranks, a ring between the groups
+
+Shapes: s/cp rows per rank in two chunks (see `context_parallel.py`), n query heads, g key and value heads, d channels.
+
+Sources: Ring Attention, arXiv:2310.01889; Striped Attention, arXiv:2311.09431, for the balance of the chunks; DeepSpeed
+Ulysses, arXiv:2309.14509 (a2a); USP, arXiv:2405.07719 (two levels).
 """
 
 from __future__ import annotations
@@ -36,96 +41,142 @@ from megatrain.parallel.context_parallel import ContextParallel, to_rank_order, 
 from megatrain.parallel.grid import RankGrid, RankGroup
 
 
+@dataclass(frozen=True)
+class ContextAttention:
+    """The two levels of context-parallel attention; either may be one rank."""
+
+    heads: RankGroup
+    """Ranks that exchange rows of all heads for all their rows of some heads."""
+    ring: ContextParallel
+    """Ranks with the same heads, which exchange keys and values."""
+    gathers: bool = False
+    """All-gather keys and values over `ring` instead of passing them around."""
+
+    @classmethod
+    def of(cls, cp_comm_type: str, grid: RankGrid) -> ContextAttention:
+        """Return the levels of a --cp-comm-type for a rank."""
+        alone = RankGroup("alone", (grid.rank,), 0)
+        heads, ring = grid.cp_heads, grid.cp_ring
+        if "+" not in cp_comm_type:
+            heads, ring = (grid.cp, alone) if cp_comm_type == "a2a" else (alone, grid.cp)
+        return cls(heads, ContextParallel(ring), gathers="all_gather" in cp_comm_type)
+
+    def sequence_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange rows of all heads for all rows of some heads: [s/c, b, heads, d] -> [s, b, heads/c, d], c ranks.
+
+            rank 0  rows 0 7, heads 0 1 2 3  ─┐                ┌─  rank 0  rows 0 .. 7, heads 0
+            rank 1  rows 1 6, heads 0 1 2 3  ─┼─ all-to-all  ──┼─  rank 1  rows 0 .. 7, heads 1
+
+        Keys and values with fewer heads than ranks are repeated first, so that each rank has those of its queries.
+        With two levels the consecutive chunks of these ranks form the two larger chunks of a rank of the ring.
+        """
+        size = self.heads.size
+        if size == 1:
+            return q, k, v
+        copies = max(1, size // k.shape[2])
+        k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
+        parts = [x.unflatten(2, (size, -1)) for x in (q, k, v)]  # [s/c, b, c, heads/c, d]
+        out: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self.heads)
+        own_q, own_k, own_v = out.split([x.shape[3] for x in parts], dim=2)
+        return own_q, own_k, own_v
+
+    def heads_to_sequence(self, out: Tensor) -> Tensor:
+        """Exchange all rows of some heads for this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
+        if self.heads.size == 1:
+            return out
+        rows: Tensor = _ToSequence.apply(out, self.heads)
+        return rows.flatten(2, 3)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, kernel: AttentionKernel, masks: BlockMasks
+    ) -> Tensor:
+        """Attend from this rank's rows to the whole samples over `ring`.
+
+        Args:
+            q: queries, [s/cp, b, n, d].
+            k, v: keys and values of the same rows, [s/cp, b, g, d].
+            sink: sink logits [n].
+        Returns:
+            [s/cp, b, n, d].
+        """
+        attention = _AllGatherAttention if self.gathers else _RingAttention
+        out: Tensor = attention.apply(q, k, v, sink, kernel, masks, self.ring)
+        return out
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockMasks:
-    """Of one pass through one layer."""
+    """The masks of one pass through a layer, for blocks of queries and keys at any positions."""
 
     device: torch.device
     needs_explicit_mask: bool
-    """Of the kernel."""
+    """See `AttentionKernel`."""
     window: int | None = None
     documents: Documents | None = None
-    """Of the whole samples."""
+    """Documents of the whole samples."""
     keep_fn: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Which probabilities dropout keep_fn, by the places of queries and of keys: bool [b, n, sq, sk]."""
+    """Returns from the positions of queries and keys which probabilities dropout keeps, bool [b, n, sq, sk]."""
 
     def between(self, queries: Sequence[range], keys: Sequence[range]) -> MaskSpec:
-        """Of queries at some places beside keys at the same ones, at earlier ones, or in a run that ends with theirs."""
+        """Return the mask of queries and keys at these positions.
+
+        Args:
+            keys: the positions of the queries, earlier positions, or a range that ends with the queries.
+        """
         is_causal = keys[-1].stop == queries[-1].stop
-        assert is_causal or keys[-1].stop <= queries[0].start, (
-            f"no block of queries at {queries}, keys at {keys}"
-        )
-        kept = None if self.keep_fn is None else self.keep_fn(self._places(queries), self._places(keys))
+        assert is_causal or keys[-1].stop <= queries[0].start, f"queries at {queries}, keys at {keys}"
+        kept = None if self.keep_fn is None else self.keep_fn(self._positions(queries), self._positions(keys))
         has_rules = self.window is not None or self.documents is not None
         is_square = tuple(queries) == tuple(keys)
         if self.needs_explicit_mask and (has_rules or (is_causal and not is_square)):
-            return MaskSpec(explicit=self._mask(self._places(queries), self._places(keys)), dropout_mask=kept)
+            explicit = self._explicit(self._positions(queries), self._positions(keys))
+            return MaskSpec(explicit=explicit, dropout_mask=kept)
         if not has_rules:
             return MaskSpec(is_causal=is_causal, dropout_mask=kept)
-        assert is_causal, "kernels without masks take windows and documents in runs of keys"
-        assert len(queries) == len(keys) == 1, f"places {queries} and {keys} are no runs"
+        assert is_causal, "without explicit masks, windows and documents need keys that end with the queries"
+        assert len(queries) == len(keys) == 1, f"queries at {queries}, keys at {keys}: not contiguous"
         return MaskSpec(
             is_causal=True,
             window=self.window,
-            cu_seqlens=self._borders(queries[0], keys[0]),
+            cu_seqlens=self._cu_seqlens(queries[0], keys[0]),
             dropout_mask=kept,
         )
 
-    def _places(self, runs: Sequence[range]) -> Tensor:
-        return torch.cat([torch.arange(run.start, run.stop, device=self.device) for run in runs])
+    def _positions(self, ranges: Sequence[range]) -> Tensor:
+        return torch.cat([torch.arange(part.start, part.stop, device=self.device) for part in ranges])
 
-    def _mask(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """True where a query sees a key, by their places: bool [b or 1, 1, sq, sk]."""
+    def _explicit(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return True where a query attends to a key, from their positions: bool [b or 1, 1, sq, sk]."""
         distance = queries.unsqueeze(-1) - keys
         mask = distance >= 0
         if self.window is not None:
             mask &= distance <= self.window
         if self.documents is None:
             return mask[None, None]
-        numbers = self.documents.numbers
-        is_same = numbers[:, queries].unsqueeze(-1) == numbers[:, keys].unsqueeze(-2)
+        document_ids = self.documents.document_ids
+        is_same = document_ids[:, queries].unsqueeze(-1) == document_ids[:, keys].unsqueeze(-2)
         return (mask & is_same).unsqueeze(1)
 
-    def _borders(self, queries: range, keys: range) -> CuSeqlens | None:
-        """Of what documents have at these places."""
+    def _cu_seqlens(self, queries: range, keys: range) -> CuSeqlens | None:
         if self.documents is None:
             return None
-        longest = [min(self.documents.max_seqlen, len(run)) for run in (queries, keys)]
-        return CuSeqlens(self.documents.within(queries), self.documents.within(keys), longest[0], longest[1])
+        longest = [min(self.documents.max_seqlen, len(part)) for part in (queries, keys)]
+        of_queries, of_keys = (self.documents.cu_seqlens_within(part) for part in (queries, keys))
+        return CuSeqlens(of_queries, of_keys, longest[0], longest[1])
 
 
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    kernel: AttentionKernel,
-    masks: BlockMasks,
-    cp: ContextParallel,
-) -> Tensor:
-    """Attention of a rank's rows to the whole samples.
+class _RingAttention(Function):
+    """Attention of a rank's rows to keys and values that are passed around a ring.
 
-    Args:
-        q: queries of this rank's two chunks, [s/cp, b, n, d].
-        k, v: keys and values of the same rows, [s/cp, b, g, d].
-        sink: scores [n] that every query sees besides those of the keys.
-    Returns:
-        [s/cp, b, n, d].
+        step 0   own keys                      causal
+        step i   keys of the rank i before     of an earlier rank: all queries, its first chunk of keys
+                                               of a later rank:    queries of the second chunk, all its keys
+                 (the keys of step i + 1 are in flight)
+
+    In the backward pass keys and values are passed around again, followed by the sums of their gradients, to which every
+    rank adds. A rank's own block comes last there, while the sums return to it.
     """
-    out: Tensor = _Ring.apply(q, k, v, sink, kernel, masks, cp)
-    return out
 
-
-@dataclass(frozen=True)
-class _Block:
-    """What a step computes: which rows of a rank's queries see which rows of the keys that came."""
-
-    queries: slice
-    keys: slice
-    mask: MaskSpec
-
-
-class _Ring(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -138,22 +189,22 @@ class _Ring(Function):
         cp: ContextParallel,
     ) -> Tensor:
         kv = torch.stack((k, v))
-        joined: SoftmaxMerge | None = None
+        merge: SoftmaxMerge | None = None
         for step in range(cp.size):
-            coming, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
+            next_kv, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
             block = _block(step, q.shape[0], masks, cp)
             found = kernel.forward(q[block.queries], kv[0, block.keys], kv[1, block.keys], block.mask)
-            if joined is None:
-                joined = SoftmaxMerge(*found)
+            if merge is None:
+                merge = SoftmaxMerge(*found)
             else:
-                joined.add(*found, rows=block.queries)
+                merge.add(*found, rows=block.queries)
             transfer.wait()
-            kv = coming
-        assert joined is not None
+            kv = next_kv
+        assert merge is not None
         if sink is not None:
-            joined.add_sink(sink)
-        out = joined.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sink, out, joined.lse)
+            merge.add_sink(sink)
+        out = merge.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sink, out, merge.lse)
         ctx.kernel, ctx.masks, ctx.cp = kernel, masks, cp
         return out
 
@@ -163,54 +214,62 @@ class _Ring(Function):
         masks, cp, dout = ctx.masks, ctx.cp, grads[0]
         dq = torch.zeros_like(q, dtype=accumulation_dtype(q.dtype))
 
-        def gradients(step: int, kv: Tensor, sums: Tensor) -> None:
-            """Add those of a step's block to `dq` and `sums`."""
+        def add_gradients(step: int, kv: Tensor, dkv: Tensor) -> None:
             block = _block(step, q.shape[0], masks, cp)
             rows, keys = block.queries, block.keys
             found = ctx.kernel.backward(
                 dout[rows], q[rows], kv[0, keys], kv[1, keys], out[rows], lse[rows], block.mask
             )
-            for total, part in zip((dq[rows], sums[0, keys], sums[1, keys]), found, strict=True):
+            for total, part in zip((dq[rows], dkv[0, keys], dkv[1, keys]), found, strict=True):
                 total += part
 
         own = kv = torch.stack((k, v))
-        sums = returned = torch.zeros_like(kv, dtype=accumulation_dtype(kv.dtype))
-        coming, transfer = _begin_next(kv, cp.group, is_last=cp.size == 1)
-        home = Transfer()
+        dkv = received = torch.zeros_like(kv, dtype=accumulation_dtype(kv.dtype))
+        next_kv, transfer = _begin_next(kv, cp.group, is_last=cp.size == 1)
+        sums_transfer = Transfer()
         for step in range(1, cp.size):
             transfer.wait()
-            kv = coming
-            coming, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
-            fresh = torch.zeros_like(sums)
-            gradients(step, kv, fresh)
-            home.wait()
-            fresh += returned  # zeros at first: the sums of a rank's keys begin with the rank behind it
-            returned, home = _hand_on(fresh, cp.group)
-        sums = torch.zeros_like(sums)
-        gradients(0, own, sums)
-        home.wait()
+            kv = next_kv
+            next_kv, transfer = _begin_next(kv, cp.group, is_last=step == cp.size - 1)
+            sums = torch.zeros_like(dkv)
+            add_gradients(step, kv, sums)
+            sums_transfer.wait()
+            sums += received  # zeros at first: the sums of a rank's keys begin at the next rank
+            received, sums_transfer = _begin_sums(sums, cp.group)
+        dkv = torch.zeros_like(dkv)
+        add_gradients(0, own, dkv)
+        sums_transfer.wait()
         if cp.size > 1:
-            sums += returned
+            dkv += received
         dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
-        return dq.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype), dsink, None, None, None
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), dsink, None, None, None
 
 
 def _begin_next(kv: Tensor, group: RankGroup, *, is_last: bool) -> tuple[Tensor, Transfer]:
-    """Begin to hand keys and values on, and to take those of the rank before."""
+    """Begin to pass keys and values to the next rank, and to receive those of the previous one."""
     if is_last:
         return kv, Transfer()
-    coming = torch.empty_like(kv)
-    return coming, begin_ring_shift(kv, coming, group)
+    next_kv = torch.empty_like(kv)
+    return next_kv, begin_ring_shift(kv, next_kv, group)
 
 
-def _hand_on(sums: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
-    """Begin to send the sums of gradients after their keys and values, and to take those that come."""
-    returned = torch.empty_like(sums)
-    return returned, begin_ring_shift(sums, returned, group)
+def _begin_sums(sums: Tensor, group: RankGroup) -> tuple[Tensor, Transfer]:
+    """Begin to pass the gradient sums after their keys and values, and to receive those of the previous rank."""
+    received = torch.empty_like(sums)
+    return received, begin_ring_shift(sums, received, group)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The rows of a rank's queries and of the received keys in one step."""
+
+    queries: slice
+    keys: slice
+    mask: MaskSpec
 
 
 def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Block:
-    """`step`: how many ranks on the keys have come. `rows`: of each rank."""
+    """Return the block of a step with the keys of the rank `step` before, each rank with `rows` rows."""
     whole, first, second = slice(None), slice(rows // 2), slice(rows // 2, None)
     if step == 0:
         own = cp.chunks(rows) if cp.size > 1 else cp.position_ranges(rows)
@@ -222,21 +281,17 @@ def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Blo
     return _Block(second, whole, masks.between(own[1:], theirs))
 
 
-def all_gather_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    kernel: AttentionKernel,
-    masks: BlockMasks,
-    cp: ContextParallel,
-) -> Tensor:
-    """As `context_ring.ring_attention`, for any window and any documents."""
-    out: Tensor = _Gathered.apply(q, k, v, sink, kernel, masks, cp)
-    return out
+class _AllGatherAttention(Function):
+    """Attention of a rank's rows to all-gathered keys and values, with any window and any documents.
 
+        chunks 0 .. cp-1   the ranks' first chunks, gathered in order      all that queries of the first chunk need
+        cp .. 2 cp - 1     their second chunks, in reverse rank order      gathered while those queries are computed
 
-class _Gathered(Function):
+    Each of a rank's two chunks attends causally to the range of keys that ends with it: windows and documents are plain
+    variable-length cases, and no kernel needs an explicit mask. The backward pass gathers again, and reduce-scatters the
+    gradients of keys and values, those of second chunks while first chunks are computed.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -249,12 +304,11 @@ class _Gathered(Function):
         cp: ContextParallel,
     ) -> Tensor:
         parts = []
-        keys = _Keys(k, v, masks.window, cp)
+        keys = _GatheredKeys(k, v, masks.window, cp)
         for half, rows in enumerate(_halves(q)):
-            own_k, own_v = keys.run(half)
-            parts.append(
-                SoftmaxMerge(*kernel.forward(q[rows], own_k, own_v, masks.between(*keys.places(half))))
-            )
+            half_k, half_v = keys.needed(half)
+            found = kernel.forward(q[rows], half_k, half_v, masks.between(*keys.positions(half)))
+            parts.append(SoftmaxMerge(*found))
             if sink is not None:
                 parts[-1].add_sink(sink)
         out = torch.cat([part.out for part in parts]).to(q.dtype)
@@ -266,22 +320,23 @@ class _Gathered(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
         masks, cp, dout = ctx.masks, ctx.cp, grads[0]
-        keys = _Keys(k, v, masks.window, cp)
+        keys = _GatheredKeys(k, v, masks.window, cp)
         dq = torch.empty_like(q)
-        sums = torch.zeros_like(keys.whole, dtype=accumulation_dtype(q.dtype))
+        sums = torch.zeros_like(keys.kv, dtype=accumulation_dtype(q.dtype))
         own = sums.new_empty((2, *sums.shape[1:]))
         halves = list(enumerate(_halves(q)))
         transfers = []
         for half, rows in reversed(halves):
-            own_k, own_v = keys.run(half)
+            half_k, half_v = keys.needed(half)
+            mask = masks.between(*keys.positions(half))
             dq[rows], dk, dv = ctx.kernel.backward(
-                dout[rows], q[rows], own_k, own_v, out[rows], lse[rows], masks.between(*keys.places(half))
+                dout[rows], q[rows], half_k, half_v, out[rows], lse[rows], mask
             )
-            total = keys.part(sums, half)
+            total = keys.select(sums, half)
             total[:, :, 0] += dk
             total[:, :, 1] += dv
-            own_sums = sums[cp.size :].flip(0) if half else sums[: cp.size]
-            transfers.append(begin_reduce_scatter_into(own[half : half + 1], own_sums, cp.group))
+            half_sums = sums[cp.size :].flip(0) if half else sums[: cp.size]
+            transfers.append(begin_reduce_scatter_into(own[half : half + 1], half_sums, cp.group))
         for transfer in transfers:
             transfer.wait()
         dk, dv = own.flatten(0, 1).unbind(2)
@@ -289,103 +344,80 @@ class _Gathered(Function):
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
 
-class _Keys:
-    """Keys and values on their way, and which of them each of a rank's two chunks needs.
+class _GatheredKeys:
+    """Keys and values that are being all-gathered, and the ranges of them that each of a rank's two chunks needs.
 
     Attributes:
-        whole: [2 cp chunks, rows, b, 2, g, d], as far as they have come.
+        kv: [2 cp chunks, rows, b, 2, g, d], valid after `needed`.
     """
 
     def __init__(self, k: Tensor, v: Tensor, window: int | None, cp: ContextParallel) -> None:
         self.window, self.cp = window, cp
         self.chunks = cp.chunks(k.shape[0])
-        kv = torch.stack((k, v), dim=2).unflatten(0, (2, -1))
-        self.whole = kv.new_empty((2 * cp.size, *kv.shape[1:]))
-        self._late = torch.empty_like(self.whole[: cp.size])
+        own = torch.stack((k, v), dim=2).unflatten(0, (2, -1))
+        self.kv = own.new_empty((2 * cp.size, *own.shape[1:]))
+        self._second = torch.empty_like(self.kv[: cp.size])
         self._transfers = [
-            begin_all_gather_into(target, kv[half : half + 1], cp.group)
-            for half, target in enumerate((self.whole[: cp.size], self._late))
+            begin_all_gather_into(target, own[half : half + 1], cp.group)
+            for half, target in enumerate((self.kv[: cp.size], self._second))
         ]
 
-    def run(self, half: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that the queries of the first or second chunk need, [rows, b, g, d]."""
+    def needed(self, half: int) -> tuple[Tensor, Tensor]:
+        """Wait for the keys and values that queries of the first or second chunk need, and return them: [rows, b, g, d]."""
         for transfer in self._transfers[: half + 1]:
             transfer.wait()
         if half and self._transfers:
-            self.whole[self.cp.size :] = self._late.flip(0)
+            self.kv[self.cp.size :] = self._second.flip(0)
             self._transfers = []
-        k, v = self.part(self.whole, half).unbind(2)
+        k, v = self.select(self.kv, half).unbind(2)
         return k, v
 
-    def part(self, x: Tensor, half: int) -> Tensor:
-        """The rows of that run, of a tensor like `whole`: [rows, b, 2, g, d]."""
-        _, (seen,) = self.places(half)
-        return x.flatten(0, 1)[seen.start : seen.stop]
+    def select(self, x: Tensor, half: int) -> Tensor:
+        """Return the same rows of a tensor like `kv`: [rows, b, 2, g, d]."""
+        _, (keys,) = self.positions(half)
+        return x.flatten(0, 1)[keys.start : keys.stop]
 
-    def places(self, half: int) -> tuple[tuple[range], tuple[range]]:
-        """Of the queries of the first or second chunk, and of the run of keys that ends with theirs."""
+    def positions(self, half: int) -> tuple[tuple[range], tuple[range]]:
+        """Return the positions of the queries of a chunk, and of the keys that they need."""
         chunk = self.chunks[half]
         first = 0 if self.window is None else max(0, chunk.start - self.window)
         return (chunk,), (range(first, chunk.stop),)
 
 
 def _halves(q: Tensor) -> tuple[slice, slice]:
-    """Rows of a rank's first chunk and of its second."""
+    """Return the rows of a rank's first and second chunk."""
     middle = q.shape[0] // 2
     return slice(middle), slice(middle, None)
-
-
-def sequence_to_heads(q: Tensor, k: Tensor, v: Tensor, group: RankGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's heads of the rows of the group, in order: [s/c, b, heads, d] -> [s, b, heads/c, d], c ranks in the group.
-
-    Keys and values of fewer heads than ranks are copied first, so that each rank has those that its queries need.
-    """
-    if group.size == 1:
-        return q, k, v
-    copies = max(1, group.size // k.shape[2])
-    k, v = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (k, v))
-    shares = [x.unflatten(2, (group.size, -1)) for x in (q, k, v)]  # [s/c, b, c, heads/c, d]
-    out: Tensor = _ToHeads.apply(torch.cat(shares, dim=3), group)
-    own_q, own_k, own_v = out.split([x.shape[3] for x in shares], dim=2)
-    return own_q, own_k, own_v
-
-
-def heads_to_sequence(out: Tensor, group: RankGroup) -> Tensor:
-    """Back to this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
-    if group.size == 1:
-        return out
-    rows: Tensor = _ToRows.apply(out, group)
-    return rows.flatten(2, 3)
 
 
 class _ToHeads(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
-        return _heads(x, group)
+        return _heads_of(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _rows(grads[0], ctx.group), None
+        return _rows_of(grads[0], ctx.group), None
 
 
-class _ToRows(Function):
+class _ToSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
         ctx.group = group
-        return _rows(x, group)
+        return _rows_of(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _heads(grads[0], ctx.group), None
+        return _heads_of(grads[0], ctx.group), None
 
 
-def _heads(x: Tensor, group: RankGroup) -> Tensor:
+def _heads_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s/c, b, c, heads/c, d] -> [s, b, heads/c, d]."""
     return to_sequence_order(_exchanged(x.movedim(2, 0), group).flatten(0, 1), group.size)
 
 
-def _rows(x: Tensor, group: RankGroup) -> Tensor:
+def _rows_of(x: Tensor, group: RankGroup) -> Tensor:
     """[s, b, heads/c, d] -> [s/c, b, c, heads/c, d]."""
     return _exchanged(to_rank_order(x, group.size).unflatten(0, (group.size, -1)), group).movedim(0, 2)
 
@@ -396,39 +428,3 @@ def _exchanged(x: Tensor, group: RankGroup) -> Tensor:
     out = torch.empty_like(x)
     begin_all_to_all_into(out, x, group).wait()
     return out
-
-
-@dataclass(frozen=True)
-class ContextAttention:
-    """The two levels of context ranks; either may be one rank alone."""
-
-    heads: RankGroup
-    """Neighbours that exchange rows of all heads for all their rows of some heads."""
-    ring: ContextParallel
-    """The ranks with the same heads, whose keys and values are brought to each other."""
-    gathers: bool = False
-    """Whether these are gathered; else they travel around."""
-
-    @classmethod
-    def of(cls, way: str, grid: RankGrid) -> ContextAttention:
-        """What `way`, as --cp-comm-type names it, means to a rank."""
-        alone = RankGroup("alone", (grid.rank,), 0)
-        heads, ring = grid.cp_heads, grid.cp_ring
-        if "+" not in way:
-            heads, ring = (grid.cp, alone) if way == "a2a" else (alone, grid.cp)
-        return cls(heads, ContextParallel(ring), gathers="all_gather" in way)
-
-    def sequence_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """`context_heads.sequence_to_heads` over `heads`."""
-        return sequence_to_heads(q, k, v, self.heads)
-
-    def heads_to_sequence(self, out: Tensor) -> Tensor:
-        """`context_heads.heads_to_sequence` over `heads`."""
-        return heads_to_sequence(out, self.heads)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, kernel: AttentionKernel, masks: BlockMasks
-    ) -> Tensor:
-        """`context_ring.ring_attention`, or `context_gather.all_gather_attention`, over `ring`."""
-        attention = all_gather_attention if self.gathers else ring_attention
-        return attention(q, k, v, sink, kernel, masks, self.ring)

@@ -83,7 +83,7 @@ class LocalDispatcher:
             kept=routing.kept,
             rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _permuted(x, routing.weights, permutation)
+        return _permuted(x, routing.probs, permutation)
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
         return _unpermuted(out, dispatched.state)
@@ -104,12 +104,12 @@ class AllGatherDispatcher:
         num_tokens, top_k = experts.shape
         permutation = sort_by_expert(
             experts,
-            first=self.ep.rank * self.own_experts,
+            first_expert=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=num_tokens * min(top_k, self.own_experts),
             rows_per_expert=_num_padded(self.rows_per_expert, x),
         )
-        return _permuted(self._gathered(x), self._gathered(routing.weights), permutation)
+        return _permuted(self._gathered(x), self._gathered(routing.probs), permutation)
 
     def combine(self, out: Tensor, dispatched: DispatchedTokens) -> Tensor:
         rows = _unpermuted(out, dispatched.state)
@@ -146,14 +146,14 @@ class AllToAllDispatcher:
             num_rows=num_tokens * min(top_k, self.ep.size),
             kept=is_sent,
         )
-        outgoing = [_PermuteRows.apply(part, by_rank) for part in (x, routing.weights)]
+        outgoing = [_PermuteRows.apply(part, by_rank) for part in (x, routing.probs)]
         experts = experts.index_select(0, by_rank.tokens.clamp(min=0))
         known = None if x.is_meta else counts.read()  # the device has work while the host waits
         splits = self._splits(known, num_tokens, top_k)
         rows, probs = (all_gather_rows(_all_to_all_rows(part, splits), self.etp) for part in outgoing)
         by_expert = sort_by_expert(
             all_gather(_exchange_rows(experts, splits, padding=-1), self.etp),
-            first=self.ep.rank * self.own_experts,
+            first_expert=self.ep.rank * self.own_experts,
             num_experts=self.own_experts,
             num_rows=splits.num_assignments,
             rows_per_expert=_num_padded(self.rows_per_expert, x),

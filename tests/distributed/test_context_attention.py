@@ -15,13 +15,7 @@ from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.parallel.batch import Documents
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.context_attention import (
-    BlockMasks,
-    all_gather_attention,
-    heads_to_sequence,
-    ring_attention,
-    sequence_to_heads,
-)
+from megatrain.parallel.context_attention import BlockMasks, ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.process_groups import make_group
@@ -186,13 +180,12 @@ def on_a_rank(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, case: Case, how: str, grid: RankGrid
 ) -> Tensor:
-    cp = ContextParallel(grid.dp)
+    context = ContextAttention(grid.tp, ContextParallel(grid.dp), gathers=how == "all_gather")
     own = HEADS // grid.tp.size
     masks = case.masks(q, first_head=own * grid.tp.rank, num_heads=own)
-    algorithm: Any = all_gather_attention if how == "all_gather" else ring_attention
-    q, k, v = sequence_to_heads(q, k, v, grid.tp)
+    q, k, v = context.sequence_to_heads(q, k, v)
     sink = None if sink is None else sink[own * grid.tp.rank : own * (grid.tp.rank + 1)]
-    return heads_to_sequence(algorithm(q, k, v, sink, case.attention(q), masks, cp), grid.tp)
+    return context.heads_to_sequence(context.attend(q, k, v, sink, case.attention(q), masks))
 
 
 LAYOUTS = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 4, 1), ("all_gather", 2, 1), ("all_gather", 3, 1), ("all_gather", 4, 1),

@@ -72,14 +72,14 @@ def test_a_part_divides_by_the_tokens_of_all_parts() -> None:
         [[2, 3, 4, 5], [10, 11, 12, 13]],
     ]
     assert [part.position_ids[0].tolist() for part in parts] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [part.counts.sum().item() for part in parts] == [5, 1]
-    assert [part.mean_over.item() for part in parts] == [6, 6]
+    assert [part.loss_mask.sum().item() for part in parts] == [5, 1]
+    assert [part.loss_denominator.item() for part in parts] == [6, 6]
     assert all(part.documents is batch.documents for part in parts)
 
 
 def test_means_of_chunks_divide_by_each_rank_s_own_tokens() -> None:
     batch = batch_of([[1, 1, 1, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 0, 1]])
-    assert [cp.shard_batch(batch, has_chunk_means=True).mean_over.item() for cp in ranks(2)] == [10, 2]
+    assert [cp.shard_batch(batch, has_chunk_means=True).loss_denominator.item() for cp in ranks(2)] == [10, 2]
 
 
 def test_what_holds_no_tokens_has_none_afterwards() -> None:
@@ -93,5 +93,5 @@ def test_borders_within_places_are_those_of_the_documents_parts(places: range) -
     documents = Documents(torch.tensor(borders, dtype=torch.int32), 6, 2, 8)
     laid = [sample * 8 + place for sample in range(2) for place in places]
     expected = [sum(one < border for one in laid) for border in borders]
-    assert documents.within(places).tolist() == expected
-    assert documents.within(places).dtype == torch.int32
+    assert documents.cu_seqlens_within(places).tolist() == expected
+    assert documents.cu_seqlens_within(places).dtype == torch.int32

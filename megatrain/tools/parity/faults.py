@@ -247,7 +247,7 @@ def _ring_gradients_lost() -> AbstractContextManager[Any]:
     def lost(sums: torch.Tensor, _group: RankGroup) -> tuple[torch.Tensor, Transfer]:
         return torch.zeros_like(sums), Transfer()
 
-    return mock.patch.object(context_attention, "_hand_on", lost)
+    return mock.patch.object(context_attention, "_begin_sums", lost)
 
 
 def _key_gradients_not_reduced() -> AbstractContextManager[Any]:
