@@ -293,21 +293,21 @@ def test_picked_experts(
         top_k=top_k, score_function=function, is_pre_softmax=is_pre_softmax, scaling_factor=2.5
     )
     kind = {"score_function": function, "is_pre_softmax": is_pre_softmax, "scaling_factor": 2.5}
-    experts, weights = fused_routing.pick(logits, bias, top_k=top_k, **kind)
+    experts, weights = fused_routing.select_experts(logits, bias, top_k=top_k, **kind)
     given = logits.double().requires_grad_()
     expected, of_reference = routing.select_experts_reference(given, rule, bias)
     assert torch.equal(experts, expected)
     near(weights, of_reference, dtype)
     dweights = drawn(tokens, top_k, seed=1).to(dtype)
     of_reference.backward(dweights.double())
-    near(fused_routing.pick_backward(dweights, logits, experts, **kind), given.grad, dtype, num_experts)
+    near(fused_routing.select_experts_backward(dweights, logits, experts, **kind), given.grad, dtype, num_experts)
 
 
 def test_of_equal_logits_the_first_expert_is_the_better_one() -> None:
     logits = torch.tensor([[0.0, -0.0, 0.0, -0.0], [1.0, 2, 2, 1], [-torch.inf, -1, -torch.inf, -torch.inf]])
     nan = torch.tensor([[1.0, torch.nan, 2, torch.nan]])
     kind = {"top_k": 3, "score_function": "softmax", "is_pre_softmax": False, "scaling_factor": 1.0}
-    experts, _ = fused_routing.pick(torch.cat((logits, nan)).to(DEVICE), None, **kind)
+    experts, _ = fused_routing.select_experts(torch.cat((logits, nan)).to(DEVICE), None, **kind)
     assert experts.tolist() == [[0, 1, 2], [1, 2, 0], [1, 0, 2], [1, 3, 2]]
 
 
@@ -324,7 +324,7 @@ def test_routers_gradients_go_through_autograd(function: str, monkeypatch: pytes
         _, weights = routing.select_experts(given, rule)
         sums = routing_losses.score_sums(given, function, 4)
         of_shares = routing_losses.load_balancing_loss(
-            sums.shares, torch.arange(32, device=DEVICE).view(4, 8), top_k=2, num_tokens=6
+            sums.probs, torch.arange(32, device=DEVICE).view(4, 8), top_k=2, num_tokens=6
         )
         parts = ((weights * factors).sum(), of_shares, sums.squares)
         found.append([
@@ -339,9 +339,9 @@ def test_routers_gradients_go_through_autograd(function: str, monkeypatch: pytes
 def test_gradients_of_scores_that_vanish_are_numbers(function: str) -> None:
     logits = torch.tensor([[0.0, 1.0, -90.0], [0.0, 1.0, -200.0], [-200.0, -300.0, 90.0]], device=DEVICE)
     kind = {"score_function": function, "is_pre_softmax": False, "scaling_factor": 1.0}
-    experts, weights = fused_routing.pick(logits, None, top_k=2, **kind)
+    experts, weights = fused_routing.select_experts(logits, None, top_k=2, **kind)
     assert weights.isfinite().all()
-    assert fused_routing.pick_backward(torch.ones_like(weights), logits, experts, **kind).isfinite().all()
+    assert fused_routing.select_experts_backward(torch.ones_like(weights), logits, experts, **kind).isfinite().all()
     gradients = drawn(1, 3), drawn(1)[0]
     assert fused_routing.score_sums_backward(*gradients, logits, function, 1).isfinite().all()
 
@@ -408,7 +408,7 @@ def test_the_order_of_experts(
         if num_own:
             rows_per_expert = tokens * top_k + 1 if is_padded else None
             num_rows = num_own * rows_per_expert if rows_per_expert else tokens * top_k + 3
-            expected = permute.order_by_expert_reference(
+            expected = permute.sort_by_expert_reference(
                 experts, num_own, num_rows, first, kept, rows_per_expert
             )
             found = fused_permute.sort_by_expert(
@@ -416,7 +416,7 @@ def test_the_order_of_experts(
                 kept,
                 num_experts=num_own,
                 num_rows=num_rows,
-                first=first,
+                first_expert=first,
                 rows_per_expert=rows_per_expert,
             )
             for part, reference in zip(found, expected, strict=True):
@@ -426,26 +426,28 @@ def test_the_order_of_experts(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "top_k", "columns"), [(1, 1, 5), (7, 3, 1030), (40, 8, 64)])
-def test_rows_that_visit_experts(dtype: torch.dtype, tokens: int, top_k: int, columns: int) -> None:
+def test_permuted_rows(dtype: torch.dtype, tokens: int, top_k: int, columns: int) -> None:
     scores = drawn(tokens, 9)
     experts = scores.topk(top_k).indices
-    order = permute.sort_by_expert(
+    permutation = permute.sort_by_expert(
         experts, num_experts=6, num_rows=tokens * 6, rows_per_expert=tokens, kept=experts != 2
     )
     x = drawn(tokens, columns, dtype=dtype)
-    expected = permute.gather_rows_reference(x, order.tokens)
-    assert torch.equal(fused_permute.rows_at(x, order.visits, top_k), expected)
-    assert torch.equal(fused_permute.rows_at(x, order.tokens), expected)
+    expected = permute.gather_rows_reference(x, permutation.tokens)
+    assert torch.equal(fused_permute.gather_rows(x, permutation.assignments, top_k), expected)
+    assert torch.equal(fused_permute.gather_rows(x, permutation.tokens), expected)
     numbers = drawn(tokens * top_k, dtype=dtype, seed=2)
-    at_rows = fused_permute.numbers_at(numbers, order.visits)
-    assert torch.equal(at_rows, permute.gather_rows_reference(numbers[:, None], order.visits).flatten())
-    back = fused_permute.numbers_at(at_rows, order.places)
-    assert torch.equal(back.flatten(), numbers.masked_fill(order.places.flatten() < 0, 0))
-    rows = drawn(tokens * 6, columns, dtype=dtype, seed=1).masked_fill_(
-        (order.visits < 0)[:, None], float("nan")
+    at_rows = fused_permute.gather_values(numbers, permutation.assignments)
+    assert torch.equal(
+        at_rows, permute.gather_rows_reference(numbers[:, None], permutation.assignments).flatten()
     )
-    found = fused_permute.sums_at(rows, order.places)
-    assert torch.equal(found, permute.gather_sum_reference(rows, order.places))
+    back = fused_permute.gather_values(at_rows, permutation.rows)
+    assert torch.equal(back.flatten(), numbers.masked_fill(permutation.rows.flatten() < 0, 0))
+    rows = drawn(tokens * 6, columns, dtype=dtype, seed=1).masked_fill_(
+        (permutation.assignments < 0)[:, None], float("nan")
+    )
+    found = fused_permute.gather_sum(rows, permutation.rows)
+    assert torch.equal(found, permute.gather_sum_reference(rows, permutation.rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -206,14 +206,14 @@ def test_sums_are_of_samples_whose_tokens_take_turns(function: ScoreFunction) ->
     logits = _logits()
     sums, shares = score_sums(logits, function, 4), router_probs(logits, function).view(6, 4, 8)
     for sample in range(4):
-        torch.testing.assert_close(sums.shares[sample], shares[:, sample].sum(0))
+        torch.testing.assert_close(sums.probs[sample], shares[:, sample].sum(0))
     squares = sum(math.log(sum(map(math.exp, row))) ** 2 for row in logits.tolist())
     assert sums.squares.item() == pytest.approx(squares)
     torch.testing.assert_close(sums.entropy, -(shares * shares.log()).sum())
 
 
 def test_losses_of_sequences_are_averaged() -> None:
-    shares, loads = score_sums(_logits(), "softmax", 4).shares, torch.randint(0, 9, (4, 8))
+    shares, loads = score_sums(_logits(), "softmax", 4).probs, torch.randint(0, 9, (4, 8))
     each = [load_balancing_loss(shares[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
     torch.testing.assert_close(
         load_balancing_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean()
@@ -224,9 +224,9 @@ def test_parts_of_losses_add_up() -> None:
     logits = _logits()
     whole, loads = score_sums(logits, "softmax", 1), tokens_per_expert(top_k_experts(logits, 2), 8)
     parts = [score_sums(part, "softmax", 1) for part in logits.split(10)]
-    losses = [load_balancing_loss(part.shares[0], loads, top_k=2, num_tokens=24) for part in parts]
+    losses = [load_balancing_loss(part.probs[0], loads, top_k=2, num_tokens=24) for part in parts]
     torch.testing.assert_close(
-        sum(losses), load_balancing_loss(whole.shares[0], loads, top_k=2, num_tokens=24)
+        sum(losses), load_balancing_loss(whole.probs[0], loads, top_k=2, num_tokens=24)
     )
     torch.testing.assert_close(sum(part.squares for part in parts), whole.squares)
 
@@ -238,7 +238,7 @@ def test_gradients_of_losses_are_finite_differences(function: ScoreFunction) -> 
 
     def losses(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sums = score_sums(x, function, 1)
-        return load_balancing_loss(sums.shares[0], loads, top_k=2, num_tokens=5), sums.squares
+        return load_balancing_loss(sums.probs[0], loads, top_k=2, num_tokens=5), sums.squares
 
     assert torch.autograd.gradcheck(losses, (logits,))
 

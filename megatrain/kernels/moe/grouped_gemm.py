@@ -1,9 +1,9 @@
-"""Products of rows with the weights of the group that they belong to, as experts have them.
+"""Grouped GEMM: products of rows with the weight of their group, such as an expert.
 
-    rows of x, sorted by group     y[rows of g] = x[rows of g] W_g^T        ends: where the rows of each group end
+    rows of x, sorted by group     y[rows of g] = x[rows of g] W_g^T        ends: end of the rows of each group
 
-In bf16 a single kernel does all groups, and no host waits for `ends`; in other dtypes one product follows the other.
-Rows behind the last end are nobody's: they are not read, and what results hold there is undefined.
+In bf16 one kernel computes all groups, and the host does not wait for `ends`; in other dtypes the groups are computed one
+by one. Rows after the last end are not read, and results have undefined values there.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 _ALIGNMENT = 8
-"""Elements: widths are multiples of it where a single kernel does all groups."""
+"""Elements; a single kernel needs widths that are multiples of it."""
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Each row times the weight of its group.
+    """Multiply each row by the weight of its group.
 
     Args:
         x: [r, i], sorted by group.
@@ -40,7 +40,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Gradient of x: [r, o] -> [r, i]."""
+    """Return the gradient of x: [r, o] -> [r, i]."""
     if _is_one_kernel(weight):
         return _grouped(dy, weight, ends)
     dx = dy.new_empty(dy.shape[0], weight.shape[2])
@@ -50,7 +50,7 @@ def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def accumulate_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """grad[g] += dy[rows of g]^T x[rows of g], [e, o, i]; the single kernel rounds each sum to bf16 before it is added."""
+    """Compute grad[g] += dy[rows of g]^T x[rows of g], [e, o, i]; the single kernel rounds each product to bf16 first."""
     if _is_one_kernel(x) and dy.shape[-1] % _ALIGNMENT == 0:
         grad.add_(_grouped(dy.t(), x, ends))
         return
@@ -68,7 +68,7 @@ def _grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Groups that have rows, and which. The host waits for them."""
+    """Yield the groups that have rows, and their rows; the host waits for `ends`."""
     for group, (start, stop) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if start < stop:
             yield group, slice(start, stop)

@@ -1,12 +1,12 @@
-"""Rows of tokens put in the order of the experts that they visit, and summed back to tokens.
+"""Permutation of token rows into expert order, and back with a sum per token.
 
-    token 0 visits experts 2, 0      sort_by_expert      expert 0: tokens 0 1      ends 2 3 4
-    token 1 visits experts 0, 1     ----------------->    expert 1: token 1
-                                                          expert 2: token 0
+    token 0: experts 2, 0      sort_by_expert       expert 0: tokens 0 1      ends 2 3 4
+    token 1: experts 0, 1     ---------------->     expert 1: token 1
+                                                    expert 2: token 0
 
-A visit is a pair of token and expert; visits of an expert keep the order of the tokens. Both ways only read by index:
-the gradient of one is the other, nothing is added in an order that changes from run to run, and no host waits for
-counts. On GPUs fused kernels order and move the rows; the references here do it in any dtype on any device.
+A token-expert assignment is a (token, expert) pair; the assignments of an expert keep the order of the tokens. Both
+directions only gather by index, and each is the gradient of the other: results are deterministic and the host does not
+wait for counts. On GPUs fused kernels sort and move the rows. The references here run in any dtype on any device.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megatrain.kernels.fused.launching import is_fused
 
 
 class Permutation(NamedTuple):
-    """Which visit is at which row."""
+    """The rows of token-expert assignments, sorted by expert."""
 
-    places: Tensor
-    """Row of each visit, int64 [t, k]; -1 where a visit has none."""
-    visits: Tensor
-    """Visit at each row, int64 [r], counted token by token; -1 where there is none."""
+    rows: Tensor
+    """Row of each assignment, int64 [t, k]; -1 for an assignment without a row."""
+    assignments: Tensor
+    """Assignment of each row, int64 [r], numbered token by token; -1 for an empty row."""
     ends: Tensor
-    """Where each expert's rows end, int32 [e]. Rows from the last one on are nobody's."""
+    """End of each expert's rows, int32 [e]. Rows after the last end are unused."""
 
     @property
     def num_tokens(self) -> int:
-        return self.places.shape[0]
+        return self.rows.shape[0]
 
     @property
     def tokens(self) -> Tensor:
-        """Token at each row, int64 [r]; -1 where there is none."""
-        return torch.div(self.visits, self.places.shape[1], rounding_mode="floor")
+        """Token of each row, int64 [r]; -1 for an empty row."""
+        return torch.div(self.assignments, self.rows.shape[1], rounding_mode="floor")
 
 
 def sort_by_expert(
@@ -46,100 +46,100 @@ def sort_by_expert(
     *,
     num_experts: int,
     num_rows: int,
-    first: int = 0,
+    first_expert: int = 0,
     kept: Tensor | None = None,
     rows_per_expert: int | None = None,
 ) -> Permutation:
-    """Permutation the visits to the experts `first` to `first + num_experts`; other visits get no row.
+    """Sort the assignments to `num_experts` experts from `first_expert` on; other assignments get no row.
 
-    On a GPU a kernel counts them; of more than `MOST_EXPERTS` experts they are sorted, as on a CPU.
+    On a GPU a kernel counts them; more than `MAX_EXPERTS` experts are sorted, as on a CPU.
 
     Args:
         experts: int64 [t, k].
-        num_rows: no fewer than there are visits; not asked for with `rows_per_expert`, of which each expert has as many.
-        kept: bool [t, k], False where a visit gets no row; None: all are kept.
-        rows_per_expert: rows of each expert, no fewer than its visits: those left over hold nothing. None: as many as visits.
+        num_rows: at least the number of assignments; ignored with `rows_per_expert`.
+        kept: bool [t, k], False for assignments that get no row; None: all are kept.
+        rows_per_expert: rows of each expert, at least its assignments; the rest is empty. None: as many as assignments.
     """
     num_rows = num_rows if rows_per_expert is None else num_experts * rows_per_expert
-    if is_fused(experts) and num_experts <= fused.MOST_EXPERTS:
+    if is_fused(experts) and num_experts <= fused.MAX_EXPERTS:
         return Permutation(
             *fused.sort_by_expert(
                 experts,
                 kept,
                 num_experts=num_experts,
                 num_rows=num_rows,
-                first=first,
+                first_expert=first_expert,
                 rows_per_expert=rows_per_expert,
             )
         )
-    return order_by_expert_reference(experts, num_experts, num_rows, first, kept, rows_per_expert)
+    return sort_by_expert_reference(experts, num_experts, num_rows, first_expert, kept, rows_per_expert)
 
 
-def order_by_expert_reference(
+def sort_by_expert_reference(
     experts: Tensor,
     num_experts: int,
     num_rows: int,
-    first: int,
+    first_expert: int,
     kept: Tensor | None,
     rows_per_expert: int | None,
 ) -> Permutation:
-    """The same by a stable sort; `num_rows` are all of them."""
-    own = experts.flatten() - first
-    gets_none = (own < 0) | (own >= num_experts)
+    """Sort with torch's stable sort; `num_rows` counts all rows."""
+    local = experts.flatten() - first_expert
+    has_no_row = (local < 0) | (local >= num_experts)
     if kept is not None:
-        gets_none |= ~kept.flatten()
-    numbers, visits = own.masked_fill(gets_none, num_experts).sort(stable=True)
-    starts = torch.searchsorted(numbers, torch.arange(num_experts + 1, device=numbers.device))
-    rows = torch.arange(numbers.numel(), device=numbers.device)
+        has_no_row |= ~kept.flatten()
+    sorted_experts, assignments = local.masked_fill(has_no_row, num_experts).sort(stable=True)
+    starts = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=experts.device))
+    rows = torch.arange(sorted_experts.numel(), device=experts.device)
     ends = starts[1:]
     if rows_per_expert is not None:
-        firsts = torch.arange(0, num_rows + 1, rows_per_expert, device=numbers.device)
-        rows += (firsts - starts)[numbers]
-        ends = firsts[1:]
-    gets_none = numbers == num_experts
-    at_row = visits.new_full((num_rows + 1,), -1)  # a row too many, for visits that get none
-    at_row.scatter_(0, rows.masked_fill(gets_none, num_rows), visits)
-    places = torch.empty_like(visits).scatter_(0, visits, rows.masked_fill(gets_none, -1))
-    return Permutation(places.view_as(experts), at_row[:num_rows], ends.to(torch.int32))
+        padded_starts = torch.arange(0, num_rows + 1, rows_per_expert, device=experts.device)
+        rows += (padded_starts - starts)[sorted_experts]
+        ends = padded_starts[1:]
+    has_no_row = sorted_experts == num_experts
+    at_row = assignments.new_full((num_rows + 1,), -1)  # one more row, for assignments without a row
+    at_row.scatter_(0, rows.masked_fill(has_no_row, num_rows), assignments)
+    row_of = torch.empty_like(assignments).scatter_(0, assignments, rows.masked_fill(has_no_row, -1))
+    return Permutation(row_of.view_as(experts), at_row[:num_rows], ends.to(torch.int32))
 
 
-def permute_rows(x: Tensor, order: Permutation) -> Tensor:
-    """The token of each visit at its row; zeros where there is none: [t, h] -> [r, h]."""
+def permute_rows(x: Tensor, permutation: Permutation) -> Tensor:
+    """Gather the token of each row, zeros for empty rows: [t, h] -> [r, h]."""
     if is_fused(x):
-        return fused.rows_at(x, order.visits, order.places.shape[1])
-    return gather_rows_reference(x, order.tokens)
+        return fused.gather_rows(x, permutation.assignments, permutation.rows.shape[1])
+    return gather_rows_reference(x, permutation.tokens)
 
 
-def unpermute_rows(rows: Tensor, order: Permutation) -> Tensor:
-    """For each token the sum of its visits' rows, formed in a wide dtype: [r, h] -> [t, h]."""
-    at = fused.sums_at if is_fused(rows) else gather_sum_reference
-    return at(rows, order.places)
+def unpermute_rows(rows: Tensor, permutation: Permutation) -> Tensor:
+    """Sum the rows of each token's assignments in the accumulation dtype: [r, h] -> [t, h]."""
+    gather_sum = fused.gather_sum if is_fused(rows) else gather_sum_reference
+    return gather_sum(rows, permutation.rows)
 
 
-def permute_values(numbers: Tensor, order: Permutation) -> Tensor:
-    """The number of each visit at its row, 0 where there is none: [t, k] -> [r]."""
-    return _numbers_at(numbers.flatten(), order.visits)
+def permute_values(values: Tensor, permutation: Permutation) -> Tensor:
+    """Gather the value of each row's assignment, 0 for empty rows: [t, k] -> [r]."""
+    return _gather_values(values.flatten(), permutation.assignments)
 
 
-def unpermute_values(numbers: Tensor, order: Permutation) -> Tensor:
-    """The number at each visit's row, 0 for a visit without one: [r] -> [t, k]."""
-    return _numbers_at(numbers, order.places)
+def unpermute_values(values: Tensor, permutation: Permutation) -> Tensor:
+    """Gather the value of each assignment's row, 0 for assignments without a row: [r] -> [t, k]."""
+    return _gather_values(values, permutation.rows)
 
 
 def gather_rows_reference(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x by number, and zeros for -1, whatever x holds: [n, h] and int64 [r] -> [r, h]."""
+    """Gather rows of x, zeros for index -1 (also if x has NaN): [n, h] and int64 [r] -> [r, h]."""
     return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
 
 
 def gather_sum_reference(x: Tensor, index: Tensor) -> Tensor:
-    """Sums of rows of x by number, one after the other, without those of number -1: [n, h] and int64 [r, k] -> [r, h]."""
+    """Gather k rows of x per output row and sum them in order, without index -1: [n, h] and int64 [r, k] -> [r, h]."""
     total = torch.zeros(len(index), x.shape[1], dtype=accumulation_dtype(x.dtype), device=x.device)
-    for places in index.unbind(1):
-        total += gather_rows_reference(x, places)
+    for column in index.unbind(1):
+        total += gather_rows_reference(x, column)
     return total.to(x.dtype)
 
 
-def _numbers_at(x: Tensor, index: Tensor) -> Tensor:
+def _gather_values(x: Tensor, index: Tensor) -> Tensor:
     if is_fused(x):
-        return fused.numbers_at(x, index)
+        return fused.gather_values(x, index)
     return gather_rows_reference(x[:, None], index.flatten()).view(index.shape)

@@ -1,11 +1,11 @@
-"""Routing: which experts each token goes to, and with what weights, from a router's logits.
+"""Routing: the experts of each token and their probabilities, from a router's logits.
 
-    logits [t, E] ─> scores ─> (+ bias) ─> the best groups ─> the best experts ─> weights ─> within capacity
+    logits [t, E] ─> scores ─> (+ bias) ─> top groups ─> top experts ─> probabilities ─> within capacity
 
-Functions of tensors on any device, which no host waits for; autograd works through the weights. Arithmetic is
-that of `accumulation_dtype(logits.dtype)`; on GPUs a fused kernel picks experts where they are not in groups, whose scores are off by
-a rounding or two. Of equal scores the expert of the lowest number is the better one, and of equal claims to room the
-earlier token, so that every layout picks alike.
+All functions run on any device without synchronizing the host; the probabilities are differentiable. Arithmetic is in the
+accumulation dtype. On GPUs a fused kernel selects experts, unless they are in groups; its scores differ by a rounding or
+two. Ties go to the expert with the lowest index, and within the capacity to the earlier token, so that every layout
+selects the same experts.
 
 Sources: Shazeer et al., arXiv:1701.06538 (top-k), Fedus et al., arXiv:2101.03961 (capacity), DeepSeek-V3,
 arXiv:2412.19437 (sigmoid scores, bias, groups), Lewis et al., arXiv:2103.16716 (balanced assignment); rules and
@@ -37,78 +37,78 @@ _SINKHORN_EPSILON = 1e-8
 
 
 class Routing(NamedTuple):
-    """Where tokens go; a token is a row of the hidden states flattened to [t, h]. Everything stays on the device."""
+    """The token-expert assignments of hidden states flattened to [t, h], on the device."""
 
     experts: Tensor
-    """Numbers of each token's experts, the best first, int64 [t, k]."""
-    weights: Tensor
-    """By which their outputs are summed, [t, k], differentiable; 0 where a token is dropped."""
+    """Indices of each token's experts, the best first, int64 [t, k]."""
+    probs: Tensor
+    """Factors of the experts' outputs, [t, k], differentiable; 0 for dropped assignments."""
     kept: Tensor | None = None
-    """False where a token is dropped by an expert, bool [t, k]; None: nothing is dropped."""
+    """False for dropped assignments, bool [t, k]; None: none are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopKRule:
-    """How experts are picked by their logits."""
+    """Rule for the selection of experts by their logits."""
 
     top_k: int
     score_function: ScoreFunction = "softmax"
     is_pre_softmax: bool = False
-    """Whether the softmax is over all experts, or over those that are picked."""
+    """True: softmax over all experts. False: softmax over the selected ones."""
     num_groups: int | None = None
-    """Groups of neighbouring experts, of which a token uses `group_top_k`; None: a single group."""
+    """Number of groups of consecutive experts; a token uses `group_top_k` of them. None: a single group."""
     group_top_k: int | None = None
     scaling_factor: float = 1.0
-    """Of the weights."""
+    """Factor on the probabilities."""
 
     @property
-    def picks_best_logits(self) -> bool:
-        """Whether experts are picked by nothing but their logits."""
+    def selects_top_logits(self) -> bool:
+        """True if the selected experts are those with the largest logits."""
         return self.score_function == "softmax" and not self.is_pre_softmax and self.num_groups is None
 
 
 def select_experts(logits: Tensor, rule: TopKRule, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k best experts of each token, and their weights.
+    """Select the top k experts of each token.
 
-        softmax                    softmax of the picked logits; before: of all logits, picked, not normalised again
-        sigmoid, sqrtsoftplus      score / (sum of the picked scores + 1e-20), or for k = 1 the score itself
+        softmax                    softmax of the selected logits; pre-softmax: of all logits, not normalized again
+        sigmoid, sqrtsoftplus      score / (sum of the selected scores + 1e-20); for k = 1 the score itself
 
     Args:
         logits: [t, E].
-        bias: added to scores to pick, not to weigh, [E]; for sigmoid and sqrtsoftplus.
+        bias: [E], added to the scores for the selection only; for sigmoid and sqrtsoftplus.
     Returns:
-        int64 [t, k], best first, and weights [t, k] in the dtype of the logits, times the scaling factor.
+        Experts, int64 [t, k], best first, and their probabilities [t, k] in the dtype of the logits, scaled.
     """
     assert bias is None or rule.score_function != "softmax", "a rule refuses it"
     if is_fused(logits) and rule.num_groups is None:
-        picked: tuple[Tensor, Tensor] = _Picked.apply(logits, rule, bias)
-        return picked
+        selected: tuple[Tensor, Tensor] = _SelectExperts.apply(logits, rule, bias)
+        return selected
     return select_experts_reference(logits, rule, bias)
 
 
 def select_experts_reference(
     logits: Tensor, rule: TopKRule, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same, written out."""
-    kind = accumulation_dtype(logits.dtype)
+    """Select experts with torch operators."""
+    dtype = accumulation_dtype(logits.dtype)
     if rule.score_function == "softmax":
         if rule.is_pre_softmax:
-            scores = logits.softmax(-1, dtype=kind)
-            experts = _best_experts(scores, rule)
-            weights = scores.gather(1, experts)
+            scores = logits.softmax(-1, dtype=dtype)
+            experts = _select_by(scores, rule)
+            probs = scores.gather(1, experts)
         else:
-            experts = _best_experts(logits, rule)
-            weights = logits.gather(1, experts).softmax(-1, dtype=kind)
+            experts = _select_by(logits, rule)
+            probs = logits.gather(1, experts).softmax(-1, dtype=dtype)
     else:
         scores = router_scores(logits, rule.score_function)
-        experts = _best_experts(scores if bias is None else scores + bias, rule)
-        weights = scores.gather(1, experts)
+        experts = _select_by(scores if bias is None else scores + bias, rule)
+        probs = scores.gather(1, experts)
         if rule.top_k > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM)
-    return experts, (weights * rule.scaling_factor).to(logits.dtype)
+            probs = probs / (probs.sum(-1, keepdim=True) + _LEAST_SUM)
+    return experts, (probs * rule.scaling_factor).to(logits.dtype)
 
 
-class _Picked(Function):
+class _SelectExperts(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rule: TopKRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.rule = {
@@ -116,42 +116,42 @@ class _Picked(Function):
             "is_pre_softmax": rule.is_pre_softmax,
             "scaling_factor": rule.scaling_factor,
         }
-        experts, weights = fused.pick(logits, bias, top_k=rule.top_k, **ctx.rule)
+        experts, probs = fused.select_experts(logits, bias, top_k=rule.top_k, **ctx.rule)
         ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
         ctx.set_materialize_grads(False)
-        return experts, weights
+        return experts, probs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, experts = ctx.saved_tensors
-        return fused.pick_backward(grads[1], logits, experts, **ctx.rule), None, None
+        return fused.select_experts_backward(grads[1], logits, experts, **ctx.rule), None, None
 
 
 def router_scores(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    """Softmax, sigmoid or sqrt(softplus) of the logits, wide [t, E]."""
-    kind = accumulation_dtype(logits.dtype)
+    """Return softmax, sigmoid or sqrt(softplus) of the logits, [t, E] in the accumulation dtype."""
+    dtype = accumulation_dtype(logits.dtype)
     match score_function:
         case "softmax":
-            return logits.softmax(-1, dtype=kind)
+            return logits.softmax(-1, dtype=dtype)
         case "sigmoid":
-            return logits.to(kind).sigmoid()
+            return logits.to(dtype).sigmoid()
         case "sqrtsoftplus":
-            return F.softplus(logits.to(kind)).sqrt()
+            return F.softplus(logits.to(dtype)).sqrt()
 
 
 def router_probs(logits: Tensor, score_function: ScoreFunction) -> Tensor:
-    """Scores that sum to 1 for each token, by which losses and entropy know a router's preferences: wide [t, E]."""
+    """Return scores normalized to sum 1 per token, for losses and entropy: [t, E] in the accumulation dtype."""
     scores = router_scores(logits, score_function)
     return scores if score_function == "softmax" else scores / (scores.sum(-1, keepdim=True) + _LEAST_SUM)
 
 
 def top_k_experts(values: Tensor, k: int) -> Tensor:
-    """Numbers of the k largest values of each row, the largest first, and of equal ones the lowest number: int64 [t, k]."""
+    """Return the indices of the k largest values of each row, largest first, ties by the lowest index: int64 [t, k]."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
-def _best_experts(values: Tensor, rule: TopKRule) -> Tensor:
+def _select_by(values: Tensor, rule: TopKRule) -> Tensor:
     values = values.detach()
     if rule.num_groups is None or rule.group_top_k is None:
         return top_k_experts(values, rule.top_k)
@@ -159,22 +159,23 @@ def _best_experts(values: Tensor, rule: TopKRule) -> Tensor:
 
 
 def group_limited_top_k(values: Tensor, k: int, *, num_groups: int, group_top_k: int) -> Tensor:
-    """As `top_k_experts`, of the experts in the best groups of each row.
+    """Return the top k experts of the top groups of each row: int64 [t, k].
 
-    A group is as good as the sum of its k / group_top_k largest values (DeepSeek-V3, section 2.1.2).
+    A group's score is the sum of its k / group_top_k largest values (DeepSeek-V3, section 2.1.2).
     """
     groups = values.unflatten(-1, (num_groups, -1))
-    worth = groups.topk(k // group_top_k, dim=-1).values.sum(-1)
-    is_open = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, top_k_experts(worth, group_top_k), True)
-    return top_k_experts(groups.masked_fill(~is_open[..., None], float("-inf")).flatten(1), k)
+    group_scores = groups.topk(k // group_top_k, dim=-1).values.sum(-1)
+    selected = top_k_experts(group_scores, group_top_k)
+    is_selected = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, selected, True)
+    return top_k_experts(groups.masked_fill(~is_selected[..., None], float("-inf")).flatten(1), k)
 
 
 def select_by_sinkhorn(logits: Tensor, plan: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The k largest entries of each row of a balanced plan; weights are sigmoids of the logits for k = 1, else softmax.
+    """Select the k largest entries of each row of a balanced plan; probabilities are sigmoid (k = 1) or softmax.
 
     Args:
         logits: [t, E].
-        plan: of the same tokens by `sinkhorn_plan`; in evaluation, where nothing is balanced, the logits.
+        plan: from `sinkhorn_plan` for the same tokens; the logits in evaluation, which does not balance.
     """
     experts = top_k_experts(plan, top_k)
     scores = router_scores(logits, "sigmoid" if top_k == 1 else "softmax")
@@ -182,16 +183,18 @@ def select_by_sinkhorn(logits: Tensor, plan: Tensor, top_k: int) -> tuple[Tensor
 
 
 def sinkhorn_plan(logits: Tensor) -> Tensor:
-    """exp(logits), rows and columns scaled in turn until all columns sum to 1 / E and rows to 1 / T: wide [T, E].
+    """Scale rows and columns of exp(logits) alternately until columns sum to 1 / E and rows to 1 / T.
 
         rows = 1 / (T (exp(logits) columns + 1e-8))        columns = 1 / (E (exp(logits)^T rows + 1e-8))
 
-    As Megatron-LM: until the columns' factors move by at most 1e-4 on average; here until then or for a fixed
-    number of rounds, which leaves the host out and ends far from there where logits are steep (a deviation of 3 or more). Largest logits of rows are taken out first: rows'
-    factors make up for it.
+    Megatron-LM iterates until the column factors change by at most 1e-4 on average. Here the number of rounds is also
+    bounded, so that the host does not synchronize; steep logits (deviation of 3 or more) have not converged by then. The
+    maximum of each row is subtracted first; row factors compensate for it.
 
     Args:
         logits: of all tokens of a micro-batch, [T, E].
+    Returns:
+        [T, E] in the accumulation dtype.
 
     Source: Sinkhorn and Knopp (1967); Lewis et al., arXiv:2103.16716.
     """
@@ -199,43 +202,43 @@ def sinkhorn_plan(logits: Tensor) -> Tensor:
     values = (values - values.amax(-1, keepdim=True)).exp()
     num_tokens, num_experts = values.shape
     rows, columns = values.new_ones(num_tokens), values.new_ones(num_experts)
-    is_moving = values.new_ones((), dtype=torch.bool)
+    is_running = values.new_ones((), dtype=torch.bool)
     for _ in range(_SINKHORN_ROUNDS):
         new_rows = 1 / (num_tokens * (values @ columns + _SINKHORN_EPSILON))
         new_columns = 1 / (num_experts * (new_rows @ values + _SINKHORN_EPSILON))
-        moved = (new_columns - columns).abs().mean()
-        rows = torch.where(is_moving, new_rows, rows)
-        columns = torch.where(is_moving, new_columns, columns)
-        is_moving = is_moving & (moved > _SINKHORN_TOLERANCE)
+        change = (new_columns - columns).abs().mean()
+        rows = torch.where(is_running, new_rows, rows)
+        columns = torch.where(is_running, new_columns, columns)
+        is_running = is_running & (change > _SINKHORN_TOLERANCE)
     return rows[:, None] * values * columns
 
 
 def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """How many of the tokens go to each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E]."""
-    picked = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.uint8, device=experts.device)
-    return picked.scatter_(-1, experts, 1).sum(0, dtype=torch.int64)
+    """Count the tokens of each expert: int64 [t, k] -> int64 [E], or [s, b, k] -> [b, E]."""
+    selected = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.uint8, device=experts.device)
+    return selected.scatter_(-1, experts, 1).sum(0, dtype=torch.int64)
 
 
 def expert_capacity(factor: float, *, top_k: int, num_tokens: int, num_experts: int) -> int:
-    """Tokens that an expert takes at most of a micro-batch: ceil(factor * k * T / E)."""
+    """Return the maximum tokens per expert of a micro-batch: ceil(factor * k * T / E)."""
     return math.ceil(factor * top_k * num_tokens / num_experts)
 
 
-def within_capacity(experts: Tensor, weights: Tensor, capacity: int, policy: DropPolicy) -> Tensor:
-    """Which tokens experts take that have room for so many: those of the largest weights, or the first ones.
+def within_capacity(experts: Tensor, probs: Tensor, capacity: int, policy: DropPolicy) -> Tensor:
+    """Return the assignments within the experts' capacity: those with the largest probabilities, or the first ones.
 
     Args:
-        experts, weights: of all tokens of a micro-batch in their order, [T, k].
+        experts, probs: of all tokens of a micro-batch in order, [T, k].
     Returns:
         bool [T, k].
     """
     flat = experts.flatten()
     order = torch.arange(flat.numel(), device=flat.device)
     if policy == "probs":
-        order = weights.detach().flatten().sort(descending=True, stable=True).indices
+        order = probs.detach().flatten().sort(descending=True, stable=True).indices
     sorted_experts, by_expert = flat[order].sort(stable=True)
-    place = torch.arange(flat.numel(), device=flat.device)
-    first = torch.searchsorted(sorted_experts, sorted_experts)  # place of the first claim to the same expert
+    position = torch.arange(flat.numel(), device=flat.device)
+    first = torch.searchsorted(sorted_experts, sorted_experts)  # position of the expert's first assignment
     kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order[by_expert]] = place - first < capacity
+    kept[order[by_expert]] = position - first < capacity
     return kept.view(experts.shape)

@@ -1,10 +1,10 @@
-"""Losses that keep the loads of experts even and a router's logits small, by sums of scores that autograd works through.
+"""Load-balancing loss and z-loss of a router, from differentiable sums over tokens.
 
-    balance  E / (k T^2) * sum over experts of (sum of their score shares) * (tokens that go there)     1 where all is even
-    z        mean over tokens of (log of the sum of exponentials of the logits)^2
+    balance  E / (k T^2) * sum over experts of (sum of its probabilities) * (its tokens)     1 for even loads
+    z        mean over tokens of (log-sum-exp of the logits)^2
 
-Tokens of a micro-batch may be spread over ranks: each rank's part of a loss has the sum over its own tokens alone, but
-everybody's loads and number of tokens, and the parts add up to the loss. On GPUs a fused kernel forms the sums.
+The tokens of a micro-batch may be split over ranks: each rank's part of a loss uses the sum over its own tokens, and the
+loads and the number of tokens of all ranks; the parts add up to the loss. On GPUs a fused kernel computes the sums.
 
 Sources: Fedus et al., arXiv:2101.03961 (balance); Zoph et al., arXiv:2202.08906 (z); Qiu et al., arXiv:2501.11873
 (loads of the global batch).
@@ -25,30 +25,30 @@ from megatrain.kernels.moe.routing import ScoreFunction, router_probs
 
 
 class ScoreSums(NamedTuple):
-    """Sums over the tokens of a rank, wide."""
+    """Sums over the tokens of a rank, in the accumulation dtype."""
 
-    shares: Tensor
-    """Of the tokens of each sample, by `router_probs`: [b, E]."""
+    probs: Tensor
+    """Sums of `router_probs` over the tokens of each sample, [b, E]."""
     squares: Tensor
-    """Of (log of the sum of exponentials of the logits)^2, a number."""
+    """Sum of (log-sum-exp of the logits)^2, []."""
     entropy: Tensor
-    """Of -sum_e(p_e log p_e) of the shares, in nats: log E where a router has no preferences. A number without gradient."""
+    """Sum of the entropies -sum_e(p_e log p_e) in nats, []; log E per token for uniform probabilities. Not differentiable."""
 
 
 def score_sums(logits: Tensor, score_function: ScoreFunction, samples: int) -> ScoreSums:
-    """What losses and reports need of all scores: logits [s * b, E] of b samples, whose tokens take turns."""
+    """Compute the sums that losses and metrics need: logits [s * b, E] of b samples, flattened from [s, b, E]."""
     if is_fused(logits):
         return ScoreSums(*_ScoreSums.apply(logits, score_function, samples))
     return score_sums_reference(logits, score_function, samples)
 
 
 def score_sums_reference(logits: Tensor, score_function: ScoreFunction, samples: int) -> ScoreSums:
-    """The same, written out."""
-    shares = router_probs(logits, score_function)
+    """Compute the sums with torch operators."""
+    probs = router_probs(logits, score_function)
     return ScoreSums(
-        shares.unflatten(0, (-1, samples)).sum(0),
+        probs.unflatten(0, (-1, samples)).sum(0),
         logits.to(accumulation_dtype(logits.dtype)).logsumexp(-1).square().sum(),
-        torch.special.entr(shares.detach()).sum(),
+        torch.special.entr(probs.detach()).sum(),
     )
 
 
@@ -68,22 +68,22 @@ class _ScoreSums(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
         (logits,) = ctx.saved_tensors
-        dshares, dsquares, _ = grads
+        dprobs, dsquares, _ = grads
         return (
-            fused.score_sums_backward(dshares, dsquares, logits, ctx.score_function, ctx.samples),
+            fused.score_sums_backward(dprobs, dsquares, logits, ctx.score_function, ctx.samples),
             None,
             None,
         )
 
 
-def load_balancing_loss(shares: Tensor, loads: Tensor, *, top_k: int, num_tokens: int) -> Tensor:
-    """This rank's part of the loss, a number; of several sequences, the mean of theirs.
+def load_balancing_loss(probs: Tensor, loads: Tensor, *, top_k: int, num_tokens: int) -> Tensor:
+    """Return this rank's part of the loss, []; with several sequences, the mean over them.
 
     Args:
-        shares: sums over its tokens, [E], or those of b sequences [b, E].
-        loads: how many of all T tokens go to each expert, [E] or [b, E]; any factor that they have is the loss's too.
+        probs: sums over this rank's tokens, [E], or per sequence [b, E].
+        loads: tokens per expert of all T tokens, [E] or [b, E]; a factor on them scales the loss.
         num_tokens: T, of the micro-batch or of each sequence.
     """
-    scale = shares.shape[-1] / (top_k * num_tokens**2)
-    loss: Tensor = (shares * loads).sum(-1).mean() * scale
+    scale = probs.shape[-1] / (top_k * num_tokens**2)
+    loss: Tensor = (probs * loads).sum(-1).mean() * scale
     return loss

@@ -101,10 +101,10 @@ def _experts_reversed() -> AbstractContextManager[Any]:
     """Reverse the order of a rank's experts for received rows."""
 
     def turned(experts: Tensor, *, num_experts: int, **known: Any) -> Permutation:
-        if "first" in known:
-            place = experts - known["first"]
+        if "first_expert" in known:
+            place = experts - known["first_expert"]
             is_own = (place >= 0) & (place < num_experts)
-            experts = torch.where(is_own, num_experts - 1 - place + known["first"], experts)
+            experts = torch.where(is_own, num_experts - 1 - place + known["first_expert"], experts)
         return sort_by_expert(experts, num_experts=num_experts, **known)
 
     return mock.patch.object(token_dispatcher, "sort_by_expert", turned)
