@@ -201,10 +201,15 @@ def start_is_printed(page: str, printed: list[str]) -> None:
 
 
 def all_is_printed(page: str, printed: list[str]) -> None:
-    lines = {" ".join(line.split()) for text in printed for line in text.splitlines()}
+    """Each indented line of the page is printed, apart from numbers and the name of the function at the peak."""
+
+    def words(line: str) -> str:
+        return re.sub(r"\d[\d.,e+-]*", "0", re.sub(r", in \w+$", "", " ".join(line.split())))
+
+    lines = {words(line) for text in printed for line in text.splitlines()}
     shown = re.findall(r"^    (.*)$", page, re.MULTILINE)
     assert len(shown) > 60
-    assert [line for line in shown if " ".join(line.split()) not in lines] == []
+    assert [line for line in shown if words(line) not in lines] == []
 
 
 SHOWN = {"docs/watching.md": start_is_printed, "docs/planning.md": all_is_printed}
