@@ -1,4 +1,4 @@
-"""What each launcher leaves in the environment, and what is made of it."""
+"""The environment variables of each launcher."""
 
 import pytest
 
@@ -40,7 +40,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_launcher_is_understood(name):
+def test_each_launcher_is_recognized(name):
     values, expected = CASES[name]
     found = read_environment(values)
     assert found.problems == ()
@@ -49,7 +49,7 @@ def test_each_launcher_is_understood(name):
     ) == expected  # fmt: skip
 
 
-def test_what_was_taken_is_told():
+def test_the_variables_in_effect_are_described():
     assert read_environment(SRUN).description == (
         "SLURM_PROCID 9, SLURM_NTASKS 12; rendezvous at gpu007:18456 (SLURM_STEP_NODELIST, SLURM_JOB_ID)"
     )
@@ -70,17 +70,17 @@ def test_what_was_taken_is_told():
         (OPEN_MPI | {"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE is 2, and OMPI_COMM_WORLD_SIZE is 4"),
         (OPEN_MPI | {"RANK": "1"}, "OMPI_COMM_WORLD_RANK is 3, and RANK is 1\n  fix: unset RANK"),
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE is 8, and RANK is not set\n  fix: set RANK for each process"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2 is no rank of WORLD_SIZE 2\n  fix: number the ranks from 0 to 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK 2 is not below WORLD_SIZE 2\n  fix: number the ranks from 0 to 1"),
         ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK is 'two', not a whole number\n  fix: set or unset RANK"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "MASTER_ADDR is not set, and 4 ranks on several hosts"),
     ],
 )  # fmt: skip
-def test_contradictions_name_both_sides(values, words):
+def test_contradictions_name_both_variables(values, words):
     problems = [str(problem) for problem in read_environment(values).problems]
     assert any(problem.startswith(words) for problem in problems), problems
 
 
-def test_torchrun_alone_counts_where_slurm_started_one_for_each_node():
+def test_torchrun_has_precedence_over_slurm():
     assert read_environment(SRUN | TORCHRUN | {"SLURM_NTASKS": "4"}).problems == ()
 
 

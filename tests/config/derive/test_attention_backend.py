@@ -1,4 +1,4 @@
-"""The kernel of attention: what each name means on each device, and the line that says so."""
+"""The attention kernel of each name on each device, and the note with the reason."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def plan(flags, *, device, libraries=HERE, capability=None, custom_layers=None):
 
 
 def outcome(flags, **facts):
-    """The kernel that a plan has, or `refused`."""
+    """Return the kernel of the plan, or `refused`."""
     try:
         return plan(flags, **facts).derived.attention_backend
     except ConfigError as error:
@@ -33,8 +33,8 @@ def outcome(flags, **facts):
         return others or "refused"
 
 
-def line(flags, **facts):
-    """What the plan says of it."""
+def note(flags, **facts):
+    """Return the note on the kernel."""
     [found] = [note for note in plan(flags, **facts).notes if "--attention-backend" in note]
     return found
 
@@ -42,12 +42,12 @@ def line(flags, **facts):
 @pytest.mark.parametrize(
     ("channels", "kernel"), [(32, "flash4"), (96, "flash4"), (80, "cudnn"), (112, "cudnn")]
 )
-def test_heads_with_which_flash_attn_4_is_wrong_run_on_another_kernel(channels, kernel):
+def test_head_widths_that_flash_attn_4_computes_wrongly_use_another_kernel(channels, kernel):
     assert plan(f"--bf16 --kv-channels {channels}", device="cuda").derived.attention_backend == kernel
 
 
 @pytest.mark.parametrize(
-    ("asked", "on_cpu", "on_gpu", "without_library"),
+    ("name", "on_cpu", "on_gpu", "without_library"),
     [
         ("auto", "sdpa", "flash4", "cudnn"),
         ("flash", "sdpa", "flash4", "flash2"),
@@ -58,14 +58,14 @@ def test_heads_with_which_flash_attn_4_is_wrong_run_on_another_kernel(channels, 
         ("math", "math", "math", "math"),
     ],
 )
-def test_a_name_means_a_kernel(asked, on_cpu, on_gpu, without_library):
-    flags = f"--bf16 --attention-backend {asked}"
+def test_a_name_selects_a_kernel(name, on_cpu, on_gpu, without_library):
+    flags = f"--bf16 --attention-backend {name}"
     assert plan(flags, device="cpu").derived.attention_backend == on_cpu
     assert plan(flags, device="cuda").derived.attention_backend == on_gpu
     assert plan(flags, device="cuda", libraries={}).derived.attention_backend == without_library
 
 
-def test_wide_heads_and_fp32_are_for_torchs_own_kernels():
+def test_wide_heads_and_fp32_use_torchs_kernels():
     assert plan("--bf16 --kv-channels 256", device="cuda").derived.attention_backend == "sdpa"
     assert (
         plan("--bf16 --kv-channels 256 --attention-backend flash", device="cuda").derived.attention_backend
@@ -74,13 +74,13 @@ def test_wide_heads_and_fp32_are_for_torchs_own_kernels():
     assert plan("", device="cuda").derived.attention_backend == "sdpa"
 
 
-def test_one_line_says_what_was_taken_and_why():
-    assert line("--bf16", device="cuda", libraries={}) == (
+def test_a_note_has_the_kernel_and_the_reason():
+    assert note("--bf16", device="cuda", libraries={}) == (
         "--attention-backend auto: cuDNN's attention, as flash-attn-4 is not installed"
     )
-    assert line("--bf16 --kv-channels 192", device="cuda") == (
-        "--attention-backend auto: torch's own choice of kernel, as flash-attn-4 takes heads of at most 128 channels in"
-        " multiples of 32, and --kv-channels is 192; cuDNN's attention takes heads of at most 128 channels in multiples of"
+    assert note("--bf16 --kv-channels 192", device="cuda") == (
+        "--attention-backend auto: torch's own choice of kernel, as flash-attn-4 needs heads of at most 128 channels in"
+        " multiples of 32, and --kv-channels is 192; cuDNN's attention needs heads of at most 128 channels in multiples of"
         " 8, and --kv-channels is 192"
     )
     assert not [n for n in plan("", device="cpu").notes if "--attention-backend" in n]
@@ -90,7 +90,7 @@ NAMES = ("auto", "flash", "fused", "sdpa", "flash4", "flash2", "cudnn", "math")
 
 
 @pytest.mark.parametrize(
-    ("asks", "kernels", "without_library"),
+    ("features", "kernels", "without_library"),
     [
         ("--window-size 8,0", "flash4 flash4 flash2 flash2 flash4 flash2 refused math", "flash2 flash2"),
         ("--window-size -1,0", "flash4 flash4 cudnn sdpa flash4 flash2 cudnn math", "cudnn flash2"),
@@ -141,11 +141,12 @@ NAMES = ("auto", "flash", "fused", "sdpa", "flash4", "flash2", "cudnn", "math")
         ),
     ],
 )
-def test_all_layers_run_on_a_kernel_that_takes_what_they_ask_for(asks, kernels, without_library):
-    found = {name: outcome(f"--bf16 {asks} --attention-backend {name}", device="cuda") for name in NAMES}
+def test_the_kernel_supports_the_features_of_all_layers(features, kernels, without_library):
+    found = {name: outcome(f"--bf16 {features} --attention-backend {name}", device="cuda") for name in NAMES}
     assert found == dict(zip(NAMES, kernels.split(), strict=True))
     without = [
-        outcome(f"--bf16 {asks} --attention-backend {name}", device="cuda", libraries={}) for name in NAMES
+        outcome(f"--bf16 {features} --attention-backend {name}", device="cuda", libraries={})
+        for name in NAMES
     ]
     assert without[:2] == without_library.split()
     assert without[2:] == [*kernels.split()[2:4], "refused", *kernels.split()[5:]]
@@ -156,66 +157,70 @@ def test_all_layers_run_on_a_kernel_that_takes_what_they_ask_for(asks, kernels, 
     [
         (
             "--window-size 8,0",
-            "auto: FlashAttention-2 of torch, as flash-attn-4 is not installed; cuDNN's attention is not for windows",
+            "auto: FlashAttention-2 of torch, as flash-attn-4 is not installed; cuDNN's attention does not support windows",
         ),
         (
             "--window-size 8,0 --reset-attention-mask --attention-backend fused",
-            "fused: FlashAttention-2 of torch, as cuDNN's attention is not for documents and windows",
+            "fused: FlashAttention-2 of torch, as cuDNN's attention does not support documents and windows",
         ),
         (
             "--reset-attention-mask --attention-backend sdpa",
-            "sdpa: FlashAttention-2 of torch, as torch's own choice of kernel is not for documents",
+            "sdpa: FlashAttention-2 of torch, as torch's own choice of kernel does not support documents",
         ),
         (
             f"{RING} --softmax-type off-by-one --attention-backend sdpa",
-            "sdpa: FlashAttention-2 of torch, as torch's own choice of kernel is not for sinks and context ranks",
+            "sdpa: FlashAttention-2 of torch, as torch's own choice of kernel does not support sinks and context ranks",
         ),
         (
             f"{GATHERED} --attention-backend fused",
-            "fused: FlashAttention-2 of torch, as cuDNN's attention is not for gathered keys",
+            "fused: FlashAttention-2 of torch, as cuDNN's attention does not support gathered keys",
         ),
         (f"{RING} --attention-backend cudnn", "cudnn: cuDNN's attention"),
         (
             "--attn-logit-softcapping 50 --attention-dropout 0.1",
-            "auto: attention written out, with all scores in memory, as no fused kernel has --attention-dropout 0.1 and --attn-logit-softcapping 50.0: memory and time grow with the square of --seq-length",
+            "auto: eager attention, which stores all scores, as no fused kernel supports --attention-dropout 0.1 and --attn-logit-softcapping 50.0: memory and time grow with the square of --seq-length",
         ),
     ],
 )
-def test_the_line_names_what_was_not_taken(flags, expected):
-    assert line(f"--bf16 {flags}", device="cuda", libraries={}) == f"--attention-backend {expected}"
+def test_the_note_has_the_reason_against_other_kernels(flags, expected):
+    assert note(f"--bf16 {flags}", device="cuda", libraries={}) == f"--attention-backend {expected}"
 
 
-def test_cpus_write_out_what_no_kernel_has_and_say_so():
-    asks = f"{RING} --window-size 8,0 --reset-attention-mask --softmax-type learnable"
-    assert plan(asks, device="cpu").derived.attention_backend == "sdpa"
+def test_cpus_use_eager_attention_where_no_kernel_has_a_feature():
+    features = f"{RING} --window-size 8,0 --reset-attention-mask --softmax-type learnable"
+    assert plan(features, device="cpu").derived.attention_backend == "sdpa"
     assert outcome("--attention-backend sdpa --attention-dropout 0.1", device="cpu") == "refused"
     assert plan("--attention-dropout 0.1", device="cpu").derived.attention_backend == "math"
-    assert "as no fused kernel has --attention-dropout 0.1:" in line("--attention-dropout 0.1", device="cpu")
+    assert "as no fused kernel supports --attention-dropout 0.1:" in note(
+        "--attention-dropout 0.1", device="cpu"
+    )
 
 
-@pytest.mark.parametrize(("asks", "what"), [(RING, "context ranks"), ("--softmax-type learnable", "sinks")])
-def test_fp32_on_gpus_has_no_kernel_that_joins_parts(asks, what):
-    assert f"as no fused kernel of float32 on a GPU is for {what}:" in line(asks, device="cuda")
-    assert plan(asks, device="cuda").derived.attention_backend == "math"
-    assert outcome(f"{asks} --attention-backend sdpa", device="cuda") == "refused"
+@pytest.mark.parametrize(
+    ("flags", "feature"), [(RING, "context ranks"), ("--softmax-type learnable", "sinks")]
+)
+def test_fp32_on_gpus_has_no_kernel_with_log_sum_exp(flags, feature):
+    assert f"as no fused kernel for float32 on a GPU supports {feature}:" in note(flags, device="cuda")
+    assert plan(flags, device="cuda").derived.attention_backend == "math"
+    assert outcome(f"{flags} --attention-backend sdpa", device="cuda") == "refused"
     assert plan("--window-size 8,0", device="cuda").derived.attention_backend == "sdpa"
 
 
-def own(**attention):
+def custom(**attention):
     return CustomLayers(digest="1", layers=(HEADS,) * 2, differences=(), **attention)
 
 
 @pytest.mark.parametrize(
     ("layers", "kernels"),
     [
-        (own(), "flash4 cudnn sdpa cudnn"),
-        (own(has_windows=True), "flash4 flash2 flash2 refused"),
-        (own(has_sinks=True), "flash4 cudnn flash2 cudnn"),
-        (own(eager_attention="some"), "flash4 cudnn refused refused"),
-        (own(eager_attention="all"), "math math refused refused"),
+        (custom(), "flash4 cudnn sdpa cudnn"),
+        (custom(has_windows=True), "flash4 flash2 flash2 refused"),
+        (custom(has_sinks=True), "flash4 cudnn flash2 cudnn"),
+        (custom(eager_attention="some"), "flash4 cudnn refused refused"),
+        (custom(eager_attention="all"), "math math refused refused"),
     ],
 )
-def test_layers_of_ones_own_ask_for_themselves(layers, kernels):
+def test_features_of_custom_layers_replace_those_of_flags(layers, kernels):
     flags = (
         "--bf16 --spec my.py:layers --attn-logit-softcapping 50 --window-size 8,0 --softmax-type learnable"
     )
@@ -226,10 +231,10 @@ def test_layers_of_ones_own_ask_for_themselves(layers, kernels):
     assert found == kernels.split()
 
 
-def test_layers_that_are_written_out_beside_others_are_told():
-    told = line("--bf16 --spec my.py:layers", device="cuda", custom_layers=own(eager_attention="some"))
-    assert told == (
-        "--attention-backend auto: flash-attn-4; layers with softcaps or dropout of scores (--spec) hold all scores in memory"
+def test_a_note_names_layers_with_eager_attention():
+    found = note("--bf16 --spec my.py:layers", device="cuda", custom_layers=custom(eager_attention="some"))
+    assert found == (
+        "--attention-backend auto: flash-attn-4; layers with logit softcapping or attention dropout (--spec) store all scores"
     )
 
 
@@ -243,7 +248,7 @@ def test_layers_that_are_written_out_beside_others_are_told():
         ("4.1", "flash4"),
     ],
 )
-def test_a_library_is_taken_from_the_proven_version_on(version, kernel):
+def test_a_library_needs_the_tested_version(version, kernel):
     libraries = {"flash-attn-4": version}
     assert plan("--bf16", device="cuda", libraries=libraries).derived.attention_backend == kernel
 
@@ -252,11 +257,11 @@ def test_a_library_is_taken_from_the_proven_version_on(version, kernel):
     ("capability", "kernel"),
     [((7, 5), "sdpa"), ((8, 0), "cudnn"), ((9, 0), "flash4"), ((10, 0), "flash4"), ((12, 0), "cudnn")],
 )
-def test_a_kernel_is_taken_on_generations_that_it_runs_on(capability, kernel):
+def test_a_kernel_is_used_on_gpus_that_it_supports(capability, kernel):
     assert plan("--bf16", device="cuda", capability=capability).derived.attention_backend == kernel
 
 
-def test_a_deterministic_run_takes_kernels_that_can_order_their_sums():
+def test_a_deterministic_run_uses_deterministic_kernels():
     flags = "--bf16 --deterministic-mode"
     assert plan(flags, device="cuda").derived.attention_backend == "flash4"
     assert plan(flags, device="cuda", libraries={}).derived.attention_backend == "sdpa"
@@ -267,8 +272,8 @@ def test_a_deterministic_run_takes_kernels_that_can_order_their_sums():
     assert plan("--bf16 --deterministic-mode", device="cpu").derived.attention_backend == "sdpa"
 
 
-def test_facts_come_back_from_json_with_the_capability():
+def test_facts_with_a_capability_survive_json():
     facts = Facts(
-        device="cuda", device_capability=(9, 0), custom_layers=own(eager_attention="some", has_sinks=True)
+        device="cuda", device_capability=(9, 0), custom_layers=custom(eager_attention="some", has_sinks=True)
     )
     assert Facts.from_json(facts.to_json()) == facts

@@ -23,7 +23,7 @@ def problems(*argv):
     return [str(problem) for problem in parse(argv).problems]
 
 
-def test_defaults_leave_open_what_nobody_gave():
+def test_defaults_are_open_or_values():
     config = parse([]).config
     assert config.model.num_layers is REQUIRED
     assert config.model.kv_channels is AUTO
@@ -99,7 +99,7 @@ def test_all_mistakes_are_collected_at_once():
     assert len(problems(*argv)) == 4
 
 
-def test_known_gives_none_for_what_is_open_or_wrong():
+def test_known_returns_none_for_open_and_invalid_values():
     request = parse(["--save", "--num-layers", "x", "--hidden-size", "8"])
     assert [request.known(path) for path in ("checkpoint.save", "model.num_layers", "model.hidden_size")] == [
         None,
@@ -116,14 +116,14 @@ def test_the_origin_is_the_flag():
     assert origins["model.num_layers"] == Origin("default")
 
 
-def test_no_two_flags_are_spelled_alike():
+def test_flags_are_unique():
     spellings = [setting.flag for setting in settings()]
     spellings += [setting.opposite_flag for setting in settings() if setting.kind is bool]
     assert len(set(spellings)) == len(spellings)
 
 
-def test_a_default_is_what_a_file_that_names_it_gives():
-    """1000 and 1000.0 would be told as different settings."""
+def test_a_default_has_the_type_that_parsing_gives():
+    """1000 and 1000.0 would be reported as different."""
     defaults = [(setting, setting.default) for setting in settings() if is_resolved(setting.default)]
     assert [
         setting.path
@@ -132,18 +132,18 @@ def test_a_default_is_what_a_file_that_names_it_gives():
     ] == []
 
 
-def test_every_field_has_a_sentence():
+def test_every_field_has_a_help_text():
     texts = field_help()
     assert [setting.path for setting in settings() if not texts.get(setting.path)] == []
 
 
-def test_help_and_version_print_and_leave(capsys):
+def test_help_and_version_print_and_exit(capsys):
     with pytest.raises(SystemExit) as caught:
         parse(["--num-layers", "x", "--help"])
     shown = capsys.readouterr().out
     assert caught.value.code == 0
     assert "--num-layers INT" in shown
-    assert "Transformer layers of the whole model." in shown
+    assert "Transformer layers of the model." in shown
     assert "--no-use-distributed-optimizer" in shown
     assert "--no-bf16" not in shown
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Patterns of layers and windows: every spelling, and nothing is run."""
+"""Layer patterns and windows: every spelling, and no code is run."""
 
 import pytest
 
@@ -20,11 +20,11 @@ YES, NO = True, False
         ("2*[0, 1]", (NO, YES, NO, YES)),
     ],
 )
-def test_a_pattern_says_which_layers(text: str | None, expected: tuple[bool, ...]) -> None:
+def test_a_pattern_selects_layers(text: str | None, expected: tuple[bool, ...]) -> None:
     assert parse_layer_pattern(text, 4, one_means=True) == expected
 
 
-def test_a_list_may_name_the_layers_that_have_it_not_and_a_number_stays_the_same() -> None:
+def test_the_meaning_of_one_applies_to_lists_and_not_to_numbers() -> None:
     assert (
         parse_layer_pattern("[0]*3+[1]", 4, one_means=False)
         == parse_layer_pattern("4", 4, one_means=False)
@@ -37,7 +37,7 @@ def test_a_list_may_name_the_layers_that_have_it_not_and_a_number_stays_the_same
     ["", "x", "-1", "0", "[1]", "[1]*5", "[2]*4", "[1]*4+", "[True]*4", "open('f')", "[1]*10**9", "[[1]]*4", "[-1]*4",
      "[1.0]*4", "9" * 40, "(" * 500, "[1]*99999999999", "[]*4"],
 )  # fmt: skip
-def test_what_is_no_pattern_is_an_error(text: str) -> None:
+def test_an_invalid_pattern_is_an_error(text: str) -> None:
     with pytest.raises(PatternError):
         parse_layer_pattern(text, 4, one_means=True)
 
@@ -46,11 +46,11 @@ def test_what_is_no_pattern_is_an_error(text: str) -> None:
     ("text", "expected"),
     [(None, None), ("128,0", 128), ("(128, 0)", 128), ("-1,0", None), ("0,0", 0), ("[4,0]", 4)],
 )
-def test_a_window_is_the_tokens_to_the_left(text: str | None, expected: int | None) -> None:
+def test_a_window_is_the_number_of_tokens_to_the_left(text: str | None, expected: int | None) -> None:
     assert parse_window(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "128", "128,1", "128,-1", "-2,0", "a,0", "1,2,3"])
-def test_what_is_no_window_is_an_error(text: str) -> None:
+def test_an_invalid_window_is_an_error(text: str) -> None:
     with pytest.raises(PatternError):
         parse_window(text)

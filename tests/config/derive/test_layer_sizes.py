@@ -1,4 +1,4 @@
-"""Sizes of each layer: what the JSON means, and what is said where it means nothing."""
+"""Sizes of each layer: the values of the JSON file, and errors with their place."""
 
 import json
 
@@ -18,7 +18,7 @@ def sizes(plan):
     return [(layer.num_query_groups, layer.ffn_hidden_size) for layer in plan.derived.layer_table.layers]
 
 
-def test_layers_are_alike_without_a_file(plan_of):
+def test_all_layers_are_equal_without_a_file(plan_of):
     plan = plan_of("--group-query-attention --num-query-groups 2 --ffn-hidden-size 96")
     assert sizes(plan) == [(2, 96)] * 4
 
@@ -42,14 +42,14 @@ def test_each_layer_has_its_own_sizes(plan_of):
     )
 
 
-def test_operations_follow_the_layers(plan_of):
-    """Two layers, of which one has no MLP and the other no attention, are one whole layer."""
+def test_flops_depend_on_the_layers(plan_of):
+    """A layer without MLP and one without attention have the FLOPs of one whole layer."""
     whole = plan_of("--num-layers 1 --ffn-hidden-size 96").derived.flops_per_iteration
     parts = flags({"attention": {}, "mlp": {"no_op": True}}, {"attention": {"no_op": True}, "mlp": {}})
     assert plan_of(f"--num-layers 2 --ffn-hidden-size 96 {parts}").derived.flops_per_iteration == whole
 
 
-def test_a_file_is_kept_in_the_configuration_and_read_once(plan_of):
+def test_the_configuration_stores_the_contents_of_the_file(plan_of):
     text = json.dumps({"hidden_size": 1, "block_configs": [FULL] * 4}, indent=2)
     path = "--heterogeneous-layers-config-path sizes.json"
     plan = plan_of(path, facts=Facts(layers_config=text))
@@ -71,9 +71,9 @@ def broken(block):
         (broken({"mlp": {}}), "block_configs[0] has no object `attention`"),
         (broken({"attention": {}}), "block_configs[0] has no object `mlp` or `ffn`"),
         (broken({**FULL, "ffn": {}}), "block_configs[0] has mlp and ffn together"),
-        (broken({**FULL, "moe": {"n": 1}}), 'block_configs[0].moe {"n": 1} has no meaning here'),
-        (broken({"attention": {"window_length": 8}, "mlp": {}}), "block_configs[0].attention.window_length 8 has no meaning"),
-        (broken({"attention": {}, "ffn": {"replace_with_linear": True}}), "block_configs[0].ffn.replace_with_linear is not there yet"),
+        (broken({**FULL, "moe": {"n": 1}}), 'block_configs[0].moe {"n": 1} is not supported'),
+        (broken({"attention": {"window_length": 8}, "mlp": {}}), "block_configs[0].attention.window_length 8 is not supported"),
+        (broken({"attention": {}, "ffn": {"replace_with_linear": True}}), "block_configs[0].ffn.replace_with_linear is not supported"),
         (broken({"attention": {"num_query_groups": 1.5}, "mlp": {}}), "block_configs[0].attention.num_query_groups 1.5 is not a whole number above 0"),
         (broken({"attention": {"n_heads_in_group": 3}, "mlp": {}}), "block_configs[0].attention.n_heads_in_group 3 does not divide --num-attention-heads 4"),
         (broken({"attention": {}, "mlp": {"ffn_hidden_size": 0}}), "block_configs[0].mlp.ffn_hidden_size 0 is not a whole number above 0"),
@@ -82,6 +82,6 @@ def broken(block):
         (broken({"attention": {}, "mlp": {"no_op": True, "ffn_hidden_size": 8}}), "block_configs[0].mlp has no_op and a size"),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_named(problems_of, given, words):
+def test_an_invalid_value_is_named_with_its_place(problems_of, given, words):
     (problem,) = problems_of(given.replace(", ", ",").replace('": ', '":'))
     assert words in problem

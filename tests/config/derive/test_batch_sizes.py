@@ -1,4 +1,4 @@
-"""Batch sizes that follow the consumed samples, against Megatron-LM's by the golden file."""
+"""Batch sizes by consumed samples equal Megatron-LM's (golden file)."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from megatrain.config.derive.batch_sizes import BatchSizes, ConstantBatch, parse_ramp, parse_steps
 from megatrain.config.errors import ConfigError
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "microbatches.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "microbatches.json").read_text())
 
 
 def sizes_of(case, rule):
@@ -24,7 +24,7 @@ def first_iterations(sizes, count):
 
 
 @pytest.mark.parametrize("case", GOLDEN["constant"], ids=str)
-def test_constant_batches_are_megatrons(case):
+def test_constant_batches_equal_megatron_lm(case):
     sizes = sizes_of(case, ConstantBatch(case["global_batch_size"]))
     assert sizes.rule.at(0) == case["current"]
     assert sizes.at(0) == case["running"]
@@ -33,7 +33,7 @@ def test_constant_batches_are_megatrons(case):
 
 
 @pytest.mark.parametrize("case", GOLDEN["step_schedule"], ids=lambda case: case["schedule"])
-def test_stepped_batches_are_megatrons(case):
+def test_stepped_batches_equal_megatron_lm(case):
     sizes = sizes_of(case, parse_steps(case["schedule"], seq_length=case["seq_length"]))
     assert [list(step) for step in sizes.rule.steps] == case["parsed"]
     misfits = sizes.misfits(is_decreased=False)
@@ -56,11 +56,11 @@ RAMPS = [case for case in GOLDEN["linear_ramp"] if "raises" not in case]
 
 
 @pytest.mark.parametrize("case", RAMPS, ids=lambda case: f"{case['start_batch_size']} {case['increment']}")
-def test_ramps_are_megatrons(case):
+def test_ramps_equal_megatron_lm(case):
     sizes = sizes_of(case, ramp(case))
-    for consumed, asked, running, count in case["values"]:
+    for consumed, target, running, count in case["values"]:
         assert [sizes.rule.at(consumed), sizes.at(consumed), sizes.num_microbatches(consumed)] == [
-            asked,
+            target,
             running,
             count,
         ]
@@ -69,13 +69,13 @@ def test_ramps_are_megatrons(case):
 
 
 @pytest.mark.parametrize("case", [case for case in GOLDEN["linear_ramp"] if "raises" in case], ids=str)
-def test_ramps_without_a_way_up_are_refused(case):
+def test_invalid_ramps_are_refused(case):
     with pytest.raises(ConfigError, match="--rampup-batch-size"):
         ramp(case)
 
 
 @pytest.mark.parametrize("case", GOLDEN["train_iters_from_samples"], ids=str)
-def test_numbers_of_iterations_are_megatrons(case):
+def test_numbers_of_iterations_equal_megatron_lm(case):
     steps = case["step_schedule"]
     rule = parse_steps(steps, seq_length=None) if steps else ConstantBatch(case["global_batch_size"])
     sizes = BatchSizes(rule=rule, pass_size=1)
@@ -85,7 +85,7 @@ def test_numbers_of_iterations_are_megatrons(case):
 
 @pytest.mark.parametrize("fills_up", [False, True])
 @pytest.mark.parametrize("case", RAMPS, ids=lambda case: f"{case['start_batch_size']} {case['increment']}")
-def test_a_run_that_goes_on_comes_to_the_same_end(case, fills_up):
+def test_a_resumed_run_reaches_the_same_end(case, fills_up):
     sizes = sizes_of(case, ramp(case))
     samples = 3 * case["ramp_samples"] + 7
     count = sizes.iterations_to(samples, consumed=0, fills_up=fills_up)
@@ -104,10 +104,10 @@ def test_a_run_that_goes_on_comes_to_the_same_end(case, fills_up):
         ("10:8 20:16", "no threshold is 0"),
         ("0:8 1:16 1.0:32", "two thresholds fall on sample 1"),
         ("0:8 16", "'16' has no colon"),
-        ("0:8 x:16", "'x' is no number"),
+        ("0:8 x:16", "'x' is not a number"),
         ("0:0", "a batch is 0"),
     ],
 )
-def test_steps_that_make_no_sense_are_refused(text, words):
+def test_invalid_steps_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         parse_steps(text, seq_length=None)

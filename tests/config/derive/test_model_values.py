@@ -1,0 +1,118 @@
+"""FLOPs and padded vocabularies equal Megatron-LM's; norms are recomputed by default where the cost is small."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import Facts, ModelConfig, parse, resolve
+from megatrain.config.derive.layer_sizes import layer_table
+from megatrain.config.derive.model import padded_vocabulary, percent_of_norms, training_flops
+from megatrain.config.schema.experts import ExpertsConfig
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+NOT_SUPPORTED = (
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "hybrid_layer_pattern",
+    "attention_output_gate",
+)
+
+
+def cases(name):
+    return json.loads((GOLDEN / name).read_text())["cases"]
+
+
+CASES = [
+    case for case in cases("flops.json") if not any(case["arguments"].get(name) for name in NOT_SUPPORTED)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_flops_equal_megatron_lm(case):
+    arguments = case["arguments"]
+    names = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "kv_channels",
+        "padded_vocab_size",
+        "swiglu",
+    )
+    model = ModelConfig(
+        **{name: arguments[name] for name in names},
+        num_query_groups=arguments["num_query_groups"] or arguments["num_attention_heads"],
+        heterogeneous_layers_config_encoded_json=None,
+    )
+    freq = arguments["moe_layer_freq"]
+    experts = ExpertsConfig(
+        num_experts=arguments["num_experts"],
+        moe_layer_freq=str(freq),
+        moe_router_topk=arguments["moe_router_topk"],
+        moe_ffn_hidden_size=arguments["moe_ffn_hidden_size"] or arguments["ffn_hidden_size"],
+        moe_shared_expert_intermediate_size=arguments["moe_shared_expert_intermediate_size"],
+    )
+    length, packed = arguments["seq_length"], case.get("packed", {})
+    found = training_flops(
+        model,
+        layer_table(model, experts),
+        num_tokens=packed.get("total_real_tokens_in_batch", case["batch_size"] * length),
+        sum_of_squared_lengths=packed.get("seqlen_squared_sum_in_batch", case["batch_size"] * length**2),
+    )
+    assert found == pytest.approx(case["flops"], rel=1e-12)
+
+
+def test_enough_cases_are_compared():
+    assert len(CASES) >= 11
+    assert sum(case["arguments"]["num_experts"] is not None for case in CASES) >= 4
+
+
+@pytest.mark.parametrize("case", cases("vocab_padding.json"))
+def test_padded_vocabularies_equal_megatron_lm(case):
+    found = padded_vocabulary(
+        case["vocab_size"],
+        divisible_by=case["make_vocab_size_divisible_by"],
+        tp_size=case["tensor_model_parallel_size"],
+    )
+    assert found == case["padded_vocab_size"]
+
+
+SHAPE = (
+    "--num-layers 1 --num-attention-heads 4 --seq-length 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
+    " --micro-batch-size 1 --train-iters 1 --lr 1e-3 --position-embedding-type rope --bf16"
+)
+
+
+def plan(flags, device="cuda"):
+    return resolve(parse([*SHAPE.split(), *flags.split()]), Facts(device=device, vocab_size=99, eod_id=98))
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "expected"),
+    [
+        ("--hidden-size 4096", "cuda", True),
+        ("--hidden-size 8192", "cuda", True),
+        ("--hidden-size 768", "cuda", False),
+        ("--hidden-size 768 --recompute-norms", "cuda", True),
+        ("--hidden-size 4096 --no-recompute-norms", "cuda", False),
+        ("--hidden-size 4096", "cpu", False),
+        ("--hidden-size 4096 --norm-position post", "cuda", False),
+        ("--hidden-size 4096 --recompute-activations", "cuda", False),
+    ],
+)
+def test_the_default_depends_on_the_cost(flags, device, expected):
+    assert plan(flags, device).config.training.recompute_norms is expected
+
+
+def test_a_note_has_the_cost_and_the_flag_against_it():
+    (note,) = [note for note in plan("--hidden-size 4096").notes if "norms are recomputed" in note]
+    assert "about 0.4 % of a step at --hidden-size 4096" in note
+    assert "--no-recompute-norms" in note
+    given = plan("--hidden-size 4096 --recompute-norms").notes
+    assert not [note for note in given if "norms are recomputed" in note]
+
+
+def test_the_cost_is_smaller_in_wider_models():
+    assert percent_of_norms(4096) == pytest.approx(0.41, abs=0.01)
+    assert percent_of_norms(8192) == pytest.approx(percent_of_norms(4096) / 2)
