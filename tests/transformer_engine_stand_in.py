@@ -1,7 +1,7 @@
-"""Stands for `transformer_engine.pytorch` on a CPU: the same signatures, computed with plain torch in any dtype.
+"""A stand-in for `transformer_engine.pytorch` on a CPU: the same signatures, computed with plain torch in any dtype.
 
-What is taken over are facts of Transformer Engine 2.20.2: names of arguments and parameters, where gradients go, what
-travels between tensor ranks. `tests/gpu` holds the signatures to those of the library.
+It copies facts of Transformer Engine 2.20.2: names of arguments and parameters, destinations of gradients, communication
+between tensor ranks. `tests/gpu` compares the signatures with those of the library.
 """
 
 import inspect
@@ -33,7 +33,7 @@ SIGNATURES = {
     " window_size bottom_right_diagonal softcap sequence_parallel tp_size get_rng_state_tracker tp_group layer_number"
     " attention_type cp_group cp_global_ranks cp_stream cp_comm_type softmax_scale softmax_type return_max_logit name",
 }
-"""Names of the arguments with which modules are made."""
+"""Names of the arguments of constructors."""
 CALLS = {
     "DotProductAttention": "query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv"
     " cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size"
@@ -42,20 +42,20 @@ CALLS = {
     " score_mod_bprop score_mod_tensors score_mod_bprop_tensors qkv_layer kv_layer qkv_interleave_dim"
     " thd_attention_policies thd_attention_policy_dispatch",
 }
-"""Names of the arguments with which they are called, where more than an input is handed over."""
+"""Names of the arguments of calls that pass more than an input."""
 STORE = ("delay_wgrad_compute", "put")
-"""What a linear layer's `wgrad_store` is asked for."""
+"""Methods of a linear layer's `wgrad_store` that our code uses or repositions."""
 
 
 def checked(names: dict[str, str], kind: str, given: dict) -> None:
-    """As Python itself does where a signature does not have these names."""
+    """Raise TypeError for unknown argument names, as Python does."""
     unknown = set(given) - set(names[kind].split())
     if unknown:
         raise TypeError(f"{kind} has no argument {', '.join(sorted(unknown))}")
 
 
 class Module(nn.Module):
-    """Parameters are made without memory, and never drawn here."""
+    """A module whose parameters are on the meta device and never initialised here."""
 
     def __init__(self, given: dict) -> None:
         super().__init__()
@@ -66,18 +66,18 @@ class Module(nn.Module):
         super().register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
 
     def get_extra_state(self) -> Tensor:
-        raise AssertionError("what would be saved is a pickle")
+        raise AssertionError("the state would be a pickle")
 
 
 class WeightGradStore:
-    """Takes no weight gradients."""
+    """A store that defers no weight gradients."""
 
     def delay_wgrad_compute(self) -> bool:
         return False
 
 
 class _Product(Function):
-    """x W^T + bias, with what travels between tensor ranks; gradients of W go to `main_grad`."""
+    """x W^T + bias with its communication between tensor ranks; gradients of W are added to `main_grad`."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, layer, store):
@@ -99,7 +99,7 @@ class _Product(Function):
         if layer.mode == "column":
             dx = summed(dx, layer)
 
-        def form(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        def weight_gradient(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor | None]:
             grad = weight.main_grad
             assert grad.shape == weight.shape
             grad.addmm_(dy.flatten(0, -2).to(grad.dtype).t(), x.flatten(0, -2).to(grad.dtype))
@@ -108,9 +108,9 @@ class _Product(Function):
         dbias = None
         if weight.requires_grad:
             if ctx.store.delay_wgrad_compute():
-                ctx.store.put([x, dy], form)
+                ctx.store.put([x, dy], weight_gradient)
             else:
-                dbias = form(x, dy)[1]
+                dbias = weight_gradient(x, dy)[1]
         return dx, None, dbias, None, None
 
 
@@ -142,7 +142,7 @@ class _Gathered(Function):
 class _LinearBase(Module):
     def __init__(self, **given) -> None:
         super().__init__(given)
-        assert given["fuse_wgrad_accumulation"], "a gradient of its own would be a copy"
+        assert given["fuse_wgrad_accumulation"], "a separate gradient would be a copy"
         assert not {name for name in given if name.startswith("ub_")}, "user buffers"
         self.mode, self.group = given["parallel_mode"], given["tp_group"]
         assert self.mode in ("row", "column", None)
@@ -156,11 +156,11 @@ class _LinearBase(Module):
             assert columns % size == 0
             columns //= size
         self.is_split = size > 1 and given["sequence_parallel"]
-        how = {"dtype": given["params_dtype"], "device": given["device"]}
-        self.make("weight", rows, columns, **how)
+        options = {"dtype": given["params_dtype"], "device": given["device"]}
+        self.make("weight", rows, columns, **options)
         self.has_bias = given["bias"]
         if self.has_bias:
-            self.make("bias", rows, **how)
+            self.make("bias", rows, **options)
         self.wgrad_store = WeightGradStore()
 
     def product(self, x: Tensor) -> Tensor:
@@ -227,20 +227,20 @@ class DotProductAttention(Module):
         self.channels, self.window, self.scale = (
             given["kv_channels"], given["window_size"], given["softmax_scale"],
         )  # fmt: skip
-        self.over: list = []
+        self.cp_groups: list = []
         if "cp_group" in given:
-            self.divide(given["cp_group"], given["cp_global_ranks"], given["cp_comm_type"])
+            self.set_context_parallel(given["cp_group"], given["cp_global_ranks"], given["cp_comm_type"])
 
-    def divide(self, group, ranks: list[int], way: str) -> None:
-        """Over context ranks: nearest neighbours first."""
-        self.over = group if way == "a2a+p2p" else [group]
-        if way == "a2a+p2p":
+    def set_context_parallel(self, group, ranks: list[int], comm_type: str) -> None:
+        """Set the context-parallel groups; the first one has adjacent ranks."""
+        self.cp_groups = group if comm_type == "a2a+p2p" else [group]
+        if comm_type == "a2a+p2p":
             assert ranks[: dist.get_world_size(group[0])] == sorted(ranks)[: dist.get_world_size(group[0])]
         else:
-            assert way in ("p2p", "a2a", "all_gather")
+            assert comm_type in ("p2p", "a2a", "all_gather")
             assert dist.get_process_group_ranks(group) == ranks
-        assert self.window is None or way in ("a2a", "all_gather")
-        exchanging = dist.get_world_size(self.over[0]) if "a2a" in way else 1
+        assert self.window is None or comm_type in ("a2a", "all_gather")
+        exchanging = dist.get_world_size(self.cp_groups[0]) if "a2a" in comm_type else 1
         assert self.heads % exchanging == self.groups % exchanging == 0
         chunks = range(2 * len(ranks))
         self.chunk_order = torch.tensor([n for r in range(len(ranks)) for n in (chunks[r], chunks[-1 - r])])
@@ -250,24 +250,24 @@ class DotProductAttention(Module):
         checked(CALLS, "DotProductAttention", given)
         assert query_layer.shape[-2:] == (self.heads, self.channels)
         assert key_layer.shape[-2:] == value_layer.shape[-2:] == (self.groups, self.channels)
-        if self.over:
-            assert not given, "documents would be divided one by one"
+        if self.cp_groups:
+            assert not given, "the library would shard documents one by one"
             return self.attended_over_ranks(query_layer, key_layer, value_layer)
         if not given:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
             return self.attended(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
         assert (given["qkv_format"], given["attn_mask_type"]) == ("thd", "padding_causal")
-        borders = given["cu_seqlens_q"]
-        assert borders.dtype == torch.int32
-        assert torch.equal(borders, given["cu_seqlens_kv"])
-        assert given["max_seqlen_q"] == given["max_seqlen_kv"] >= int(borders.diff().max())
-        places = torch.bucketize(torch.arange(len(query_layer)), borders, right=True)
+        cu_seqlens = given["cu_seqlens_q"]
+        assert cu_seqlens.dtype == torch.int32
+        assert torch.equal(cu_seqlens, given["cu_seqlens_kv"])
+        assert given["max_seqlen_q"] == given["max_seqlen_kv"] >= int(cu_seqlens.diff().max())
+        positions = torch.bucketize(torch.arange(len(query_layer)), cu_seqlens, right=True)
         q, k, v = (x.transpose(0, 1)[None] for x in (query_layer, key_layer, value_layer))
-        return self.attended(q, k, v, places[:, None] == places).squeeze(0).transpose(0, 1).flatten(1)
+        return self.attended(q, k, v, positions[:, None] == positions).squeeze(0).transpose(0, 1).flatten(1)
 
     def attended_over_ranks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[s/cp, b, n, d]: of whole samples, this rank's rows. Each has a chunk from their beginning and one from their end."""
-        for group in self.over:
+        """Attend over the whole samples; return this rank's two chunks, one from the first and one from the second half: [s/cp, b, n, d]."""
+        for group in self.cp_groups:
             q, k, v = (_Gathered.apply(x, group) for x in (q, k, v))
         in_order = self.chunk_order.argsort()
         q, k, v = (
@@ -291,24 +291,24 @@ class DotProductAttention(Module):
 
 
 class Sequential(nn.Sequential):
-    """Parts are put together at the first call, with the parameters that they have then."""
+    """Operations are fused at the first call, with their parameters at that time."""
 
     def forward(self, x):
         parameters = list(self.parameters())
-        if not hasattr(self, "together"):
-            self.together = parameters
-        assert [id(one) for one in self.together] == [id(one) for one in parameters]
+        if not hasattr(self, "fused"):
+            self.fused = parameters
+        assert [id(one) for one in self.fused] == [id(one) for one in parameters]
         assert not any(one.is_meta for one in parameters)
         return super().forward(x)
 
 
-def _activation(name: str, curve, *, is_gated: bool) -> type[nn.Module]:
+def _activation(name: str, function, *, is_gated: bool) -> type[nn.Module]:
     class Activation(nn.Module):
         def forward(self, x):
             if not is_gated:
-                return curve(x)
+                return function(x)
             gate, up = x.chunk(2, -1)
-            return curve(gate) * up
+            return function(gate) * up
 
     Activation.__name__ = name
     return Activation
@@ -333,7 +333,7 @@ ACTIVATIONS = {
 
 @contextmanager
 def stand_in() -> Iterator[ModuleType]:
-    """While it lasts, `import transformer_engine.pytorch` gives this."""
+    """Make `import transformer_engine.pytorch` return the stand-in within this context."""
     package, library = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     ops = ModuleType("transformer_engine.pytorch.ops")
     package.pytorch, library.ops = library, ops
@@ -348,7 +348,7 @@ def stand_in() -> Iterator[ModuleType]:
 
 
 def differences(library: ModuleType) -> list[str]:
-    """Names of arguments that are used here, and that the library does not have."""
+    """Return the argument names that are used here but missing in the library."""
     made = [(getattr(library, kind), kind, names) for kind, names in SIGNATURES.items()]
     called = [(getattr(library, kind).forward, f"{kind}.forward", names) for kind, names in CALLS.items()]
     missing = []

@@ -104,7 +104,7 @@ class _Norm(Function):
         dtotal, dy = grads
         total, weight, mean, rstd = ctx.saved_tensors
         assert dy is not None
-        normed = norms.Normed(total, total, mean, rstd)
+        normed = norms.NormOutput(total, total, mean, rstd)
         dx, dweight, dbias = norms.norm_backward(dy, dtotal, normed, weight, ctx.offset)
         weight_grad, bias_grad = ctx.grads
         weight_grad.add_(dweight)

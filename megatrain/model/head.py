@@ -98,7 +98,7 @@ class Head(LaidOutModule):
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff = spec.z_loss_coeff
         if embedding is not None:
-            self.borrowed = (embedding,)
+            self.tied_to = (embedding,)
         if weight is not None:
             self.add_weight("weight", weight, dtype)
 
@@ -106,14 +106,14 @@ class Head(LaidOutModule):
         """Return the scaled loss of this rank's tokens, a scalar; write `lm_loss`, `tokens` and any `z_loss` to `info.sums`.
 
         Its gradient is that of info.loss_scale * (sum of the losses and z-losses of the tokens that count) /
-        batch.mean_over, so that gradients of context ranks add up to that of the micro-batch's mean. Labels of tokens that
+        batch.loss_denominator, so that gradients of context ranks add up to that of the micro-batch's mean. Labels of tokens that
         do not count may have any value.
         """
         x, output = self._normed(hidden, info), self._output()
-        mask = batch.counts.t().flatten()
+        mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
-        mean_over = batch.mean_over.clamp(min=1).to(accumulation_dtype(x.dtype))
-        token_scale = mask.to(accumulation_dtype(x.dtype)) * (info.loss_scale / mean_over)
+        denominator = batch.loss_denominator.clamp(min=1).to(accumulation_dtype(x.dtype))
+        token_scale = mask.to(accumulation_dtype(x.dtype)) * (info.loss_scale / denominator)
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
@@ -139,7 +139,7 @@ class Head(LaidOutModule):
 
     def _output(self) -> Any:
         """Return the module that owns the output weight."""
-        return self.borrowed[0] if self.borrowed else self
+        return self.tied_to[0] if self.tied_to else self
 
 
 class _HeadLoss(Function):
@@ -200,7 +200,7 @@ class _HeadLoss(Function):
         weight_grad, kept = ctx.weight_grad, ctx.kept
         ctx.kept = []
         for dlogits, x in kept:
-            ctx.info.form_weight_gradient(
+            ctx.info.compute_weight_gradient(
                 lambda d=dlogits, x=x: accumulate_weight_gradient(weight_grad, d, x)
             )
         return dx * grads[2].to(dx.dtype), *[None] * 8

@@ -40,7 +40,7 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 class TransformerLayer(nn.Module):
-    """A layer: the branches of its mixer and its MLP, of which one may be missing."""
+    """A layer: the branch of its mixer, the branch of its MLP, or both."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -190,10 +190,10 @@ class Router(LaidOutModule):
         loads = by_sequence.sum(0)
         for name, coeff in spec.losses:
             if name == "seq_aux_loss":
-                shares, counts, length = scores.shares, by_sequence, num_tokens // samples
+                shares, counts, length = scores.probs, by_sequence, num_tokens // samples
             else:
                 counts = self._mean_loads(loads, info) if name == "global_aux_loss" else loads
-                shares, length = scores.shares.sum(0), num_tokens
+                shares, length = scores.probs.sum(0), num_tokens
             loss = load_balancing_loss(shares, counts, top_k=spec.top_k, num_tokens=length)
             if coeff:
                 losses[name] = (coeff, loss)
@@ -201,7 +201,7 @@ class Router(LaidOutModule):
 
     def _top_k_loads(self, logits: Tensor, selected: Tensor) -> Tensor:
         """Return the loads that losses use, [b, E]: those of the top k scores, without bias and groups."""
-        if self.rule.picks_best_logits and not self.spec.is_sinkhorn:
+        if self.rule.selects_top_logits and not self.spec.is_sinkhorn:
             return selected
         best, _ = select_experts(logits.detach(), TopKRule(top_k=self.spec.top_k))
         return tokens_per_expert(best.unflatten(0, (-1, len(selected))), self.spec.num_experts)

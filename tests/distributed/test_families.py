@@ -1,7 +1,7 @@
-"""Dense layers and experts side by side: sums, norm, zeros, updates and published weights are those of one process.
+"""Dense layers and experts in one model: sums, norm, zeros, updates and gathered weights are those of one process.
 
-Each layer has a dense matrix and a norm, and some experts: gate and up stacked, down, and a vector that the ranks that
-share an expert all hold. Gradients are drawn by canonical name, and each rank contributes its share of them.
+Each layer has a dense matrix and a norm, and some experts: gate and up stacked, down, and a vector that all ranks with a
+slice of the expert hold. Gradients are drawn by canonical name, and each rank contributes a part of them.
 """
 
 import math
@@ -78,14 +78,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank sees of the whole model behind each step, and what it counts of it."""
+    """A rank's results after each step, and the elements that it counts."""
 
     norms: list[float]
-    """Of gradients, and of weights."""
+    """Norms of gradients, and of weights."""
     num_zeros: int
     weights: list[tuple[str, Box, np.ndarray]]
     owned: Counter[str]
-    """Elements that this rank counts and writes, by tensor."""
+    """Number of elements that this rank counts and writes, by tensor."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -107,7 +107,7 @@ def test_a_step_of_both_families_is_that_of_one_process(pool: WorkerPool, name: 
 
 
 def stepped(rank: int, world_size: int, case: Case) -> Found:
-    """Two steps of two micro-batches."""
+    """Run two steps of two micro-batches."""
     grid = build_grid(case.shape, rank, make_group)
     segments = list(layers(grid))
     optimizer = optimizer_of(case, grid, segments)
@@ -162,7 +162,7 @@ def optimizer_of(case: Case, grid: RankGrid, segments: list[LaidOutModule]) -> S
 
 
 def layers(grid: RankGrid) -> Iterator[LaidOutModule]:
-    """This stage's. Only every second one has experts, so that not every segment has both families."""
+    """Yield this stage's layers. Every second one has experts, so that some segments have one family."""
     per_stage = NUM_LAYERS // grid.pp.size
     for number in range(grid.pp.rank * per_stage, (grid.pp.rank + 1) * per_stage):
         module = LaidOutModule()
@@ -242,7 +242,7 @@ def out_layout(prefixes: list[str]) -> ParamLayout:
 
 
 def add_gradients(module: LaidOutModule, grid: RankGrid, step: int) -> None:
-    """This rank's share of half of each gradient, which is drawn by the tensor's name."""
+    """Add this rank's part of half of each gradient, which is drawn by the tensor's name."""
     for name, layout in module.layouts.items():
         for piece in layout.pieces:
             generator = torch.Generator().manual_seed(zlib.crc32(f"{piece.name} {step}".encode()))
@@ -256,7 +256,7 @@ def add_gradients(module: LaidOutModule, grid: RankGrid, step: int) -> None:
 
 
 def share_of(group: RankGroup) -> float:
-    """Shares that differ, and whose sum is 1."""
+    """Return fractions that differ between ranks and sum to 1."""
     return (group.rank + 1) / (group.size * (group.size + 1) / 2)
 
 

@@ -22,7 +22,7 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, HEADS, GROUPS, D = 48, 2, 4, 2, 8
-BORDERS = [0, 1, 19, 48, 48, 77, 96]
+CU_SEQLENS = [0, 1, 19, 48, 48, 77, 96]
 ALONE = RankGroup("alone", (0,), 0)
 TP = TensorParallel(ALONE, ALONE, sequence_parallel=False)
 
@@ -38,18 +38,18 @@ CASES = {
     "learned sink": spec(sink="learned", scale=0.7),
     "zero sink, dropout": spec(sink="zero", dropout=0.1),
 }
-WAYS = {"p2p": (1, 4), "all_gather": (1, 4), "a2a": (4, 1), "a2a+p2p": (2, 2), "a2a+all_gather": (2, 2)}
-"""Ranks that exchange heads, and ranks that bring keys and values to each other."""
+COMM_TYPES = {"p2p": (1, 4), "all_gather": (1, 4), "a2a": (4, 1), "a2a+p2p": (2, 2), "a2a+all_gather": (2, 2)}
+"""Number of ranks that exchange heads (a2a), and of ranks in the ring or all-gather of keys and values."""
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_context_ranks_attend_as_one_rank_does(
-    pool: WorkerPool, name: str, way: str, has_documents: bool
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_context_ranks_match_one_rank(
+    pool: WorkerPool, name: str, comm_type: str, has_documents: bool
 ) -> None:
     ((*whole, whole_sink),) = pool.run(1, on_a_rank, name, "one rank", (1, 1), has_documents)
-    found = pool.run(4, on_a_rank, name, way, WAYS[way], has_documents)
+    found = pool.run(4, on_a_rank, name, comm_type, COMM_TYPES[comm_type], has_documents)
     for rank, (*own, _) in enumerate(found):
         cp = ContextParallel(RankGroup("cp", (0, 1, 2, 3), rank))
         for one, expected in zip(own, whole, strict=True):
@@ -58,14 +58,12 @@ def test_context_ranks_attend_as_one_rank_does(
 
 
 def on_a_rank(
-    rank: int, world_size: int, name: str, way: str, sizes: tuple[int, int], has_documents: bool
+    rank: int, world_size: int, name: str, comm_type: str, sizes: tuple[int, int], has_documents: bool
 ) -> list[Tensor]:
-    """Output and gradients of queries, keys and values of this rank's rows, and its share of the sinks'."""
-    grid = build_grid(
-        GridShape(tp=sizes[0], dp=sizes[1]), rank, make_group
-    )  # two levels of context ranks
+    """Return output and gradients of q, k and v of this rank's rows, and its part of the sinks' gradient."""
+    grid = build_grid(GridShape(tp=sizes[0], dp=sizes[1]), rank, make_group)  # two levels of context ranks
     cp = ContextParallel(grid.world)
-    over = ContextAttention(grid.tp, ContextParallel(grid.dp), gathers="all_gather" in way)
+    context = ContextAttention(grid.tp, ContextParallel(grid.dp), gathers="all_gather" in comm_type)
     torch.manual_seed(0)
     whole = [torch.randn(S, B, n, D, dtype=torch.float64) for n in (HEADS, GROUPS, GROUPS)]
     upstream, sink = (
@@ -73,12 +71,12 @@ def on_a_rank(
         torch.randn(HEADS, dtype=torch.float64),
     )
     q, k, v = (cp.shard(x, 0).requires_grad_() for x in whole)
-    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32), 29, B, S) if has_documents else None
+    documents = Documents(torch.tensor(CU_SEQLENS, dtype=torch.int32), 29, B, S) if has_documents else None
     info = PassInfo(first_sample=6, documents=documents)
 
     case = CASES[name]
     layout = columns_bias_layout([Columns("sink", HEADS)], TP) if case.sink == "learned" else None
-    leaves = LocalLeaves(TP, cp, torch.float64, NormSpec(), seed=3, context=over)
+    leaves = LocalLeaves(TP, cp, torch.float64, NormSpec(), seed=3, context=context)
     core = cast("Any", leaves.core_attention(case, layout, "attention"))
     sink_gradient = torch.zeros_like(sink)
     if layout is not None:

@@ -31,29 +31,29 @@ SPECS = {
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("tp", "cp", "dp"), [(2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 2, 2)])
-def test_routes_sums_and_gradients_are_those_of_one_process(
+def test_routing_metrics_and_gradients_are_those_of_one_process(
     pool: WorkerPool, name: str, tp: int, cp: int, dp: int
 ) -> None:
-    """Each replica has a micro-batch of its own, which one process runs one after the other."""
+    """Each replica has a different micro-batch; one process runs them one after the other."""
     found = pool.run(tp * cp * dp, on_a_rank, name, tp, cp, dp)
     gradient = torch.zeros(E, H, dtype=torch.float64)
     for replica in range(dp):
         expected = one_process(SPECS[name], replica, dp)
         gradient += expected["weight"]
         own = found[replica * tp * cp : (replica + 1) * tp * cp]
-        sums = torch.stack([one["sums"] for one in own]).sum(0)
-        torch.testing.assert_close(sums, expected["sums"], rtol=1e-12, atol=1e-12)
+        metrics = torch.stack([one["metrics"] for one in own]).sum(0)
+        torch.testing.assert_close(metrics, expected["metrics"], rtol=1e-12, atol=1e-12)
         for one in own:
-            places = one["places"]
-            assert torch.equal(one["experts"], expected["experts"][places])
-            for what in ("weights", "x"):
-                torch.testing.assert_close(one[what], expected[what][places], rtol=1e-10, atol=1e-13)
+            positions = one["positions"]
+            assert torch.equal(one["experts"], expected["experts"][positions])
+            for what in ("probs", "x"):
+                torch.testing.assert_close(one[what], expected[what][positions], rtol=1e-10, atol=1e-13)
     together = torch.stack([one["weight"] for one in found]).sum(0)
     torch.testing.assert_close(together, gradient, rtol=1e-10, atol=1e-12)
 
 
 def micro_batch(replica: int) -> tuple[Tensor, Tensor]:
-    """Hidden states, whose loads are uneven, and gradients of the weights."""
+    """Return hidden states, whose loads are uneven, and gradients of the probabilities."""
     generator = torch.Generator().manual_seed(replica)
     x = torch.randn(S, B, H, generator=generator, dtype=torch.float64) + 0.5
     return x, torch.randn(S, B, 2, generator=generator, dtype=torch.float64)
@@ -66,8 +66,8 @@ def on_a_rank(rank: int, world_size: int, name: str, tp: int, cp: int, dp: int) 
     dp_group = _group("dp", ranks.permute(1, 2, 0).reshape(-1, dp), rank)
     tensor = TensorParallel(tp_group, RankGroup("kv", (rank,), 0), sequence_parallel=tp > 1)
     split = TokenSplit(tensor, ContextParallel(cp_group))
-    places = split.positions(S // (tp * cp), torch.device("cpu"))
-    return routed(SPECS[name], split, dp_group, dp_group.rank, places)
+    positions = split.positions(S // (tp * cp), torch.device("cpu"))
+    return routed(SPECS[name], split, dp_group, dp_group.rank, positions)
 
 
 def _group(name: str, lists: Tensor, rank: int) -> RankGroup:
@@ -77,53 +77,53 @@ def _group(name: str, lists: Tensor, rank: int) -> RankGroup:
 
 
 def one_process(spec: RouterSpec, replica: int, dp: int) -> dict[str, Tensor]:
-    """With the loads of all replicas told by hand, where a loss asks for them."""
+    """Run a replica's micro-batch in one process, with the loads of all replicas patched in where a loss uses them."""
     alone = TokenSplit(
         TensorParallel(RankGroup("tp", (0,), 0), RankGroup("kv", (0,), 0), sequence_parallel=False),
         ContextParallel(RankGroup("cp", (0,), 0)),
     )
     dp_group = RankGroup("dp", (0,), 0)
-    places = torch.arange(S)
+    positions = torch.arange(S)
     if dp == 1 or "global_aux_loss" not in dict(spec.losses):
-        return routed(spec, alone, dp_group, replica, places)
+        return routed(spec, alone, dp_group, replica, positions)
     loads = [_loads_by_score(spec, other) for other in range(dp)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "_mean_loads", lambda *_: torch.stack(loads).mean(0))
-        return routed(spec, alone, dp_group, replica, places)
+        return routed(spec, alone, dp_group, replica, positions)
 
 
 def _loads_by_score(spec: RouterSpec, replica: int) -> Tensor:
-    """Of the losses: by scores alone, without groups."""
+    """Return the loads that losses use: those of the top k scores, without groups."""
     plain = RouterSpec(num_experts=E, top_k=spec.top_k, is_forced=spec.is_forced)
     alone = TokenSplit(
         TensorParallel(RankGroup("tp", (0,), 0), RankGroup("kv", (0,), 0), sequence_parallel=False),
         ContextParallel(RankGroup("cp", (0,), 0)),
     )
     found = routed(plain, alone, RankGroup("dp", (0,), 0), replica, torch.arange(S))
-    return found["sums"][len(ROUTER_METRICS) :]
+    return found["metrics"][len(ROUTER_METRICS) :]
 
 
 def routed(
-    spec: RouterSpec, split: TokenSplit, dp: RankGroup, replica: int, places: Tensor
+    spec: RouterSpec, split: TokenSplit, dp: RankGroup, replica: int, positions: Tensor
 ) -> dict[str, Tensor]:
-    """What a rank with these places of a replica's micro-batch finds."""
+    """Run the router on these positions of a replica's micro-batch; return routing, gradients and metrics."""
     router = Router(
         spec, 3, "router", hidden_size=H, init=Init(std=1), dtype=torch.float64, split=split, dp=dp
     )
     weight = torch.randn(E, H, generator=torch.Generator().manual_seed(100), dtype=torch.float64)
     router.weight = torch.nn.Parameter(weight)
     router.weight_grads["weight"] = torch.zeros_like(weight)
-    x, dweights = micro_batch(replica)
-    own = x[places].requires_grad_()
+    x, dprobs = micro_batch(replica)
+    own = x[positions].requires_grad_()
     info = PassInfo(first_sample=replica * B, loss_scale=0.5)
-    routes = router(own, info)
-    routes.weights.backward(dweights[places].flatten(0, 1))
+    routing = router(own, info)
+    routing.probs.backward(dprobs[positions].flatten(0, 1))
     assert own.grad is not None
     return {
-        "places": places,
-        "experts": routes.experts.view(*own.shape[:2], -1),
-        "weights": routes.weights.detach().view(*own.shape[:2], -1),
+        "positions": positions,
+        "experts": routing.experts.view(*own.shape[:2], -1),
+        "probs": routing.probs.detach().view(*own.shape[:2], -1),
         "x": own.grad,
         "weight": router.weight_grads["weight"],
-        "sums": info.router_metrics[3],
+        "metrics": info.router_metrics[3],
     }

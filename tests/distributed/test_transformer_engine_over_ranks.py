@@ -31,11 +31,11 @@ WORDS = (
     "tp2 sp cp2 heads mup",
     "cp4 a2aring pp2 tied tokens",
 )
-NO_DROPOUT_OF_SCORES = ("--attention-dropout", "0")
+NO_ATTENTION_DROPOUT = ("--attention-dropout", "0")
 
 
 def with_engine(rank: int, world_size: int, job: Job) -> Measured:
-    """As parity measures it, with Transformer Engine's leaves in place of `local`'s."""
+    """Measure as parity does, with Transformer Engine's leaves in place of `local`'s."""
     return measured(rank, world_size, job, "transformer_engine")
 
 
@@ -47,8 +47,8 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
     plan_of = measure.tiny_plan
 
     def changed(layout: Layout, world_size: int, *flags: str, **how: Any) -> Plan:
-        plan = plan_of(layout, world_size, *flags, *NO_DROPOUT_OF_SCORES, **how)
-        values = {"model.transformer_impl": implementation}  # on a CPU and in fp64, a rule would refuse it
+        plan = plan_of(layout, world_size, *flags, *NO_ATTENTION_DROPOUT, **how)
+        values = {"model.transformer_impl": implementation}  # a rule refuses it on a CPU and in fp64
         return dataclasses.replace(plan, config=plan.config.with_values(values))
 
     with stand_in(), mock.patch.object(measure_module, "tiny_plan", changed):
@@ -63,7 +63,7 @@ def test_a_layout_computes_what_local_computes_alone(pool: WorkerPool, words: st
     assert verdict.is_good, verdict
 
 
-def test_a_group_that_is_not_handed_over_would_be_found(pool: WorkerPool) -> None:
+def test_a_missing_tensor_parallel_group_is_found(pool: WorkerPool) -> None:
     layout = Layout.of("tp2 sp")
     (reference,) = pool.run(1, with_local, Job(layout.alone))
     verdict = judge(reference, pool.run(2, without_group, Job(layout)))
@@ -71,7 +71,7 @@ def test_a_group_that_is_not_handed_over_would_be_found(pool: WorkerPool) -> Non
 
 
 def without_group(rank: int, world_size: int, job: Job) -> Measured:
-    """The ranks' parts are not summed."""
+    """Measure without the sum over tensor ranks."""
     import transformer_engine_stand_in as engine
 
     with mock.patch.object(engine, "summed", lambda x, layer: x[: len(x) // 2] if layer.is_split else x):

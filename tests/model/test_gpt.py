@@ -1,4 +1,4 @@
-"""The model against the same mathematics written plainly: loss, logits and every gradient, in fp64."""
+"""The model against a plain implementation: loss, logits and every gradient, in fp64."""
 
 import dataclasses
 import math
@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
-from megatrain.optim.sharded import fill_shards
+from megatrain.optim.sharded import fill_weights
+from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.pipeline.executor import Executor, Use
+from megatrain.parallel.pipeline.executor import Executor, SegmentPass
 from megatrain.parallel.pipeline.schedule import Action, one_forward_one_backward, with_split_backward
+from megatrain.parallel.rank_lists import GridShape
 
 VOCAB, SEQ, BATCH = 101, 12, 2
 CPU = torch.device("cpu")
@@ -39,27 +38,27 @@ def _spec(*, is_tied: bool, padded: int = 128) -> GptSpec:
     )  # fmt: skip
 
 
-class Recorded(DataParallel):
-    """Notes what the executor tells."""
+class Recorder(DataParallel):
+    """Data parallelism that records the hooks' calls."""
 
-    def expect(self, uses: Sequence[Use]) -> None:
-        super().expect(uses)
-        self.expected = list(uses)
-        self.begun: list[Use] = []
-        self.ended: list[Use] = []
-        self.formed: list[tuple[int, bool]] = []
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None:
+        super().on_schedule(passes)
+        self.expected = list(passes)
+        self.begun: list[SegmentPass] = []
+        self.ended: list[SegmentPass] = []
+        self.ready: list[tuple[int, bool]] = []
 
-    def before(self, use: Use) -> None:
-        super().before(use)
-        self.begun.append(use)
+    def before(self, segment_pass: SegmentPass) -> None:
+        super().before(segment_pass)
+        self.begun.append(segment_pass)
 
-    def after(self, use: Use) -> None:
-        super().after(use)
-        self.ended.append(use)
+    def after(self, segment_pass: SegmentPass) -> None:
+        super().after(segment_pass)
+        self.ended.append(segment_pass)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
         super().on_gradients(segment, is_last=is_last)
-        self.formed.append((segment, is_last))
+        self.ready.append((segment, is_last))
 
 
 class Built:
@@ -68,15 +67,15 @@ class Built:
         self.model: Model = build_model(
             spec, self.grid, seq_length=SEQ, sequence_parallel=False, dtype=dtype, device=CPU
         )
-        self.buffers = FlatBuffers(
+        self.buffers = allocate_buffers(
             self.model.registry,
             grid=self.grid,
             weight_dtype=dtype,
             grad_dtype=torch.promote_types(dtype, torch.float32),
             device=CPU,
         )
-        fill_shards(self.buffers.weight_shards, self.buffers, InitialWeights(3))
-        self.hooks = Recorded(self.buffers, self.grid)
+        fill_weights(self.buffers, InitialWeights(3))
+        self.hooks = Recorder(self.buffers, self.grid)
         self.executor = Executor(
             self.model.segments, self.grid, hidden_shape=(SEQ, BATCH, spec.hidden_size), dtype=dtype, device=CPU,
             hooks=self.hooks,
@@ -89,14 +88,14 @@ class Built:
 
     @property
     def gradients(self) -> Tensor:
-        return torch.cat(self.buffers.gradients)
+        return torch.cat(self.buffers.gradients.full)
 
     def gathered(self, flats: list[Tensor]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for bucket, flat in zip(self.buffers.buckets, flats, strict=True):
-            for placed in bucket.placed:
-                for box in placed.entry.layout.ranges(0, placed.entry.layout.numel):
-                    first = placed.start + box.offset
+            for param in bucket.params:
+                for box in param.entry.layout.ranges(0, param.entry.layout.numel):
+                    first = param.start + box.offset
                     whole = tensors.setdefault(
                         box.piece.name, torch.full(box.piece.shape, math.nan).to(flat.dtype)
                     )
@@ -119,7 +118,7 @@ def _batches(count: int, seed: int = 0) -> Iterator[Batch]:
 
 
 def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> Tensor:
-    """The same model as a reader of the papers would write it: [b, s] -> [b, s, v]."""
+    """Compute the same model as the papers describe it: [b, s] -> [b, s, v]."""
     x = weights["embedding.word_embeddings.weight"][tokens]
     b, s, _ = x.shape
     for number, layer in enumerate(spec.layers):
@@ -128,8 +127,8 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> T
         y = F.rms_norm(x, x.shape[-1:], w["attention.norm.weight"], spec.norm.epsilon)
         q, k, v = (F.linear(y, w[f"attention.{p}.weight"]).view(b, s, -1, d).transpose(1, 2) for p in "qkv")
         angles = torch.outer(torch.arange(s).double(), 10000.0 ** (-torch.arange(0, d, 2).double() / d))
-        turn = torch.polar(torch.ones_like(angles), angles)
-        q, k = (_turned(p, turn) for p in (q, k))
+        rotation = torch.polar(torch.ones_like(angles), angles)
+        q, k = (_rotated(p, rotation) for p in (q, k))
         k, v = (
             p.repeat_interleave(layer.mixer.num_heads // layer.mixer.num_query_groups, dim=1) for p in (k, v)
         )
@@ -146,10 +145,10 @@ def plain_logits(weights: dict[str, Tensor], tokens: Tensor, spec: GptSpec) -> T
     return F.linear(x, weights[output])
 
 
-def _turned(x: Tensor, turn: Tensor) -> Tensor:
+def _rotated(x: Tensor, rotation: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    turned = torch.complex(a, b) * turn
-    return torch.cat((turned.real, turned.imag), dim=-1)
+    rotated = torch.complex(a, b) * rotation
+    return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
 def plain_loss(weights: dict[str, Tensor], batches: list[Batch], spec: GptSpec) -> Tensor:
@@ -176,7 +175,8 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
         batches[1], labels=batches[1].labels.masked_fill(batches[1].tokens < 30, -100)
     )
     weights = {
-        name: value.clone().requires_grad_() for name, value in built.gathered(built.buffers.weights).items()
+        name: value.clone().requires_grad_()
+        for name, value in built.gathered(built.buffers.weights.full).items()
     }
     loss = plain_loss(weights, batches, spec)
     loss.backward()
@@ -186,7 +186,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
         (info.sums["lm_loss"] + info.sums.get("z_loss", 0.0)) / info.sums["tokens"] / 3 for info in infos
     )
     torch.testing.assert_close(found, loss.detach(), rtol=1e-12, atol=0)
-    for name, gradient in built.gathered(built.buffers.gradients).items():
+    for name, gradient in built.gathered(built.buffers.gradients.full).items():
         torch.testing.assert_close(
             gradient, weights[name].grad, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -194,16 +194,16 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
     assert hooks.expected == hooks.begun == hooks.ended
     assert len(hooks.begun) == 3 * 4 * (3 if is_split else 2)
     down = [3, 2, 1, 0]
-    assert hooks.formed == [(n, False) for n in down] * 2 + [(n, True) for n in down]
+    assert hooks.ready == [(n, False) for n in down] * 2 + [(n, True) for n in down]
 
 
-def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunked_head_matches_a_head_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, batches = dataclasses.replace(_spec(is_tied=False), z_loss_coeff=0.3), list(_batches(1))
     whole, cut = Built(spec), Built(spec)
     whole.run(batches, one_forward_one_backward(0, 1, 1))
-    monkeypatch.setattr("megatrain.model.head._LEAST_CHUNK_BYTES", 128 * 5 * 8)
-    monkeypatch.setattr("megatrain.model.head._MOST_CHUNK_BYTES", 128 * 5 * 8)
-    monkeypatch.setattr("megatrain.model.head._ROUND", 1)
+    monkeypatch.setattr("megatrain.model.head._MIN_CHUNK_BYTES", 128 * 5 * 8)
+    monkeypatch.setattr("megatrain.model.head._MAX_CHUNK_BYTES", 128 * 5 * 8)
+    monkeypatch.setattr("megatrain.model.head._ROW_MULTIPLE", 1)
     cut.run(batches, one_forward_one_backward(0, 1, 1))
     torch.testing.assert_close(cut.gradients, whole.gradients, rtol=1e-10, atol=1e-13)
 
@@ -217,19 +217,19 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_the_z_loss_is_not_in_the_loss_that_is_told() -> None:
+def test_the_z_loss_is_not_in_the_logged_loss() -> None:
     (batch,) = _batches(1)
-    told = []
+    sums = []
     for z_loss_coeff in (0.0, 0.3):
         spec = dataclasses.replace(_spec(is_tied=True), z_loss_coeff=z_loss_coeff)
         (info,) = Built(spec).run([batch], one_forward_one_backward(0, 1, 1))
-        told.append(info.sums)
-    assert told[0]["lm_loss"] == told[1]["lm_loss"]
-    assert "z_loss" not in told[0]
-    assert told[1]["z_loss"] > 0
+        sums.append(info.sums)
+    assert sums[0]["lm_loss"] == sums[1]["lm_loss"]
+    assert "z_loss" not in sums[0]
+    assert sums[1]["z_loss"] > 0
 
 
-def test_labels_of_masked_tokens_may_be_anything_and_others_must_be_ids() -> None:
+def test_labels_of_masked_tokens_may_have_any_value_and_others_must_be_ids() -> None:
     (batch,) = _batches(1)
     hidden = dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 0, 10**9))
     wrong = dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.loss_mask == 1, VOCAB))
@@ -258,11 +258,11 @@ def test_a_microbatch_whose_mask_is_empty_gives_no_loss_and_no_gradient() -> Non
 def test_bfloat16_stays_near_fp64(is_residual_fp32: bool) -> None:
     batches = list(_batches(1))
     spec = dataclasses.replace(_spec(is_tied=False), is_residual_fp32=is_residual_fp32)
-    wide, narrow = Built(spec), Built(spec, torch.bfloat16)
-    assert narrow.model.hidden_dtype == (torch.float32 if is_residual_fp32 else torch.bfloat16)
-    (expected,) = wide.run(batches, one_forward_one_backward(0, 1, 1))
-    (found,) = narrow.run(batches, one_forward_one_backward(0, 1, 1))
+    fp64, bf16 = Built(spec), Built(spec, torch.bfloat16)
+    assert bf16.model.hidden_dtype == (torch.float32 if is_residual_fp32 else torch.bfloat16)
+    (expected,) = fp64.run(batches, one_forward_one_backward(0, 1, 1))
+    (found,) = bf16.run(batches, one_forward_one_backward(0, 1, 1))
     assert found.sums["lm_loss"].item() == pytest.approx(expected.sums["lm_loss"].item(), rel=0.01)
-    assert narrow.gradients.dtype == torch.float32
-    difference = (narrow.gradients - wide.gradients).norm() / wide.gradients.norm()
+    assert bf16.gradients.dtype == torch.float32
+    difference = (bf16.gradients - fp64.gradients).norm() / fp64.gradients.norm()
     assert difference < 0.05

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from weights_elsewhere import (
+from transformers_weights import (
     GEMMA2_NORMS,
     OLMO2_NORMS,
     PRE_NORMS,
@@ -21,25 +21,24 @@ from weights_elsewhere import (
     gpt2,
     gpt_neox,
     llama_like,
-    shaken,
+    perturb,
     with_experts,
 )
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.inference.generate import all_logits
 from megatrain.model.gpt import build_model
 from megatrain.model.router import ROUTER_METRICS
 from megatrain.model.specs import gpt_spec
-from megatrain.optim.sharded import fill_shards
+from megatrain.optim.sharded import fill_weights
+from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.buffers import FlatBuffers
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.layout import BoxRange, ParamLayout
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
+from megatrain.parallel.rank_lists import GridShape
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -66,7 +65,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 
 class Copied:
-    """Weights of another program, whole and by canonical name."""
+    """Weights of another program, complete and by canonical name."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -88,31 +87,33 @@ class Ours:
         spec = gpt_spec(plan.config.model, plan.config.experts, vocab_size=VOCAB)
         kind = {"dtype": torch.float32, "device": torch.device("cpu")}
         self.model = build_model(spec, self.grid, seq_length=SEQ, sequence_parallel=False, **kind)
-        self.buffers = FlatBuffers(
+        self.buffers = allocate_buffers(
             self.model.registry, grid=self.grid, weight_dtype=torch.float32, grad_dtype=torch.float32,
             device=torch.device("cpu"),
         )  # fmt: skip
         source = Copied(weights)
-        fill_shards(self.buffers.weight_shards, self.buffers, source)
+        fill_weights(self.buffers, source)
         left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
         assert not left, f"not used: {left}"
 
         self.info = PassInfo()
 
     def gradients(self, tokens: Tensor, labels: Tensor) -> Weights:
-        """Of the mean loss, by canonical name."""
-        places = torch.arange(SEQ).expand_as(tokens)
-        batch = Batch(tokens=tokens, labels=labels, loss_mask=torch.ones(tokens.shape), position_ids=places)
+        """Return the gradients of the mean loss, by canonical name."""
+        positions = torch.arange(SEQ).expand_as(tokens)
+        batch = Batch(
+            tokens=tokens, labels=labels, loss_mask=torch.ones(tokens.shape), position_ids=positions
+        )
         executor = Executor(
             self.model.segments, self.grid, hidden_shape=(SEQ, len(tokens), 32), dtype=torch.float32,
             device=torch.device("cpu"), hooks=DataParallel(self.buffers, self.grid),
         )  # fmt: skip
         executor.run(one_forward_one_backward(0, 1, 1), [batch], [self.info])
         found: Weights = {}
-        for bucket, gradients in zip(self.buffers.buckets, self.buffers.gradients, strict=True):
-            for placed in bucket.placed:
-                flat = gradients[placed.start : placed.stop]
-                for box in placed.entry.layout.ranges(0, flat.numel()):
+        for bucket, gradients in zip(self.buffers.buckets, self.buffers.gradients.full, strict=True):
+            for param in bucket.params:
+                flat = gradients[param.start : param.stop]
+                for box in param.entry.layout.ranges(0, flat.numel()):
                     whole = found.setdefault(box.piece.name, torch.full(box.piece.shape, math.nan))
                     part = flat[box.offset : box.offset + box.numel].view(box.shape)
                     whole[tuple(slice(*edge) for edge in box.box)] = part
@@ -267,14 +268,14 @@ MODELS |= MODELS_WITH_EXPERTS
 
 
 def reference(kind: str, settings: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:
-    """A model of transformers with random weights, and tokens and labels for it, [b, s]."""
+    """Build a model of transformers with random weights; return it with tokens and labels, [b, s]."""
     torch.manual_seed(0)
     config = getattr(transformers, kind).config_class(**settings)
     config._attn_implementation = settings["attn_implementation"]
     theirs = getattr(transformers, kind)(config).eval().float()
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
     with torch.no_grad():
-        shaken(dict(theirs.named_parameters()))
+        perturb(dict(theirs.named_parameters()))
     return theirs, tokens, labels
 
 
@@ -301,7 +302,7 @@ def test_logits_and_gradients_are_those_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS_WITH_EXPERTS)
 @pytest.mark.filterwarnings("ignore")
 def test_losses_of_routers_are_those_of_the_reference(name: str) -> None:
-    """Theirs is k times ours; it is taken layer by layer, where they take it over the tokens of all layers."""
+    """Compare losses layer by layer: theirs, over the tokens of all layers, is k times ours."""
     kind, settings, flags, renamed = MODELS_WITH_EXPERTS[name]
     theirs, tokens, labels = reference(kind, settings)
     out = theirs(tokens, output_router_logits=True)
@@ -317,9 +318,11 @@ def test_losses_of_routers_are_those_of_the_reference(name: str) -> None:
     )
     found = ours.gradients(tokens, labels)
     assert (ours.info.sums["lm_loss"] / ours.info.sums["tokens"] - loss).abs() < 1e-5
-    told = [sums[ROUTER_METRICS.index("aux_loss")] for _, sums in sorted(ours.info.router_metrics.items())]
-    assert len(told) == len(expected)
-    assert max(abs(2 * one - other) for one, other in zip(told, expected, strict=True)) < 1e-5
+    aux_losses = [
+        sums[ROUTER_METRICS.index("aux_loss")] for _, sums in sorted(ours.info.router_metrics.items())
+    ]
+    assert len(aux_losses) == len(expected)
+    assert max(abs(2 * one - other) for one, other in zip(aux_losses, expected, strict=True)) < 1e-5
     routers = [tensor for tensor in found if "router" in tensor]
     assert len(routers) == len(expected)
     for tensor in routers:

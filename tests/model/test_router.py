@@ -1,4 +1,4 @@
-"""The router of a layer, in one process: its losses in the gradients, what it tells, its draws."""
+"""The router of a layer, in one process: losses in the gradients, metrics, random draws."""
 
 import math
 
@@ -24,7 +24,7 @@ ALONE = TokenSplit(
 
 
 def router_of(spec: RouterSpec, dtype: torch.dtype = torch.float64, bias: Tensor | None = None) -> Router:
-    """A router with weights and memory for their gradients."""
+    """Return a router with weights and memory for their gradients."""
     router = Router(
         spec, 3, "router", hidden_size=H, init=Init(std=1), dtype=dtype, split=ALONE,
         dp=RankGroup("dp", (0,), 0),
@@ -40,14 +40,14 @@ def hidden(samples: int = B) -> Tensor:
     return torch.randn(S, samples, H, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def told(info: PassInfo) -> dict[str, float]:
+def metrics_of(info: PassInfo) -> dict[str, float]:
     return dict(zip(ROUTER_METRICS, info.router_metrics[3].tolist(), strict=False))
 
 
 def reference_losses(
     x: Tensor, weight: Tensor, top_k: int, mean_loads: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Each loss from its definition, with a loop over tokens for the loads."""
+    """Compute each loss from its definition, with a loop over tokens for the loads."""
     logits = x @ weight.t()
     shares = logits.softmax(-1)
     loads = torch.zeros(B, E, dtype=torch.float64)
@@ -80,17 +80,17 @@ COEFFICIENTS = {"z_loss": 0.2, "aux_loss": 0.3, "seq_aux_loss": 0.5, "global_aux
 def test_losses_reach_the_gradients_with_the_pass_share(scale: float | Tensor) -> None:
     router, x = router_of(LOSSES), hidden().requires_grad_()
     info = PassInfo(loss_scale=scale)
-    torch.zeros(()).mul((0 * router(x, info).weights).sum()).backward()
+    torch.zeros(()).mul((0 * router(x, info).probs).sum()).backward()
     again, weight = hidden().requires_grad_(), router.weight.detach().clone().requires_grad_()
     expected = reference_losses(again, weight, 2)
     (3 * sum(COEFFICIENTS[name] * loss for name, loss in expected.items())).backward()
     torch.testing.assert_close(x.grad, again.grad)
     torch.testing.assert_close(router.weight_grads["weight"], weight.grad)
     for name, loss in expected.items():
-        assert told(info)[name] == pytest.approx(loss.item(), rel=1e-12)
+        assert metrics_of(info)[name] == pytest.approx(loss.item(), rel=1e-12)
 
 
-def test_the_global_loss_has_mean_loads_of_the_step_so_far_also_when_run_again() -> None:
+def test_the_global_loss_uses_mean_loads_of_the_step_so_far_also_when_recomputed() -> None:
     router = router_of(LOSSES)
     first, second = hidden(), hidden().flip(0) * 2
     infos = [PassInfo(microbatch=0), PassInfo(microbatch=1)]
@@ -98,29 +98,29 @@ def test_the_global_loss_has_mean_loads_of_the_step_so_far_also_when_run_again()
         router(x, info)
     loads = torch.stack([info.router_metrics[3][len(ROUTER_METRICS) :] for info in infos])
     expected = reference_losses(second, router.weight, 2, loads.mean(0))["global_aux_loss"].item()
-    assert told(infos[1])["global_aux_loss"] == pytest.approx(expected, rel=1e-12)
+    assert metrics_of(infos[1])["global_aux_loss"] == pytest.approx(expected, rel=1e-12)
     before = [info.router_metrics[3].clone() for info in infos]
     for x, info in zip((first, second), infos, strict=True):  # as recomputation does
         router(x, info)
     assert all(torch.equal(info.router_metrics[3], row) for info, row in zip(infos, before, strict=True))
-    router(second, (step := PassInfo(microbatch=0)))  # the next step begins anew
-    assert told(step)["global_aux_loss"] == pytest.approx(told(step)["aux_loss"], rel=1e-12)
+    router(second, (step := PassInfo(microbatch=0)))  # the next step starts from no loads
+    assert metrics_of(step)["global_aux_loss"] == pytest.approx(metrics_of(step)["aux_loss"], rel=1e-12)
 
 
-def test_it_tells_loads_entropy_and_drops() -> None:
+def test_metrics_are_loads_entropy_and_dropped_assignments() -> None:
     spec = RouterSpec(num_experts=E, top_k=2, capacity_factor=0.5, drops_last=True)
     router, info = router_of(spec), PassInfo()
     routing: Routing = router(hidden(), info)
     assert routing.kept is not None
     loads = torch.stack([(routing.experts == e).sum() for e in range(E)])
     assert torch.equal(info.router_metrics[3][len(ROUTER_METRICS) :], loads.double())
-    assert told(info)["dropped"] == (loads - math.ceil(0.5 * 2 * S * B / E)).clamp(min=0).sum()
+    assert metrics_of(info)["dropped"] == (loads - math.ceil(0.5 * 2 * S * B / E)).clamp(min=0).sum()
     shares = (hidden() @ router.weight.t()).softmax(-1)
-    assert told(info)["entropy"] == pytest.approx(-(shares * shares.log()).sum().item())
-    assert not routing.weights[~routing.kept].any()
+    assert metrics_of(info)["entropy"] == pytest.approx(-(shares * shares.log()).sum().item())
+    assert not routing.probs[~routing.kept].any()
 
 
-def test_evaluation_has_no_losses_and_tells_nothing() -> None:
+def test_evaluation_has_no_losses_and_no_metrics() -> None:
     info = PassInfo(is_training=False)
     with torch.no_grad():
         router_of(LOSSES)(hidden(), info)
@@ -128,31 +128,31 @@ def test_evaluation_has_no_losses_and_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["jitter", "forced"])
-def test_draws_belong_to_tokens(name: str) -> None:
+def test_draws_depend_on_the_token_alone(name: str) -> None:
     jitter, is_forced = (0.3, False) if name == "jitter" else (0.0, True)
     spec = RouterSpec(num_experts=E, top_k=2, jitter=jitter, is_forced=is_forced)
     router, x = router_of(spec), hidden()
-    # A logit has one term, which nothing rounds: on some CPUs sums of fewer rows round otherwise.
+    # A logit has one term, so nothing is rounded: on some CPUs sums of fewer rows are rounded differently.
     router.weight = torch.nn.Parameter(torch.eye(E, H, dtype=torch.float64))
-    whole = router(x, PassInfo(first_sample=10)).weights.view(S, B, 2)
-    later = router(x[:, 1:], PassInfo(first_sample=11)).weights.view(S, B - 1, 2)
+    whole = router(x, PassInfo(first_sample=10)).probs.view(S, B, 2)
+    later = router(x[:, 1:], PassInfo(first_sample=11)).probs.view(S, B - 1, 2)
     assert torch.equal(whole[:, 1:], later)
-    others = router(x, PassInfo(first_sample=20)).weights.view(S, B, 2)
+    others = router(x, PassInfo(first_sample=20)).probs.view(S, B, 2)
     assert not torch.isclose(whole, others).any()
 
 
-def test_jitter_stays_near_one_and_rests_in_evaluation() -> None:
+def test_jitter_stays_near_one_and_is_off_in_evaluation() -> None:
     router = router_of(RouterSpec(num_experts=E, top_k=2, jitter=0.1))
     noise = router._uniform(torch.zeros(64, 4, H), PassInfo(), "jitter", 0.9, 1.1)
     assert 0.9 <= noise.min() < 0.91
     assert 1.09 < noise.max() <= 1.1
     assert noise.mean().item() == pytest.approx(1, abs=0.01)
     plain = router_of(RouterSpec(num_experts=E, top_k=2))
-    evaluated = router(hidden(), PassInfo(is_training=False)).weights
-    assert torch.equal(evaluated, plain(hidden(), PassInfo(is_training=False)).weights)
+    evaluated = router(hidden(), PassInfo(is_training=False)).probs
+    assert torch.equal(evaluated, plain(hidden(), PassInfo(is_training=False)).probs)
 
 
-def test_forced_loads_are_even_whatever_the_weights() -> None:
+def test_forced_loads_are_even_for_any_weights() -> None:
     router = router_of(RouterSpec(num_experts=E, top_k=1, is_forced=True))
     info = PassInfo()
     router(hidden(400), info)
@@ -160,12 +160,12 @@ def test_forced_loads_are_even_whatever_the_weights() -> None:
     assert (loads / loads.mean() - 1).abs().max() < 0.15
 
 
-def test_logits_of_a_wide_router_are_not_rounded() -> None:
+def test_logits_of_an_fp32_router_are_not_rounded() -> None:
     x = hidden().to(torch.bfloat16)
-    wide = router_of(RouterSpec(num_experts=E, top_k=2, dtype="fp32"), torch.bfloat16)
-    logits = wide._logits(x, PassInfo())
+    fp32 = router_of(RouterSpec(num_experts=E, top_k=2, dtype="fp32"), torch.bfloat16)
+    logits = fp32._logits(x, PassInfo())
     torch.testing.assert_close(
-        logits, x.float().flatten(0, 1) @ wide.weight.float().t(), rtol=1e-6, atol=1e-6
+        logits, x.float().flatten(0, 1) @ fp32.weight.float().t(), rtol=1e-6, atol=1e-6
     )
     assert (
         router_of(RouterSpec(num_experts=E, top_k=2), torch.bfloat16)._logits(x, PassInfo()).dtype == x.dtype
@@ -173,11 +173,11 @@ def test_logits_of_a_wide_router_are_not_rounded() -> None:
 
 
 @pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
-def test_gradients_of_a_narrow_router_go_to_wide_memory(router_dtype: str | None) -> None:
+def test_gradients_of_a_bf16_router_are_accumulated_in_fp32(router_dtype: str | None) -> None:
     router = router_of(RouterSpec(num_experts=E, top_k=2, dtype=router_dtype), torch.bfloat16)  # type: ignore[arg-type]
     router.weight_grads["weight"] = torch.zeros(E, H)
     x = hidden().to(torch.bfloat16).requires_grad_()
-    router(x, PassInfo()).weights[:, 0].sum().backward()
+    router(x, PassInfo()).probs[:, 0].sum().backward()
     assert x.grad is not None
     again = router.weight.detach().double().requires_grad_()
     logits = x.detach().double().flatten(0, 1) @ again.t()
@@ -185,7 +185,7 @@ def test_gradients_of_a_narrow_router_go_to_wide_memory(router_dtype: str | None
     torch.testing.assert_close(router.weight_grads["weight"].double(), again.grad, rtol=0.05, atol=0.05)
 
 
-def test_biases_move_towards_even_loads_and_only_in_finite_steps() -> None:
+def test_biases_are_updated_towards_even_loads_and_only_in_finite_steps() -> None:
     spec = RouterSpec(
         num_experts=3, top_k=1, score_function="sigmoid", has_expert_bias=True, bias_update_rate=0.5
     )
@@ -202,7 +202,7 @@ def test_biases_move_towards_even_loads_and_only_in_finite_steps() -> None:
     assert own.tolist() == [-0.5, 0.5, 0]
 
 
-def test_biases_go_to_a_checkpoint_and_back_to_the_last_bit() -> None:
+def test_biases_are_restored_from_a_checkpoint_bit_for_bit() -> None:
     spec = RouterSpec(num_experts=3, top_k=1, score_function="sigmoid", has_expert_bias=True)
     biases, again = (
         ExpertBiases({1: spec}, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)
@@ -215,7 +215,7 @@ def test_biases_go_to_a_checkpoint_and_back_to_the_last_bit() -> None:
         again.restore({})
 
 
-def test_a_router_picks_with_its_bias_as_it_moves() -> None:
+def test_a_router_selects_experts_with_its_updated_bias() -> None:
     spec = RouterSpec(
         num_experts=E, top_k=1, score_function="sigmoid", has_expert_bias=True, bias_update_rate=100
     )

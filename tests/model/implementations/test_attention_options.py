@@ -1,4 +1,4 @@
-"""Core attention with windows, softcaps, sinks, scales, documents and dropout against sums written out, in fp64."""
+"""Core attention with windows, softcaps, sinks, scales, documents and dropout against loops over queries, in fp64."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.dropout import keep_mask
-from megatrain.kernels.normal import stream_key
-from megatrain.model.implementations.local import LocalLeaves
+from megatrain.kernels.random import keep_mask, stream_key
+from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
 from megatrain.parallel.batch import Documents, PassInfo
@@ -20,7 +19,7 @@ from megatrain.parallel.layout import LaidOutModule
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 S, B, HEADS, GROUPS, D = 12, 2, 4, 2, 8
-BORDERS = [0, 1, 9, 12, 17, 24]
+CU_SEQLENS = [0, 1, 9, 12, 17, 24]
 NAME = "decoder.layers.0.attention"
 TP = TensorParallel(RankGroup("tp", (0,), 0), RankGroup("kv", (0,), 0), sequence_parallel=False)
 CP = ContextParallel(RankGroup("cp", (0,), 0))
@@ -30,7 +29,7 @@ def spec(**options: object) -> AttentionSpec:
     return AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=D, **options)
 
 
-def plain(
+def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -39,7 +38,7 @@ def plain(
     sink: Tensor,
     info: PassInfo,
 ) -> Tensor:
-    """Query by query."""
+    """Compute attention query by query."""
     kept = torch.ones(B, HEADS, S, S, dtype=torch.bool)
     if spec.dropout and info.is_training:
         sample = torch.arange(B) + info.first_sample
@@ -52,16 +51,16 @@ def plain(
                 first = 0 if spec.window is None else max(0, i - spec.window)
                 if documents is not None:
                     first = max(first, max(x for x in documents if x <= b * S + i) - b * S)
-                own = slice(first, i + 1)
-                scores = k[own, b, n // 2] @ q[i, b, n] * (spec.scale or 1 / math.sqrt(D))
+                keys = slice(first, i + 1)
+                scores = k[keys, b, n // 2] @ q[i, b, n] * (spec.scale or 1 / math.sqrt(D))
                 if spec.softcap:
                     scores = spec.softcap * torch.tanh(scores / spec.softcap)
                 e = scores.exp()
                 total = e.sum()
                 if spec.sink != "none":
                     total = total + (sink[n].exp() if spec.sink == "learned" else 1)
-                p = e / total * kept[b, n, i, own] / (1 - spec.dropout * info.is_training)
-                out[i, b, n] = p @ v[own, b, n // 2]
+                p = e / total * kept[b, n, i, keys] / (1 - spec.dropout * info.is_training)
+                out[i, b, n] = p @ v[keys, b, n // 2]
     return out.flatten(2)
 
 
@@ -80,16 +79,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("is_training", [False, True])
-def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_training: bool) -> None:
+def test_attention_matches_a_loop_over_queries(name: str, has_documents: bool, is_training: bool) -> None:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
     shapes = [(S, B, HEADS, D), (S, B, GROUPS, D), (S, B, GROUPS, D), (HEADS,)]
     inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
     upstream = torch.randn(S, B, HEADS * D, dtype=torch.float64, generator=generator)
-    documents = Documents(torch.tensor(BORDERS, dtype=torch.int32), 8, B, S) if has_documents else None
+    documents = Documents(torch.tensor(CU_SEQLENS, dtype=torch.int32), 8, B, S) if has_documents else None
     info = PassInfo(documents=documents, first_sample=10, is_training=is_training)
 
     theirs = [x.clone().requires_grad_() for x in inputs]
-    expected = plain(*theirs[:3], case, BORDERS[:-1] if has_documents else None, theirs[3], info)
+    expected = reference(*theirs[:3], case, CU_SEQLENS[:-1] if has_documents else None, theirs[3], info)
     expected.backward(upstream)
 
     layout = columns_bias_layout([Columns("sink", HEADS)], TP)
@@ -112,19 +111,19 @@ def test_attention_is_the_sum_written_out(name: str, has_documents: bool, is_tra
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["window", "window of the query alone", "scale"])
 @pytest.mark.parametrize("has_documents", [False, True])
-def test_windows_on_a_gpu_are_the_cpus(name: str, has_documents: bool) -> None:
+def test_windows_on_a_gpu_match_the_cpu(name: str, has_documents: bool) -> None:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
     shapes = [(S, B, HEADS, 16), (S, B, GROUPS, 16), (S, B, GROUPS, 16)]
-    # Numbers that bf16 holds: what is compared is the arithmetic, not the rounding of the inputs.
+    # bf16 represents the inputs exactly, so the test compares the arithmetic, not their rounding.
     inputs = [torch.randn(*shape, generator=generator).bfloat16().double() for shape in shapes]
     core = LocalLeaves(TP, CP, torch.float64, NormSpec(), seed=3).core_attention(case, None, NAME)
     found = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
-        borders = torch.tensor(BORDERS, dtype=torch.int32, device=device)
-        info = PassInfo(documents=Documents(borders, 8, B, S) if has_documents else None)
+        cu_seqlens = torch.tensor(CU_SEQLENS, dtype=torch.int32, device=device)
+        info = PassInfo(documents=Documents(cu_seqlens, 8, B, S) if has_documents else None)
         x = [one.detach().to(device, dtype).requires_grad_() for one in inputs]
         out = core(*x, info)
         out.backward(torch.ones_like(out))
         found.append([out.detach().double().cpu(), *(one.grad.double().cpu() for one in x)])
     for cpu, cuda in zip(*found, strict=True):
-        assert (cuda - cpu).abs().max() <= 1e-2 * cpu.abs().max()  # bf16 on a CPU comes to 6e-3
+        assert (cuda - cpu).abs().max() <= 1e-2 * cpu.abs().max()  # the error of bf16 on a CPU is 6e-3

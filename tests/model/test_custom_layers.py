@@ -1,4 +1,4 @@
-"""--spec: the example of docs/models.md, what a plan says of it, and what is refused."""
+"""--spec: the example of docs/models.md, its notes in a plan, and refused functions."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import ConfigError, Facts, Plan, StoredRun, parse, resolve
 from megatrain.config.derive.custom_layers import LayerFunction, layer_function
 from megatrain.model.gpt import Model
 from megatrain.parallel.batch import Batch
-from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.build import build_model_from_plan
 from megatrain.training.engine import Engine
-from megatrain.training.launch.custom_layers import with_custom_layers
+from megatrain.training.launch.custom_layers import add_custom_layers
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 MODEL = (
@@ -27,7 +26,7 @@ MODEL = (
 
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
-    """The file of the page."""
+    """Write the example of the page to a file."""
     (text,) = (
         block
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -40,7 +39,7 @@ def example(tmp_path: Path) -> Path:
 
 def plan_of(spec: str, *, stored: StoredRun | None = None, flags: str = "", ranks: int = 1) -> Plan:
     request = parse(f"{MODEL} --spec {spec} {flags}".split())
-    facts = with_custom_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
+    facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, checkpoint=stored, world_size=ranks))
     return resolve(request, Facts.from_json(facts.to_json()))
 
 
@@ -48,7 +47,7 @@ EXPERTS = """
 import dataclasses
 from megatrain.model.specs import ExpertsSpec, RouterSpec
 
-def experts_behind(model, layers):
+def experts_after_the_first(model, layers):
     first, *others = layers
     expert = dataclasses.replace(first.mlp, ffn_hidden_size=16)
     experts = ExpertsSpec(router=RouterSpec(num_experts=6, top_k=2), expert=expert, shared=expert)
@@ -57,7 +56,7 @@ def experts_behind(model, layers):
 def with_biases(model, layers):
     return [dataclasses.replace(one, mlp=dataclasses.replace(one.mlp, expert=dataclasses.replace(
         one.mlp.expert, has_bias=True))) if isinstance(one.mlp, ExpertsSpec) else one
-        for one in experts_behind(model, layers)]
+        for one in experts_after_the_first(model, layers)]
 """
 
 
@@ -71,15 +70,15 @@ def near(model, layers):
 
 
 @pytest.mark.parametrize("asked", ["", "--cp-comm-type p2p"])
-def test_windows_of_one_s_own_are_no_work_for_a_ring(tmp_path: Path, asked: str) -> None:
+def test_custom_windows_choose_all_gather_over_a_ring(tmp_path: Path, asked: str) -> None:
     file = tmp_path / "near.py"
     file.write_text(WINDOWS)
     flags = f"{MODEL} --context-parallel-size 2 {asked} --device cuda --bf16 --kv-channels 16"
     known = Facts(vocab_size=101, eod_id=100, world_size=2, device="cuda")
     request = parse(f"{flags} --spec {file}:near".split())
-    plan = resolve(request, Facts.from_json(with_custom_layers(request, known).to_json()))
-    assert plan.derived.context_communication == ("all_gather",)
-    assert resolve(parse(flags.split()), known).derived.context_communication == ("p2p",)
+    plan = resolve(request, Facts.from_json(add_custom_layers(request, known).to_json()))
+    assert plan.derived.cp_comm_types == ("all_gather",)
+    assert resolve(parse(flags.split()), known).derived.cp_comm_types == ("p2p",)
 
 
 SCORES = """
@@ -112,24 +111,24 @@ def all_dropped(model, layers):
         ("all_dropped", False, "all", "math"),
     ],
 )
-def test_a_plan_knows_what_attention_of_one_s_own_asks_for(
+def test_a_plan_knows_the_needs_of_custom_attention(
     tmp_path: Path, name: str, has_sinks: bool, eager_attention: str, kernel: str
 ) -> None:
     file = tmp_path / "scores.py"
     file.write_text(SCORES)
     request = parse(f"{MODEL} --device cuda --bf16 --kv-channels 16 --spec {file}:{name}".split())
-    facts = with_custom_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
-    own = facts.custom_layers
-    assert own is not None
-    assert (own.have_sinks, own.eager_attention) == (has_sinks, eager_attention)
+    facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
+    custom = facts.custom_layers
+    assert custom is not None
+    assert (custom.has_sinks, custom.eager_attention) == (has_sinks, eager_attention)
     assert resolve(request, facts).derived.attention_backend == kernel
 
 
-def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
+def test_custom_layers_may_have_experts(tmp_path: Path) -> None:
     file = tmp_path / "experts.py"
     file.write_text(EXPERTS)
     six = "--num-experts 6 --moe-layer-freq [0]+[1]*3"
-    plan = plan_of(f"{file}:experts_behind", flags=six)
+    plan = plan_of(f"{file}:experts_after_the_first", flags=six)
     assert "in 3 layers" in str(plan.derived.layer_table)
     assert "6 experts of 16 and 16 shared, 2 a token" in str(plan.derived.layer_table)
     registry = model_of(plan).registry
@@ -138,37 +137,38 @@ def test_layers_of_one_s_own_may_have_experts(tmp_path: Path) -> None:
     assert {"decoder.layers.3.mlp.experts.5.down.weight", "decoder.layers.3.mlp.shared.up.weight"} <= names
     with pytest.raises(ConfigError, match="gives experts biases"):
         plan_of(f"{file}:with_biases", flags=six)
+    with pytest.raises(ConfigError, match=r"layer 1 .* 6 experts[\s\S]*fix: use --num-experts 6"):
+        plan_of(f"{file}:experts_after_the_first")
+    with pytest.raises(ConfigError, match=r"width 16[\s\S]*--expert-tensor"):
+        plan_of(f"{file}:experts_after_the_first", flags=f"{six} --expert-tensor-parallel-size 3", ranks=3)
     with pytest.raises(
-        ConfigError, match=r"gives layer 1 \(from 0\) 6 experts, and --num-experts is left out"
+        ConfigError, match=r"--tensor-model-parallel-size 2 .*experts[\s\S]*fix: add --sequence-parallel"
     ):
-        plan_of(f"{file}:experts_behind")
-    with pytest.raises(
-        ConfigError, match="experts of width 16, which does not divide over the 3 ranks of --expert-tensor"
-    ):
-        plan_of(f"{file}:experts_behind", flags=f"{six} --expert-tensor-parallel-size 3", ranks=3)
-    with pytest.raises(ConfigError, match="a layer with experts under --tensor-model-parallel-size 2"):
-        plan_of(f"{file}:experts_behind", flags=f"{six} --tensor-model-parallel-size 2", ranks=2)
+        plan_of(f"{file}:experts_after_the_first", flags=f"{six} --tensor-model-parallel-size 2", ranks=2)
 
 
 def model_of(plan: Plan) -> Model:
     return build_model_from_plan(plan, build_grid(GridShape(), 0), torch.device("cpu"))
 
 
-def test_the_page_s_example_is_built_and_told(example: Path) -> None:
+def test_the_page_s_example_is_built_and_noted(example: Path) -> None:
     plan = plan_of(f"{example}:my_spec")
     layers = model_of(plan).spec.layers
     assert [layer.norm_position for layer in layers] == ["post", "post", "pre", "pre"]
-    assert [layer.mlp.curve.name if layer.mlp and layer.mlp.curve else None for layer in layers] == [
+    assert [layer.mlp.activation_fn.name if layer.mlp and layer.mlp.activation_fn else None for layer in layers] == [
         None, None, "cubed_relu", "cubed_relu",
     ]  # fmt: skip
     (note,) = (note for note in plan.notes if note.startswith("--spec "))
     assert "layers 0 to 1: norm_position post, by the flags pre" in note
-    assert "layers 2 to 3: mlp.activation squared_relu, by the flags swiglu, mlp.curve cubed_relu" in note
+    assert (
+        "layers 2 to 3: mlp.activation squared_relu, by the flags swiglu, mlp.activation_fn cubed_relu"
+        in note
+    )
     assert [layer.is_gated for layer in plan.derived.layer_table.layers] == [True, True, False, False]
 
 
 def test_gradients_are_those_of_the_loss(example: Path) -> None:
-    """Of a weight before the curve and one behind it, against the loss at weights a little to both sides."""
+    """Compare the gradients of a weight before the activation and of one after it with finite differences of the loss."""
     plan = plan_of(f"{example}:my_spec", flags="--params-dtype float64 --init-method-std 0.3")
     engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cpu"))
     engine.initialize()
@@ -192,10 +192,10 @@ def test_gradients_are_those_of_the_loss(example: Path) -> None:
         assert gradient == pytest.approx((losses[0] - losses[1]) / 2e-5, rel=1e-5)
 
 
-def written(tmp_path: Path, text: str) -> str:
+def spec_file(tmp_path: Path, text: str) -> str:
     path = tmp_path / "layers.py"
     path.write_text(
-        "import dataclasses\nfrom megatrain.kernels.activations import Curve\n"
+        "import dataclasses\nfrom megatrain.kernels.activations import ActivationFunction\n"
         f"def change(layer, **values):\n    return dataclasses.replace(layer, **values)\n{text}\n"
     )
     return f"{path}:f"
@@ -207,7 +207,7 @@ def written(tmp_path: Path, text: str) -> str:
 def test_plain_gpt_layers_are_those_of_the_flags(words: str) -> None:
     plan = plan_of(words)
     assert plan.config.model.spec == ()
-    assert any(f"--spec {words}: a GPT layer is built from --normalization" in note for note in plan.notes)
+    assert any(f"--spec {words}" in note and "--transformer-impl" in note for note in plan.notes)
 
 
 def test_a_module_is_named_in_one_word_or_two(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,16 +226,16 @@ def test_a_yaml_file_may_hold_both_names_in_one_text() -> None:
     assert layer_function(["my files/a.py:f"]) == LayerFunction("my files/a.py", "f")
 
 
-def test_a_changed_file_is_pointed_out(example: Path) -> None:
+def test_a_changed_file_is_reported(example: Path) -> None:
     first = plan_of(f"{example}:my_spec")
     example.write_text(example.read_text() + "# other\n")
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config=first.config.to_dict())
     plan = plan_of(f"{example}:my_spec", stored=stored, flags="--load c")
     assert any(f"--spec-digest {first.config.model.spec_digest} -> " in note for note in plan.notes)
     digest = first.config.model.spec_digest
-    with pytest.raises(ConfigError, match="it has changed since"):
+    with pytest.raises(ConfigError, match=r"--spec .*has changed[\s\S]*--spec-digest"):
         plan_of(f"{example}:my_spec", flags=f"--spec-digest {digest}")
-    with pytest.raises(ConfigError, match="let all ranks read the same file"):
+    with pytest.raises(ConfigError, match="fix: let all ranks read the same file"):
         model_of(first)
 
 
@@ -247,33 +247,31 @@ def test_a_changed_file_is_pointed_out(example: Path) -> None:
         ("import nothing_like_this", r"cannot be imported: ModuleNotFoundError: .* \(.*layers.py:5\)"),
         ("def f(model, layers): return layers[:3]", "returned 3 layers, and --num-layers is 4"),
         ("def f(model, layers): return 7", "returned int, not a sequence of LayerSpec"),
-        (("C = Curve('c', lambda x: x * x, lambda x: x)\n"
-         "def f(model, layers): return [change(x, mlp=change(x.mlp, curve=C)) for x in layers]"),
-         "the slope of the curve c is not the derivative"),
+        (("C = ActivationFunction('c', lambda x: x * x, lambda x: x)\n"
+         "def f(model, layers): return [change(x, mlp=change(x.mlp, activation_fn=C)) for x in layers]"),
+         "derivative of activation function c does not match"),
     ],
 )  # fmt: skip
-def test_what_a_function_does_wrong_is_told(tmp_path: Path, text: str, words: str) -> None:
+def test_errors_of_a_function_are_reported(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan_of(written(tmp_path, text))
+        plan_of(spec_file(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.py cannot be imported: FileNotFoundError"):
         plan_of(f"{tmp_path}/none.py:f")
 
 
-def test_sizes_of_own_layers_must_fit_the_ranks(tmp_path: Path) -> None:
-    spec = written(
+def test_sizes_of_custom_layers_must_divide_over_the_ranks(tmp_path: Path) -> None:
+    spec = spec_file(
         tmp_path,
         "def f(model, layers): return [change(x, mixer=change(x.mixer, num_heads=9, num_query_groups=3),"
         " mlp=change(x.mlp, ffn_hidden_size=97)) for x in layers]",
     )
     request = parse(f"{MODEL} --spec {spec} --tensor-model-parallel-size 2".split())
     with pytest.raises(ConfigError) as found:
-        resolve(request, with_custom_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
+        resolve(request, add_custom_layers(request, Facts(world_size=2, vocab_size=101, eod_id=100)))
     texts = [problem.text for problem in found.value.problems]
-    assert (
-        sum("has 9 heads, which do not divide over --tensor-model-parallel-size 2" in text for text in texts)
-        == 4
-    )
-    assert sum("has an MLP of width 97" in text for text in texts) == 4
+    over_ranks = [text for text in texts if "--tensor-model-parallel-size 2" in text]
+    assert sum("9 heads" in text for text in over_ranks) == 4
+    assert sum("width 97" in text for text in over_ranks) == 4

@@ -1,4 +1,4 @@
-"""Weights of models of the `transformers` library under our canonical names."""
+"""Conversion of weights of the `transformers` library to our canonical names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LAYER = "decoder.layers.{}"
 
 
 def gpt2(theirs: Weights, num_layers: int) -> Weights:
-    """Its linear layers keep their weights transposed, and q, k and v as one."""
+    """Convert GPT-2, whose linear layers store transposed weights, and q, k and v in one."""
     ours = {
         "embedding.word_embeddings.weight": theirs["transformer.wte.weight"],
         "embedding.position_embeddings.weight": theirs["transformer.wpe.weight"],
@@ -60,7 +60,7 @@ GEMMA2_NORMS = {
 
 
 def llama_like(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weights:
-    """Llama and those that keep its names."""
+    """Convert Llama and models with its names."""
     ours = {
         "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
         "decoder.final_norm.weight": theirs["model.norm.weight"],
@@ -80,7 +80,7 @@ def llama_like(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weigh
 
 
 def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weights:
-    """Llama with experts in some layers, whose weights are stacked; their gates lie before what they gate."""
+    """Convert Llama with experts in some layers, whose weights are stacked, gate before up."""
     ours = llama_like(theirs, num_layers, norms)
     for number in range(num_layers):
         there, here = f"model.layers.{number}.mlp", f"{LAYER.format(number)}.mlp"
@@ -102,7 +102,7 @@ def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Wei
 
 
 def gpt_neox(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
-    """It keeps q, k and v of each head together."""
+    """Convert GPT-NeoX, which stores q, k and v head by head."""
     ours = {
         "embedding.word_embeddings.weight": theirs["gpt_neox.embed_in.weight"],
         "output_layer.weight": theirs.get("embed_out.weight", theirs.get("lm_head.weight")),
@@ -126,8 +126,8 @@ def _both(here: str, theirs: Weights, there: str) -> Weights:
     return {f"{here}.{kind}": theirs[f"{there}.{kind}"] for kind in ("weight", "bias")}
 
 
-def shaken(weights: Weights) -> None:
-    """Make every number count: norms and biases start at 1 and 0, which would hide much."""
+def perturb(weights: Weights) -> None:
+    """Add noise to every weight: norms of 1 and biases of 0 would hide errors."""
     generator = torch.Generator().manual_seed(5)
     for tensor in weights.values():
         tensor.copy_(tensor + 0.1 * torch.randn(tensor.shape, generator=generator))
