@@ -6,27 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_helpers import ROOT, command_line
 
 import pretrain
 
-ROOT = Path(__file__).parents[2]
-GOOD = {
-    "--num-layers": "4", "--hidden-size": "32", "--num-attention-heads": "4", "--normalization": "RMSNorm",
-    "--swiglu": "", "--position-embedding-type": "rope", "--disable-bias-linear": "", "--hidden-dropout": "0",
-    "--attention-dropout": "0", "--seq-length": "16", "--tokenizer-type": "NullTokenizer", "--vocab-size": "101",
-    "--mock-data": "", "--micro-batch-size": "1", "--train-iters": "2", "--lr": "1e-3", "--eval-iters": "0",
-    "--device": "cpu",
-}  # fmt: skip
-
-
-def command_line(changed: dict[str, str | None]) -> list[str]:
-    flags = {name: value for name, value in {**GOOD, **changed}.items() if value is not None}
-    return [word for name, value in flags.items() for word in ([name, *value.split()] if value else [name])]
-
-
 BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "typo": ({"--num-layer": "4"}, "--num-layer", "--num-layers"),
-    "missing value": ({"--lr": ""}, "--lr", "takes a number above 0"),
+    "missing value": ({"--lr": ""}, "--lr", "above 0"),
     "missing flag": ({"--hidden-size": None}, "--hidden-size", "give --hidden-size"),
     "not a number": ({"--num-layers": "four"}, "--num-layers four", "whole number"),
     "fraction": ({"--micro-batch-size": "1.5"}, "--micro-batch-size 1.5", "whole number"),
@@ -56,20 +42,20 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "gpu without one": ({"--device": "cuda"}, "--device cuda", "cpu"),
     "unknown flag": ({"--xyzzy": "1"}, "--xyzzy is not a flag", "leave it out"),
     "typo of a flag that is accepted": ({"--use-mcore-modles": ""}, "--use-mcore-modles", "--use-mcore-models"),
-    "feature that is not there": ({"--mtp-num-layers": "1"}, "--mtp-num-layers 1", "leave this out"),
+    "feature that is not there": ({"--mtp-num-layers": "1"}, "--mtp-num-layers 1", "remove the flag"),
     "feature that will never be there": ({"--yaml-cfg": "x.yaml"}, "--yaml-cfg x.yaml", "--config"),
     "old name": ({"--batch-size": "4"}, "--batch-size 4", "--micro-batch-size"),
     "axis that is not there": ({"--num-layers-per-virtual-pipeline-stage": "2"}, "--num-layers-per-virtual-pipeline-stage 2", "--pipeline-model-parallel-size"),
     "experts over ranks without experts": ({"--expert-model-parallel-size": "2"}, "--expert-model-parallel-size 2 has no effect", "--num-experts"),
     "value of a flag that is accepted": ({"--attention-backend": "flsh"}, "--attention-backend flsh", "flash"),
     "value after a switch that is accepted": ({"--use-mcore-models": "3"}, "--use-mcore-models 3", "alone"),
-    "no value after a flag that is accepted": ({"--ckpt-format": ""}, "--ckpt-format has no value", "leave it out"),
+    "no value after a flag that is accepted": ({"--ckpt-format": ""}, "--ckpt-format has no value", "remove it"),
     "layer spec of one's own": ({"--spec": "my.module my_spec"}, "--spec my.module:my_spec: my.module cannot be imported: ModuleNotFoundError", "PYTHONPATH"),
     "value after an opposite": ({"--no-bf16": "true"}, "--no-bf16 true", "--no-bf16 alone"),
-    "word too many": ({"--num-layers": "4 5"}, "5 stands alone", "before it"),
+    "word too many": ({"--num-layers": "4 5"}, "5 ", "before it"),
     "sequence beyond positions": ({"--max-position-embeddings": "8"}, "--seq-length 16", "--max-position-embeddings 16"),
-    "vocabulary beyond its rows": ({"--padded-vocab-size": "100"}, "--padded-vocab-size 100", "leave --padded-vocab-size out"),
-    "formats contradict": ({"--bf16": "", "--params-dtype": "float32"}, "--params-dtype float32", "leave one of them out"),
+    "vocabulary beyond its rows": ({"--padded-vocab-size": "100"}, "--padded-vocab-size 100", "remove --padded-vocab-size"),
+    "formats contradict": ({"--bf16": "", "--params-dtype": "float32"}, "--params-dtype float32", "remove one of them"),
     "two warm-ups": ({"--lr-warmup-iters": "1", "--lr-warmup-fraction": "0.1"}, "--lr-warmup-fraction 0.1", "give one"),
     "two decays": ({"--lr-decay-iters": "2", "--lr-decay-samples": "2"}, "--lr-decay-samples 2", "give one"),
     "learning rates out of order": ({"--min-lr": "1"}, "--min-lr 1", "--min-lr 0.001 or less"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_broken_command_lines import command_line
+from run_helpers import command_line
 
 import pretrain
 from megatrain.data.indexed.writer import IndexedWriter

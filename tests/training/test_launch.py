@@ -5,12 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from test_broken_command_lines import ROOT, command_line
+from run_helpers import ROOT, command_line, wait_for
 
 import pretrain
 from megatrain.training.logging.metrics import MetricsFile
@@ -98,15 +97,6 @@ def test_a_stop_in_an_evaluation_is_prompt_and_the_evaluation_is_made_up_for(tmp
     assert [(line["iteration"], "validation" in line) for line in lines] == [
         (1, False), (2, False), (2, True), (3, False),
     ]  # fmt: skip
-
-
-def wait_for(path: Path, *, lines: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if path.exists() and len(path.read_text().splitlines()) >= lines:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{path} did not get {lines} lines")
 
 
 def test_a_crash_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

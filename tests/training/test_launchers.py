@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_broken_command_lines import ROOT, command_line
+from run_helpers import ROOT, command_line
 
 import pretrain
 from megatrain.config.environment import DEFAULT_PORT

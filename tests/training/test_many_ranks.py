@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_broken_command_lines import ROOT
+from run_helpers import ROOT
 
 START = r"""
 import re, sys, time

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_broken_command_lines import ROOT
+from run_helpers import ROOT
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors

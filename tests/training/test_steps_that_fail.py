@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_broken_command_lines import command_line
+from run_helpers import command_line
 
 import pretrain
 from megatrain.training.engine import Engine

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_broken_command_lines import command_line
+from run_helpers import command_line
 
 import pretrain
 from megatrain.training.debugging.spikes import REFERENCE_STEPS, SpikeDetector

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_broken_command_lines import ROOT, command_line
+from run_helpers import ROOT, command_line
 
 import pretrain
 from megatrain.config import parse

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_broken_command_lines import ROOT, command_line
-from test_launch import wait_for
+from run_helpers import ROOT, command_line, wait_for
 from test_run_log import VALUES
 
 import pretrain

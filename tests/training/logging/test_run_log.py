@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_broken_command_lines import ROOT, command_line
+from run_helpers import ROOT, command_line
 
 import pretrain
 from megatrain.training.logging.metrics import log_line
@@ -144,7 +144,7 @@ def test_times_of_all_ranks_are_printed_together(tmp_path: Path) -> None:
 
 def test_every_field_of_the_metrics_is_documented(tmp_path: Path) -> None:
     assert pretrain.main(command_line({"--save": str(tmp_path), "--eval-iters": "1"})) == 0
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     fields = {name for row in rows for name in row}
     assert {name for name in fields if f"| `{name}` |" not in page} == set()

@@ -1,0 +1,1 @@
+"""Pytest adds this folder to `sys.path`, so that all subfolders can import its helper modules."""

@@ -1,0 +1,28 @@
+"""Command lines of a tiny run on a CPU, and other helpers of tests that start pretrain.py."""
+
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TINY_RUN = {
+    "--num-layers": "4", "--hidden-size": "32", "--num-attention-heads": "4", "--normalization": "RMSNorm",
+    "--swiglu": "", "--position-embedding-type": "rope", "--disable-bias-linear": "", "--hidden-dropout": "0",
+    "--attention-dropout": "0", "--seq-length": "16", "--tokenizer-type": "NullTokenizer", "--vocab-size": "101",
+    "--mock-data": "", "--micro-batch-size": "1", "--train-iters": "2", "--lr": "1e-3", "--eval-iters": "0",
+    "--device": "cpu",
+}  # fmt: skip
+
+
+def command_line(changed: dict[str, str | None]) -> list[str]:
+    """Return the flags of the tiny run with changes: None removes a flag, "" gives it without a value."""
+    flags = {name: value for name, value in {**TINY_RUN, **changed}.items() if value is not None}
+    return [word for name, value in flags.items() for word in ([name, *value.split()] if value else [name])]
+
+
+def wait_for(path: Path, *, lines: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not get {lines} lines")
