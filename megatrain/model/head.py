@@ -105,15 +105,14 @@ class Head(LaidOutModule):
     def forward(self, hidden: Tensor, batch: Batch, info: PassInfo) -> Tensor:
         """Return the scaled loss of this rank's tokens, a scalar; write `lm_loss`, `tokens` and any `z_loss` to `info.sums`.
 
-        Its gradient is that of info.loss_scale * (sum of the losses and z-losses of the tokens that count) /
-        batch.loss_denominator, so that gradients of context ranks add up to that of the micro-batch's mean. Labels of tokens that
-        do not count may have any value.
+        Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
+        so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label.
         """
         x, output = self._normed(hidden, info), self._output()
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
-        denominator = batch.loss_denominator.clamp(min=1).to(accumulation_dtype(x.dtype))
-        token_scale = mask.to(accumulation_dtype(x.dtype)) * (info.loss_scale / denominator)
+        kind = accumulation_dtype(x.dtype)
+        token_scale = mask.to(kind) * (info.loss_scale / batch.loss_denominator.clamp(min=1).to(kind))
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),

@@ -1,1 +1,1 @@
-"""How a model is spread over ranks: the grid, parameter layouts, flat buffers, and the parallel axes."""
+"""Parallelism: the rank grid, parameter layouts, flat buffers, collectives, and one file per parallel axis."""

@@ -11,7 +11,7 @@ A reduction is a reduce-scatter over the ranks that shard the bucket's state, th
 the same shard. With the distributed optimizer a rank keeps the sums of its shard only: optimizer state (ZeRO-1),
 gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The loss is scaled in advance, so that gradients are summed, not averaged.
 
-With ZeRO-2 each micro-batch is reduced and added to the shard. With ZeRO-3 weights are gathered for every pass:
+With ZeRO-2 every micro-batch is reduced and added to the shard. With ZeRO-3 weights are gathered for every pass:
 
     compute      segment 3          | segment 4          | segment 5
     network      gather 4           | gather 5           | gather 6
@@ -225,7 +225,7 @@ class DataParallel:
         self.weights.all_gather(number)
 
     def all_gather_all_weights(self) -> None:
-        """Do the same for all buckets, after transfers in flight have ended."""
+        """Do the same for all buckets, after transfers in flight."""
         self.weights.wait()
         for number in range(len(self.buffers.buckets)):
             self.weights.all_gather(number)

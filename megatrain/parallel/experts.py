@@ -1,9 +1,9 @@
-"""Expert parallelism: which experts a rank holds, and how much of each; their products as an autograd function.
+"""Expert parallelism: the experts of a rank, and their grouped MLP as an autograd function.
 
-    rows ── fc1 ── activation, times each row's weight ── fc2 ── rows
+    rows ── fc1 ── activation * routing probability ── fc2 ── rows
 
-Rows behind the last end belong to nobody; what is computed of them is never read. Weight gradients never reach autograd,
-as in `tensor.py`.
+Rows after the last end belong to no expert; their results are never read. Weight gradients bypass autograd, as in
+`tensor_parallel.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatrain.parallel.token_dispatcher import DispatchedTokens
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """How the experts of a layer are spread."""
+    """The ranks over which the experts of a layer are split."""
 
     ep: RankGroup
     """Ranks with different experts."""
@@ -35,13 +35,13 @@ class ExpertParallel:
     """Ranks that hold a slice of each expert's inner channels."""
 
     def own(self, num_experts: int) -> range:
-        """Numbers of the experts that this rank holds."""
+        """Return the indices of the experts that this rank holds."""
         each = num_experts // self.ep.size
         return range(self.ep.rank * each, (self.ep.rank + 1) * each)
 
 
 class GroupedWeight(NamedTuple):
-    """The weights of this rank's experts, and where their gradients go (None where no gradients are kept)."""
+    """The weights of this rank's experts and their gradient buffer (None where no gradients are kept)."""
 
     value: Tensor
     """[E/ep, o, i]."""
@@ -55,26 +55,25 @@ def grouped_mlp(
     activation: Activation,
     info: PassInfo,
 ) -> Tensor:
-    """What each row's expert gives, times the row's weight: [r, h] -> [r, h].
+    """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h].
 
     Args:
-        fc1: [E/ep, f/etp, h], behind a gate [E/ep, 2 f/etp, h].
+        fc1: [E/ep, f/etp, h], or [E/ep, 2 f/etp, h] with a gated activation.
         fc2: [E/ep, h, f/etp].
     """
-    out: Tensor = _GroupedMlp.apply(
-        dispatched.rows, dispatched.probs, dispatched.ends, fc1, fc2, activation, info
-    )
+    rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
+    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info)
     return out
 
 
 class _GroupedMlp(Function):
-    """Keeps the rows and what fc1 gives; the activation is formed again."""
+    """Saves the rows and the output of fc1; the backward pass recomputes the activation."""
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        weights: Tensor,
+        probs: Tensor,
         ends: Tensor,
         fc1: GroupedWeight,
         fc2: GroupedWeight,
@@ -82,22 +81,23 @@ class _GroupedMlp(Function):
         info: PassInfo,
     ) -> Tensor:
         inner = grouped_gemm(rows, fc1.value, ends)
-        ctx.save_for_backward(rows, weights, ends, inner, fc1.value, fc2.value)
+        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
         ctx.grads, ctx.activation, ctx.info = (fc1.grad, fc2.grad), activation, info
-        return grouped_gemm(activate_weighted(inner, weights, activation), fc2.value, ends)
+        return grouped_gemm(activate_weighted(inner, probs, activation), fc2.value, ends)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
-        rows, weights, ends, inner, fc1, fc2 = ctx.saved_tensors
+        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
         dy = grads[0].contiguous()
-        weighted = grouped_gemm_backward(dy, fc2, ends)  # its gradient, whose place it takes
-        dinner, dweights = activate_weighted_backward(weighted, inner, weights, ctx.activation)
+        dweighted = grouped_gemm_backward(dy, fc2, ends)
+        dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation)
+        weighted = dweighted  # overwritten with the recomputed input of fc2
         drows = grouped_gemm_backward(dinner, fc1, ends)
         fc1_grad, fc2_grad = ctx.grads
 
-        def form() -> None:
+        def compute() -> None:
             accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
             accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
 
-        ctx.info.compute_weight_gradient(form)
-        return drows, dweights, None, None, None, None, None
+        ctx.info.compute_weight_gradient(compute)
+        return drows, dprobs, None, None, None, None, None

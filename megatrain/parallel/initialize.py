@@ -1,4 +1,4 @@
-"""Initial weights: each canonical tensor has its own stream of random numbers, so that no layout changes them."""
+"""Initial weights: each canonical tensor has a random stream of its own, so they are the same under every layout."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatrain.parallel.layout import Box, BoxRange, ParamLayout
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where weights come from before there is a checkpoint."""
+    """Source of the weights of a run that starts from scratch."""
 
     seed: int
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
-        """Fill `out`, of the box's shape and contiguous, with the initial values of that box."""
+        """Fill `out`, contiguous and of the shape of the box, with the box's initial values."""
         init, piece = layout.init, box.piece
         if init.std == 0.0:
             out.fill_(init.mean)
@@ -28,7 +28,7 @@ class InitialWeights:
 def _fill(
     out: Tensor, key: int, shape: tuple[int, ...], box: Box, first: int, mean: float, std: float
 ) -> None:
-    """Dimensions before the last two are walked one by one."""
+    """Fill a box of a tensor whose first element has index `first`; recurse over all but the last two dimensions."""
     if len(shape) == 1:
         out, shape, box = out[None], (1, *shape), ((0, 1), *box)
     if len(shape) == 2:

@@ -1,15 +1,15 @@
-"""What every parameter is, and which part of it this rank holds.
+"""Parameter layouts: describe every parameter and the part of it that this rank holds.
 
     local tensor of a fused QKV          canonical tensors (names and shapes that no layout changes)
     rows 0..3   piece q  ------------->  decoder.layers.7.attention.q.weight [8, 8]  box (4..8, 0..8)
     rows 4..5   piece k  ------------->  decoder.layers.7.attention.k.weight [4, 8]  box (2..4, 0..8)
     rows 6..7   piece v  ------------->  decoder.layers.7.attention.v.weight [4, 8]  box (2..4, 0..8)
 
-A piece says which other ranks hold the same box: a norm's weight, or keys and values where there are more tensor ranks
-than query groups. Such an element is one element of the model: it is initialised alike, counted once and saved once.
+A piece names the groups whose ranks hold the same box, as of a norm's weight, or of keys and values if there are more
+tensor ranks than query groups. Its elements exist once in the model: equal initial values, counted once, saved once.
 
-Initialisation, gradient reduction, norms, weight decay, the sharded optimizer, checkpoints and counts all read it.
-Rows of a local tensor that no piece covers are padding (of the vocabulary): zero, and outside names and files.
+Initialisation, gradient reduction, norms, weight decay, the sharded optimizer, checkpoints and counts read the layouts.
+Rows of a local tensor that no piece covers are padding (of the vocabulary): zero, without name, in no file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatrain.config.derive.lr_schedule import ParamKind
 from megatrain.parallel.rank_lists import Family
 
 Box = tuple[tuple[int, int], ...]
-"""Start and stop of each dimension, in a canonical tensor's own coordinates."""
+"""Start and stop of each dimension, in the coordinates of a canonical tensor."""
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal with this mean and standard deviation, or constant where `std` is 0."""
+    """Initial values: normal with this mean and standard deviation; constant if `std` is 0."""
 
     mean: float = 0.0
     std: float = 0.0
@@ -38,16 +38,16 @@ class Init:
 
 @dataclass(frozen=True)
 class Piece:
-    """One canonical tensor's part of a local tensor: its box lies at `row`, over all other dimensions."""
+    """The part of a canonical tensor in a local tensor: its box starts at `row` and spans all other dimensions."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
     row: int = 0
     copies: tuple[str, ...] = ()
-    """Names of the grid's groups, besides data parallelism, whose ranks all hold this same box."""
+    """Names of the grid's groups, besides data parallelism, whose ranks hold the same box."""
     grad_sum_group: str | None = None
-    """Name of the group over which its gradients are partial sums. Its ranks hold the box at the same place."""
+    """Name of the group over which its gradients are partial sums. Its ranks hold the box at the same position."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -56,38 +56,38 @@ class Piece:
 
 @dataclass(frozen=True, order=True)
 class ParamGroup:
-    """What the optimizer treats alike."""
+    """Properties that decide how the optimizer treats a parameter."""
 
     is_matrix: bool
-    """Whether it is one of a layer; they stand first."""
+    """A matrix of a layer; these come first in a bucket."""
     decays: bool
-    """Whether weight decay applies."""
+    """Weight decay applies."""
     kind: ParamKind
-    """What decides its learning rate."""
+    """Kind that decides the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamLayout:
-    """What a parameter is. Its pieces are stacked along dimension 0."""
+    """Description of a parameter. Its pieces are stacked along dimension 0."""
 
     shape: tuple[int, ...]
-    """Of the local tensor."""
+    """Shape of the local tensor."""
     pieces: tuple[Piece, ...]
     init: Init
     decays: bool = True
-    """Whether weight decay applies (Megatron-LM's rule: not to biases and to parameters of one dimension)."""
+    """Weight decay applies (Megatron-LM's rule: except to biases and other one-dimensional parameters)."""
     kind: ParamKind = "matrix"
-    """What this is to the learning rate."""
+    """Kind that decides the learning rate."""
     is_qkv: bool = False
-    """Whether these are queries, keys and values, which may count as a matrix each."""
+    """The pieces are queries, keys and values, which an optimizer may treat as separate matrices."""
     family: Family = "dense"
-    """Which ranks hold it: all replicas of dense layers, or those of these experts."""
+    """Replicas that hold it: those of dense layers, or those of experts."""
     num_matrices: int = 1
-    """Into how many matrices the pieces divide, as many pieces each: those of several experts."""
+    """Number of matrices that the pieces form, with equally many pieces each: one per expert."""
 
     @property
     def group(self) -> ParamGroup:
-        """What the optimizer treats alike."""
+        """Properties that decide how the optimizer treats it."""
         return ParamGroup(self.kind == "matrix", self.decays, self.kind)
 
     @property
@@ -95,7 +95,7 @@ class ParamLayout:
         return math.prod(self.shape)
 
     def piece_ranges(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
-        """The pieces with elements among `start` to `stop` of the flattened local tensor, and which elements of theirs."""
+        """Yield the pieces with elements in `start` to `stop` of the flattened local tensor, and their range in the piece."""
         row_size = math.prod(self.shape[1:])
         for piece in self.pieces:
             first = piece.row * row_size
@@ -104,7 +104,7 @@ class ParamLayout:
                 yield piece, slice(low, high)
 
     def ranges(self, start: int, stop: int) -> Iterator[BoxRange]:
-        """The boxes that make up elements `start` to `stop` of the flattened local tensor; padding is left out."""
+        """Yield the boxes that cover elements `start` to `stop` of the flattened local tensor, without padding."""
         for piece, part in self.piece_ranges(start, stop):
             offset = piece.row * math.prod(self.shape[1:]) + part.start - start
             for box in flat_boxes(piece.local_shape, part.start, part.stop):
@@ -115,7 +115,7 @@ class ParamLayout:
 
 @dataclass(frozen=True)
 class BoxRange:
-    """A box of a canonical tensor, lying contiguously in a flat range of the local one from `offset` on."""
+    """A box of a canonical tensor, contiguous from `offset` on in a flat range of the local tensor."""
 
     piece: Piece
     box: Box
@@ -135,13 +135,13 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The box that both cover, or None."""
+    """Return the intersection of two boxes, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that make up the elements `start` to `stop` of a row-major tensor, in order: at most 2 d - 1 of them."""
+    """Yield the boxes that cover elements `start` to `stop` of a row-major tensor, in order: at most 2 d - 1."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -161,14 +161,14 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
 
 class LaidOutModule(nn.Module):
-    """A module that says what its parameters are, and forms their gradients in place.
+    """A module that declares the layouts of its parameters, and accumulates their gradients in place.
 
-    Parameters are born without memory; `FlatBuffers` gives them theirs, and fills `weight_grads` with the views
-    of the gradient buffer that a backward pass adds to.
+    Parameters have no memory at first; `allocate_buffers` allocates it, and fills `weight_grads` with the views of the
+    gradient buffer that a backward pass adds to.
     """
 
-    borrowed: tuple[LaidOutModule, ...] = ()
-    """Modules, maybe of another segment, whose parameters this one uses too. A tuple, so that they are no submodules."""
+    tied_to: tuple[LaidOutModule, ...] = ()
+    """Modules, possibly of another segment, whose parameters this one uses too. A tuple: they are not submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,17 +186,17 @@ class ParamEntry:
     """One parameter of this rank's part of the model."""
 
     name: str
-    """As `named_parameters` of the rank's segments gives it; differs between layouts."""
+    """Name by `named_parameters` of the rank's segments; differs between layouts."""
     module: LaidOutModule
     attribute: str
     layout: ParamLayout
     segment: int
     users: tuple[int, ...]
-    """All segments that work with it: its own, and those that borrow it."""
+    """All segments that use it: its own, and those of modules tied to it."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether several segments work with it, of this stage or with a copy on another one: a tied embedding."""
+        """True for a tied embedding: several segments use it, or another stage has a copy."""
         return len(self.users) > 1 or any(piece.grad_sum_group == "embedding" for piece in self.layout.pieces)
 
     @property
@@ -207,20 +207,20 @@ class ParamEntry:
 
 @dataclass(frozen=True)
 class ParamRegistry:
-    """Every parameter of this rank, by name, in the order of the segments."""
+    """All parameters of this rank, by name, in the order of the segments."""
 
     entries: dict[str, ParamEntry] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: list[nn.Module]) -> ParamRegistry:
-        """Collect what the modules declared. A parameter without a layout is an error of our own code."""
+        """Collect the layouts that the modules declare. A parameter without a layout is an internal error."""
         entries: dict[str, ParamEntry] = {}
-        borrowers = [
-            (number, lender)
+        tied = [
+            (number, owner)
             for number, segment in enumerate(segments)
             for module in segment.modules()
             if isinstance(module, LaidOutModule)
-            for lender in module.borrowed
+            for owner in module.tied_to
         ]
         for number, segment in enumerate(segments):
             for path, module in segment.named_modules():
@@ -228,7 +228,7 @@ class ParamRegistry:
                     name = f"{number}.{path}.{attribute}" if path else f"{number}.{attribute}"
                     assert isinstance(module, LaidOutModule), f"{name} has no layout"
                     assert attribute in module.layouts, f"{name} has no layout"
-                    users = {number, *(user for user, lender in borrowers if lender is module)}
+                    users = {number, *(user for user, owner in tied if owner is module)}
                     entries[name] = ParamEntry(
                         name, module, attribute, module.layouts[attribute], number, tuple(sorted(users))
                     )

@@ -45,7 +45,7 @@ def test_the_simulator_sees_a_deadlock() -> None:
 
 def test_the_simulator_sees_messages_in_the_wrong_order_and_unread_ones() -> None:
     first = [Action(ActionKind.FORWARD, 0), Action(ActionKind.SEND_FORWARD, 0)]
-    with pytest.raises(ScheduleError, match="wants"):
+    with pytest.raises(ScheduleError, match="receives"):
         simulate([first, [Action(ActionKind.RECV_FORWARD, 1)]])
     with pytest.raises(ScheduleError, match="no stage receives"):
         simulate([first, []])

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as data, a simulator that proves them, one executor that runs them."""
+"""Pipeline parallelism: schedules as data, a simulator that checks them, one executor that runs them."""

@@ -1,9 +1,9 @@
-"""Schedules: for each pipeline rank the list of what it does in a step, in order.
+"""Schedules: the list of a pipeline rank's actions in a step.
 
     1F1B, 2 stages, 3 micro-batches        stage 0   F0 >   F1 >   < B0 F2 >   < B1     < B2
     (> sends, < receives)                  stage 1     < F0 B0 >  < F1 B1 >  < F2 B2 >
 
-Pure functions of the rank, the number of stages and of micro-batches; `simulator.py` runs them against each other.
+Pure functions of the stage and the numbers of stages and micro-batches; `simulator.py` checks them.
 
 Source: Narayanan et al., arXiv:2104.04473, section 2.2 (1F1B, there PipeDream-Flush).
 """
@@ -16,7 +16,7 @@ from enum import Enum
 
 
 class ActionKind(Enum):
-    """What an action does; sends and receives name the direction that the data takes."""
+    """The kind of an action; sends and receives name the direction of the data."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -29,7 +29,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does for one micro-batch of one model chunk."""
+    """One action of a rank for one micro-batch of one model chunk."""
 
     kind: ActionKind
     microbatch: int
@@ -37,7 +37,7 @@ class Action:
 
 
 def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """1F1B: a stage runs ahead by as many forward passes as there are stages behind it. One stage: F B F B ..."""
+    """Return 1F1B: a stage runs ahead by one forward pass per later stage. One stage: F B F B ..."""
     ahead = min(num_stages - stage - 1, num_microbatches)
     actions: list[Action] = []
     for microbatch in range(ahead):
@@ -51,12 +51,12 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int)
 
 
 def forward_only(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Evaluation: every micro-batch forward, in order."""
+    """Return the schedule of evaluation: every micro-batch forward, in order."""
     return [action for i in range(num_microbatches) for action in _forward(stage, num_stages, i)]
 
 
 def with_split_backward(actions: list[Action]) -> list[Action]:
-    """The same schedule with each backward pass followed by its weight gradients as an action of its own."""
+    """Return the schedule with weight gradients as separate actions after each backward pass."""
     split: list[Action] = []
     for action in actions:
         split.append(action)

@@ -1,7 +1,7 @@
-"""Runs the schedules of all stages against each other, without tensors: deadlocks, bubble, peak activations.
+"""Simulates the schedules of all stages without tensors: deadlocks, bubble, peak activations.
 
-Sends do not wait; a receive waits for its message, and messages between two stages arrive in the order in which
-they were sent: a receive that names another one than the next is an error, as it would be between real ranks.
+Sends do not wait; a receive waits for its message. Messages between two stages arrive in the order in which they were
+sent: a receive that expects another message than the next one is an error, as it is between real ranks.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _SENT_AS = {
 
 
 class ScheduleError(AssertionError):
-    """A schedule that would deadlock or mix up its messages: a fault of our own code."""
+    """A schedule that deadlocks or mixes up its messages: an internal error."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs."""
+    """The cost of a schedule."""
 
     bubble_fraction: float
-    """Share of all stages' time in which they wait."""
+    """Fraction of all stages' time in which they wait."""
     peak_activations: tuple[int, ...]
-    """For each stage, how many micro-batches it holds at most between forward and backward."""
+    """For each stage, the largest number of micro-batches between forward and backward."""
 
 
 def simulate(
     schedules: Sequence[Sequence[Action]], costs: Mapping[ActionKind, float] | None = None
 ) -> Simulation:
-    """Run one schedule a stage. Costs default to F 1, B 2, W 0 and free messages.
+    """Simulate one schedule per stage. Costs default to F 1, B 2, W 0 and free messages.
 
     Raises:
-        ScheduleError: a stage waits for a message that never comes, or gets another one.
+        ScheduleError: a stage waits for a message that is never sent, or receives another one.
     """
     costs = costs or {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
     clocks = [0.0] * len(schedules)
@@ -90,5 +90,5 @@ def _take(
         return None
     sent, time = channel.popleft()
     if sent.microbatch != action.microbatch:
-        raise ScheduleError(f"stage {stage} wants {action} and gets {sent}")
+        raise ScheduleError(f"stage {stage} expects {action} and receives {sent}")
     return time
