@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import Plan
-from megatrain.kernels.fused.launching import compile_kernels
+from megatrain.kernels.fused.launching import enable_fused_kernels
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.parallel.batch import Batch, PassInfo
@@ -49,7 +49,7 @@ class Engine:
     def __init__(self, plan: Plan, grid: RankGrid, device: torch.device) -> None:
         self.plan, self.grid, self.device = plan, grid, device
         self.timers = Timers(plan.config.logging.timing_log_level, device)
-        compile_kernels(are_wanted=plan.config.training.compile)
+        enable_fused_kernels(are_enabled=plan.config.training.compile)
         self.model = build_model_from_plan(plan, grid, device)
         self.buffers = build_buffers(plan, self.model, grid, device)
         self.data_parallel = build_data_parallel(plan, self.buffers, grid)
@@ -194,9 +194,9 @@ class Engine:
             return [scale] * len(batches)  # only the head, on the last stage, and routers read it
         factors = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
         if self.grid.pp.is_last:
-            tokens = torch.stack([batch.counts.sum(dtype=torch.float64) for batch in batches]).sum()
+            tokens = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
             total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
-            factors = torch.stack([scale * batch.mean_over.double() / total for batch in batches])
+            factors = torch.stack([scale * batch.loss_denominator.double() / total for batch in batches])
         if self.routers.have_losses:
             all_reduce(factors, self.grid.pp)
         return list(factors.unbind())

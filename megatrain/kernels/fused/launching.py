@@ -1,14 +1,13 @@
-"""When fused kernels run, and how they are started.
+"""Selection and launch of fused kernels.
 
-Triton comes with torch's builds for GPUs. Where it is missing, the kernels are there to be read, and a plan made with
-tensors on the meta device allocates what they would write to. Under --no-compile their references run on GPUs too.
+torch's GPU builds include Triton. Without it the kernels are only definitions, and a memory plan made on the meta device
+allocates their outputs. With --no-compile GPUs run the references too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,55 +18,56 @@ try:
 except ModuleNotFoundError:
     triton, tl = None, None
 
-__all__ = ["cdiv", "compile_kernels", "is_fake", "is_fused", "jit", "launch", "power_of_two", "tl"]
+__all__ = ["cdiv", "enable_fused_kernels", "is_fake", "is_fused", "jit", "launch", "power_of_two", "tl"]
 
 
-@dataclass
-class _Mode:
-    """Of the whole process, as modes of torch are: backward passes run in threads of their own."""
+class FusedKernels:
+    """The process-wide switch of the fused kernels, in the manner of `torch.backends.*.enabled`; the engine sets it once.
 
-    is_compiling: bool = True
+    It is process state, not an argument or a context variable: backward passes run in autograd's threads, which see
+    neither, and a pass must use the same kernels in both directions.
+    """
+
+    are_enabled: ClassVar[bool] = True
 
 
-_MODE = _Mode()
-
-
-def compile_kernels(*, are_wanted: bool) -> None:
-    """Say whether fused kernels run at all, from now on."""
-    _MODE.is_compiling = are_wanted
+def enable_fused_kernels(*, are_enabled: bool) -> None:
+    """Set whether fused kernels run in this process from now on (--compile, --no-compile)."""
+    FusedKernels.are_enabled = are_enabled
 
 
 def is_fused(x: Tensor) -> bool:
-    """Whether work on this tensor is done by fused kernels: on GPUs, but for fp64, which is for proofs. Integers are exact."""
-    return _MODE.is_compiling and x.is_cuda and x.dtype is not torch.float64
+    """Return True if fused kernels process this tensor: on GPUs, except in fp64, since they compute in fp32."""
+    return FusedKernels.are_enabled and x.is_cuda and x.dtype is not torch.float64
 
 
 def jit(function: Callable[..., None], any_value: Sequence[str] = ()) -> Any:
-    """A function as a Triton kernel, or a part of kernels.
+    """Return a function as a Triton kernel, or as a part of kernels.
 
     Args:
-        any_value: integer arguments for which it is compiled once; for others again for 1 and for multiples of 16.
+        any_value: integer arguments that do not specialize the kernel; it is compiled again for other arguments that are
+            1 or multiples of 16.
     """
     return function if triton is None else triton.jit(function, do_not_specialize=list(any_value))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Start a kernel; on tensors without memory nothing is to be done."""
+    """Launch a kernel; do nothing for an empty grid or tensors without memory."""
     if 0 in grid or any(isinstance(a, Tensor) and is_fake(a) for a in arguments):
         return
     kernel[grid](*arguments, **constants)
 
 
 def is_fake(x: Tensor) -> bool:
-    """Whether a plan is being made: there is a shape, and no memory."""
+    """Return True for a tensor with a shape but no memory, as memory plans use."""
     return x.is_meta
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is no less than n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

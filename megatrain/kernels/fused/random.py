@@ -34,22 +34,22 @@ def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
 
 
 def _halves(kind: str, number: float) -> tuple[int, ...]:
-    """The lower and the upper 32 of the 64 bits that a number is packed to, as signed numbers.
+    """Return the lower and the upper 32 bits of a number packed to 64 bits, as signed integers.
 
-    Triton compiles a kernel anew for integers of more bits, and takes numbers in double precision as fp32.
+    Triton recompiles a kernel for wider integers, and passes double-precision arguments as fp32.
     """
     return struct.unpack("<ii", struct.pack(kind, number))
 
 
 @jit
 def _long(low, high):
-    """The number that these are the halves of, as int64."""
+    """Return the int64 of these two halves."""
     return (tl.cast(high, tl.int64) << 32) | (tl.cast(low, tl.int64) & 0xFFFFFFFF)
 
 
 @jit
 def _word(counter, word, key_low, key_high):
-    """One of the four words of Philox4x32-10 at these counters."""
+    """Return one of the four words of Philox4x32-10 at these counters."""
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
     k0, k1 = tl.cast(key_low, tl.uint32), tl.cast(key_high, tl.uint32)
@@ -70,7 +70,7 @@ def _double(x, number: tl.constexpr):
 
 @jit
 def _log(x):
-    """As `kernels.random._log`."""
+    """Implement `kernels.random._log`."""
     bits = x.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) - 1023).to(tl.float64)
     mantissa = ((bits & ((1 << 52) - 1)) | (1023 << 52)).to(tl.float64, bitcast=True)
@@ -88,7 +88,7 @@ def _log(x):
 
 @jit
 def _quantile(bits):
-    """As `kernels.random.inverse_normal`, computing both regions for every element."""
+    """Implement `kernels.random.inverse_normal`, computing both regions for every element."""
     x = bits.to(tl.float64)
     q = (x - _double(x, 2147483647.5)) * _double(x, 2.3283064365386963e-10)  # 2^31 - 1/2, 2^-32
     r = _double(x, 0.180625) - q * q
@@ -127,8 +127,8 @@ def _normal(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    place = _long(first_low, first_high) + (index // columns) * row_stride + index % columns
-    values = _quantile(_word(place // 4, place % 4, key_low, key_high))
+    position = _long(first_low, first_high) + (index // columns) * row_stride + index % columns
+    values = _quantile(_word(position // 4, position % 4, key_low, key_high))
     mean = _long(mean_low, mean_high).to(tl.float64, bitcast=True)
     std = _long(std_low, std_high).to(tl.float64, bitcast=True)
     values = values * std + mean
@@ -136,9 +136,9 @@ def _normal(
 
 
 @functools.partial(jit, any_value=("key_low", "key_high"))
-def _kept(KEPT, ROW, columns, counters_a_row, key_low, key_high, threshold, BLOCK: tl.constexpr):
+def _kept(KEPT, ROW, columns, counters_per_row, key_low, key_high, threshold, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    counter = tl.load(ROW + program) * counters_a_row + column // 4
+    counter = tl.load(ROW + program) * counters_per_row + column // 4
     word = _word(counter, column % 4, key_low, key_high)
     tl.store(KEPT + program * columns + column, word.to(tl.int64) >= threshold, mask=column < columns)
