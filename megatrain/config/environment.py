@@ -43,7 +43,7 @@ class LaunchEnvironment:
     error_file: str | None = None
     """File in which torchrun expects the reason of a failure."""
     binds_gpus: bool = False
-    """Whether each process sees only its own GPU."""
+    """True if each process sees only its own GPU."""
     cublas_workspace: str | None = None
     """CUBLAS_WORKSPACE_CONFIG; None: not set."""
     description: str = ""

@@ -29,7 +29,7 @@ class MegatrainError(Exception):
 
     exit_code = 1
     is_reported = False
-    """Whether another rank reports the error, so that this one exits silently."""
+    """True if another rank reports the error, so that this one exits silently."""
 
     def __init__(self, problem: str, *, fix: str) -> None:
         self.problems: tuple[Problem, ...] = (Problem(problem, fix),)

@@ -41,7 +41,7 @@ class StoredRun:
     consumed_train_samples: int
     consumed_valid_samples: int = 0
     is_evaluation_left: bool = False
-    """Whether the run stopped before the evaluation at this iteration."""
+    """True if the run stopped before the evaluation at this iteration."""
     pass_size: int | None = None
     """Samples of one micro-batch on all replicas."""
     config: Mapping[str, Mapping[str, Any]]
@@ -53,9 +53,9 @@ class StoredRun:
     schedule: Mapping[str, Any] | None = None
     """Schedules of the saved run, from `ScheduleValues.to_dict`; None: they are not resumed."""
     has_optimizer: bool = True
-    """Whether the checkpoint contains optimizer state."""
+    """True if the checkpoint contains optimizer state."""
     is_start: bool = False
-    """Whether the run starts from these weights instead of resuming."""
+    """True if the run starts from these weights instead of resuming."""
 
     @property
     def weights_only(self) -> StoredRun:
@@ -120,7 +120,7 @@ class Facts:
     data_problems: tuple[Problem, ...] = ()
     """Problems of input files."""
     has_triton: bool = True
-    """Whether Triton, which compiles kernels for GPUs, can be imported."""
+    """True if Triton, which compiles kernels for GPUs, can be imported."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """Versions of installed libraries."""
 

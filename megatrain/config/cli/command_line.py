@@ -2,9 +2,9 @@
 
     defaults  <  --config first.yaml  <  --config second.yaml  <  flags
 
-Flags are Megatron-LM's; `_` and `-` are equivalent. Those of its flags that are no settings are answered by
-`megatron_flags.py`. Nothing is raised here for what a user typed: problems travel in the `Request`, so that `resolve`
-can report them together with all others.
+Flags are Megatron-LM's; `_` and `-` are equivalent. `config/megatron/` answers those of its flags that are no
+settings. Mistakes of the user raise nothing here: the `Request` carries the problems, and `resolve` reports all of them
+together.
 """
 
 import argparse

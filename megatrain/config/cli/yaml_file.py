@@ -18,7 +18,7 @@ from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_v
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, given_flag, megatron_flags
 from megatrain.config.request import Given
-from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, closest_name, settings
+from megatrain.config.schema.tree import Config, Origin, Setting, closest_name, flag_of, settings
 from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
 
@@ -88,7 +88,7 @@ class _Reader:
                 yield from self.value(fields[key.value], key, node)
 
     def megatron_field(self, key: yaml.Node, node: yaml.Node) -> GivenFlag | Problem | None:
-        """A name of Megatron-LM's that is no setting, in whatever section; None where it is not one either."""
+        """Answer a Megatron-LM flag that is no setting, in any section; None: it is no flag."""
         spelling = flag_of(key.value)
         if spelling in aliases():
             alias = aliases()[spelling]

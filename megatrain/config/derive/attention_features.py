@@ -16,13 +16,13 @@ EAGER_BACKENDS: Final = ("unfused", "local", "math")
 
 
 def has_documents(draft: Draft) -> bool:
-    """Whether attention stays inside each document."""
+    """Return whether attention stays inside each document."""
     data = draft.config.data
     return data.reset_attention_mask or data.dataloader_inter_document_masking
 
 
 def has_windows(draft: Draft) -> bool:
-    """Whether some layer has a sliding window."""
+    """Return whether some layer has a sliding window."""
     custom, model = draft.facts.custom_layers, draft.config.model
     if custom is not None:
         return custom.has_windows
@@ -34,7 +34,7 @@ def has_windows(draft: Draft) -> bool:
 
 
 def has_sinks(draft: Draft) -> bool:
-    """Whether the softmax of some layer has a denominator term without a key."""
+    """Return whether the softmax of some layer has a denominator term without a key."""
     custom = draft.facts.custom_layers
     return draft.config.model.softmax_type != "vanilla" if custom is None else custom.has_sinks
 
@@ -48,7 +48,7 @@ def layers_with_eager_attention(draft: Draft) -> LayerShare:
 
 
 def eager_attention_cause(draft: Draft) -> str:
-    """Return the flags because of which layers need eager attention."""
+    """Return the flags that make layers use eager attention."""
     model = draft.config.model
     if draft.facts.custom_layers is not None:
         return "logit softcapping or attention dropout (--spec)"
@@ -65,6 +65,6 @@ def all_attention_is_eager(draft: Draft) -> bool:
 
 
 def fits_gpu_kernels(draft: Draft) -> bool:
-    """Whether attention can use GPU kernels, which compute in 16 bits and take mask rules, not mask tensors."""
+    """Return whether attention can use GPU kernels, which compute in 16 bits and take mask rules, not mask tensors."""
     config = draft.config
     return config.training.device == "cuda" and config.precision.params_dtype in ("bfloat16", "float16")

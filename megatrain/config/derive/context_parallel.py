@@ -54,7 +54,7 @@ def _why_no_ring(draft: Draft) -> str:
 
 
 def are_levels(sizes: tuple[int, ...], cp: int) -> bool:
-    """Whether these sizes are two levels of the context-parallel ranks."""
+    """Return whether these sizes are two levels of the context-parallel ranks."""
     return len(sizes) == 2 and min(sizes) > 1 and math.prod(sizes) == cp
 
 

@@ -45,9 +45,9 @@ class CustomLayers:
     differences: tuple[str, ...]
     """Differences from the layers that the flags describe."""
     has_windows: bool = False
-    """Whether a layer has a sliding window."""
+    """True if a layer has a sliding window."""
     has_sinks: bool = False
-    """Whether the softmax of a layer has a sink."""
+    """True if the softmax of a layer has a sink."""
     eager_attention: LayerShare = "none"
     """Layers with logit softcapping or attention dropout."""
 
@@ -58,7 +58,7 @@ def _module_and_function(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_plain_gpt_layer(words: Sequence[str]) -> bool:
-    """Whether --spec is one of Megatron-LM's names of a plain GPT layer."""
+    """Return whether --spec is one of Megatron-LM's names of a plain GPT layer."""
     return _module_and_function(words) in _PLAIN_GPT_LAYERS
 
 

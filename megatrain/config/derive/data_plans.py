@@ -39,7 +39,7 @@ class Evaluations:
         return max(0, self.train_iters // self.eval_interval + 1 - before)
 
     def is_due(self, iteration: int) -> bool:
-        """Whether an evaluation follows this iteration: at the interval, and at the end of training."""
+        """Return whether an evaluation follows this iteration: at the interval, and at the end of training."""
         if iteration >= self.train_iters:
             return True
         interval = self.eval_interval

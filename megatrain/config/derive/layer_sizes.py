@@ -59,7 +59,7 @@ class LayerSizes:
 
     @property
     def has_mlp(self) -> bool:
-        """Whether the layer has a dense MLP or experts."""
+        """True if the layer has a dense MLP or experts."""
         return bool(self.ffn_hidden_size) or self.experts is not None
 
     @property

@@ -141,7 +141,7 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
         fits = multiple_near(world, product)
         is_given = draft.config.parallel.world_size is not None
         yield Problem(
-            f"{f'--world-size {world}' if is_given else f'the number of ranks, {world},'} is not a multiple of"
+            f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
             f"use --world-size {fits}, or lower these sizes"
             if is_given

@@ -47,7 +47,7 @@ class TrainingConfig(CheckedSection):
     eval_at_start: bool = False
     """Also evaluate before the first iteration, on the samples of the first evaluation. Not in Megatron-LM."""
     deterministic_mode: bool = False
-    """Use only deterministic operations, some of which are slower. Always so on a CPU."""
+    """Use only deterministic operations, although some are slower. Always so on a CPU."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False

@@ -54,7 +54,7 @@ class CheckedSection:
 
 
 def is_resolved(value: object) -> bool:
-    """Whether this is a value, None included, and no stand-in."""
+    """Return whether this is a value, None included, and no stand-in."""
     return not isinstance(value, StandIn)
 
 
