@@ -217,7 +217,9 @@ def environment_reads(module: Module) -> list[str]:
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
     }
-    return segment_passes(module, {"os.environ", "os.environb", "os.getenv", "os.getenvb"}, apart_from=written)
+    return segment_passes(
+        module, {"os.environ", "os.environb", "os.getenv", "os.getenvb"}, apart_from=written
+    )
 
 
 def unsafe_calls(module: Module) -> list[str]:
@@ -387,6 +389,9 @@ BROKEN = [
     (imports_that_point_right, "megatrain", "from megatrain.config import errors"),
     (unknown_folders, "megatrain.core.utils", ""),
     (global_statements, "megatrain.data.gpt", "def f():\n    global state\n    state = 1"),
+    (mutable_globals, "megatrain.data.gpt", "NAMES = {}\ndef f(x):\n    NAMES[x] = 1"),
+    (mutable_globals, "megatrain.data.gpt", "found = []\ndef f(x):\n    found.append(x)"),
+    (mutable_globals, "megatrain.data.gpt", "class Mode:\n    x = True\ndef f():\n    Mode.x = False"),
     (environment_reads, "megatrain.training.facts", "import os\nrank = os.environ['RANK']"),
     (
         environment_reads,
@@ -445,8 +450,11 @@ KEPT = [
     ),
     (mutable_globals, "megatrain.data.gpt", "NAMES = {}\ndef f(x):\n    return NAMES[x]"),
     (mutable_globals, "megatrain.data.gpt", "found = []\ndef f(x):\n    found = [x]\n    found.append(x)"),
-    (mutable_globals, "megatrain.data.gpt", "NAMES = {}\ndef f(x):\n    return NAMES[x]"),
-    (mutable_globals, "megatrain.data.gpt", "found = []\ndef f(x):\n    found = [x]\n    found.append(x)"),
+    (
+        mutable_globals,
+        "megatrain.kernels.fused.launching",
+        "class FusedKernels:\n    x = True\ndef f():\n    FusedKernels.x = False",
+    ),
     (environment_reads, ENVIRONMENT_READER, "import os\nrank = os.environ['RANK']"),
     (
         environment_reads,
