@@ -144,8 +144,5 @@ def _cu_seqlens(documents: Documents | None) -> CuSeqlens | None:
 
 def causal_mask(s: int, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
     """Return True where query i attends to key j: j <= i, in its document and its window. Bool [b or 1, 1, s, s]."""
-    if documents is None:
-        mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=device).tril()
-    else:
-        mask = documents.mask
+    mask = documents.mask if documents else torch.ones(1, 1, s, s, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(-window)

@@ -96,5 +96,4 @@ _ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
 
 def _activation(spec: MlpSpec) -> Activation:
     activation_fn = spec.activation_fn or _ACTIVATION_FUNCTIONS[spec.activation]
-    return Activation(fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset
-    )
+    return Activation(fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)
