@@ -145,7 +145,7 @@ def test_all_problems_come_at_once(problems_of):
         "--seq-length is missing",
         "--num-attention-heads 6",
         "--tensor-model-parallel-size 4",
-        "the number of ranks, 3,",
+        "3 ranks were started",
         "--train-iters 10 and --train-samples 5",
     ):
         assert words in found

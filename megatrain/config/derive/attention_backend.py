@@ -157,6 +157,11 @@ def _why_not(kernel: str, draft: Draft) -> str:
     if capability is not None and capability[0] not in _GENERATIONS[kernel]:
         name, (major, minor) = draft.facts.device_name or "the GPU", capability
         return f"does not run on {name} (compute capability {major}.{minor})"
+    return _why_not_heads(kernel, draft)
+
+
+def _why_not_heads(kernel: str, draft: Draft) -> str:
+    """Return the reason that a GPU kernel does not support the head width of a layer; empty: it does."""
     maximum, multiple = _MAX_CHANNELS[kernel], _MULTIPLES[kernel]
     for number, layer in enumerate(draft.derived.layer_table.layers):
         channels = layer.head_channels

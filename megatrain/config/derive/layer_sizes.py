@@ -164,6 +164,19 @@ def _layer(block: Any, place: str, default: LayerSizes, model: ModelConfig) -> L
     if not isinstance(block, dict):
         raise LayersError(f"{place} is not an object")
     _refuse_others(block, [name for names in _PARTS.values() for name in names], place)
+    groups = _query_groups(block, place, default)
+    width = _mlp_width(block, place, model.hidden_size, default)
+    return LayerSizes(
+        num_heads=default.num_heads if groups else 0,
+        num_query_groups=groups,
+        head_channels=default.head_channels if groups else 0,
+        ffn_hidden_size=width,
+        is_gated=default.is_gated and width > 0,
+    )
+
+
+def _query_groups(block: Mapping[str, Any], place: str, default: LayerSizes) -> int:
+    """Return the query groups of the attention part of a block; 0: no attention."""
     attention, where = _part(block, "attention", place)
     groups = _whole(attention, "num_query_groups", where)
     heads_in_group = _whole(attention, "n_heads_in_group", where)
@@ -173,21 +186,18 @@ def _layer(block: Any, place: str, default: LayerSizes, model: ModelConfig) -> L
                 f"{where}.n_heads_in_group {heads_in_group} does not divide --num-attention-heads {default.num_heads}"
             )
         groups = default.num_heads // heads_in_group
-    has_attention = _is_there(attention, where, groups)
+    return (groups or default.num_query_groups) if _is_there(attention, where, groups) else 0
+
+
+def _mlp_width(block: Mapping[str, Any], place: str, hidden_size: int, default: LayerSizes) -> int:
+    """Return the width of the MLP part of a block; 0: no MLP."""
     mlp, where = _part(block, "mlp", place)
     width, times = _whole(mlp, "ffn_hidden_size", where), mlp.get("ffn_mult")
     if width is None and times is not None:
         if isinstance(times, bool) or not isinstance(times, int | float) or times <= 0:
             raise LayersError(f"{where}.ffn_mult {json.dumps(times)} is not a number above 0")
-        width = -(-int(2 * times * model.hidden_size / 3) // 256) * 256
-    has_mlp = _is_there(mlp, where, width)
-    return LayerSizes(
-        num_heads=default.num_heads if has_attention else 0,
-        num_query_groups=(groups or default.num_query_groups) if has_attention else 0,
-        head_channels=default.head_channels if has_attention else 0,
-        ffn_hidden_size=(width or default.ffn_hidden_size) if has_mlp else 0,
-        is_gated=default.is_gated and has_mlp,
-    )
+        width = -(-int(2 * times * hidden_size / 3) // 256) * 256
+    return (width or default.ffn_hidden_size) if _is_there(mlp, where, width) else 0
 
 
 def _part(block: Mapping[str, Any], name: str, place: str) -> tuple[Mapping[str, Any], str]:
