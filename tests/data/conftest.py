@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,3 +26,9 @@ def ends_soon() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip fsync in tests with thousands of writes: a killed process, unlike a power failure, loses no written data."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)

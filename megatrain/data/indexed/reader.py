@@ -171,11 +171,11 @@ def read_description(prefix: str) -> dict[str, Any] | None:
         raise InputError(f"{path}: contains no JSON object", fix=fix)
     for name in ("tokenizer_type", "tokenizer_fingerprint"):
         if not isinstance(content.get(name), str | None):
-            raise InputError(f"{path}: {name} is {content[name]!r}, instead of text", fix=fix)
+            raise InputError(f"{path}: {name} is {content[name]!r} instead of text", fix=fix)
     for name in ("vocab_size", "sequences", "tokens", "largest_id"):
         found = content.get(name)
         if found is not None and (type(found) is not int or found < 0):
-            raise InputError(f"{path}: {name} is {found!r}, instead of a count", fix=fix)
+            raise InputError(f"{path}: {name} is {found!r} instead of a count", fix=fix)
     return content
 
 

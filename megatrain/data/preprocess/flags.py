@@ -16,7 +16,7 @@ from megatrain.config.cli.help_text import field_help
 from megatrain.config.cli.parse_value import BadValueError, accepted_values, load_value
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.tree import Setting, flag_of, closest_name, settings
+from megatrain.config.schema.tree import Setting, closest_name, flag_of, settings
 from megatrain.config.schema.values import Range
 
 
@@ -286,6 +286,6 @@ def _unknown_flags(unknown: Sequence[str], arguments: Sequence[str], flags: Sequ
             left.pop(0)
             if argument == flag or flag not in unknown:
                 near = closest_name(argument.partition("=")[0].replace("_", "-"), flags)
-                fix = f"use {near} if that is what you meant" if near else "see --help for all flags"
+                fix = f"did you mean {near}?" if near else "leave it out; --help lists all flags"
                 problems.append(Problem(f"{argument} is unknown", fix))
     return problems

@@ -322,7 +322,7 @@ def _row_batches(
             continue
         bytes_per_row = metadata.total_byte_size / metadata.num_rows
         batch_rows = max(int(batch_bytes / max(bytes_per_row, 1)), 1)
-        for batch in table.iter_row_batches(
+        for batch in table.iter_batches(
             batch_size=batch_rows, row_groups=[group], columns=list(columns), use_threads=False
         ):
             end += batch.num_rows

@@ -1,9 +1,9 @@
-"""Thousands of damaged pairs: each is refused, or read as its bytes say; a plain reader here says what they say.
+"""Thousands of damaged pairs: each is an error, or is read exactly as a simple reference reader reads it.
 
-a good pair -> mutated (seeded) -> plain reader: refused?  or the tokens of every sample
-                                -> ours:         refused!  or the same tokens of every sample
+a valid pair -> mutated (seeded) -> reference reader: error, or the tokens of every sample
+                                 -> megatrain:        error, or the same tokens of every sample
 
-Refusing what the plain reader accepts is a failure too: a reader that refuses everything would pass otherwise.
+An error for a pair that the reference reader accepts is a failure, too.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from megatrain.data.samples.sources import open_token_ids
 
 NUM_INPUTS = 1000
 NUM_PARTS = 4
-"""Tests that share the inputs, so that they run side by side."""
+"""Tests that divide the inputs, so that they can run in parallel."""
 SEQ_LENGTH = 8
 SEED = 11
 WIDTHS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 8: "H"}
-"""Element codes that are integers, as `struct` calls them."""
+"""Format characters of `struct` for the integer element codes."""
 
 
-class RefusedError(Exception):
-    """The bytes mean nothing."""
+class InvalidPairError(Exception):
+    """The bytes are not a valid pair."""
 
 
 def require(is_right):
     if not is_right:
-        raise RefusedError
+        raise InvalidPairError
 
 
-# ---- the plain reader: the format as its documentation says it, one number at a time
+# ---- the reference reader: the documented format, one number at a time
 
 
 def stored_sequences(index, elements):
-    """The sequences that the bytes of an .idx and a .bin mean."""
+    """Return the sequences in the bytes of an .idx and a .bin."""
     require(len(index) >= 34 and index[:9] == b"MMIDIDX\0\0")
-    version, code, num_sequences, num_borders = struct.unpack_from("<QBQQ", index, 9)
-    require(version == 1 and code in WIDTHS and num_borders > 0)
-    plain_size = 34 + 12 * num_sequences + 8 * num_borders
+    version, code, num_sequences, num_boundaries = struct.unpack_from("<QBQQ", index, 9)
+    require(version == 1 and code in WIDTHS and num_boundaries > 0)
+    plain_size = 34 + 12 * num_sequences + 8 * num_boundaries
     require(len(index) in (plain_size, plain_size + num_sequences))
     lengths = struct.unpack_from(f"<{num_sequences}i", index, 34)
     offsets = struct.unpack_from(f"<{num_sequences}q", index, 34 + 4 * num_sequences)
-    borders = struct.unpack_from(f"<{num_borders}q", index, 34 + 12 * num_sequences)
+    boundaries = struct.unpack_from(f"<{num_boundaries}q", index, 34 + 12 * num_sequences)
     require(all(length >= 0 for length in lengths))
-    require(borders[0] == 0 and borders[-1] == num_sequences and list(borders) == sorted(borders))
+    require(boundaries[0] == 0 and boundaries[-1] == num_sequences and list(boundaries) == sorted(boundaries))
     width = struct.calcsize(WIDTHS[code])
     position, sequences = 0, []
     for length, offset in zip(lengths, offsets, strict=True):
@@ -66,8 +66,8 @@ def stored_sequences(index, elements):
     return sequences
 
 
-def plain_samples(index, elements):
-    """The tokens of every sample of one epoch, in the order that they are handed out."""
+def reference_samples(index, elements):
+    """Return the tokens of every sample of one epoch, in shuffled order."""
     sequences = stored_sequences(index, elements)
     random = np.random.RandomState(SEED)
     order = np.arange(len(sequences), dtype=np.int32)
@@ -81,7 +81,7 @@ def plain_samples(index, elements):
     return [text[k * SEQ_LENGTH : (k + 1) * SEQ_LENGTH + 1] for k in shuffled.tolist()]
 
 
-def our_samples(prefix, *, mmap):
+def read_samples(prefix, *, mmap):
     dataset = open_token_ids(str(prefix), mmap=mmap)
     index = build_index(
         dataset.lengths, range(len(dataset)), seq_length=SEQ_LENGTH, seed=SEED, num_samples=None
@@ -95,7 +95,7 @@ def our_samples(prefix, *, mmap):
     return found
 
 
-# ---- mutations: each takes the two files and a generator, and returns two files
+# ---- mutations: each changes the two files with a generator
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Pair:
     elements: bytearray
 
     def either(self, random):
-        """One of the files; the index twice as often."""
+        """Return one of the files; the index twice as often."""
         return self.elements if random.integers(3) == 0 else self.index
 
     def counts(self):
@@ -156,41 +156,41 @@ def edit_header(pair, random):
 
 
 def edit_counts(pair, random):
-    """Fewer sequences and more borders, or the reverse, in as many bytes: two borders are 16, four sequences 48."""
-    sequences, borders = pair.counts()
+    """Trade sequences for boundaries at nearly the same size: a boundary has 8 bytes, a sequence 12."""
+    sequences, boundaries = pair.counts()
     change = int(random.integers(-2, 3))
-    struct.pack_into("<QQ", pair.index, 18, max(0, sequences + 2 * change), max(0, borders - 3 * change))
+    struct.pack_into("<QQ", pair.index, 18, max(0, sequences + 2 * change), max(0, boundaries - 3 * change))
 
 
 def edit_an_array(pair, random):
-    sequences, borders = pair.counts()
+    sequences, boundaries = pair.counts()
     start, count, kind = [
         (34, sequences, "i"),
         (34 + 4 * sequences, sequences, "q"),
-        (34 + 12 * sequences, borders, "q"),
+        (34 + 12 * sequences, boundaries, "q"),
     ][int(random.integers(3))]
     position = start + struct.calcsize(kind) * int(random.integers(count))
     value = struct.unpack_from(f"<{kind}", pair.index, position)[0] + int(random.integers(-3, 4))
     struct.pack_into(f"<{kind}", pair.index, position, value)
 
 
-def move_a_border(pair, random):
-    """Cut the same text otherwise: the result is a good pair, or has a negative length."""
+def move_a_boundary(pair, random):
+    """Move a sequence boundary: the result is a valid pair, or has a negative length."""
     sequences, _ = pair.counts()
     lengths = list(struct.unpack_from(f"<{sequences}i", pair.index, 34))
-    place = int(random.integers(sequences - 1))
+    sequence = int(random.integers(sequences - 1))
     change = int(random.integers(-9, 10))
-    lengths[place] += change
-    lengths[place + 1] -= change
+    lengths[sequence] += change
+    lengths[sequence + 1] -= change
     width = 2
     offsets = [width * sum(lengths[:number]) for number in range(sequences)]
     struct.pack_into(f"<{sequences}i{sequences}q", pair.index, 34, *lengths, *offsets)
 
 
 def change_ids(pair, random):
-    """Other ids, most of them in the vocabulary: what no size tells must read as it is stored."""
-    for place in random.integers(0, len(pair.elements) // 2, 3).tolist():
-        struct.pack_into("<H", pair.elements, 2 * place, int(random.integers(VOCAB + 3)))
+    """Change ids, mostly within the vocabulary: all sizes agree, so the pair must be read as it is stored."""
+    for position in random.integers(0, len(pair.elements) // 2, 3).tolist():
+        struct.pack_into("<H", pair.elements, 2 * position, int(random.integers(VOCAB + 3)))
 
 
 def change_the_type(pair, random):
@@ -198,12 +198,12 @@ def change_the_type(pair, random):
 
 
 def add_modes(pair, random):
-    """A mode for each sequence, as multimodal datasets have: tokens stay what they are."""
+    """Append a mode for each sequence, as in multimodal datasets; tokens do not change."""
     pair.index.extend(random.bytes(min(pair.counts()[0], len(pair.index))))
 
 
 def nothing(pair, random):
-    """The good pair itself."""
+    """Keep the valid pair."""
 
 
 MUTATIONS = [
@@ -218,7 +218,7 @@ MUTATIONS = [
     edit_header,
     edit_counts,
     edit_an_array,
-    move_a_border,
+    move_a_boundary,
     change_ids,
     change_the_type,
     add_modes,
@@ -227,7 +227,7 @@ MUTATIONS = [
 
 
 def mutated(good, others, random):
-    """A copy that one mutation, or two, have been at."""
+    """Return a copy after one or two mutations, and their names."""
     pair = Pair(bytearray(good.index), bytearray(good.elements))
     names = []
     for number in random.integers(len(MUTATIONS), size=int(random.integers(1, 3))).tolist():
@@ -236,7 +236,7 @@ def mutated(good, others, random):
         try:
             mutation(pair, random, others) if mutation is take_from_another else mutation(pair, random)
         except (struct.error, ValueError, IndexError, OverflowError):
-            break  # the first one has left nothing that the second could change
+            break  # the first mutation left nothing for the second one to change
     return pair, " ".join(names)
 
 
@@ -245,27 +245,29 @@ def pair_of(prefix):
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_a_mutated_pair_is_refused_or_read_as_it_is(tmp_path, part):
-    good = pair_of(write_pair(tmp_path / "good", sidecar=False))
-    others = [pair_of(write_pair(tmp_path / f"other{seed}", seed=seed, sidecar=False)) for seed in (1, 2)]
-    others.append(pair_of(write_pair(tmp_path / "wide", dtype="int32", sidecar=False)))
+def test_a_mutated_pair_is_an_error_or_read_as_it_is(tmp_path, part):
+    good = pair_of(write_pair(tmp_path / "good", with_description=False))
+    others = [
+        pair_of(write_pair(tmp_path / f"other{seed}", seed=seed, with_description=False)) for seed in (1, 2)
+    ]
+    others.append(pair_of(write_pair(tmp_path / "wide", dtype="int32", with_description=False)))
     prefix = tmp_path / "mutated"
-    outcomes = {"refused": 0, "read": 0, "equal": 0}
+    outcomes = {"error": 0, "read": 0, "equal": 0}
     for number in range(part, NUM_INPUTS, NUM_PARTS):
         random = np.random.default_rng([SEED, number])
         pair, names = mutated(good, others, random)
         Path(idx(prefix)).write_bytes(pair.index)
         Path(bin_(prefix)).write_bytes(pair.elements)
-        place = f"input {number} ({names})"
-        found, expected, refusal = None, None, ""
-        with contextlib.suppress(RefusedError):
-            expected = plain_samples(pair.index, pair.elements)
+        label = f"input {number} ({names})"
+        found, expected, message = None, None, ""
+        with contextlib.suppress(InvalidPairError):
+            expected = reference_samples(pair.index, pair.elements)
         try:
-            found = our_samples(prefix, mmap=bool(random.integers(2)))
+            found = read_samples(prefix, mmap=bool(random.integers(2)))
         except ConfigError as error:
-            refusal = str(error)
-        assert found == expected, f"{place}: {refusal}"
-        assert (found is None) == ("fix: " in refusal), place
+            message = str(error)
+        assert found == expected, f"{label}: {message}"
+        assert (found is None) == ("fix: " in message), label
         is_good = (pair.index, pair.elements) == (good.index, good.elements)
-        outcomes["refused" if found is None else "equal" if is_good else "read"] += 1
+        outcomes["error" if found is None else "equal" if is_good else "read"] += 1
     assert all(outcomes.values()), outcomes

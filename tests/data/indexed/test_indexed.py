@@ -1,4 +1,4 @@
-"""Indexed files: the recorded ones are read to the digit, damaged ones are refused with the reason."""
+"""Indexed files: recorded files are read exactly, and damaged files are errors with the reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_reads_recorded_text(golden_text, expected, name, mmap):
     check_dataset(IndexedDataset(golden_text / name, mmap=mmap), expected["indexed"][name])
 
 
-def test_writes_what_it_reads(golden_text, tmp_path):
+def test_writes_recorded_files(golden_text, tmp_path):
     for name in [*WITHOUT_TEXT, *WITH_TEXT]:
         source = IndexedDataset(golden_text / name)
         with IndexedWriter(tmp_path / "copy", source.dtype) as writer:
@@ -82,7 +82,7 @@ def test_writes_what_it_reads(golden_text, tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=5), max_size=4), max_size=6))
-def test_any_documents_come_back(tmp_path_factory, documents):
+def test_any_documents_are_read_back(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("any") / "data"
     with IndexedWriter(prefix, "int32") as writer:
         for document in documents:
@@ -111,7 +111,7 @@ def patch_index(prefix: Path, position: int, kind: str, value: int) -> None:
 
 
 def cut(suffix: str, change: int) -> Callable[[Path], None]:
-    """Shorten a file, or lengthen it."""
+    """Return a function that shortens or lengthens a file."""
 
     def damage(prefix: Path) -> None:
         path = Path(f"{prefix}{suffix}")
@@ -125,30 +125,30 @@ def patch(position: int, kind: str, value: int) -> Callable[[Path], None]:
     return lambda prefix: patch_index(prefix, position, kind, value)
 
 
-LENGTHS, OFFSETS, BORDERS = 34, 34 + 4 * 3, 34 + 12 * 3
+LENGTHS, OFFSETS, BOUNDARIES = 34, 34 + 4 * 3, 34 + 12 * 3
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "magic": (patch(0, "<B", 0), r"data.idx: magic is .* not an index file"),
+    "magic": (patch(0, "<B", 0), r"data.idx: magic is "),
     "empty index": (lambda prefix: Path(f"{prefix}.idx").write_bytes(b""), r"data.idx: magic is b''"),
     "header cut": (
         lambda prefix: Path(f"{prefix}.idx").write_bytes(b"MMIDIDX\0\0abc"),
         "ends after 12 of 34 bytes",
     ),
     "version": (patch(9, "<Q", 2), r"data.idx: version is 2"),
-    "type code 0": (patch(17, "<B", 0), r"type code is 0; known are 1 uint8"),
+    "type code 0": (patch(17, "<B", 0), r"type code is 0; .*1 uint8"),
     "type code 9": (patch(17, "<B", 9), r"type code is 9"),
     "other type": (patch(17, "<B", 4), r"data.idx: offset of sequence 1 is 6"),
     "one sequence more": (patch(18, "<Q", 4), r"data.idx: the file has 94 bytes.* 4 sequences"),
     "2^63 sequences": (patch(18, "<Q", 2**63), r"9223372036854775808 sequences"),
-    "2^64 - 1 borders": (patch(26, "<Q", 2**64 - 1), r"18446744073709551615 document borders"),
-    "no borders": (patch(26, "<Q", 0), r"count of document borders is 0"),
+    "2^64 - 1 boundaries": (patch(26, "<Q", 2**64 - 1), r"18446744073709551615 document boundaries"),
+    "no boundaries": (patch(26, "<Q", 0), r"document boundaries is 0"),
     "negative length": (patch(LENGTHS + 4, "<i", -1), r"length of sequence 1 is -1"),
     "longer sequence": (patch(LENGTHS, "<i", 4), r"offset of sequence 1 is 6; .* end at byte 8"),
     "longest last sequence": (patch(LENGTHS + 8, "<i", 2**31 - 1), r"data.bin: the file has 12 bytes"),
     "offset": (patch(OFFSETS + 16, "<q", 10), r"offset of sequence 2 is 10; .* end at byte 8"),
     "negative offset": (patch(OFFSETS, "<q", -2), r"offset of sequence 0 is -2"),
-    "first border": (patch(BORDERS, "<q", 1), r"borders run from 1 to 3, not from 0 to 3"),
-    "last border": (patch(BORDERS + 16, "<q", 2), r"borders run from 0 to 2"),
-    "falling border": (patch(BORDERS + 8, "<q", 5), r"document border 2 is 3, below 5"),
+    "first boundary": (patch(BOUNDARIES, "<q", 1), r"boundaries run from 1 to 3"),
+    "last boundary": (patch(BOUNDARIES + 16, "<q", 2), r"boundaries run from 0 to 2"),
+    "decreasing boundary": (patch(BOUNDARIES + 8, "<q", 5), r"document boundary 2 is 3, .* 5"),
     "index cut": (
         cut(".idx", -1),
         r"data.idx: the file has 93 bytes, but its counts .* need 94 \(97 with modes\)",
@@ -162,7 +162,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "bin empty": (lambda prefix: Path(f"{prefix}.bin").write_bytes(b""), r"data.bin: the file has 0 bytes"),
     "no bin": (
         lambda prefix: Path(f"{prefix}.bin").unlink(),
-        r"data.bin: there is no such file\n  fix: a dataset is two",
+        r"data.bin: there is no such file\n  fix: copy both",
     ),
     "no index": (lambda prefix: Path(f"{prefix}.idx").unlink(), r"data.idx: there is no such file"),
 }
@@ -170,15 +170,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("mmap", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_are_refused(prefix, damage, mmap):
-    change, message = DAMAGES[damage]
+def test_damaged_files_are_errors(prefix, damage, mmap):
+    change, pattern = DAMAGES[damage]
     IndexedDataset(prefix, mmap=mmap)
     change(prefix)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=pattern):
         IndexedDataset(prefix, mmap=mmap)
 
 
-def test_every_single_byte_of_the_index_matters(prefix):
+def test_every_byte_of_the_index_matters(prefix):
     path = Path(f"{prefix}.idx")
     content = path.read_bytes()
     for position in range(len(content)):
@@ -187,14 +187,14 @@ def test_every_single_byte_of_the_index_matters(prefix):
             IndexedDataset(prefix)
 
 
-def test_a_missing_dataset_names_its_neighbours(prefix):
+def test_a_missing_dataset_names_similar_ones(prefix):
     with pytest.raises(
-        InputError, match=r"dato.bin: there is no such file \(nor .idx\)\n  fix: .* holds data"
+        InputError, match=r"dato.bin: there is no such file \(nor .idx\)\n  fix: .* contains data"
     ):
         IndexedDataset(prefix.with_name("dato"))
-    with pytest.raises(InputError, match="without its ending"):
+    with pytest.raises(InputError, match="without its suffix"):
         IndexedDataset(f"{prefix}.bin")
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="deeper does not exist"):
         IndexedDataset(prefix / "deeper" / "data")
 
 
@@ -208,7 +208,7 @@ def test_reads_outside_a_sequence_are_errors(prefix):
 def test_a_file_that_shrinks_while_open_is_an_error(prefix):
     dataset = IndexedDataset(prefix, mmap=False)
     os.truncate(f"{prefix}.bin", 4)
-    with pytest.raises(InputError, match="ends at byte 4; it has become shorter"):
+    with pytest.raises(InputError, match=r"ends at byte 4; .*truncated"):
         dataset.read(0)
 
 
@@ -225,7 +225,7 @@ def test_an_error_leaves_the_old_files_and_no_new_ones(prefix):
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
 
 
-def test_a_failure_while_placing_files_leaves_nothing_that_opens_wrongly(prefix, monkeypatch):
+def test_a_failure_during_the_renames_leaves_no_mixed_dataset(prefix, monkeypatch):
     real = Path.replace
 
     def fail_on_index(self, target):
@@ -244,14 +244,14 @@ def test_a_failure_while_placing_files_leaves_nothing_that_opens_wrongly(prefix,
 def test_ids_that_do_not_fit_are_errors(tmp_path):
     for value in (65536, -1):
         with (
-            pytest.raises(InputError, match=f"id {value} does not fit uint16"),
+            pytest.raises(InputError, match=f"id {value} does not fit.*uint16"),
             IndexedWriter(tmp_path / "d", "u2") as writer,
         ):
             writer.add_document([[1, value]])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_folder_is_made_and_one_that_cannot_be_is_an_error(tmp_path):
+def test_a_missing_folder_is_created_and_an_impossible_one_is_an_error(tmp_path):
     with IndexedWriter(tmp_path / "new" / "data", "u2"):
         pass
     assert (tmp_path / "new" / "data.idx").exists()

@@ -1,4 +1,4 @@
-"""Merging: the recorded bytes, descriptions that add up, and refusals that name both sides."""
+"""Merging: recorded bytes, merged descriptions, and errors that name both datasets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_modes_are_merged(tmp_path):
     require_recorded(tmp_path / "out", "merged_modes")
 
 
-def test_pieces_of_any_size_give_the_same(tmp_path, monkeypatch):
+def test_blocks_of_any_size_give_the_same_result(tmp_path, monkeypatch):
     documents = [[[1, 2], [3]], [], [[], [4]], [[5] * 50]]
     for name in ("a", "b"):
         write_dataset(tmp_path / name, documents)
@@ -46,10 +46,10 @@ def test_pieces_of_any_size_give_the_same(tmp_path, monkeypatch):
     merge(inputs, tmp_path / "whole", log=str)
     monkeypatch.setattr(module, "_DOCUMENTS", 1)
     monkeypatch.setattr(module, "_ELEMENT_BYTES", 4)
-    merge(inputs, tmp_path / "pieces", log=str)
+    merge(inputs, tmp_path / "blocks", log=str)
     write_dataset(tmp_path / "expected", documents * 2)
     for suffix in (".bin", ".idx"):
-        contents = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "pieces", "expected")}
+        contents = {(tmp_path / f"{name}{suffix}").read_bytes() for name in ("whole", "blocks", "expected")}
         assert len(contents) == 1
 
 
@@ -60,7 +60,7 @@ def described(tmp_path, name, texts, *flags):
     return tmp_path / f"{name}_text_document"
 
 
-def test_descriptions_add_up(tmp_path):
+def test_descriptions_are_merged(tmp_path):
     first = described(tmp_path, "a", ["1 2", ""], "--append-eod")
     second = described(tmp_path, "b", ["7 55"])
     merge([first, second, first], tmp_path / "out", log=str)
@@ -73,45 +73,41 @@ def test_descriptions_add_up(tmp_path):
     assert (merged["documents"], merged["sequences"], merged["tokens"], merged["eod_count"]) == (5, 3, 8, 2)
     assert merged["sources"] == [part["sources"][0] for part in parts]
     Path(f"{second}.json").unlink()
-    said = []
-    merge([first, second], tmp_path / "out", log=said.append)
-    assert said[0].startswith(f"{second}.json is missing")
+    logged = []
+    merge([first, second], tmp_path / "out", log=logged.append)
+    assert logged[0].startswith(f"{second}.json is missing")
     assert not (tmp_path / "out.json").exists()
 
 
-def test_what_does_not_fit_together_is_refused(tmp_path):
+def test_incompatible_datasets_are_errors(tmp_path):
     small, wide = tmp_path / "small", tmp_path / "wide"
     write_dataset(small, [[[1]]])
     write_dataset(wide, [[[1]]], "int32")
     modes = GOLDEN / "modes_int32"
-    with pytest.raises(ConfigError, match=f"{wide}: holds int32, and {small} uint16"):
+    with pytest.raises(ConfigError, match=f"{wide}: .*int32, .*{small} .*uint16"):
         merge([small, wide], tmp_path / "out")
-    with pytest.raises(ConfigError, match=f"{modes}: has modes, and {wide} has no modes"):
+    with pytest.raises(ConfigError, match=f"{modes}: has modes, .*{wide} has no modes"):
         merge([wide, modes], tmp_path / "out")
-    with pytest.raises(ConfigError, match=f"{small}: is to be read and to be written"):
+    with pytest.raises(ConfigError, match=rf"{small}: .*\n  fix: .*--output-prefix"):
         merge([small, small], tmp_path / "." / "small")
     with pytest.raises(InputError, match=r"gone.bin: there is no such file"):
         merge([small, tmp_path / "gone"], tmp_path / "out")
-    with pytest.raises(ConfigError, match="nothing to merge"):
+    with pytest.raises(ConfigError, match="no datasets"):
         merge([], tmp_path / "out")
     (tmp_path / "mine.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"mine.json: would be overwritten, and describes no dataset"):
+    with pytest.raises(ConfigError, match=r"mine.json: .*\n  fix: .*--output-prefix"):
         merge([small], tmp_path / "mine")
     first, second = described(tmp_path, "a", ["1"]), described(tmp_path, "b", ["1"], "--vocab-size", 98)
-    with pytest.raises(
-        InputError, match=rf"{second}: was made with another tokenizer \(.*\) than {first} \("
-    ):
+    with pytest.raises(InputError, match=rf"{second}: .*tokenizer.* {first} .*\n  fix: .*same tokenizer"):
         merge([first, second], tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
 
-def test_a_second_writer_of_a_dataset_is_told_at_once(tmp_path):
+def test_a_second_writer_of_a_dataset_is_an_error(tmp_path):
     write_dataset(tmp_path / "a", [[[1, 2]]])
     with IndexedWriter(tmp_path / "out", "uint16") as writer:
         writer.add_document([[7]])
-        with pytest.raises(
-            InputError, match=r"out\.lock: another run is writing to .*out\n  fix: wait for it"
-        ):
+        with pytest.raises(InputError, match=r"out\.lock: another run .*out\n  fix: wait for it"):
             merge([tmp_path / "a"], tmp_path / "out")
         writer.add_document([[8]])
     assert IndexedDataset(tmp_path / "out").num_tokens == 2
@@ -119,8 +115,8 @@ def test_a_second_writer_of_a_dataset_is_told_at_once(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
 
 
-def test_remains_of_a_dead_writer_do_not_get_into_a_merge(tmp_path):
-    """Its lock is nobody's, and its description would speak of other data."""
+def test_partial_files_of_a_dead_writer_are_not_merged(tmp_path):
+    """Nobody holds its lock, and its description would describe other data."""
     write_dataset(tmp_path / "a", [[[1, 2]]])
     for name in ("lock", "json.partial", "idx.partial", "modes.partial", "owner.partial"):
         (tmp_path / f"out.{name}").write_text("{}")
@@ -128,10 +124,10 @@ def test_remains_of_a_dead_writer_do_not_get_into_a_merge(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
 
 
-def test_a_description_that_cannot_be_read_is_an_error(tmp_path):
+def test_an_unreadable_description_is_an_error(tmp_path):
     write_dataset(tmp_path / "a", [[[1]]])
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(InputError, match=r"a\.json: cannot be read: "):
+    with pytest.raises(InputError, match=r"a\.json: .*\n  fix: "):
         merge([tmp_path / "a"], tmp_path / "out")
     (tmp_path / "a.json").write_text('{"tokenizer_fingerprint": "x", "sources": null, "eod_count": "many"}')
     merge([tmp_path / "a"], tmp_path / "out", log=str)
@@ -139,7 +135,7 @@ def test_a_description_that_cannot_be_read_is_an_error(tmp_path):
     assert (merged["sources"], merged["eod_count"]) == ([], None)
 
 
-def test_a_merge_that_fails_keeps_what_was_there(tmp_path, monkeypatch):
+def test_a_failed_merge_keeps_the_old_dataset(tmp_path, monkeypatch):
     for name in ("a", "out"):
         write_dataset(tmp_path / name, [[[1, 2]]])
     before = (tmp_path / "out.bin").read_bytes()
@@ -148,7 +144,7 @@ def test_a_merge_that_fails_keeps_what_was_there(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(IndexedWriter, "_offsets", fail)
-    with pytest.raises(Exception, match=r"out\.idx\.partial: cannot be written: No space left on device"):
+    with pytest.raises(Exception, match=r"out\.idx\.partial: .*No space left on device"):
         merge([tmp_path / "a"] * 2, tmp_path / "out")
     assert (tmp_path / "out.bin").read_bytes() == before
     assert IndexedDataset(tmp_path / "out").num_tokens == 2

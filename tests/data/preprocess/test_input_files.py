@@ -1,7 +1,7 @@
-"""Every kind of text file that has ever surprised somebody, by name: what comes of it, and that nothing wrong opens.
+"""Unusual and damaged input files, by name: each gives the right documents, or an error and no output.
 
-A case writes a file (or more) and says what to expect: the documents, or the words of the error. A case that does not
-end in time fails. Sizes are scaled down where the name says 2 GB or 1e6 (see the cases); the rest is as named.
+A case writes one or more files, and the expected documents or the message of the error. A case that does not end in
+time fails. Sizes are scaled down where the name has a second size.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GOOD = b'{"text": "1 2"}\n'
-SECONDS = 20
+SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Case:
-    """`write` makes the input at a path. `error`: of the message, with {file} for that path. `tokens`: by document."""
+    """`write` creates the input at a path; `error` is a part of the message, {file} being that path; `tokens` per document."""
 
     write: Callable[[Path], object]
     error: str = ""
@@ -40,7 +40,7 @@ class Case:
     workers: type = InlineWorkers
 
 
-def holding(*lines: bytes) -> Callable[[Path], object]:
+def containing(*lines: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(b"".join(lines))
 
 
@@ -49,16 +49,16 @@ def text_of(num_bytes: int) -> bytes:
 
 
 def bad(line: bytes, reason: str) -> Case:
-    """A good line, then this one."""
-    return Case(holding(GOOD, line, b"\n", GOOD), "{file}:2: " + reason)
+    """Return a case with this line between two good ones."""
+    return Case(containing(GOOD, line, b"\n", GOOD), "{file}:2: " + reason)
 
 
 def value(text: bytes, reason: str) -> Case:
-    return bad(b'{"text": %s}' % text, f"key 'text' holds {reason}, not a string or a list of strings")
+    return bad(b'{"text": %s}' % text, f"key 'text' is {reason}, not a string")
 
 
-def sparse(path: Path) -> None:
-    """A line of 2 GB, which takes no room on the disk, between two that are good."""
+def write_sparse(path: Path) -> None:
+    """Write a line of 2 GB, which takes no space on the disk, between two good ones."""
     path.write_bytes(GOOD)
     os.truncate(path, 2 << 30)
     with path.open("ab") as file:
@@ -81,7 +81,7 @@ def bad_crc(path: Path) -> None:
 
 
 def damaged_middle(path: Path) -> None:
-    """The second block, of a file whose blocks are merely stored, gets a kind that there is not."""
+    """Write an uncompressed gzip file whose second block has an invalid type."""
     content = bytearray(gzip.compress(GOOD * 20_000, 0))
     header = 10
     first_block_bytes = int.from_bytes(content[header + 1 : header + 3], "little")
@@ -114,93 +114,94 @@ class Removes(InlineWorkers):
 SKIP = ("--on-bad-line", "skip")
 CASES = {
     "bad JSON": bad(b'{"text": "1" 2}', "not JSON: Expecting ',' delimiter at column 14"),
-    "cut last line": Case(holding(GOOD, b'{"text": "2'), "{file}:2: not JSON: Unterminated string"),
+    "truncated last line": Case(containing(GOOD, b'{"text": "2'), "{file}:2: not JSON: Unterminated string"),
     "blank line": bad(b"", "blank line"),
     "spaces only": bad(b" \t ", "blank line"),
     "no-break spaces only": bad("\u00a0".encode(), "blank line"),
-    "BOM": Case(holding(b"\xef\xbb\xbf", GOOD), "{file}:1: starts with a byte-order mark, which is not JSON"),
+    "BOM": Case(containing(b"\xef\xbb\xbf", GOOD), "{file}:1: starts with a byte-order mark"),
     "UTF-16": Case(lambda path: path.write_text('{"text": "1"}\n', "utf-16"), "{file}: is UTF-16, not UTF-8"),
     "UTF-16 without mark": Case(
         lambda path: path.write_text('{"text": "1"}\n', "utf-16-be"), "{file}: is UTF-16"
     ),
-    "lone bytes": bad(b'{"text": "\xff"}', "not UTF-8: byte 0xff at position 10 of the line"),
-    "lone surrogate": bad(b'{"text": "\\ud800"}', "key 'text' holds half of a surrogate pair"),
+    "lone bytes": bad(b'{"text": "\xff"}', "not UTF-8: byte 0xff at position 10"),
+    "lone surrogate": bad(b'{"text": "\\ud800"}', "key 'text' contains half of a surrogate pair"),
     "NUL bytes": bad(b'{"text": "1\x002"}', "not JSON: Invalid control character at at column 12"),
     "NUL line": bad(bytes(100), "not JSON: Expecting value at column 1"),
-    "CRLF": Case(holding(b'{"text": "1 2"}\r\n{"text": "3"}\r\n'), tokens=(2, 1)),
+    "CRLF": Case(containing(b'{"text": "1 2"}\r\n{"text": "3"}\r\n'), tokens=(2, 1)),
     "carriage returns only": Case(
-        holding(b'{"text": "1"}\r{"text": "2"}\r'), "{file}:1: not JSON: Extra data"
+        containing(b'{"text": "1"}\r{"text": "2"}\r'), "{file}:1: not JSON: Extra data"
     ),
-    "key missing": bad(b'{"body": "1", "n": 2}', "key 'text' is missing; the line has 'body', 'n'"),
+    "key missing": bad(b'{"body": "1", "n": 2}', "key 'text' is missing; the keys are 'body', 'n'"),
     "null": value(b"null", "null"),
     "number": value(b"5", "a number"),
     "boolean": value(b"true", "a boolean"),
     "nested": value(b'{"a": "1"}', "an object"),
     "list with a number": value(b'["1", 2]', "a list with a number"),
     "list in a list": value(b'[["1"]]', "a list with a list"),
-    "not an object": bad(b'"1 2"', "holds a string, not an object"),
-    "list of strings": Case(holding(b'{"text": ["1 2", "", "3"]}\n'), tokens=(3,)),
-    "duplicate key": Case(holding(b'{"text": "1 2 3", "text": "4"}\n'), tokens=(1,)),
-    "empty text": Case(holding(b'{"text": ""}\n', GOOD), tokens=(0, 2)),
-    "empty list": Case(holding(b'{"text": []}\n', GOOD), tokens=(0, 2)),
-    "spaces as text": Case(holding(b'{"text": "  "}\n', GOOD), tokens=(0, 2)),
+    "not an object": bad(b'"1 2"', "is a string, not an object"),
+    "list of strings": Case(containing(b'{"text": ["1 2", "", "3"]}\n'), tokens=(3,)),
+    "duplicate key": Case(containing(b'{"text": "1 2 3", "text": "4"}\n'), tokens=(1,)),
+    "empty text": Case(containing(b'{"text": ""}\n', GOOD), tokens=(0, 2)),
+    "empty list": Case(containing(b'{"text": []}\n', GOOD), tokens=(0, 2)),
+    "spaces as text": Case(containing(b'{"text": "  "}\n', GOOD), tokens=(0, 2)),
     "nested too deeply": bad(b'{"text": ' + b"[" * 100_000, "not usable JSON: nested too deeply"),
-    "empty file": Case(holding(), tokens=()),
-    "no newline at end": Case(holding(GOOD, b'{"text": "3"}'), tokens=(2, 1)),
-    "1 MB line": Case(holding(GOOD, text_of(1_000_000), GOOD), tokens=(2, 500_000, 2)),
+    "empty file": Case(containing(), tokens=()),
+    "no newline at end": Case(containing(GOOD, b'{"text": "3"}'), tokens=(2, 1)),
+    "1 MB line": Case(containing(GOOD, text_of(1_000_000), GOOD), tokens=(2, 500_000, 2)),
     "100 MB line (2 MB, above a limit of 1)": Case(
-        holding(GOOD, text_of(2_000_000), GOOD),
+        containing(GOOD, text_of(2_000_000), GOOD),
         "{file}:2: longer than --max-line-mb 1: 2000013 bytes",
         flags=("--max-line-mb", 1),
     ),
-    "100 MB line left out (2 MB)": Case(
-        holding(GOOD, text_of(2_000_000), GOOD, text_of(2_000_000)[:-1]),
+    "100 MB line skipped (2 MB)": Case(
+        containing(GOOD, text_of(2_000_000), GOOD, text_of(2_000_000)[:-1]),
         tokens=(2, 2),
         flags=("--max-line-mb", 1, *SKIP),
     ),
     "line as long as the limit": Case(
-        holding(GOOD, text_of(1_000_000 - 12), GOOD), tokens=(2, 499_994, 2), flags=("--max-line-mb", 1)
+        containing(GOOD, text_of(1_000_000 - 12), GOOD), tokens=(2, 499_994, 2), flags=("--max-line-mb", 1)
     ),
     "line one longer than the limit": Case(
-        holding(GOOD, text_of(1_000_000 - 12)[:-1], b" \n"), "{file}:2: longer", flags=("--max-line-mb", 1)
+        containing(GOOD, text_of(1_000_000 - 12)[:-1], b" \n"), "{file}:2: longer", flags=("--max-line-mb", 1)
     ),
-    "2 GB line (sparse)": Case(sparse, tokens=(2, 2), flags=SKIP),
-    "1e6 empty documents (1e5)": Case(holding(b'{"text": ""}\n' * 100_000), tokens=(0,) * 100_000),
-    "folder": Case(lambda path: path.mkdir(), "{file}: is a folder, not a file"),
-    "FIFO": Case(fifo, "{file}: is a pipe, not a file"),
-    "dangling link": Case(
-        lambda path: path.symlink_to("gone"), "{file}: is a link to gone, which does not exist"
-    ),
-    "not there": Case(lambda path: path.with_name("in.json").touch(), "{file}: there is no such file"),
+    "1e6 empty documents (1e5)": Case(containing(b'{"text": ""}\n' * 100_000), tokens=(0,) * 100_000),
+    "folder": Case(lambda path: path.mkdir(), "{file}: is a folder"),
+    "FIFO": Case(fifo, "{file}: is a pipe"),
+    "broken link": Case(lambda path: path.symlink_to("gone"), "{file}: is a broken link to gone"),
+    "missing": Case(lambda path: path.with_name("in.json").touch(), "{file}: there is no such file"),
     "changed while read": Case(
-        holding(GOOD * 50_000), "{file}: changed while it was read", workers=AppendsWhileRead
+        containing(GOOD * 50_000), "{file}: changed while it was read", workers=AppendsWhileRead
     ),
-    "cut while read": Case(holding(GOOD * 50_000), "{file}: changed while it was read", workers=Truncates),
-    "gone while read": Case(holding(GOOD * 50_000), "{file}: is gone while it is read", workers=Removes),
+    "truncated while read": Case(
+        containing(GOOD * 50_000), "{file}: changed while it was read", workers=Truncates
+    ),
+    "removed while read": Case(
+        containing(GOOD * 50_000), "{file}: was removed while it was read", workers=Removes
+    ),
     "gz": Case(lambda path: path.write_bytes(gzip.compress(GOOD) * 2), tokens=(2, 2), name="in.jsonl.gz"),
     "gz truncated": Case(
         lambda path: path.write_bytes(gzip.compress(GOOD * 1000)[:-9]),
-        "{file}: cannot be read any further after line 1000: Compressed file ended",
+        "{file}: cannot be read after line 1000: Compressed file ended",
         name="in.jsonl.gz",
     ),
     "gz bad CRC": Case(
-        bad_crc, "{file}: cannot be read any further after line 1000: CRC check failed", name="in.jsonl.gz"
+        bad_crc, "{file}: cannot be read after line 1000: CRC check failed", name="in.jsonl.gz"
     ),
-    "gz damaged": Case(damaged_middle, "{file}: cannot be read any further after line ", name="in.jsonl.gz"),
-    "gz that is none": Case(
-        holding(GOOD), "{file}: is no .gz file: it begins with b'{\"te'", name="in.jsonl.gz"
+    "gz damaged": Case(damaged_middle, "{file}: cannot be read after line ", name="in.jsonl.gz"),
+    "gz that is plain text": Case(
+        containing(GOOD), "{file}: is not a .gz file: it begins with b'{\"te'", name="in.jsonl.gz"
     ),
-    "gz that is empty": Case(holding(), "{file}: is empty, which no .gz file is", name="in.jsonl.gz"),
+    "gz that is empty": Case(containing(), "{file}: is empty, which no .gz file can be", name="in.jsonl.gz"),
     "zst that is gz": Case(
         lambda path: path.write_bytes(gzip.compress(GOOD)),
-        "{file}: is no .zst file, but gz data",
+        "{file}: is not a .zst file: it contains gz data",
         name="in.zst",
     ),
-    "wrong extension": Case(
-        lambda path: path.write_bytes(gzip.compress(GOOD)), "{file}: holds gz data, and is not named so"
-    ),
+    "wrong extension": Case(lambda path: path.write_bytes(gzip.compress(GOOD)), "{file}: contains gz data"),
     "zero files by glob": Case(lambda path: None, "--input {file}: no file matches", name="in*.jsonl"),
-    "same file twice": Case(holding(GOOD), "{file}: is given twice", flags=("--input", "{file}", "{file}")),
+    "same file twice": Case(
+        containing(GOOD), "{file}: is given twice", flags=("--input", "{file}", "{file}")
+    ),
     "same file by a link": Case(
         two_links, "is given twice ({file} is the same file)", flags=("--input", "{file}", "{real}")
     ),
@@ -221,14 +222,14 @@ def _time_limit():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_case(tmp_path, capsys, name):
+def test_an_input_file_gives_its_documents_or_an_error(tmp_path, capsys, name):
     case = CASES[name]
     source = tmp_path / "in" / case.name
     source.parent.mkdir()
     case.write(source)
     flags = [str(flag).format(file=source, real=source.with_name("real.jsonl")) for flag in case.flags]
     options = {"workers_type": case.workers, "chunk_bytes": 1 << 16}
-    flags += ["--log-interval", 10**9]  # on a busy host, a line of progress would come before the error
+    flags += ["--log-interval", 10**9]  # otherwise a progress line may come before the error on a busy host
     code = run("--input", source, *NULL, *flags, prefix=tmp_path / "out", **options)
     message = capsys.readouterr().err
     if case.error:
@@ -236,32 +237,33 @@ def test_case(tmp_path, capsys, name):
         assert message.startswith("error: ")
         assert case.error.replace("{file}", str(source)) in message
         assert "\n  fix: " in message
-        assert [path.name for path in tmp_path.iterdir()] == ["in"], "nothing is left that could open"
+        assert [path.name for path in tmp_path.iterdir()] == ["in"], "no output is left"
     else:
         assert code == 0, message
         dataset = IndexedDataset(tmp_path / "out_text_document")
-        borders = dataset.document_boundaries
-        lengths = tuple(int(dataset.lengths[a:b].sum()) for a, b in itertools.pairwise(borders))
+        boundaries = dataset.document_boundaries
+        lengths = tuple(int(dataset.lengths[a:b].sum()) for a, b in itertools.pairwise(boundaries))
         assert lengths == case.tokens
 
 
-def test_a_long_line_is_never_held(tmp_path, capsys):
+def test_a_line_of_2_gb_is_not_read_into_memory(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
-    sparse(source)
+    write_sparse(source)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    words = ["--input", source, *NULL, "--on-bad-line", "quarantine", "--max-line-mb", 1]
-    assert run(*words, prefix=tmp_path / "out") == 0
+    arguments = ["--input", source, *NULL, "--on-bad-line", "quarantine", "--max-line-mb", 1]
+    assert run(*arguments, prefix=tmp_path / "out") == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
-    assert f"left out: {source}:2: longer than --max-line-mb 1: 2147483633 bytes" in capsys.readouterr().err
+    assert f"skipped: {source}:2: longer than --max-line-mb 1: 2147483633 bytes" in capsys.readouterr().err
+    assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 4
     entry = json.loads((tmp_path / "out.bad_lines.jsonl").read_text())
     assert (entry["offset"], entry["bytes"]) == (16, 2147483633)
 
 
-def test_an_unreadable_file_is_named(tmp_path, capsys, monkeypatch):
+def test_an_unreadable_file_is_reported(tmp_path, capsys, monkeypatch):
     source = tmp_path / "in.jsonl"
     source.write_bytes(GOOD)
     source.chmod(0)
-    if os.geteuid() == 0:  # who may read everything
+    if os.geteuid() == 0:  # root may read everything
         real = Path.open
 
         def refused(self, *arguments, **named):
@@ -274,12 +276,12 @@ def test_an_unreadable_file_is_named(tmp_path, capsys, monkeypatch):
     assert f"{source}: cannot be read: Permission denied" in capsys.readouterr().err
 
 
-def test_all_inputs_that_are_wrong_are_told_at_once(tmp_path, capsys):
+def test_all_invalid_inputs_are_reported_at_once(tmp_path, capsys):
     good, folder, gone = tmp_path / "good.jsonl", tmp_path / "folder", tmp_path / "gone"
     good.write_bytes(GOOD)
     folder.mkdir()
-    words = ["--input", good, folder, gone, good, tmp_path / "*.gz"]
-    assert run(*words, *NULL, prefix=tmp_path / "out") == 2
+    arguments = ["--input", good, folder, gone, good, tmp_path / "*.gz"]
+    assert run(*arguments, *NULL, prefix=tmp_path / "out") == 2
     message = capsys.readouterr().err
     for part in (
         f"{folder}: is a folder",

@@ -1,6 +1,6 @@
-"""Inputs drawn from a grammar of good, odd and broken lines, against a plain reading of the rules.
+"""Random inputs of valid, unusual and broken lines, compared with a simple reference implementation.
 
-`python tests/data/test_preprocess_fuzz.py 2000` tries as many.
+`python tests/data/preprocess/test_preprocess_fuzz.py 2000` runs 2000 inputs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BROKEN_LINES = [
 
 
 def a_line(rng: random.Random) -> bytes:
-    """One line without its end."""
+    """Return a random line without its line feed."""
     kind = rng.random()
     if kind < 0.1:
         return rng.choice(BROKEN_LINES)
@@ -73,7 +73,7 @@ def a_file(rng: random.Random) -> bytes:
 def reference(
     contents: list[bytes], keys: list[str], append_eod: bool
 ) -> tuple[list[list[list[list[int]]]], int]:
-    """Documents of each key, each a list of sequences; and the number of bad lines."""
+    """Return the documents of each key, each a list of sequences, and the number of bad lines."""
     documents: list[list[list[list[int]]]] = [[] for _ in keys]
     num_bad = 0
     for content in contents:
@@ -108,7 +108,7 @@ def ids_of(value: object) -> list[list[int]]:
 
 
 def check(folder: Path, seed: int) -> None:
-    """One input: written, read by the command, compared."""
+    """Write an input, run the command, and compare the result."""
     rng = random.Random(seed)
     contents = [a_file(rng) for _ in range(rng.choice([1, 1, 2]))]
     paths = [folder / f"{seed}-{number}.jsonl" for number in range(len(contents))]
@@ -118,7 +118,7 @@ def check(folder: Path, seed: int) -> None:
     append_eod = rng.random() < 0.5
     documents, num_bad = reference(contents, keys, append_eod)
     policy = rng.choice(["stop", "skip", "quarantine"])
-    words = [
+    arguments = [
         "--input",
         *paths,
         *NULL,
@@ -129,7 +129,7 @@ def check(folder: Path, seed: int) -> None:
         *["--append-eod"] * append_eod,
     ]
     prefix = folder / str(seed)
-    code = run(*words, prefix=prefix, chunk_bytes=rng.choice([1, 50, 1 << 20]))
+    code = run(*arguments, prefix=prefix, chunk_bytes=rng.choice([1, 50, 1 << 20]))
     if policy == "stop" and num_bad:
         assert code == 2
         assert not list(folder.glob(f"{seed}_*"))
@@ -137,20 +137,21 @@ def check(folder: Path, seed: int) -> None:
     assert code == 0
     for key, expected in zip(keys, documents, strict=True):
         dataset = IndexedDataset(f"{prefix}_{key}_document")
-        borders = dataset.document_boundaries.tolist()
+        boundaries = dataset.document_boundaries.tolist()
         found = [
             [dataset.read(number).tolist() for number in range(start, end)]
-            for start, end in itertools.pairwise(borders)
+            for start, end in itertools.pairwise(boundaries)
         ]
         assert found == expected
         assert json.loads(Path(f"{dataset.prefix}.json").read_text())["skipped_lines"] == num_bad
     quarantine = Path(f"{prefix}.bad_lines.jsonl")
-    put_aside = quarantine.read_bytes().splitlines() if quarantine.exists() else []
-    assert len(put_aside) == (num_bad if policy == "quarantine" else 0)
+    quarantined = quarantine.read_bytes().splitlines() if quarantine.exists() else []
+    assert len(quarantined) == (num_bad if policy == "quarantine" else 0)
 
 
+@pytest.mark.usefixtures("without_fsync")
 @pytest.mark.parametrize("hundred", range(3))
-def test_drawn_inputs(tmp_path, hundred):
+def test_random_inputs(tmp_path, hundred):
     for seed in range(100 * hundred, 100 * hundred + 100):
         check(tmp_path, seed)
 

@@ -1,4 +1,4 @@
-"""Interrupted runs: killed at every step, the next one goes on, and the bytes are those of a run that nobody disturbed."""
+"""Interrupted runs: after a kill at any step the next run resumes, and the bytes equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -26,12 +27,14 @@ from megatrain.data.preprocess import encoder
 from megatrain.data.preprocess import run as preprocess_module
 from megatrain.data.preprocess.outputs import Journal
 
+pytestmark = pytest.mark.usefixtures("without_fsync")
+
 ROOT = Path(__file__).parents[3]
-SETTLED = [f"out_{key}_document.{kind}" for key in ("id", "text") for kind in ("bin", "idx", "json")]
+FINAL_FILES = [f"out_{key}_document.{kind}" for key in ("id", "text") for kind in ("bin", "idx", "json")]
 
 
 def mixed_inputs(folder, num_documents):
-    """A plain and a compressed file, with a bad line now and then."""
+    """Write a plain and a compressed file with some bad lines; return the arguments."""
     lines = [
         b"not JSON\n"
         if number % 97 == 5
@@ -46,7 +49,7 @@ def mixed_inputs(folder, num_documents):
 
 
 class KilledAtStep:
-    """Ends the process as SIGKILL would, before step number k of those that change anything on the disk."""
+    """Ends the process, as SIGKILL would, before the k-th operation that changes the disk."""
 
     def __init__(self, step):
         self.left = step
@@ -61,8 +64,8 @@ class KilledAtStep:
         return call
 
 
-def run_killed(words, prefix, step, **options):
-    """A run in a process of its own, killed at a step. Returns whether it came to its end before."""
+def run_killed(arguments, prefix, step, **options):
+    """Run in a separate process that is killed at a step. Return whether it finished before."""
     child = os.fork()
     if not child:
         code = 1
@@ -77,7 +80,7 @@ def run_killed(words, prefix, step, **options):
                 (IndexedWriter, "_offsets"),
             ):
                 setattr(owner, name, killed.before(getattr(owner, name)))
-            code = run(*words, prefix=prefix, **options)
+            code = run(*arguments, prefix=prefix, **options)
         os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) in {0, 9}
@@ -85,8 +88,8 @@ def run_killed(words, prefix, step, **options):
 
 
 def require_old_or_new(folder, old, new):
-    """What opens is whole; with it goes its own description."""
-    for name in SETTLED:
+    """Assert that a dataset that opens is complete and has its own description."""
+    for name in FINAL_FILES:
         if name.endswith(".idx") and (folder / name).exists():
             IndexedDataset(folder / name.removesuffix(".idx"))
             trio = [name.replace(".idx", suffix) for suffix in (".bin", ".idx", ".json")]
@@ -96,36 +99,36 @@ def require_old_or_new(folder, old, new):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("with_old", [False, True])
-def test_a_run_killed_at_any_step_is_gone_on_with(tmp_path, capsys, with_old):
+def test_a_run_killed_at_any_step_is_resumed(tmp_path, capsys, with_old):
     inputs = tmp_path / "in"
     inputs.mkdir()
-    words = mixed_inputs(inputs, 1200)
+    arguments = mixed_inputs(inputs, 1200)
     options = {"chunk_bytes": 5000, "journal_seconds": 0.0}
     (tmp_path / "whole").mkdir()
-    assert run(*words, prefix=tmp_path / "whole" / "out", **options) == 0
+    assert run(*arguments, prefix=tmp_path / "whole" / "out", **options) == 0
     new = content_of(tmp_path / "whole")
-    assert sorted(new) == sorted([*SETTLED, "out.bad_lines.jsonl"])
-    (tmp_path / "former").mkdir()
+    assert sorted(new) == sorted([*FINAL_FILES, "out.bad_lines.jsonl"])
+    (tmp_path / "earlier").mkdir()
     other = numbers(inputs / "other.jsonl", ["1"])
     other.write_text('{"text": "1", "id": "2"}\n')
-    assert run("--input", other, *NULL, "--json-keys", "text", "id", prefix=tmp_path / "former" / "out") == 0
-    old = content_of(tmp_path / "former")
-    num_gone_on = 0
+    assert run("--input", other, *NULL, "--json-keys", "text", "id", prefix=tmp_path / "earlier" / "out") == 0
+    old = content_of(tmp_path / "earlier")
+    num_resumed = 0
     for step in itertools.count(int(with_old), 2):
         folder = tmp_path / f"at{step}"
         folder.mkdir()
         for name, content in old.items() if with_old else ():
             (folder / name).write_bytes(content)
-        is_done = run_killed(words, folder / "out", step, **options)
+        is_done = run_killed(arguments, folder / "out", step, **options)
         require_old_or_new(folder, old, new)
         capsys.readouterr()
-        assert run(*words, prefix=folder / "out", **options) == 0
-        num_gone_on += "going on with an interrupted run, after " in capsys.readouterr().err
+        assert run(*arguments, prefix=folder / "out", **options) == 0
+        num_resumed += "resuming an interrupted run after " in capsys.readouterr().err
         assert content_of(folder) == new
         if is_done:
             break
     assert step > 100
-    assert num_gone_on > step // 4
+    assert num_resumed > step // 4
 
 
 DRIVER = """
@@ -138,14 +141,14 @@ if __name__ == "__main__":
 
 
 def test_a_run_killed_many_times_ends_with_the_same_bytes(tmp_path):
-    words = mixed_inputs(tmp_path, 60_000)
+    arguments = mixed_inputs(tmp_path, 60_000)
     (tmp_path / "whole").mkdir()
-    assert run(*words, prefix=tmp_path / "whole" / "out") == 0
+    assert run(*arguments, prefix=tmp_path / "whole" / "out") == 0
     (tmp_path / "driver.py").write_text(DRIVER)
     journal = tmp_path / "out.preprocess.json"
     choices = random.Random(1)
-    signals = [signal.SIGKILL] * 8 + [signal.SIGTERM, signal.SIGINT]
-    places = []
+    signals = [signal.SIGKILL] * 4 + [signal.SIGTERM, signal.SIGINT]
+    documents_done = []
     for number, kind in enumerate([*signals, None]):
         flags = [
             "--output-prefix",
@@ -156,7 +159,7 @@ def test_a_run_killed_many_times_ends_with_the_same_bytes(tmp_path):
             1 + number,
         ]
         process = subprocess.Popen(
-            [sys.executable, tmp_path / "driver.py", *map(str, [*words, *flags])],
+            [sys.executable, tmp_path / "driver.py", *map(str, [*arguments, *flags])],
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
@@ -169,14 +172,14 @@ def test_a_run_killed_many_times_ends_with_the_same_bytes(tmp_path):
         time.sleep(choices.random() * 0.02)
         process.send_signal(kind)
         process.wait(60)
-        places.append(json.loads(journal.read_text())["keys"]["text"]["documents"])
-    assert places == sorted(set(places)), "every run has come further"
-    assert places[-1] < 60_000
+        documents_done.append(json.loads(journal.read_text())["keys"]["text"]["documents"])
+    assert documents_done == sorted(set(documents_done)), "every run makes progress"
+    assert documents_done[-1] < 60_000
     assert content_of(tmp_path) == content_of(tmp_path / "whole")
 
 
-def stopped(words, prefix, *, after, **options):
-    """A run that meets an error in chunk number `after`; what is done before is journaled."""
+def stopped(arguments, prefix, *, after, **options):
+    """Run with an error at chunk number `after`; the chunks before it are journaled."""
 
     class Failing(InlineWorkers):
         def map(self, items, **_):
@@ -186,24 +189,21 @@ def stopped(words, prefix, *, after, **options):
                 yield self.work(item)
 
     named = {"chunk_bytes": 2000, "journal_seconds": 0.0} | options
-    assert run(*words, prefix=prefix, workers_type=Failing, **named) == 1
+    assert run(*arguments, prefix=prefix, workers_type=Failing, **named) == 1
 
 
 @pytest.fixture
-def words(tmp_path):
+def arguments(tmp_path):
     return ["--input", numbers(tmp_path / "in.jsonl", ["1 2 3"] * 1000), *NULL]
 
 
-def test_what_does_not_change_the_bytes_may_change_on_the_way(words, tmp_path, capsys):
-    assert run(*words, prefix=tmp_path / "whole") == 0
-    stopped(words, tmp_path / "out", after=3)
-    assert "666 documents are done and kept: the same command goes on from there" in capsys.readouterr().err
-    again = [*words, "--workers", 3, "--log-interval", 7, "--on-bad-line", "skip"]
+def test_settings_that_do_not_change_the_bytes_may_change_on_resume(arguments, tmp_path, capsys):
+    assert run(*arguments, prefix=tmp_path / "whole") == 0
+    stopped(arguments, tmp_path / "out", after=3)
+    assert "666 documents are done and kept" in capsys.readouterr().err
+    again = [*arguments, "--workers", 3, "--log-interval", 7, "--on-bad-line", "skip"]
     assert run(*again, prefix=tmp_path / "out", chunk_bytes=300) == 0
-    assert (
-        "going on with an interrupted run, after 666 documents, 666 lines of file 1 of 1"
-        in capsys.readouterr().err
-    )
+    assert "resuming an interrupted run after 666 documents, 666 lines of file 1" in capsys.readouterr().err
     whole = {name.replace("whole", "out"): content for name, content in content_of(tmp_path, "whole").items()}
     assert content_of(tmp_path) == whole
 
@@ -218,18 +218,15 @@ def test_what_does_not_change_the_bytes_may_change_on_the_way(words, tmp_path, c
         (["--on-bad-line", "quarantine"], "--on-bad-line"),
     ],
 )
-def test_other_settings_start_anew_and_say_so(tmp_path, capsys, flags, name):
+def test_other_settings_start_over_and_are_reported(tmp_path, capsys, flags, name):
     source = tmp_path / "in.jsonl"
     source.write_text("bad\n" + '{"text": "1 2 3", "other": "4"}\n' * 1000)
-    words = ["--input", source, *NULL, "--on-bad-line", "skip"]
-    stopped(words, tmp_path / "out", after=3)
+    arguments = ["--input", source, *NULL, "--on-bad-line", "skip"]
+    stopped(arguments, tmp_path / "out", after=3)
     capsys.readouterr()
-    assert run(*words, *flags, prefix=tmp_path / "out") == 0
-    assert (
-        f"the remains of another run with this prefix are dropped: it had other {name}\n"
-        in capsys.readouterr().err
-    )
-    assert run(*words, *flags, prefix=tmp_path / "whole") == 0
+    assert run(*arguments, *flags, prefix=tmp_path / "out") == 0
+    assert re.search(rf"are dropped: .* {name}\n", capsys.readouterr().err)
+    assert run(*arguments, *flags, prefix=tmp_path / "whole") == 0
     whole = {file.replace("whole", "out"): content for file, content in content_of(tmp_path, "whole").items()}
     assert content_of(tmp_path) == whole
 
@@ -239,31 +236,31 @@ def test_other_settings_start_anew_and_say_so(tmp_path, capsys, flags, name):
     [
         (
             lambda folder: (folder / "out_text_document.bin.partial").unlink(),
-            "partial files are not all there",
+            "partial files are incomplete",
         ),
-        (lambda folder: os.truncate(folder / "out_text_document.lengths.partial", 5), "are not all there"),
+        (lambda folder: os.truncate(folder / "out_text_document.lengths.partial", 5), "are incomplete"),
         (
             lambda folder: (folder / "out_text_document.owner.partial").write_text("x" * 32),
-            "are not all there",
+            "are incomplete",
         ),
         (lambda folder: (folder / "out.preprocess.json").write_text("{"), "out.preprocess.json is damaged"),
-        (lambda folder: os.utime(folder / "in.jsonl"), "it had other --input"),
+        (lambda folder: os.utime(folder / "in.jsonl"), "--input"),
     ],
 )
-def test_remains_that_cannot_be_used_are_dropped(words, tmp_path, capsys, damage, message):
-    stopped(words, tmp_path / "out", after=3)
+def test_unusable_partial_files_are_dropped(arguments, tmp_path, capsys, damage, message):
+    stopped(arguments, tmp_path / "out", after=3)
     damage(tmp_path)
     capsys.readouterr()
-    assert run(*words, prefix=tmp_path / "out") == 0
+    assert run(*arguments, prefix=tmp_path / "out") == 0
     printed = capsys.readouterr().err
     assert message in printed
-    assert "going on" not in printed
+    assert "resuming" not in printed
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
     assert len(list(tmp_path.iterdir())) == 4
 
 
 def wrong_versions(content):
-    """A JSON value, with every part of it missing, or of each wrong type, or another number."""
+    """Yield a JSON value with each part missing, of each wrong type, or another number."""
     yield from (None, [], {}, "x", 1.5, True, -1, 10**30, [[]])
     parts = (
         content.items()
@@ -281,9 +278,9 @@ def wrong_versions(content):
             yield {name: other for name, other in content.items() if name != key}
 
 
-def test_a_journal_that_no_run_has_written_is_dropped(tmp_path, capsys):
-    words = ["--input", numbers(tmp_path / "in.jsonl", ["1 2 3"] * 9), *NULL]
-    stopped(words, tmp_path / "out", after=3, chunk_bytes=30)
+def test_a_journal_that_no_run_wrote_is_dropped(tmp_path, capsys):
+    arguments = ["--input", numbers(tmp_path / "in.jsonl", ["1 2 3"] * 9), *NULL]
+    stopped(arguments, tmp_path / "out", after=3, chunk_bytes=30)
     remains = content_of(tmp_path)
     good = json.loads(remains["out.preprocess.json"])
     texts = [json.dumps(wrong).encode() for wrong in wrong_versions(good) if wrong != good]
@@ -293,58 +290,57 @@ def test_a_journal_that_no_run_has_written_is_dropped(tmp_path, capsys):
             (tmp_path / name).write_bytes(content)
         (tmp_path / "out.preprocess.json").write_bytes(text)
         capsys.readouterr()
-        assert run(*words, prefix=tmp_path / "out") == 0
+        assert run(*arguments, prefix=tmp_path / "out") == 0
         printed = capsys.readouterr().err
-        assert printed.startswith("the remains of an interrupted run are dropped: ")
+        assert "are dropped: " in printed
         assert "out.preprocess.json is damaged\n" in printed
         assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 27
         assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_run_of_another_format_is_dropped(words, tmp_path, capsys, monkeypatch):
-    stopped(words, tmp_path / "out", after=3)
+def test_a_run_of_another_format_is_dropped(arguments, tmp_path, capsys, monkeypatch):
+    stopped(arguments, tmp_path / "out", after=3)
     capsys.readouterr()
     monkeypatch.setattr(preprocess_module, "FORMAT", 3)
-    assert run(*words, prefix=tmp_path / "out") == 0
-    assert "it had other format\n" in capsys.readouterr().err
+    assert run(*arguments, prefix=tmp_path / "out") == 0
+    assert "format\n" in capsys.readouterr().err
 
 
-def stopped_before_publishing(words, prefix, capsys, monkeypatch, *, published=()):
-    """A run whose files are complete, some of them with their names, and whose journal says so."""
+def stopped_before_commit(arguments, prefix, capsys, monkeypatch, *, committed=()):
+    """Run until all files are complete and journaled, and some of them are renamed."""
     real = Path.replace
 
     def replace(self, target):
-        if self.name.startswith("out_") and Path(target).suffix not in published:
+        if self.name.startswith("out_") and Path(target).suffix not in committed:
             raise OSError(5, "Input/output error")
         return real(self, target)
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", replace)
-        assert run(*words, prefix=prefix) == 1
+        assert run(*arguments, prefix=prefix) == 1
     assert "documents are done and kept" in capsys.readouterr().err
     assert json.loads(Path(f"{prefix}.preprocess.json").read_text())["is_complete"]
 
 
-@pytest.mark.parametrize("published", [(), (".bin",), (".bin", ".json")])
+@pytest.mark.parametrize("committed", [(), (".bin",), (".bin", ".json")])
 @pytest.mark.parametrize("lost", ["*.partial", "*.bin*", "*.json*", "*.idx*", "*.owner.partial", None])
-def test_a_complete_run_is_done_only_if_its_files_are_there(
-    words, tmp_path, capsys, monkeypatch, lost, published
+def test_a_complete_run_is_finished_only_if_its_files_exist(
+    arguments, tmp_path, capsys, monkeypatch, lost, committed
 ):
-    assert run(*words, "--append-eod", prefix=tmp_path / "out") == 0
-    stopped_before_publishing(words, tmp_path / "out", capsys, monkeypatch, published=published)
+    assert run(*arguments, "--append-eod", prefix=tmp_path / "out") == 0
+    stopped_before_commit(arguments, tmp_path / "out", capsys, monkeypatch, committed=committed)
     for path in tmp_path.glob(f"out_{lost}"):
         path.unlink()
-    assert run(*words, prefix=tmp_path / "out") == 0
+    assert run(*arguments, prefix=tmp_path / "out") == 0
     printed = capsys.readouterr().err
-    dropped = "the remains of an interrupted run are dropped: its partial files are not all there"
-    assert (dropped in printed) == (lost is not None)
+    assert ("its partial files are incomplete" in printed) == (lost is not None)
     assert "done: 1,000 documents" in printed
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
     assert json.loads((tmp_path / "out_text_document.json").read_text())["append_eod"] is False
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_files_removed_while_a_run_completes_are_an_error(words, tmp_path, capsys, monkeypatch):
+def test_files_removed_while_a_run_completes_are_an_error(arguments, tmp_path, capsys, monkeypatch):
     real = IndexedWriter.commit
 
     def commit(self):
@@ -354,39 +350,39 @@ def test_files_removed_while_a_run_completes_are_an_error(words, tmp_path, capsy
 
     with monkeypatch.context() as patched:
         patched.setattr(IndexedWriter, "commit", commit)
-        assert run(*words, prefix=tmp_path / "out") == 1
-    assert "out_text_document.bin: is not there, and 6000 bytes were written" in capsys.readouterr().err
-    assert run(*words, prefix=tmp_path / "out") == 0
+        assert run(*arguments, prefix=tmp_path / "out") == 1
+    assert "out_text_document.bin: does not exist, but 6000 bytes were written" in capsys.readouterr().err
+    assert run(*arguments, prefix=tmp_path / "out") == 0
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
 
 
-def test_quarantined_lines_that_are_lost_are_found_again(tmp_path, capsys, monkeypatch):
+def test_a_lost_quarantine_file_is_written_again(tmp_path, capsys, monkeypatch):
     source = tmp_path / "in.jsonl"
     source.write_text('bad\n{"text": "1"}\n')
-    words = ["--input", source, *NULL, "--on-bad-line", "quarantine"]
-    stopped_before_publishing(words, tmp_path / "out", capsys, monkeypatch)
+    arguments = ["--input", source, *NULL, "--on-bad-line", "quarantine"]
+    stopped_before_commit(arguments, tmp_path / "out", capsys, monkeypatch)
     (tmp_path / "out.bad_lines.jsonl").unlink()
-    assert run(*words, prefix=tmp_path / "out") == 0
-    assert "its partial files are not all there" in capsys.readouterr().err
+    assert run(*arguments, prefix=tmp_path / "out") == 0
+    assert "its partial files are incomplete" in capsys.readouterr().err
     assert json.loads((tmp_path / "out.bad_lines.jsonl").read_text())["text"] == "bad"
 
 
 @pytest.mark.parametrize(
     ("package", "flags"), [("tokenizers", ()), ("sentencepiece", ()), ("nltk", ("--split-sentences",))]
 )
-def test_an_upgraded_library_starts_anew(words, tmp_path, capsys, monkeypatch, package, flags):
+def test_an_upgraded_library_starts_over(arguments, tmp_path, capsys, monkeypatch, package, flags):
     if flags:
         monkeypatch.setattr(preprocess_module, "load_splitter", lambda _: str.split)
         monkeypatch.setattr(encoder, "load_splitter", lambda _: lambda text: [text])
-    stopped([*words, *flags], tmp_path / "out", after=3)
+    stopped([*arguments, *flags], tmp_path / "out", after=3)
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "99.0" if name == package else real(name))
     capsys.readouterr()
-    assert run(*words, *flags, prefix=tmp_path / "out") == 0
-    assert "are dropped: it had other library versions\n" in capsys.readouterr().err
+    assert run(*arguments, *flags, prefix=tmp_path / "out") == 0
+    assert "library versions\n" in capsys.readouterr().err
 
 
-def test_keys_that_name_the_same_dataset_exclude_each_other(tmp_path, capsys):
+def test_runs_that_write_the_same_dataset_exclude_each_other(tmp_path, capsys):
     """z and b_c, or z_b and c: both write z_b_c_document."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"b_c": "1", "c": "2"}\n' * 1000)
@@ -396,53 +392,53 @@ def test_keys_that_name_the_same_dataset_exclude_each_other(tmp_path, capsys):
         before = content_of(tmp_path, "z")
         assert run(*first, prefix=tmp_path / "z") == 2
         message = capsys.readouterr().err
-        assert message.startswith(f"error: {tmp_path / 'z_b_c_document.lock'}: another run is writing to ")
+        assert message.startswith(f"error: {tmp_path / 'z_b_c_document.lock'}: another run ")
         assert content_of(tmp_path, "z") == before
     stopped(first, tmp_path / "z", after=3)
     stopped(second, tmp_path / "z_b", after=9)
     capsys.readouterr()
     assert run(*first, prefix=tmp_path / "z") == 0
-    assert "its partial files are not all there" in capsys.readouterr().err, "they are the other run's"
+    assert "its partial files are incomplete" in capsys.readouterr().err, "they belong to the other run"
     dataset = IndexedDataset(tmp_path / "z_b_c_document")
     assert {dataset.read(number)[0] for number in range(len(dataset))} == {1}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_the_lock_of_a_killed_writer_is_free(words, tmp_path):
+def test_the_lock_of_a_killed_writer_is_released(arguments, tmp_path):
     child = os.fork()
     if not child:
         IndexedWriter(tmp_path / "out_text_document", "u2").open()
         os._exit(0)
     os.waitpid(child, 0)
     assert (tmp_path / "out_text_document.lock").exists()
-    assert run(*words, prefix=tmp_path / "out") == 0
+    assert run(*arguments, prefix=tmp_path / "out") == 0
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_bad_line_that_stopped_a_run_can_be_left_out_by_the_next(tmp_path, capsys):
+def test_a_bad_line_that_stopped_a_run_can_be_skipped_on_resume(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "1"}\n' * 500 + "bad\n" + '{"text": "2"}\n' * 500)
-    words = ["--input", source, *NULL]
+    arguments = ["--input", source, *NULL]
     options = {"chunk_bytes": 1000, "journal_seconds": 0.0}
-    assert run(*words, prefix=tmp_path / "out", **options) == 2
+    assert run(*arguments, prefix=tmp_path / "out", **options) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: {source}:501: not JSON")
     assert "documents are done and kept" in message
-    assert run(*words, "--on-bad-line", "skip", prefix=tmp_path / "out", **options) == 0
-    assert "going on" in capsys.readouterr().err
+    assert run(*arguments, "--on-bad-line", "skip", prefix=tmp_path / "out", **options) == 0
+    assert "resuming" in capsys.readouterr().err
     assert IndexedDataset(tmp_path / "out_text_document").num_documents == 1000
 
 
-def test_two_runs_at_once_are_one_too_many(words, tmp_path, capsys):
+def test_a_second_run_with_the_same_prefix_is_an_error(arguments, tmp_path, capsys):
     with Journal(str(tmp_path / "out"), print):
-        assert run(*words, prefix=tmp_path / "out") == 2
-        assert f"another run is writing to --output-prefix {tmp_path / 'out'}" in capsys.readouterr().err
-        assert run(*words, prefix=tmp_path / "other") == 0
-    assert run(*words, prefix=tmp_path / "out") == 0
+        assert run(*arguments, prefix=tmp_path / "out") == 2
+        assert f"--output-prefix {tmp_path / 'out'}" in capsys.readouterr().err
+        assert run(*arguments, prefix=tmp_path / "other") == 0
+    assert run(*arguments, prefix=tmp_path / "out") == 0
 
 
-def test_a_lock_whose_holder_ends_while_it_is_taken_is_taken_anew(tmp_path):
-    """Its file is gone by then, so that a third run could lock another one of the same name."""
+def test_a_lock_whose_owner_ends_during_acquire_is_acquired_again(tmp_path):
+    """Its file is removed by then, so a third run could lock a new file of the same name."""
     holder = contextlib.ExitStack()
     holder.enter_context(Journal(str(tmp_path / "out"), print))
     real = Path.open
@@ -462,9 +458,9 @@ def test_a_lock_whose_holder_ends_while_it_is_taken_is_taken_anew(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_keeps_the_former_dataset_and_what_is_done(words, tmp_path, capsys, monkeypatch):
-    assert run(*words, prefix=tmp_path / "out") == 0
-    former = content_of(tmp_path)
+def test_a_full_disk_keeps_the_old_dataset(arguments, tmp_path, capsys, monkeypatch):
+    assert run(*arguments, prefix=tmp_path / "out") == 0
+    earlier = content_of(tmp_path)
     for step in ("_offsets", "finalize", "state"):
         with monkeypatch.context() as patched:
 
@@ -472,8 +468,8 @@ def test_a_full_disk_keeps_the_former_dataset_and_what_is_done(words, tmp_path, 
                 raise OSError(28, "No space left on device")
 
             patched.setattr(IndexedWriter, step, fail)
-            assert run(*words, "--append-eod", prefix=tmp_path / "out") == 1
+            assert run(*arguments, "--append-eod", prefix=tmp_path / "out") == 1
         printed = capsys.readouterr().err
         assert "No space left on device" in printed
         assert "nothing was kept" in printed
-        assert content_of(tmp_path) == former
+        assert content_of(tmp_path) == earlier

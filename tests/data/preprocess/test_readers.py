@@ -1,4 +1,4 @@
-"""Readers: the same documents however a file is packed and cut, from any place on, and a plain error where it is damaged."""
+"""Readers: equal documents for every compression and chunk size, from any position, and errors for damaged files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LINES = [b'{"text": "%d %d"}\n' % (number % 98, number * 7 % 98) for number in r
 KINDS = ["jsonl", "gz", "bz2", "zst", "parquet"]
 
 
-def packed(path: Path, kind: str, lines=LINES) -> Path:
-    """The lines as a file of a kind; compressed ones of several streams, tables of several groups."""
+def write_lines(path: Path, kind: str, lines=LINES) -> Path:
+    """Write the lines as a file of a kind: compressed files with several streams, tables with several row groups."""
     path = path.with_suffix(f".{kind}")
     half = b"".join(lines[: len(lines) // 2]), b"".join(lines[len(lines) // 2 :])
     if kind == "parquet":
@@ -37,8 +37,8 @@ def packed(path: Path, kind: str, lines=LINES) -> Path:
         zstandard = pytest.importorskip("zstandard")
         path.write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, half)))
     else:
-        pack = {"jsonl": bytes, "gz": gzip.compress, "bz2": bz2.compress}[kind]
-        path.write_bytes(b"".join(map(pack, half)))
+        compress = {"jsonl": bytes, "gz": gzip.compress, "bz2": bz2.compress}[kind]
+        path.write_bytes(b"".join(map(compress, half)))
     return path
 
 
@@ -53,15 +53,15 @@ def documents_of(chunks):
     return [
         (
             chunk.file,
-            chunk.first + place,
+            chunk.first + index,
             json.loads(document)["text"] if isinstance(document, bytes) else document["text"],
         )
         for chunk in chunks
-        for place, document in enumerate(chunk.split())
+        for index, document in enumerate(chunk.split())
     ]
 
 
-def test_groups_without_rows_are_passed_over(tmp_path):
+def test_row_groups_without_rows_are_skipped(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     tables = [
@@ -78,8 +78,8 @@ def test_groups_without_rows_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_file_is_read_from_any_border_on(tmp_path, kind):
-    first, second = packed(tmp_path / "a", kind), packed(tmp_path / "b", kind, LINES[:50])
+def test_any_file_is_read_from_any_boundary_on(tmp_path, kind):
+    first, second = write_lines(tmp_path / "a", kind), write_lines(tmp_path / "b", kind, LINES[:50])
     reader = reader_of(first, second)
     chunks = list(reader.chunks(Position()))
     everything = documents_of(chunks)
@@ -96,9 +96,9 @@ def test_any_file_is_read_from_any_border_on(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_way_that_text_is_packed_changes_nothing(tmp_path, kind):
+def test_the_output_does_not_depend_on_the_file_format(tmp_path, kind):
     for name in ("jsonl", kind):
-        assert run("--input", packed(tmp_path / "in", name), *NULL, prefix=tmp_path / f"{name}-out") == 0
+        assert run("--input", write_lines(tmp_path / "in", name), *NULL, prefix=tmp_path / f"{name}-out") == 0
     for suffix in ("bin", "idx"):
         plain, other = (tmp_path / f"{name}-out_text_document.{suffix}" for name in ("jsonl", kind))
         assert plain.read_bytes() == other.read_bytes()
@@ -106,24 +106,22 @@ def test_the_way_that_text_is_packed_changes_nothing(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.999])
-def test_a_file_that_is_cut_short_is_an_error(tmp_path, kind, share):
-    path = packed(tmp_path / "in", kind)
+def test_a_truncated_file_is_an_error(tmp_path, kind, share):
+    path = write_lines(tmp_path / "in", kind)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(
-        ConfigError, match=r"in\.\w+: cannot be (read any further after line \d+|opened as a Parq)"
-    ):
+    with pytest.raises(ConfigError, match=r"in\.\w+: cannot be (read after line \d+|opened as a Parq)"):
         list(reader_of(path).chunks(Position()))
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_a_damaged_file_is_an_error_with_its_place(tmp_path, kind):
-    path = packed(tmp_path / "in", kind)
+def test_a_damaged_file_is_an_error_with_its_position(tmp_path, kind):
+    path = write_lines(tmp_path / "in", kind)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2 if kind != "parquet" else 600
     content[middle : middle + 20] = bytes(20)
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"in\.\w+: cannot be read any further after (line|row) \d+"):
+    with pytest.raises(InputError, match=r"in\.\w+: cannot be read after (line|row) \d+"):
         documents_of(reader_of(path).chunks(Position()))
 
 
@@ -133,24 +131,24 @@ def test_a_bad_row_is_named_by_its_number(tmp_path, capsys):
     path = tmp_path / "in.parquet"
     texts = [["1", "2 3"], ["4"], None, ["5", None]]
     parquet.write_table(pyarrow.table({"text": texts, "n": [1, 2, 3, 4]}), path)
-    words = ["--input", path, *NULL]
-    assert run(*words, prefix=tmp_path / "out") == 2
-    assert f"error: {path}:row 3: key 'text' holds null, not a string" in capsys.readouterr().err
-    assert run(*words, "--on-bad-line", "quarantine", prefix=tmp_path / "out") == 0
+    arguments = ["--input", path, *NULL]
+    assert run(*arguments, prefix=tmp_path / "out") == 2
+    assert f"error: {path}:row 3: key 'text' is null" in capsys.readouterr().err
+    assert run(*arguments, "--on-bad-line", "quarantine", prefix=tmp_path / "out") == 0
     entries = [json.loads(line) for line in (tmp_path / "out.bad_lines.jsonl").read_text().splitlines()]
     assert [entry["row"] for entry in entries] == [3, 4]
     assert json.loads(entries[1]["text"]) == {"text": ["5", None]}
     for key, reason in (
-        ("n", "column 'n' holds int64, not strings"),
-        ("x", "has no column 'x'; it has 'text', 'n'"),
+        ("n", "column 'n' has type int64"),
+        ("x", "has no column 'x', only 'text', 'n'"),
     ):
-        assert run(*words, "--json-keys", key, prefix=tmp_path / "out") == 2
+        assert run(*arguments, "--json-keys", key, prefix=tmp_path / "out") == 2
         assert f"{path}: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("kind", "package"), [("zst", "zstandard"), ("parquet", "pyarrow")])
-def test_a_missing_package_is_named_before_any_work(tmp_path, kind, package, monkeypatch):
-    path = packed(tmp_path / "in", kind)
+def test_a_missing_package_is_reported_before_any_work(tmp_path, kind, package, monkeypatch):
+    path = write_lines(tmp_path / "in", kind)
 
     def refuse(name):
         raise ImportError(f"No module named {name!r}")
@@ -160,8 +158,8 @@ def test_a_missing_package_is_named_before_any_work(tmp_path, kind, package, mon
         reader_of(path)
 
 
-def plain_cut(content: bytes, limit: int) -> list[bytes | int]:
-    """Every line, or the length of one that is too long with its line feed: the definition, in a few words."""
+def split_lines(content: bytes, limit: int) -> list[bytes | int]:
+    """Return every line, or the length of a too long line with its line feed: the definition."""
     return [
         line if len(line.removesuffix(b"\n")) <= limit else len(line)
         for line in content.splitlines(keepends=True)
@@ -184,20 +182,20 @@ def flattened(blocks: list[LineBlock]) -> list[bytes | int]:
     st.integers(1, 12),
     st.integers(0, 6),
 )
-def test_lines_are_cut_alike_whatever_the_pieces(content, piece_bytes, chunk_bytes, spare):
-    limit = piece_bytes + spare
-    pieces = [content[start : start + piece_bytes] for start in range(0, len(content), piece_bytes)]
-    blocks = list(whole_lines(pieces, chunk_bytes=chunk_bytes, max_line_bytes=limit))
-    assert flattened(blocks) == plain_cut(content, limit)
-    assert max((len(block.lines) for block in blocks), default=0) <= chunk_bytes + limit + 2 * piece_bytes
+def test_lines_do_not_depend_on_the_block_size(content, block_bytes, chunk_bytes, spare):
+    limit = block_bytes + spare
+    parts = [content[start : start + block_bytes] for start in range(0, len(content), block_bytes)]
+    blocks = list(whole_lines(parts, chunk_bytes=chunk_bytes, max_line_bytes=limit))
+    assert flattened(blocks) == split_lines(content, limit)
+    assert max((len(block.lines) for block in blocks), default=0) <= chunk_bytes + limit + 2 * block_bytes
 
 
-def test_whole_lines_before_a_failure_come_out_first():
-    def pieces():
+def test_whole_lines_before_a_failure_are_yielded_first():
+    def parts():
         yield b"one\ntwo\nthr"
         raise EOFError("cut short")
 
-    blocks = whole_lines(pieces(), chunk_bytes=1000, max_line_bytes=100)
+    blocks = whole_lines(parts(), chunk_bytes=1000, max_line_bytes=100)
     assert next(blocks) == LineBlock(b"one\ntwo\n")
     with pytest.raises(EOFError, match="cut short"):
         next(blocks)

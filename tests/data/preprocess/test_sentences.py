@@ -1,6 +1,8 @@
-"""Sentences: cut by punkt models that nltk would download, here by tiny ones made in the test."""
+"""Sentence splitting with punkt models: tiny ones made in the test instead of nltk's downloads."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from preprocessing import NULL, numbers, run
@@ -17,7 +19,7 @@ punkt = pytest.importorskip("nltk.tokenize.punkt")
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    """A folder with a model that knows one abbreviation, as `nltk.downloader punkt_tab` lays it out."""
+    """A folder with a model of one abbreviation, in the layout of `nltk.downloader punkt_tab`."""
     folder = tmp_path / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
     folder.mkdir(parents=True)
     for name, content in (
@@ -41,21 +43,21 @@ def splitter():
 TEXT = "One two.\n\nThree?  Four! (Five.) Six"
 
 
-def test_sentences_leave_white_space_or_keep_it(splitter):
+def test_white_space_between_sentences_is_dropped_or_kept(splitter):
     assert splitter[False](TEXT) == ["One two.", "Three?", "Four!", "(Five.)", "Six"]
     assert splitter[True](TEXT) == ["One two.\n\n", "Three?  ", "Four! ", "(Five.) ", "Six"]
     assert "".join(splitter[True](TEXT)) == TEXT
 
 
-def test_white_space_at_the_end_is_no_sentence(splitter):
+def test_white_space_at_the_end_is_dropped(splitter):
     for keep in (False, True):
         assert splitter[keep]("One.\n") == ["One."]
         assert splitter[keep]("") == []
         assert splitter[keep](" \n") == []
 
 
-def test_long_texts_are_cut_into_pieces_first(splitter, monkeypatch):
-    monkeypatch.setattr(sentences, "PIECE_CHARS", 5)
+def test_long_texts_are_cut_first(splitter, monkeypatch):
+    monkeypatch.setattr(sentences, "MAX_CHARS", 5)
     assert splitter[False]("One two. Three") == ["One t", "wo.", "T", "hree"]
 
 
@@ -68,8 +70,8 @@ def test_the_model_of_a_language_is_used(models):
 
 def test_each_sentence_becomes_a_sequence(models, tmp_path):
     source = numbers(tmp_path / "in.jsonl", ["7 8\n9", ["1", "2 3"], ""])
-    words = ["--input", source, *NULL, "--split-sentences", "--append-eod"]
-    assert run(*words, prefix=tmp_path / "out") == 0
+    arguments = ["--input", source, *NULL, "--split-sentences", "--append-eod"]
+    assert run(*arguments, prefix=tmp_path / "out") == 0
     dataset = IndexedDataset(tmp_path / "out_text_sentence")
     assert [dataset.read(number).tolist() for number in range(len(dataset))] == [
         [7, 8, 9, 99],
@@ -81,13 +83,13 @@ def test_each_sentence_becomes_a_sequence(models, tmp_path):
 
 def test_missing_models_are_an_error_before_any_work(models, tmp_path, capsys, monkeypatch):
     source = numbers(tmp_path / "in.jsonl", ["1"])
-    words = ["--input", source, *NULL, "--split-sentences"]
-    assert run(*words, "--lang", "klingon", prefix=tmp_path / "out") == 2
-    assert f"--lang klingon: {models} has no such model\n  fix: use english" in capsys.readouterr().err
+    arguments = ["--input", source, *NULL, "--split-sentences"]
+    assert run(*arguments, "--lang", "klingon", prefix=tmp_path / "out") == 2
+    assert re.search(rf"--lang klingon: {models} .*\n  fix: .*--lang english", capsys.readouterr().err)
     monkeypatch.setattr(nltk_data, "path", [str(tmp_path / "elsewhere")])
-    assert run(*words, prefix=tmp_path / "out") == 2
+    assert run(*arguments, prefix=tmp_path / "out") == 2
     message = capsys.readouterr().err
-    assert f"there are none in {tmp_path / 'elsewhere'}" in message
+    assert str(tmp_path / "elsewhere") in message
     assert "fix: python -m nltk.downloader punkt_tab" in message
     assert not list(tmp_path.glob("out*"))
 

@@ -1,4 +1,4 @@
-"""Worker processes: results in order, and no waiting for the dead."""
+"""Worker processes: results in order, and no waiting for dead processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_work(kind):
 
 
 def make_failure():
-    raise InputError("tokenizer.json: is gone", fix="find it")
+    raise InputError("tokenizer.json: is missing", fix="find it")
 
 
 def work(kind, item):
@@ -34,13 +34,13 @@ def work(kind, item):
             os._exit(7)
         if kind == "fails":
             raise ZeroDivisionError("five")
-        if kind == "refuses":
+        if kind == "rejects":
             raise InputError("data:5: is five", fix="use six")
     return item * item
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_results_come_in_order(num_workers):
+def test_results_are_in_order(num_workers):
     with Workers(num_workers, functools.partial(make_work, "slow")) as workers:
         assert list(workers.map(range(20))) == [item * item for item in range(20)]
         assert list(workers.map([])) == []
@@ -52,7 +52,7 @@ def test_items_larger_than_a_pipe_do_not_block():
         assert list(workers.map(items)) == [item * 2 for item in items]
 
 
-def test_items_are_taken_as_they_are_needed():
+def test_items_are_consumed_on_demand():
     taken = itertools.count()
     with Workers(2, functools.partial(make_work, "plain")) as workers:
         results = workers.map(next(taken) for _ in range(1000))
@@ -62,21 +62,21 @@ def test_items_are_taken_as_they_are_needed():
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_items_under_way_are_bounded_in_bytes(num_workers):
+def test_items_in_flight_are_bounded_in_bytes(num_workers):
     taken, sizes = itertools.count(), [1, 1, 100, 1, 1, 60, 60, 1, 1, 1, 200]
     with Workers(num_workers, functools.partial(make_work, "plain")) as workers:
-        under_way = []
+        in_flight = []
 
         def items():
             for size in sizes:
-                under_way.append(size)
+                in_flight.append(size)
                 next(taken)
                 yield size
 
         done = 0
-        for result in workers.map(items(), size=int, most_bytes=100):
+        for result in workers.map(items(), size=int, max_bytes=100):
             assert result == sizes[done] ** 2
-            assert sum(under_way[done:-1]) <= 100 + max(sizes), "one more may be waiting to go"
+            assert sum(in_flight[done:-1]) <= 100 + max(sizes), "one more may be waiting"
             done += 1
     assert done == len(sizes)
 
@@ -84,10 +84,10 @@ def test_items_under_way_are_bounded_in_bytes(num_workers):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("killed", r"worker 1 was ended by SIGKILL\n  fix: the host may have run out of memory"),
-        ("exits", "worker 1 ended with exit code 7"),
+        ("killed", r"worker 1 .*SIGKILL\n  fix: .*--workers"),
+        ("exits", "worker 1 .*exit code 7"),
         ("fails", r"(?s)a worker failed:.*ZeroDivisionError: five"),
-        ("refuses", "data:5: is five\n  fix: use six"),
+        ("rejects", "data:5: is five\n  fix: use six"),
     ],
 )
 def test_a_worker_that_ends_or_fails_is_an_error(kind, message):
@@ -102,7 +102,7 @@ def test_a_worker_that_ends_or_fails_is_an_error(kind, message):
 
 def test_a_worker_that_cannot_start_is_an_error():
     with (
-        pytest.raises(MegatrainError, match=r"tokenizer\.json: is gone"),
+        pytest.raises(MegatrainError, match=r"tokenizer\.json: is missing"),
         Workers(2, make_failure) as workers,
     ):
         list(workers.map(range(20)))
@@ -111,5 +111,5 @@ def test_a_worker_that_cannot_start_is_an_error():
 def test_a_worker_that_cannot_start_is_an_error_also_when_its_pipe_is_closed_first():
     with Workers(1, make_failure) as workers:
         workers._processes[0].join(30)
-        with pytest.raises(MegatrainError, match=r"tokenizer\.json: is gone"):
+        with pytest.raises(MegatrainError, match=r"tokenizer\.json: is missing"):
             list(workers.map([bytes(1_000_000)] * 3))
