@@ -101,7 +101,7 @@ def test_every_flag_of_a_script_is_understood(name):
     request = parse(argv)
     messages = "\n".join((*request.notes, *map(str, request.problems)))
     assert "is not a flag" not in messages
-    assert "stands alone" not in messages
+    assert "follows no flag" not in messages
     for word in argv:
         flag = word.replace("_", "-")
         if word.startswith("--"):
