@@ -44,7 +44,7 @@ def with_local(rank: int, world_size: int, job: Job) -> Measured:
 
 
 def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measured:
-    plan_of = measure.tiny_plan
+    plan_of = measure_module.tiny_plan
 
     def changed(layout: Layout, world_size: int, *flags: str, **how: Any) -> Plan:
         plan = plan_of(layout, world_size, *flags, *NO_ATTENTION_DROPOUT, **how)
