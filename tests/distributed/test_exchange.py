@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.moe.routing import Routing
-from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.process_groups import make_group
-from megatrain.parallel.rank_lists import GridShape
-from megatrain.parallel.token_dispatcher import (
+from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     DispatchedTokens,
     LocalDispatcher,
     TokenDispatcher,
 )
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.worker_pool import WorkerPool
 
 H, F, E, T = 6, 4, 8, 24
@@ -71,7 +71,7 @@ def problem(case: str, top_k: int) -> Problem:
 def by_hand(given: Problem) -> tuple[Tensor, ...]:
     """The sum over each token's experts, and all gradients."""
     x, up, down, weights = (
-        part.clone().requires_grad_() for part in (given.x, given.up, given.down, given.routing.weights)
+        part.clone().requires_grad_() for part in (given.x, given.up, given.down, given.routing.probs)
     )
     sums = []
     for token in range(T):
@@ -100,7 +100,7 @@ def experts_of(dispatched: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor
 def run_rank(
     given: Problem, dispatcher: TokenDispatcher, tokens: slice, experts: slice, channels: slice
 ) -> tuple[Tensor, ...]:
-    x, weights = (part[tokens].clone().requires_grad_() for part in (given.x, given.routing.weights))
+    x, weights = (part[tokens].clone().requires_grad_() for part in (given.x, given.routing.probs))
     up = given.up[experts, channels].clone().requires_grad_()
     down = given.down[experts, :, channels].clone().requires_grad_()
     routing = Routing(

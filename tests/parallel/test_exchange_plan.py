@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatrain.kernels.moe.routing import Routing
+from megatrain.parallel.expert_parallel import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.token_dispatcher import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Which rows `megatrain parity` runs, as its flags ask.
+"""The rows that `megatrain parity` runs, selected by its flags.
 
 --quick, --full, neither, --precision  ->  a table  ->  --layouts: rows with these words  ->  --slice: a part of them
-                                                               └─ none: the layout of these words itself
+                                                               └─ no such row: the layout of these words itself
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from megatrain.config import ConfigError
 from megatrain.tools.parity.covering_array import pairs_of
-from megatrain.tools.parity.low_precision import goes_with, of_any_micro_batch, rows_in
-from megatrain.tools.parity.measure import NARROW, Job, Precision, plan_of
+from megatrain.tools.parity.low_precision import is_supported_in, of_any_micro_batch, rows_in
+from megatrain.tools.parity.measure import LOW_PRECISIONS, Job, Precision, plan_of
 from megatrain.tools.parity.rows import (
     MAX_RANKS,
     QUICK_ROWS,
@@ -31,10 +31,10 @@ Row = tuple[Precision, Layout]
 
 
 def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> list[Row]:
-    """The rows that are asked for.
+    """Return the selected rows.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: no row is selected.
     """
     table = _table(arguments, max_ranks)
     rows = [row for row in table if all(row[1].has(word) for word in arguments.layouts)]
@@ -42,41 +42,43 @@ def chosen_rows(arguments: argparse.Namespace, max_ranks: int = MAX_RANKS) -> li
     if not rows:
         rows = _own_rows(arguments, precisions, max_ranks)
     elif "fp64" in precisions and all(precision != "fp64" for precision, _ in rows):
-        with suppress(ConfigError):  # the words of rows in other precisions may be no layout of their own
+        with suppress(ConfigError):  # the words of low-precision rows may form no layout by themselves
             rows = [*_own_rows(arguments, ("fp64",), max_ranks), *rows]
     number, slices = _slice_of(arguments)
     rows = rows[number - 1 :: slices]
     pairs = all_pairs(max_ranks)
-    met = {pair for _, layout in rows for pair in pairs_of(layout.table_words)} & pairs
-    print(f"{len(rows)} rows, in which {len(met)} of {len(pairs)} pairs of options' values meet")
+    covered = {pair for _, layout in rows for pair in pairs_of(layout.table_words)} & pairs
+    print(f"{len(rows)} rows, covering {len(covered)} of {len(pairs)} pairs of option values")
     return rows
 
 
 def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], max_ranks: int) -> list[Row]:
-    """The layout that --layouts names, in those of the precisions that it goes with.
+    """Return the layout that --layouts names, in each precision that supports it.
 
     Raises:
-        ConfigError: it is no layout, there are too few ranks for it, or a rule of `resolve` refuses it.
+        ConfigError: the words form no layout, there are too few ranks, or a rule of `resolve` refuses it.
     """
     text = " ".join(arguments.layouts)
     layout = Layout.of(text) if set(arguments.layouts) <= set(WORDS) else None
     if layout is None or not all(map(layout.has, arguments.layouts)) or not is_row(layout.words):
         raise ConfigError(
-            f"--layouts {text}: no layout has all of these words",
+            f"--layouts {text}: these words form no layout",
             fix=f"the words are {', '.join(sorted(WORDS))}",
         )
     if layout.world_size > max_ranks:
         raise ConfigError(
-            f"--layouts {text} needs {layout.world_size} ranks, of which there are {max_ranks}",
+            f"--layouts {text} needs {layout.world_size} ranks, but only {max_ranks} are available",
             fix="use --device cpu, or more GPUs",
         )
     job = Job(layout, device=arguments.device, implementation=arguments.transformer_impl)
     rows = [(one, _as_in(one, layout)) for one in precisions]
-    rows = [(one, own) for one, own in rows if all(map(own.has, arguments.layouts)) and goes_with(one, own)]
+    rows = [
+        (one, own) for one, own in rows if all(map(own.has, arguments.layouts)) and is_supported_in(one, own)
+    ]
     if not rows:
         raise ConfigError(
-            f"--layouts {text} does not go with --precision {' or '.join(precisions)}",
-            fix="leave out --precision, --quick and --full: then it is run in what it goes with",
+            f"--layouts {text} cannot run with --precision {' or '.join(precisions)}",
+            fix="leave out --precision, --quick and --full: the row then runs in every precision that supports it",
         )
     for precision, own in rows:
         plan_of(replace(job, layout=own, precision=precision), own.world_size)
@@ -84,7 +86,7 @@ def _own_rows(arguments: argparse.Namespace, precisions: Sequence[Precision], ma
 
 
 def _precisions_of(arguments: argparse.Namespace) -> tuple[Precision, ...]:
-    """What a layout that is in no table is run in."""
+    """Return the precisions for a layout that is in no table."""
     if arguments.precision is not None:
         return (arguments.precision,)
     if arguments.transformer_impl != "local":
@@ -106,27 +108,27 @@ def _table(arguments: argparse.Namespace, max_ranks: int) -> list[Row]:
     precision = arguments.precision
     if arguments.transformer_impl != "local":
         is_table = precision is not None or not is_usual
-        return _rows_of(arguments, layouts if is_table else _some_of_another(max_ranks))
+        return _rows_of(arguments, layouts if is_table else _implementation_rows(max_ranks))
     if precision not in (None, "fp64"):
         more = rows_in(precision, max_ranks) if is_usual else ()
         return [(precision, layout) for layout in dict.fromkeys([*map(of_any_micro_batch, layouts), *more])]
     rows: list[Row] = [("fp64", layout) for layout in layouts]
     if precision is None and is_usual:
-        rows += [(narrow, layout) for narrow in NARROW for layout in rows_in(narrow, max_ranks)]
+        rows += [(narrow, layout) for narrow in LOW_PRECISIONS for layout in rows_in(narrow, max_ranks)]
     return rows
 
 
-def _some_of_another(max_ranks: int) -> list[Layout]:
-    """What is run of another implementation where no table is asked for: mup has norms and biases that llama has not."""
+def _implementation_rows(max_ranks: int) -> list[Layout]:
+    """Return the default rows of another implementation; mup has norms and biases, which llama lacks."""
     narrow = rows_in("bf16", max_ranks)
     return [Layout.of(""), Layout.of("documents"), *narrow, *(layout.but("mup") for layout in narrow)]
 
 
 def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[Row]:
-    """Of these layouts, the rows in bf16 that another implementation than `local` computes.
+    """Return the rows among these layouts that another implementation than `local` supports, in bf16.
 
     Raises:
-        ConfigError: it computes none.
+        ConfigError: it supports none.
     """
     precision: Precision = arguments.precision or "bf16"
 
@@ -137,24 +139,25 @@ def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[R
         try:
             plan_of(job(layout), layout.world_size)
         except ConfigError:
-            return False  # a rule says what this implementation lacks
+            return False  # a rule refuses it for this implementation
         return True
 
     plan_of(job(Layout.of("tokens")), 1)
-    plain = f"tokens {WITHOUT_EXPERTS}"  # none of them computes experts
+    plain = f"tokens {WITHOUT_EXPERTS}"  # no other implementation supports experts
     asked = list(dict.fromkeys(one.but(plain) for one in layouts))
     found = [layout for layout in asked if is_computed(layout)]
     print(
-        f"{arguments.transformer_impl} computes {len(found)} of {len(asked)} rows; the others have what it lacks"
+        f"{arguments.transformer_impl} supports {len(found)} of {len(asked)} rows; it lacks a feature of the others"
     )
     return [(precision, layout) for layout in found]
 
 
 def _slice_of(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Which of how many parts of the table, from 1 on."""
+    """Return (number, total) of --slice; numbers start at 1."""
     number, _, slices = (arguments.slice or "1/1").partition("/")
     if not (number.isdecimal() and slices.isdecimal() and 1 <= int(number) <= int(slices)):
         raise ConfigError(
-            f"--slice {arguments.slice} is no part of a whole", fix="use --slice 1/4, for example"
+            f"--slice {arguments.slice} is not of the form K/N with 1 <= K <= N",
+            fix="use for example --slice 1/4",
         )
     return int(number), int(slices)

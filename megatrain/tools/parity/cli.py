@@ -1,9 +1,9 @@
 """`megatrain parity`: the same model under every layout, against one process.
 
-Tiny models train three steps on batches with an uneven loss mask. In fp64, compared are the loss and the gradient norm
-of each step, every gradient of the first, and every weight of the last: the largest difference over the tensor's largest
-value must stay within 1e-10. A layout that passes computes the same mathematics. In fp32, bf16 and fp16 differences are
-measured against the noise of rounding (parity_narrow.py). Which rows are run says parity_choice.py.
+Tiny models train three steps on batches with an uneven loss mask. In fp64 the loss and gradient norm of each step, every
+gradient of the first step and every weight after the last step are compared: the largest difference, relative to the
+tensor's largest value, must be at most 1e-10. In fp32, bf16 and fp16 the differences are compared with measured rounding
+noise (low_precision.py). choice.py selects the rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatrain.config import ConfigError
 from megatrain.tools.parity.choice import Row, chosen_rows
 from megatrain.tools.parity.compare import TOLERANCE, Distance, judge
 from megatrain.tools.parity.faults import FAULTS
-from megatrain.tools.parity.low_precision import TIMES, NarrowComparer, NarrowVerdict
-from megatrain.tools.parity.measure import NARROW, NUM_STEPS, Implementation, Job, Measured, measure
+from megatrain.tools.parity.low_precision import TIMES, LowPrecisionComparer, LowPrecisionVerdict
+from megatrain.tools.parity.measure import LOW_PRECISIONS, NUM_STEPS, Implementation, Job, Measured, measure
 from megatrain.tools.parity.results import Results
 from megatrain.tools.parity.rows import MAX_RANKS, Layout
 from megatrain.tools.worker_pool import WorkerPool
@@ -28,13 +28,13 @@ from megatrain.tools.worker_pool import WorkerPool
 
 @dataclass
 class Comparer:
-    """Compares layouts with one process in fp64; what that finds is kept, since many layouts share it."""
+    """Compares layouts with one process in fp64. Keeps the references, since many layouts share them."""
 
     pool: WorkerPool
     references: dict[Layout, Measured] = field(default_factory=dict)
 
     def compare(self, layout: Layout, *, fault: str | None = None) -> Distance:
-        """Run a layout, and one process beside it; with a planted fault in the layout's ranks, if one is named."""
+        """Run a layout and its one-process reference; plant `fault` in the layout's ranks if given."""
         alone, device = layout.alone, self.pool.device
         if alone not in self.references:
             self.references[alone], *_ = self.pool.run(alone.world_size, measure, Job(alone, device=device))
@@ -43,11 +43,11 @@ class Comparer:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The subcommand: prints the table; 0 if every row passes."""
+    """Run the subcommand and print its table; return 0 if every row passes."""
     began = time.perf_counter()
     torch.set_num_threads(1)
     if arguments.self_test:
-        _self_test_stands_alone(arguments)
+        _check_self_test_flags(arguments)
     max_ranks = _num_ranks(arguments.device)
     rows = [] if arguments.self_test else chosen_rows(arguments, max_ranks)
     results = Results.read(
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_good else 1
 
 
-def _self_test_stands_alone(arguments: argparse.Namespace) -> None:
-    """Faults have layouts of their own, in fp64. Raises ConfigError where something else is asked for."""
+def _check_self_test_flags(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError if flags are given that --self-test ignores: it has its own layouts, in fp64."""
     given = {
         f"--layouts {' '.join(arguments.layouts)}": bool(arguments.layouts),
         f"--slice {arguments.slice}": arguments.slice is not None,
@@ -82,13 +82,11 @@ def _self_test_stands_alone(arguments: argparse.Namespace) -> None:
 
 
 def _num_ranks(device: str) -> int:
-    """Of the largest layout: eight on a CPU, else as many as there are GPUs."""
+    """Return the largest number of ranks: eight on a CPU, else the number of GPUs."""
     if device == "cpu":
         return MAX_RANKS
     if not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda is asked for, and no GPU was found", fix="use --device cpu, or check `nvidia-smi`"
-        )
+        raise ConfigError("--device cuda: no GPU was found", fix="use --device cpu, or check `nvidia-smi`")
     return min(MAX_RANKS, torch.cuda.device_count())
 
 
@@ -97,22 +95,22 @@ def _print_table(
 ) -> bool:
     todo = [row for row in rows if not results.has_passed(*row)]
     if len(todo) < len(rows):
-        print(f"{len(rows) - len(todo)} of them have passed already, as {results.path} says")
+        print(f"{len(rows) - len(todo)} of them have passed already according to {results.path}")
     if results.num_of_others:
         print(
-            f"{results.num_of_others} rows in {results.path} do not count: of other code, libraries or devices"
+            f"{results.num_of_others} rows in {results.path} do not count: they come from other code, libraries or devices"
         )
-    wide = [layout for precision, layout in todo if precision == "fp64"]
-    is_good = all(_wide_rows(Comparer(pool), wide, results))
+    in_fp64 = [layout for precision, layout in todo if precision == "fp64"]
+    is_good = all(_fp64_rows(Comparer(pool), in_fp64, results))
     answers: dict[Job, list[Measured]] = {}
-    for precision in NARROW:
+    for precision in LOW_PRECISIONS:
         layouts = [layout for known, layout in todo if known == precision]
-        comparer = NarrowComparer(pool, precision, implementation, answers)
-        is_good &= all(_narrow_rows(comparer, layouts, results))
+        comparer = LowPrecisionComparer(pool, precision, implementation, answers)
+        is_good &= all(_low_precision_rows(comparer, layouts, results))
     return is_good
 
 
-def _wide_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
+def _fp64_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
     if not layouts:
         return []
     width = max(len(layout.name) for layout in layouts)
@@ -135,11 +133,13 @@ def _wide_rows(comparer: Comparer, layouts: Sequence[Layout], results: Results) 
     return verdicts
 
 
-def _narrow_rows(comparer: NarrowComparer, layouts: Sequence[Layout], results: Results) -> list[bool]:
+def _low_precision_rows(
+    comparer: LowPrecisionComparer, layouts: Sequence[Layout], results: Results
+) -> list[bool]:
     if not layouts:
         return []
     print(
-        f"{comparer.implementation} in {comparer.precision}: loss, norm, gradient, weight, each with the noise of rounding behind it;"
+        f"{comparer.implementation} in {comparer.precision}: loss, norm, gradient, weight, each followed by its rounding noise;"
         f" at most {TIMES:g} times the noise passes"
     )
     verdicts = []
@@ -161,7 +161,7 @@ def _narrow_rows(comparer: NarrowComparer, layouts: Sequence[Layout], results: R
     return verdicts
 
 
-def _lines_of(verdict: NarrowVerdict) -> Iterator[str]:
+def _lines_of(verdict: LowPrecisionVerdict) -> Iterator[str]:
     kinds = [("exact", verdict.exact, verdict.exact_noise)]
     if verdict.order is not None:
         kinds.append(("order", verdict.order, verdict.order_noise))
@@ -174,7 +174,7 @@ def _lines_of(verdict: NarrowVerdict) -> Iterator[str]:
 
 
 def _self_test(pool: WorkerPool) -> bool:
-    """Plant each known fault, which the comparison must find, in a layout that passes without it."""
+    """Plant each known fault in a layout that passes without it; return whether all are found."""
     print("planted faults: each must be found, in a layout that passes without it")
     comparer, width = Comparer(pool), max(map(len, FAULTS))
     passes: dict[Layout, bool] = {}
@@ -182,18 +182,18 @@ def _self_test(pool: WorkerPool) -> bool:
     for name, fault in FAULTS.items():
         layout = Layout.of(fault.layout)
         if layout.world_size > pool.size:
-            said = f"needs {layout.world_size} ranks"
+            outcome = f"needs {layout.world_size} ranks"
         else:
             if layout not in passes:
                 passes[layout] = comparer.compare(layout).is_good
             is_found = not comparer.compare(layout, fault=name).is_good
             num_planted, num_found = num_planted + 1, num_found + (is_found and passes[layout])
-            said = "FAILS WITHOUT IT" if not passes[layout] else "found" if is_found else "MISSED"
-        print(f"{name:<{width}} {fault.layout:<29} {said}", flush=True)
+            outcome = "FAILS WITHOUT IT" if not passes[layout] else "found" if is_found else "MISSED"
+        print(f"{name:<{width}} {fault.layout:<29} {outcome}", flush=True)
     print(f"{num_found} of {len(FAULTS)} found, in {len(passes)} layouts")
     if num_planted < len(FAULTS):
         print(
-            f"{num_planted} of {len(FAULTS)} planted: the others need more than {pool.size} ranks\n"
+            f"{num_planted} of {len(FAULTS)} planted; the others need more than {pool.size} ranks\n"
             "  fix: use --device cpu, or more GPUs"
         )
     return num_found == len(FAULTS)

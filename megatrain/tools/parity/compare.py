@@ -1,4 +1,4 @@
-"""How far what the ranks of a layout found is from what one process found."""
+"""Distance between the answers of a layout's ranks and those of one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatrain.tools.parity.measure import Measured, Part
 
 TOLERANCE = 1e-10
 _Whole = dict[str, npt.NDArray[np.float64]]
-"""Whole tensors by their names."""
+"""Whole tensors by name."""
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two answers are from each other: relative to the largest value of each tensor."""
+    """Relative differences of two answers, each relative to the largest value of its tensor."""
 
     loss: float
     norm: float
@@ -30,7 +30,7 @@ class Distance:
     weight: float
     weight_name: str
     parts_norm: float
-    """How far the norm of all gradients of the first step would be, if the differences of its parts did not cancel."""
+    """Relative difference of the first step's gradient norm if the differences of its parts did not cancel."""
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
@@ -42,12 +42,12 @@ class Distance:
 
     @property
     def names(self) -> str:
-        """The tensors that are furthest."""
+        """The tensors with the largest differences."""
         return f"gradient {self.gradient_name}, weight {self.weight_name}"
 
 
 def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
-    """Compare what the ranks found with what one process found. Every element must be held by some rank."""
+    """Compare the ranks' answers with one process's. Some rank must hold every element."""
     return _distance(
         without_gradient(reference),
         gradients=(reference.gradients, _parts(one.gradients for one in answers)),
@@ -60,7 +60,7 @@ def judge(reference: Measured, answers: Sequence[Measured]) -> Distance:
 def judge_first_step(
     reference: Sequence[Measured], answers: Sequence[Measured], idle: frozenset[str]
 ) -> Distance:
-    """The same of the first step alone, with the weights as optimizers hold them, between answers of several ranks."""
+    """Compare the first step only, with the optimizers' master weights, between the answers of several ranks."""
     both = (reference, answers)
     gradients, gradients_found = (_parts(one.gradients for one in ranks) for ranks in both)
     weights, weights_found = (_parts(one.first_weights for one in ranks) for ranks in both)
@@ -85,7 +85,7 @@ def _distance(
     loss: float,
     norm: float,
 ) -> Distance:
-    """Of gradients and weights: the reference's and the answers'."""
+    """Compute the distance; gradients and weights are (reference, answers)."""
     whole = _whole(gradients[0])
     gradient, gradient_name = _furthest(whole, gradients[1], idle)
     weight, weight_name = _furthest(_whole(weights[0]), weights[1], idle)
@@ -94,9 +94,9 @@ def _distance(
 
 
 def without_gradient(reference: Measured) -> frozenset[str]:
-    """Tensors whose gradient is 0 but for rounding, such as biases of keys, which a softmax does not see.
+    """Return the tensors whose gradient is zero up to rounding, such as key biases, which a softmax ignores.
 
-    They are measured against the largest value of all tensors: their own values are nothing but noise.
+    They are compared relative to the largest value of all tensors, since their own values are rounding noise.
     """
     largest: dict[str, float] = {}
     for part in reference.gradients:
@@ -116,7 +116,7 @@ def _furthest(whole: _Whole, parts: Sequence[Part], idle: AbstractSet[str]) -> t
         if not error <= worst:
             worst, worst_name = _finite(error), part.name
     missing = [name for name, seen in is_seen.items() if not seen.all()]
-    return (float("inf"), f"{missing[0]} is not held by any rank") if missing else (worst, worst_name)
+    return (float("inf"), f"{missing[0]} is held by no rank") if missing else (worst, worst_name)
 
 
 def _parts_norm(whole: _Whole, parts: Sequence[Part]) -> float:
@@ -144,5 +144,5 @@ def _relative(found: Any, expected: Any) -> float:
 
 
 def _finite(error: float) -> float:
-    """NaN is as far as can be."""
+    """Return infinity for NaN."""
     return float("inf") if math.isnan(error) else error

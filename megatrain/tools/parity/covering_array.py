@@ -1,11 +1,11 @@
-"""Covering arrays: few rows in which every pair of values of any two options meets once at least.
+"""Covering arrays: few rows such that every pair of values of any two options occurs together in at least one row.
 
     options, which partial rows are allowed  ->  pairs that some row can hold  ->  rows, the fullest first
 
-A row has a value of each option; a partial row has None for what is open. `is_allowed` says False to a partial row
-only if no row that extends it is allowed, and decides for each row in full. Each row is built around the first pair
-that is still to come, by giving one option after another the value with which most such pairs are met, in several
-orders of the options; the best of these rows is taken. Nothing is drawn at random.
+A row has one value per option; a partial row has None for each open option. `is_allowed` returns False for a partial row
+only if no allowed row extends it, and decides exactly for a full row. Each row starts from the first pair that is not
+covered yet; then one option after another gets the value that covers most missing pairs, in several orders of the
+options, and the best of these rows is kept. Nothing is random.
 
 Source of the idea: Cohen, Dalal, Fredman, Patton, "The AETG system", IEEE TSE 23(7), 1997.
 """
@@ -19,18 +19,18 @@ from itertools import combinations
 Row = tuple[str, ...]
 Partial = tuple[str | None, ...]
 Pair = tuple[int, str, int, str]
-"""Number of an option and its value, twice; the numbers increase."""
+"""(option index, value, option index, value), with increasing option indices."""
 
 _NUM_ORDERS = 8
 
 
 def pairs_of(row: Row) -> set[Pair]:
-    """The pairs that meet in a row."""
+    """Return the pairs of values that occur together in a row."""
     return {(i, row[i], j, row[j]) for i, j in combinations(range(len(row)), 2)}
 
 
 def possible_pairs(options: Sequence[Row], is_allowed: Callable[[Partial], bool]) -> list[Pair]:
-    """All pairs that some allowed row holds, in the order of the options."""
+    """Return all pairs that occur together in some allowed row, in the order of the options."""
     blank: Partial = (None,) * len(options)
     return [
         (i, first, j, second)
@@ -42,7 +42,7 @@ def possible_pairs(options: Sequence[Row], is_allowed: Callable[[Partial], bool]
 
 
 def completed(partial: Partial, options: Sequence[Row], is_allowed: Callable[[Partial], bool]) -> Row | None:
-    """The first allowed row that extends a partial one; None: there is none."""
+    """Return the first allowed row that extends a partial row, or None."""
     if not is_allowed(partial):
         return None
     if None not in partial:
@@ -55,7 +55,7 @@ def completed(partial: Partial, options: Sequence[Row], is_allowed: Callable[[Pa
 def covering_rows(
     options: Sequence[Row], is_allowed: Callable[[Partial], bool], most: int | None = None
 ) -> list[Row]:
-    """Allowed rows in which all possible pairs meet, or the first of them. Equal arguments give equal rows."""
+    """Return allowed rows that cover all possible pairs, or the first `most` of them. The result is deterministic."""
     missing = dict.fromkeys(possible_pairs(options, is_allowed))
     uses: Counter[tuple[int, str]] = Counter()
     rows: list[Row] = []
@@ -73,7 +73,7 @@ def covering_rows(
 
 
 def _starts(missing: dict[Pair, None], options: Sequence[Row]) -> Iterator[tuple[Pair, list[int]]]:
-    """Pairs to build rows around, spread over those that are missing, each with another order of the options."""
+    """Choose missing pairs to start rows from, each with another order of the options."""
     pairs = list(missing)
     by_size = sorted(range(len(options)), key=lambda place: -len(options[place]))
     for number in range(_NUM_ORDERS):
@@ -107,7 +107,7 @@ def _row_around(
 
 
 def _gain(partial: Partial, place: int, value: str, missing: dict[Pair, None]) -> int:
-    """Missing pairs that a value meets in what is there of a row."""
+    """Count the missing pairs that a value covers together with the values already in the row."""
     gain = 0
     for other, known in enumerate(partial):
         if known is not None:

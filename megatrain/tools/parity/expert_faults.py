@@ -17,7 +17,7 @@ from megatrain.kernels.moe.routing_losses import load_balancing_loss
 from megatrain.model import router
 from megatrain.model.layouts import router_layout
 from megatrain.model.router import ROUTER_METRICS, Router
-from megatrain.parallel import tensor_parallel, token_dispatcher
+from megatrain.parallel import expert_parallel, tensor_parallel
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.data_parallel import GradientReduction
 from megatrain.parallel.grid import RankGrid, RankGroup
@@ -91,7 +91,7 @@ def _expert_slices_not_reduced() -> AbstractContextManager[Any]:
 
 def _probs_of_other_tokens() -> AbstractContextManager[Any]:
     return mock.patch.object(
-        token_dispatcher,
+        expert_parallel,
         "unpermute_values",
         lambda numbers, order: unpermute_values(numbers, order).roll(1, 0),
     )
@@ -107,7 +107,7 @@ def _experts_reversed() -> AbstractContextManager[Any]:
             experts = torch.where(is_own, num_experts - 1 - place + known["first_expert"], experts)
         return sort_by_expert(experts, num_experts=num_experts, **known)
 
-    return mock.patch.object(token_dispatcher, "sort_by_expert", turned)
+    return mock.patch.object(expert_parallel, "sort_by_expert", turned)
 
 
 def _capacity_per_rank() -> AbstractContextManager[Any]:

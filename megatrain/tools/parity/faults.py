@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -180,10 +180,16 @@ def _z_loss_doubled() -> AbstractContextManager[Any]:
 
 
 def _mask_on_first_rank_only() -> AbstractContextManager[Any]:
-    def counts(batch: Batch) -> torch.Tensor:
-        return batch.loss_mask if dist.get_rank() == 0 else torch.ones_like(batch.loss_mask)
+    shard_batches = engine.Engine.shard_batches
 
-    return mock.patch.object(Batch, "counts", property(counts))
+    def unmasked(self: engine.Engine, batches: Sequence[Batch]) -> list[Batch]:
+        shards = shard_batches(self, batches)
+        if dist.get_rank() == 0:
+            return shards
+        mask = torch.ones_like(shards[0].loss_mask)
+        return [replace(shard, loss_mask=mask, loss_denominator=mask.sum()) for shard in shards]
+
+    return mock.patch.object(engine.Engine, "shard_batches", unmasked)
 
 
 def _gathered_in_reverse() -> AbstractContextManager[Any]:

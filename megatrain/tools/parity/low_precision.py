@@ -1,25 +1,24 @@
-"""Parity in fp32, bf16 and fp16: no layout is further off than rounding makes one process.
+"""Parity in fp32, bf16 and fp16: a layout must not differ from one process by more than rounding noise.
 
-Two questions, each answered by a distance and by a noise that is measured; a distance of at most four times the noise
-passes.
+Two comparisons, each a distance and a measured noise; a distance of at most four times the noise passes.
 
-    exact   from one process in fp64        noise: what one process in the row's own precision has, with
-            (of norms, the first step's)    other initial weights too where the row's are not enough
-    order   from the same split of layers   noise: what other orders of accumulation have: micro-batches of half and of
-            (tp, sp, cp, ep, etp) on the    twice the size
-            fewest ranks, after the first
-            step
+    exact   distance to one process in fp64  noise: distance of one process in the row's precision to fp64;
+            (norms: first step only)         more initial weights are drawn if one draw is not enough
+    order   distance to the same split of    noise: distance between accumulation orders: micro-batches of half and
+            layers (tp, sp, cp, ep, etp) on  twice the size
+            the fewest ranks, after the
+            first step
 
-Splitting a layer, the keys of attention and the experts too, rounds its partial sums, which in bf16 is as much as all other
-rounding: only `exact` can judge that, loosely.
-Whatever else ranks share out changes nothing but the order of sums of the batch: `order` sees a part in a million there.
-A norm, and a loss of few tokens, is one number: what rounding makes of it in one process is now and then next to nothing, by
-chance. So a row that is too far is held to the noise of up to `NUM_DRAWS` initial weights. More cannot fail what passed with fewer.
-Tokens count alike in these rows, and experts have neither balancing losses nor a capacity, since micro-batches of another
-size are another step otherwise. In bf16 and fp16 routes follow from tokens' numbers, not from scores: rounding would send some
-elsewhere.
-Noise has the row's number formats. Gradients that travel in bf16 are rounded, as on their way, in what the noise of both is
-measured with; the fewest ranks that `order` is held to sum in fp32.
+Splitting a layer, attention's keys or the experts rounds the partial sums, which in bf16 is as large as all other rounding:
+only `exact` can judge this, loosely. All other parallelism only changes the order of sums over the batch: `order` detects one
+part in a million there.
+A norm, or a loss of few tokens, is a single number, and one draw can underestimate its noise; a row that fails is therefore
+compared with the maximum over up to `NUM_DRAWS` initial weights. More draws never fail a row that passed with fewer.
+These rows weight tokens equally, and their experts have neither balancing losses nor a capacity, because otherwise another
+micro-batch size is another step. In bf16 and fp16 experts are chosen by token number instead of scores, because rounding
+would change some choices.
+The noise is measured in the row's number formats. If gradients are reduced in bf16, the noise runs round them to bf16 too;
+the fewest-ranks run of `order` reduces in fp32.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from megatrain.tools.worker_pool import WorkerPool
 
 TIMES: Final = 4.0
 NUM_DRAWS: Final = 8
-"""Of initial weights. Of Gaussian errors, one in 8,000 is more than four times as large as the largest of eight others."""
+"""Draws of initial weights. One Gaussian error in 8,000 exceeds four times the maximum of eight others."""
 FLOOR: Final = 2.0**-22
-"""Below this nothing is told apart: two roundings of fp32, in which sums are formed."""
+"""Smallest noise: two roundings of fp32, the accumulation dtype."""
 _LOSS_FLOORS: Final[dict[Precision, float]] = {"fp32": FLOOR, "bf16": 2.0**-11, "fp16": 2.0**-13}
-"""Of the loss, in `exact`: four times as much is one rounding, but in fp32."""
+"""Smallest noise of the loss in `exact`: a quarter of one rounding, except in fp32."""
 
 _ROWS: Final = (
     "tp2 groups1 sp tied ignored gpt2",
@@ -64,18 +63,18 @@ _ROWS_OF_FP16: Final = (
 
 
 _FORMATS: Final = {"fp32": "sumsfp32 momentsfp32", "bf16": "muonbf16"}
-"""The formats that the rows have in a precision, where not all that they name."""
+"""Number formats that replace those of the rows in a precision."""
 
 
 def rows_in(precision: Precision, max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
-    """What is run in fp32, bf16 or fp16 where no precision is asked for."""
+    """Return the default rows of fp32, bf16 or fp16."""
     texts = _ROWS_OF_FP16 if precision == "fp16" else _ROWS
     rows = [Layout.of(f"tokens {text}").but(_FORMATS.get(precision, "")) for text in texts]
     return tuple(layout for layout in rows if is_row(layout.words, max_ranks=max_ranks))
 
 
-def goes_with(precision: Precision, layout: Layout) -> bool:
-    """Whether this precision has a layout's number formats, and noise that can be measured."""
+def is_supported_in(precision: Precision, layout: Layout) -> bool:
+    """Return whether a precision supports the layout's number formats and a measurable noise."""
     if precision == "fp64":
         return layout == layout.but(WITHOUT_FORMATS)
     return layout == of_any_micro_batch(layout) and (precision == "bf16" or not layout.has("sumsbf16"))
@@ -83,7 +82,7 @@ def goes_with(precision: Precision, layout: Layout) -> bool:
 
 _SPLITS = (
     "tensor parallelism",
-    "copies of keys and values",
+    "key-value replication",
     "sequence parallelism",
     "context parallelism",
     "context communication",
@@ -91,12 +90,12 @@ _SPLITS = (
     "expert tensor parallelism",
     "dispatcher",
 )
-"""Options that split what is summed in a layer."""
+"""Options that split the sums within a layer."""
 
 
 @dataclass(frozen=True)
-class NarrowVerdict:
-    """The two distances with the noise of each; `order` is None where a row is its own fewest ranks."""
+class LowPrecisionVerdict:
+    """Both distances with their noise; `order` is None if the row already runs on the fewest ranks."""
 
     precision: Precision
     exact: Distance
@@ -106,7 +105,7 @@ class NarrowVerdict:
 
     @property
     def is_near(self) -> bool:
-        """Whether what is exact is near enough."""
+        """Whether the exact distance passes."""
         loss_noise, *others = self.exact_noise
         return within(self.exact.numbers, (max(loss_noise, _LOSS_FLOORS[self.precision]), *others))
 
@@ -116,7 +115,7 @@ class NarrowVerdict:
 
 
 def within(distances: Sequence[float], noises: Sequence[float]) -> bool:
-    """Whether each distance is at most so many times its noise. NaN never is, nor what is infinitely far."""
+    """Return whether each distance is at most TIMES its noise; NaN and infinity never are."""
     return all(
         math.isfinite(far) and far <= TIMES * max(noise, FLOOR)
         for far, noise in zip(distances, noises, strict=True)
@@ -124,22 +123,22 @@ def within(distances: Sequence[float], noises: Sequence[float]) -> bool:
 
 
 @dataclass
-class NarrowComparer:
-    """Compares layouts in a precision; what one process and the fewest ranks find is kept."""
+class LowPrecisionComparer:
+    """Compares layouts in one precision; keeps the answers of one process and of the fewest ranks."""
 
     pool: WorkerPool
     precision: Precision
     implementation: Implementation = "local"
-    """Of the rows. What is exact, and the noise of one process, is always `local`'s."""
+    """Implementation of the rows; the exact answer and the noise of one process always use `local`."""
     answers: dict[Job, list[Measured]] = field(default_factory=dict)
-    """Of jobs that were run. Comparers may share them: what is exact is the same in all precisions."""
+    """Answers of past jobs. Comparers may share them: the exact answer is the same in all precisions."""
 
     def __post_init__(self) -> None:
         if self.implementation == "transformer_engine":
             self.pool.run(1, _load_transformer_engine)
 
-    def compare(self, layout: Layout, *, fault: str | None = None) -> NarrowVerdict:
-        """Run a layout, one process and the fewest ranks; with a planted fault in the layout's ranks, if one is named."""
+    def compare(self, layout: Layout, *, fault: str | None = None) -> LowPrecisionVerdict:
+        """Run a layout, one process and the fewest ranks; plant `fault` in the layout's ranks if given."""
         layout = of_any_micro_batch(layout)
         fewest = fewest_ranks(layout)
         found = self.pool.run(layout.world_size, measure, replace(self._job(layout), fault=fault))
@@ -155,7 +154,7 @@ class NarrowComparer:
             ]
             order_noise = _largest(others)
         exact = judge(truth, _to_first_norm(found))
-        verdict = NarrowVerdict(self.precision, exact, self._noise(layout), order, order_noise)
+        verdict = LowPrecisionVerdict(self.precision, exact, self._noise(layout), order, order_noise)
         for draw in range(1, NUM_DRAWS):
             if not verdict.is_near:
                 both = zip(verdict.exact_noise, self._noise(layout, draw), strict=True)
@@ -163,13 +162,13 @@ class NarrowComparer:
         return verdict
 
     def _truth(self, layout: Layout, draw: int = 0) -> Measured:
-        """What one process finds in fp64, with these initial weights."""
+        """Return the answer of one process in fp64 with these initial weights."""
         alone = self._alone(self._job(layout.but(WITHOUT_FORMATS).alone), draw)
         (truth,) = _to_first_norm(self._run(replace(alone, precision="fp64")))
         return truth
 
     def _noise(self, layout: Layout, draw: int = 0) -> tuple[float, ...]:
-        """How far one process in the row's precision is from that."""
+        """Return the distance of one process in the row's precision to fp64."""
         alone = self._alone(self._noisy_job(layout.alone), draw)
         own = [_to_first_norm(self._run(job)) for job in orders(alone)]
         return _largest([judge(self._truth(layout, draw), one) for one in own])
@@ -197,22 +196,22 @@ class NarrowComparer:
 
 
 def _load_transformer_engine(_rank: int, _world_size: int) -> None:
-    """Before `local` computes in the same process: where PyTorch and the system have a cuDNN each, only the first is loaded."""
+    """Load Transformer Engine before `local` computes in the same process: only the first of two cuDNN libraries is loaded."""
     library()
 
 
 def _to_first_norm(answers: Sequence[Measured]) -> list[Measured]:
-    """Without the norms of later steps: Muon makes 3 % of them of the rounding of the first."""
+    """Drop the norms of later steps: Muon amplifies the rounding of the first step to 3 % there."""
     return [replace(one, norms=one.norms[:1]) for one in answers]
 
 
 def of_any_micro_batch(layout: Layout) -> Layout:
-    """The same without what makes micro-batches of another size another step."""
+    """Return the layout with equal token weights and dropless, unbalanced experts, so that the micro-batch size does not matter."""
     return layout.but("tokens dropless unbalanced")
 
 
 def fewest_ranks(layout: Layout) -> Layout:
-    """The same split of layers on the fewest ranks; replicas are needed where experts are split over them."""
+    """Return the same split of layers on the fewest ranks; experts split over replicas need those replicas."""
     fewest = layout.alone.but(" ".join(layout.words_of(*_SPLITS)))
     of_experts = fewest.size("expert parallelism") * fewest.size("expert tensor parallelism")
     replicas = next(n for n in range(1, of_experts + 1) if fewest.tp * fewest.cp * n % of_experts == 0)
@@ -220,7 +219,7 @@ def fewest_ranks(layout: Layout) -> Layout:
 
 
 def orders(usual: Job) -> list[Job]:
-    """The usual order of accumulation, and others."""
+    """Return jobs with the usual micro-batch size, half of it, and twice of it."""
     jobs = [usual, replace(usual, micro_batch=MICRO_BATCH // 2)]
     if usual.layout.global_batch % (2 * MICRO_BATCH * usual.layout.size("data parallelism")) == 0:
         jobs.append(replace(usual, micro_batch=2 * MICRO_BATCH))
@@ -228,6 +227,6 @@ def orders(usual: Job) -> list[Job]:
 
 
 def _largest(distances: Sequence[Distance]) -> tuple[float, ...]:
-    """The noise of each number. The norms of two runs may agree by chance, those of all their parts do not."""
+    """Return the noise of each number. The norms of two runs can agree by chance, the norms of all their parts do not."""
     loss, norm, *others = (max(numbers) for numbers in zip(*(one.numbers for one in distances), strict=True))
     return loss, max(norm, *(one.parts_norm for one in distances)), *others

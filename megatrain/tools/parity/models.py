@@ -1,4 +1,4 @@
-"""The models that parity runs: together they use every part that a layer can be made of."""
+"""The tiny models that parity runs: together they use every part of a layer spec."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ROPE = "--position-embedding-type rope"
 
 MODELS = {
     "llama": f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT}",
-    # Megatron-LM's own defaults: LayerNorm, biases, GELU by tanh, a table of positions, both dropouts.
+    # Megatron-LM's defaults: LayerNorm, biases, tanh GELU, learned positions, both dropouts.
     "gpt2": "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0.1",
     "gemma2": (
         f"{_GQA} --normalization RMSNorm --geglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
@@ -32,12 +32,12 @@ MODELS = {
         f"--squared-relu --apply-layernorm-1p --disable-bias-linear {_ROPE} --rotary-percent 0.5 --rotary-interleaved "
         f"--rotary-seq-len-interpolation-factor 2 --softmax-type off-by-one --qk-layernorm {_NO_DROPOUT}"
     ),
-    # muP at four times the base width, with every kind of parameter that has a rate of its own.
+    # muP at four times the base width, with every kind of parameter that has its own learning rate.
     "mup": (
         "--max-position-embeddings 30 --hidden-dropout 0 --attention-dropout 0 --use-mup --mup-base-hidden-size 12 "
         "--mup-base-head-dim 2 --mup-embedding-mult 3 --qk-layernorm --apply-wd-to-qk-layernorm --adam-eps 1e-4"
     ),
-    # Layers with other sizes, without attention, without an MLP, and without either.
+    # Layers of different sizes, without attention, without an MLP, and without both.
     "puzzle": (
         f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 --attention-dropout 0 "
         "--heterogeneous-layers-config-encoded-json "
@@ -47,14 +47,14 @@ MODELS = {
         '{"attention":{"n_heads_in_group":1},"ffn":{"no_op":true}},'
         '{"attention":{"no_op":true},"mlp":{"no_op":true}}]}'
     ),
-    # Layers from a function, as of a user's own file.
+    # Custom layers from a function, as `--spec` loads it from a user's file.
     "own": (
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.1 --attention-dropout 0 "
         "--spec megatrain.tools.parity.layers:mixed_layers"
     ),
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
-"""Flags by name; sizes are the same for all."""
+"""Flags by model name; all models have the same sizes."""
 
 WITHOUT_EXPERTS = ("puzzle", "own")
-"""Models that say themselves what each layer is."""
+"""Models that define each layer themselves and cannot be combined with experts."""

@@ -1,8 +1,8 @@
-"""What rows of parity found, a JSON object a line, so that a table that was stopped goes on where it was.
+"""Results of parity rows as JSON Lines, so that an interrupted table resumes.
 
 {"precision": "fp64", "layout": "tp2 sp", "ranks": 2, "passed": true, "loss": ..., "seconds": ..., "by": {"device": "cpu", ...}}
 
-What passed counts for the same implementation, device, code (any file's change makes it other code), Python and libraries.
+A passed row counts only for the same implementation, device, code (a digest of all files), Python and libraries.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from megatrain.training.launch.agreement import identity
 
 @dataclass
 class Results:
-    """The rows that a file holds, and those that are added to it; without a file, nothing is kept."""
+    """Results read from a file and appended to it; without a file, nothing is kept."""
 
     path: Path | None
     by: Mapping[str, str]
-    """What the rows are of: implementation, device, code and libraries."""
+    """Implementation, device, code and libraries of the rows."""
     passed: set[tuple[str, str]] = field(default_factory=set)
     num_of_others: int = 0
-    """Rows of the file that do not count, as they are of something else."""
+    """Number of rows in the file that do not count because their identity differs."""
 
     @classmethod
     def read(cls, path: str | None, *, implementation: str = "local", device: str = "cpu") -> Results:
-        """What a file holds of this code; the last line is left out if a kill cut it short."""
+        """Read the rows of this identity; skip an incomplete last line."""
         by = {"implementation": implementation, "device": device, **identity()}
         results = cls(None if path is None else Path(path), by)
         if results.path is None or not results.path.exists():
@@ -51,7 +51,7 @@ class Results:
     def add(
         self, precision: str, layout: Layout, *, is_good: bool, numbers: Sequence[float], seconds: float
     ) -> None:
-        """Note a row. `numbers`: loss, norm, gradient and weight."""
+        """Append one row. `numbers`: loss, norm, gradient, weight."""
         if self.path is None:
             return
         entry = {

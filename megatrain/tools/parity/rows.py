@@ -1,16 +1,16 @@
-"""The rows of `megatrain parity`: layouts of the tiny model, made from the table of features.
+"""The rows of `megatrain parity`: layouts of the tiny models, built from the table of parity features.
 
-    config/features/table.py  ─┐
-    parity_models.py    ─┼─> OPTIONS: words and their flags ──> covering.py ──> rows in which every pair of words meets
-    batch sizes         ─┘
+    config/parity_features/table.py  ─┐
+    models.py                         ─┼─> OPTIONS: words and their flags ──> covering_array.py ──> rows that cover every pair of words
+    batch sizes                       ─┘
 
-Number formats are words too, and in no row of that table: parity_narrow.py has rows with them.
+Number formats are words too, but occur in no row of this table: low_precision.py has rows with them.
 
-A layout is a word of each option, such as `tp2 sp dp2 zero1 tied gpt2`; of options that it does not name it has the
-first word. To add a word, see config/features/table.py. What is not a row: more than eight ranks, a batch that does not
-divide over the replicas or takes one of them more than four micro-batches, more query groups than tensor ranks where
-keys and values are to be copied, replicas that do not divide into instances, ranks that experts do not divide, what
-rules of `resolve` refuse with experts, a feature without the one that it needs, a pair that the table refuses.
+A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option that it does not name has its first word.
+To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
+divide over the replicas, or needs more than four micro-batches; replicated keys and values with more query groups than
+tensor ranks; replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that
+the rules of `resolve` refuse with experts; a feature without the feature it needs; a pair that the table refuses.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from megatrain.config.features.experts import EXPERT_OPTIONS
-from megatrain.config.features.table import NUMBER_FORMATS, REFUSED
-from megatrain.config.features.table import OPTIONS as FEATURE_OPTIONS
+from megatrain.config.parity_features.experts import EXPERT_OPTIONS
+from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
+from megatrain.config.parity_features.table import OPTIONS as FEATURE_OPTIONS
+from megatrain.config.parity_features.table import REFUSED_PAIRS
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
@@ -38,7 +39,7 @@ ALWAYS = (
     "tp2 sp dp2 pp2 zero1 overlap mixtral ep2 alltoall auxloss",
     "tp2 sp dp2 pp2 zero3 deepseek ep2 etp2 seqauxloss dropspadded",
 )
-"""Rows in which all axes meet."""
+"""Rows that combine all axes."""
 
 _BATCHES: dict[str, str] = {f"batch{size}": f"--global-batch-size {size}" for size in (8, 2, 12, 16)}
 
@@ -50,13 +51,13 @@ OPTIONS: dict[str, dict[str, str]] = {
     "batch": _BATCHES,
     **{option.name: option.words() for option in NUMBER_FORMATS},
 }
-"""Words by option, and the flags of each. `ignored`: some labels say that their tokens do not count, and others are no
-ids where the mask is 0. `hollow`: in the middle half of each sample no token counts, which is all that some context ranks
-have. `padded`: to what the vocabulary is padded, times tp; with 1 its ids are spread over all ranks."""
+"""Words by option, with the flags of each. `ignored`: some labels are negative (ignored tokens), and labels under a zero mask
+are invalid ids. `hollow`: no token counts in the middle half of each sample, so that some context ranks have none that counts.
+`padded`: the multiple to which the vocabulary is padded, times tp; 1 spreads the ids over all ranks."""
 
 PRODUCT: dict[str, tuple[str, ...]] = {
     "tensor parallelism": ("tp1", "tp2", "tp4", "tp8"),
-    "copies of keys and values": tuple(OPTIONS["copies of keys and values"]),
+    "key-value replication": tuple(OPTIONS["key-value replication"]),
     "sequence parallelism": ("nosp", "sp"),
     "data parallelism": ("dp1", "dp2", "dp4", "dp8"),
     "sharding over replicas": ("zero0", "zero1", "zero3"),
@@ -65,10 +66,10 @@ PRODUCT: dict[str, tuple[str, ...]] = {
     "loss": ("means", "tokens"),
     "optimizer": ("adam", "sgd", "muon"),
 }
-"""Options and their words of which `--full` runs every combination."""
+"""Options whose words `--full` combines exhaustively."""
 
 _RING = {"context communication": "ring"}
-_MAKE_ROOM: tuple[dict[str, str], ...] = (
+_REDUCTIONS: tuple[dict[str, str], ...] = (
     {},
     _RING,
     *(
@@ -76,13 +77,13 @@ _MAKE_ROOM: tuple[dict[str, str], ...] = (
         for cp, batch in product(OPTIONS["context parallelism"], _BATCHES)
     ),
 )
-"""What is changed of the other options, one after the other, where they do not go with a combination's sizes."""
+"""Changes of the other options, tried in order, when they do not fit a combination's sizes."""
 
 WITHOUT_EXPERTS = " ".join(next(iter(option.words())) for option in EXPERT_OPTIONS)
-"""The words of a dense model."""
+"""Words of a dense model."""
 _USUAL_FORMATS = tuple(next(iter(option.words())) for option in NUMBER_FORMATS)
 WITHOUT_FORMATS = " ".join(_USUAL_FORMATS)
-"""The words of the usual number formats."""
+"""Words of the default number formats."""
 
 WORDS: dict[str, int] = {word: place for place, words in enumerate(OPTIONS.values()) for word in words}
 _NAMES = tuple(OPTIONS)
@@ -91,7 +92,7 @@ _SIZED: tuple[str, ...] = (
     "data parallelism",
     "pipeline parallelism",
     "context parallelism",
-    "copies of keys and values",
+    "key-value replication",
     "optimizer instances",
     "batch",
 )
@@ -103,9 +104,9 @@ _OF_EXPERTS = (
     "dispatcher",
     "model",
     "sequence parallelism",
-    "numbering of ranks",
+    "rank order",
 )
-"""Options besides those that decide whether experts fit."""
+"""Further options that decide whether experts fit."""
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
 _ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
@@ -114,25 +115,25 @@ _FEATURE_OF = {
 
 _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
-_TIED |= {name for one in REFUSED for name in one.pair}
+_TIED |= {name for one in REFUSED_PAIRS for name in one.pair}
 _BOUND = tuple(dict.fromkeys([*_SIZED, *_OF_EXPERTS, *(_OPTION_OF[name] for name in sorted(_TIED))]))
-"""Options whose words do not go with all words of another option."""
+"""Options whose words exclude some words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One row of the table: a word of each option, in their order."""
+    """One row of the table: one word per option, in the order of the options."""
 
     words: tuple[str, ...]
 
     @classmethod
     def of(cls, text: str) -> Layout:
-        """The layout that a text such as `tp2 sp gpt2` names."""
+        """Parse a layout such as `tp2 sp gpt2`."""
         return cls(tuple(next(iter(words)) for words in OPTIONS.values())).but(text)
 
     def but(self, text: str) -> Layout:
-        """The same with other words."""
+        """Return the same layout with these words replaced."""
         words = list(self.words)
         for word in text.split():
             words[WORDS[word]] = word
@@ -143,15 +144,15 @@ class Layout:
 
     @property
     def table_words(self) -> tuple[str, ...]:
-        """Those of the options that tables combine."""
+        """Words of the options that the tables combine."""
         return self.words[: -len(NUMBER_FORMATS)]
 
     def words_of(self, *options: str) -> list[str]:
-        """The words of some options."""
+        """Return the words of these options."""
         return [self.words[_NAMES.index(option)] for option in options]
 
     def size(self, option: str) -> int:
-        """The number at the end of an option's word, such as 2 of `tp2`."""
+        """Return the number at the end of an option's word, such as 2 for `tp2`."""
         return _number(*self.words_of(option))
 
     @property
@@ -180,7 +181,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The words that differ from the first ones of their options."""
+        """The words that differ from the first word of their option."""
         plain = Layout.of("").words
         return (
             " ".join(word for word, usual in zip(self.words, plain, strict=True) if word != usual)
@@ -189,9 +190,9 @@ class Layout:
 
     @property
     def alone(self) -> Layout:
-        """The same mathematics in one process: what it is compared with.
+        """The same mathematics in one process: the reference of this layout.
 
-        A loss over the global batch up to each micro-batch knows how many replicas go on at once: those stay.
+        The global auxiliary loss depends on the number of replicas, so that the data-parallel size stays.
         """
         plain = Layout.of("").words
         is_of_replicas = self.has("globalauxloss") or self.has("severallosses")
@@ -204,35 +205,35 @@ class Layout:
         )
 
     def flags(self) -> list[str]:
-        """Of `pretrain.py`; the model's come first, so that an option may change a part of it."""
+        """Return the flags of `pretrain.py`; the model's come first, so that an option can override them."""
         texts = [OPTIONS[option][word] for option, word in zip(OPTIONS, self.words, strict=True)]
         model = texts.pop(_NAMES.index("model"))
         return " ".join([model, *texts]).split()
 
 
 def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
-    """Whether this is a row, or can become one by words for the options that are open (None)."""
+    """Return whether these words form a row, or can be completed to one (None: open)."""
     return _is_possible(tuple(words[place] for place in _BOUND_PLACES), max_ranks)
 
 
 @functools.cache
 def _is_possible(words: Partial, max_ranks: int) -> bool:
-    """The same of the words of the options in _BOUND."""
+    """Return the same for the words of the options in _BOUND."""
     known = dict(zip(_BOUND, words, strict=True))
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
-    if not {"tworings", "twogathers"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
+    if not {"a2aring", "a2agather"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
     for feature in used.values():
         if feature.needs and all(need not in used and known[_OPTION_OF[need]] for need in feature.needs):
             return False
-    return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED)
+    return not any(one.pair[0] in used and one.pair[1] in used for one in REFUSED_PAIRS)
 
 
 def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
-    """Whether the sizes that are known go together."""
+    """Return whether the known sizes fit together."""
     tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
     if tp * dp * pp * cp > max_ranks:
         return False
@@ -243,12 +244,12 @@ def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
     has_replicas = "data parallelism" in sizes and "context parallelism" in sizes
     if has_replicas and dp * cp % max(sizes.get("optimizer instances", 1), 1):
         return False
-    groups = sizes.get("copies of keys and values", 0)
+    groups = sizes.get("key-value replication", 0)
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
 
 
 def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:
-    """Whether what is known goes with experts and how they are spread (config/rules/experts.py, size_rules.py)."""
+    """Return whether the known words fit experts and their layout (config/rules/experts.py, sizes.py)."""
     needs = {need for word in known.values() if word in _FEATURE_OF for need in _FEATURE_OF[word].needs}
     has_experts = not needs.isdisjoint({"experts", "ep"})
     if known["experts"] in (None, "dense") and not has_experts:
@@ -262,7 +263,7 @@ def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_
     spreads = product(
         _numbers_of(known, "expert parallelism"), _numbers_of(known, "expert tensor parallelism")
     )
-    is_apart = known["numbering of ranks"] == "ppfirst"
+    is_apart = known["rank order"] == "ppfirst"
     return any(
         _ranks_divide(sizes, ep, etp, max_ranks, is_apart=is_apart)
         for ep, etp in spreads
@@ -276,7 +277,7 @@ def _numbers_of(known: Mapping[str, str | None], option: str) -> list[int]:
 
 
 def _ranks_divide(sizes: Mapping[str, int], ep: int, etp: int, max_ranks: int, *, is_apart: bool) -> bool:
-    """Whether experts divide the ranks, as far as their numbers are known; `is_apart`: replicas are further than stages."""
+    """Return whether the expert layout divides the ranks, as far as the sizes are known; `is_apart`: order tp-cp-ep-pp-dp."""
     tp, dp, pp, cp = (sizes.get(name, 1) for name in _SIZED[:4])
     if ep * etp * pp > max_ranks:
         return False
@@ -290,7 +291,7 @@ def _ranks_divide(sizes: Mapping[str, int], ep: int, etp: int, max_ranks: int, *
 
 @functools.cache
 def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[Layout, ...]:
-    """ALWAYS, then rows in which every pair of words that can meet does, those with the most new pairs first; the first ones."""
+    """Return ALWAYS, then rows that cover every possible pair of words, those with the most new pairs first; at most `most`."""
     always = [layout for layout in map(Layout.of, ALWAYS) if is_row(layout.words, max_ranks=max_ranks)]
     rows = covering_rows(_values(), functools.partial(_is_allowed, max_ranks=max_ranks), most)
     layouts = list(dict.fromkeys([*always, *(Layout((*row, *_USUAL_FORMATS)) for row in rows)]))[:most]
@@ -298,7 +299,7 @@ def pairwise_rows(max_ranks: int = MAX_RANKS, most: int | None = None) -> tuple[
 
 
 def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[Layout]:
-    """The same rows with as few micro-batches, which take the time, as leave every pair that meets; pipelines keep theirs."""
+    """Reduce the micro-batches per row as far as every covered pair stays covered; rows with pipelines keep theirs."""
     times = Counter(pair for layout in layouts for pair in pairs_of(layout.table_words))
     batches = sorted(_BATCHES, key=_number)
     for layout in layouts:
@@ -317,13 +318,13 @@ def _with_fewer_passes(layouts: Sequence[Layout], max_ranks: int) -> Iterator[La
 
 @functools.cache
 def all_pairs(max_ranks: int = MAX_RANKS) -> frozenset[Pair]:
-    """The pairs that can meet in a row."""
+    """Return the pairs that can occur together in a row."""
     return frozenset(possible_pairs(_values(), functools.partial(_is_allowed, max_ranks=max_ranks)))
 
 
 @functools.cache
 def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
-    """Every combination of the options in PRODUCT; the others take turns, with fewer ranks where they were too many."""
+    """Return every combination of the options in PRODUCT; the other options rotate, with fewer ranks where they do not fit."""
     fixed = [name for name in _NAMES if name in PRODUCT]
     others = covering_rows(
         [("*",) if name in PRODUCT else words for name, words in zip(_NAMES, _values(), strict=False)],
@@ -334,7 +335,7 @@ def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
     uses = Counter(dict.fromkeys(others, 0))
     for words in product(*(PRODUCT[name] for name in fixed)):
         known = dict(zip(fixed, words, strict=True))
-        changes = [known | own for own in _MAKE_ROOM]
+        changes = [known | own for own in _REDUCTIONS]
         changes = [one for one in changes if is_row(tuple(map(one.get, _NAMES)), max_ranks=max_ranks)]
         candidates = (
             (turn, tuple(map(one.get, _NAMES, turn)))
@@ -349,7 +350,7 @@ def product_rows(max_ranks: int = MAX_RANKS) -> tuple[Layout, ...]:
 
 
 def _values() -> list[tuple[str, ...]]:
-    """Words of each option that tables combine: all but the number formats, which come last."""
+    """Return the words of each option that the tables combine: all but the number formats, which come last."""
     return [tuple(words) for words in OPTIONS.values()][: -len(NUMBER_FORMATS)]
 
 
@@ -358,5 +359,5 @@ def _is_allowed(words: Partial, max_ranks: int) -> bool:
 
 
 def _number(word: str) -> int:
-    """The number at the end of a word; 0 if there is none."""
+    """Return the number at the end of a word, or 0."""
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)

@@ -178,7 +178,7 @@ def record_step(
     with ledger:
         engine = Engine(plan, grid, device)
         before = ledger.num_bytes
-        batches = [_batch(plan, device, is_last_stage=grid.pp.is_last) for _ in range(num_microbatches)]
+        batches = [_batch(plan, device) for _ in range(num_microbatches)]
         batch_bytes = (ledger.num_bytes - before) // num_microbatches
         hooks = _ActivityHooks(engine.executor.hooks)
         engine.executor.hooks, ledger.current_activity = hooks, lambda: hooks.activity
@@ -307,12 +307,8 @@ def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _batch(plan: Plan, device: torch.device, *, is_last_stage: bool) -> Batch:
-    """Return a micro-batch of the plan's sizes; each sample is one document.
-
-    Args:
-        is_last_stage: also allocate the counts that the last stage computes from the labels.
-    """
+def _batch(plan: Plan, device: torch.device) -> Batch:
+    """Return a micro-batch of the plan's sizes; each sample is one document."""
     data, b = plan.config.data, plan.config.training.micro_batch_size
     s = data.seq_length
     documents = None
@@ -320,16 +316,13 @@ def _batch(plan: Plan, device: torch.device, *, is_last_stage: bool) -> Batch:
         cu_seqlens = torch.arange(0, (b + 1) * s, s, dtype=torch.int32, device=device)
         documents = Documents(cu_seqlens, s, b, s)
     ids = [torch.zeros(b, s, dtype=torch.int64, device=device) for _ in range(3)]
-    batch = Batch(
+    return Batch(
         tokens=ids[0],
         labels=ids[1],
         loss_mask=torch.ones(b, s, device=device),
         position_ids=ids[2],
         documents=documents,
     )
-    if is_last_stage:
-        batch.counts  # noqa: B018 (cached by the batch)
-    return batch
 
 
 def _memory_class(storage: Storage) -> str:

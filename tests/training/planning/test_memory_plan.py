@@ -191,10 +191,10 @@ def test_a_small_model_counted_by_hand() -> None:
     )  # fused QKV, q and k with RoPE, output, log-sum-exp
     residual = T * H * 4
     mlp = T * 2 * F * 4 + T * F * 4
-    sums = 3 * 4  # of the loss, of the tokens, and of the tokens in the mean
+    sums = 2 * 4  # of the loss and of the tokens
     assert found.activations == inputs + norms + attention + residual + mlp + sums
-    # RoPE tables; token ids, labels and position ids; the loss mask and its counts.
-    assert found.other == 2 * 1024 * 64 * 4 + T * (3 * 8 + 4 + 4)
+    # RoPE tables; token ids, labels and position ids; the loss mask and its sum.
+    assert found.other == 2 * 1024 * 64 * 4 + T * (3 * 8 + 4) + 4
     # The gradients of the layer's output, of the activation's output and of its input.
     assert found.temporaries >= T * H * 4 + T * F * 4 + T * 2 * F * 4
     assert found.communication == 0
@@ -238,9 +238,9 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     found = planned_memory(plan, engines, flights)
     whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]
     assert found[:5] == whole[:5]
-    # The head's three sums of a micro-batch stay until the step ends.
+    # The head's two sums of a micro-batch stay until the step ends.
     num_recorded = min(count, flights[5] + 6 + 1)
-    assert whole[5].total - found[5].total == (count - num_recorded) * 3 * 4
+    assert whole[5].total - found[5].total == (count - num_recorded) * 2 * 4
 
 
 def test_a_ledger_records_allocations_frees_and_the_peak() -> None:

@@ -1,4 +1,4 @@
-"""Weight norm and zeros of the gradient are the model's, whatever the layout: each element is counted once."""
+"""Weight norm and gradient zeros of the whole model under every layout: each element counts once."""
 
 import numpy as np
 import pytest
@@ -18,22 +18,22 @@ LAYOUTS = [
         "pp4 tied",
         "tp2 sp dp2 zero1 pp2 tied",
         "tp2 dp2 zero1 pp2",
-        "tp4 dp2 zero1 groups2",  # no biases of keys: their gradients are 0 but for rounding
+        "tp4 dp2 zero1 groups2",  # no key biases: their gradients are 0 up to rounding
     )
 ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_measures_do_not_depend_on_the_layout(pool: WorkerPool, layout: Layout) -> None:
-    (expected,) = pool.run(1, measures, layout.alone)
-    found = pool.run(layout.world_size, measures, layout)
+def test_statistics_do_not_depend_on_the_layout(pool: WorkerPool, layout: Layout) -> None:
+    (expected,) = pool.run(1, statistics, layout.alone)
+    found = pool.run(layout.world_size, statistics, layout)
     assert {zeros for zeros, _ in found} == {expected[0]}
     assert [norm for _, norm in found] == pytest.approx([expected[1]] * len(found), rel=1e-12)
 
 
-def test_measures_are_those_of_the_whole_tensors() -> None:
+def test_statistics_are_those_of_the_whole_tensors() -> None:
     layout = Layout.of("batch2")
-    (found,) = [measures(0, 1, layout)]
+    (found,) = [statistics(0, 1, layout)]
     (reference,) = [measure(0, 1, Job(layout))]
     assert found[0] == sum(int((part.values == 0).sum()) for part in reference.gradients) > 1000
     engine = engine_of(tiny_plan(layout, 1), 0)
@@ -41,7 +41,7 @@ def test_measures_are_those_of_the_whole_tensors() -> None:
     assert found[1] == pytest.approx(squares**0.5, rel=1e-12)
 
 
-def measures(rank: int, world_size: int, layout: Layout) -> tuple[int, float]:
+def statistics(rank: int, world_size: int, layout: Layout) -> tuple[int, float]:
     engine = engine_of(tiny_plan(layout, world_size), rank)
     engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
     return int(num_zero_gradients(engine.optimizer)), float(parameter_norm(engine.optimizer))
