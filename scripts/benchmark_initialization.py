@@ -1,4 +1,4 @@
-"""Times the initial weights of a model of about a billion parameters, and the memory that they take beside themselves."""
+"""Time the initialization of a model of about a billion parameters, and measure its scratch memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
         device=device,
         has_gradients=False,
     )
-    torch._foreach_add_(buffers.weights.full, 1.0)  # every page is there before the clock starts
+    torch._foreach_add_(buffers.weights.full, 1.0)  # touch every page before the clock starts
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     fill_weights(buffers, InitialWeights(1))
@@ -46,8 +46,8 @@ def main() -> None:
     scratch = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     count = sum(flat.numel() for flat in buffers.weights.full)
     print(
-        f"{count / 1e9:.3f} billion parameters in {seconds:.1f} s ({count / seconds / 1e6:.0f} million a second), "
-        f"{scratch:.0f} MiB of host memory beside them, on {device.type} with {torch.get_num_threads()} threads"
+        f"{count / 1e9:.3f} billion parameters in {seconds:.1f} s ({count / seconds / 1e6:.0f} million per second), "
+        f"{scratch:.0f} MiB of scratch host memory, on {device.type} with {torch.get_num_threads()} threads"
     )
 
 

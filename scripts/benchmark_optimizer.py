@@ -1,8 +1,8 @@
-"""Times the optimizer's passes over flat shards, beside torch's fused AdamW and what the memory allows.
+"""Time the optimizer's passes over flat shards, compared with torch's fused AdamW and the memory bandwidth.
 
     python scripts/benchmark_optimizer.py [--sizes 500000000 2000000000]        one GPU; under two minutes
 
-Bytes are those that a pass must move: each value it reads and each that it writes, once.
+Bytes are those that a pass must move: each value that it reads or writes, once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatrain.kernels.optimizer.shard_update import FlatUpdate, HyperparamRange
 from megatrain.kernels.optimizer.sum_of_squares import sum_of_squares
 
 BOUND = 4.2e12
-"""Bytes a second that a pass of reads and writes reaches on an H200."""
+"""Bytes per second that a pass of reads and writes reaches on an H200."""
 WARM_UP, REPEATS = 3, 10
 
 
 @dataclass(frozen=True)
 class Pass:
     name: str
-    bytes_each: int
-    """That it moves for each element."""
+    bytes_per_element: int
+    """Bytes read and written per element."""
     run: Callable[[], object]
 
 
@@ -46,13 +46,15 @@ def main() -> None:
     for size in sizes:
         for one in passes(size - size % 64, device):
             ms = milliseconds(one.run, device)
-            num_bytes = one.bytes_each * size
+            num_bytes = one.bytes_per_element * size
             speed, ratio = num_bytes / ms / 1e9, ms * 1e-3 / (num_bytes / BOUND)
-            print(f"{size:>14,}  {one.name:<44}{one.bytes_each:>5}{ms:>10.3f}{speed:>8.3f}{ratio:>9.3f}")
+            print(
+                f"{size:>14,}  {one.name:<44}{one.bytes_per_element:>5}{ms:>10.3f}{speed:>8.3f}{ratio:>9.3f}"
+            )
 
 
 def passes(size: int, device: torch.device) -> Iterator[Pass]:
-    """What is timed, one after the other, so that memory for one set of states at a time is enough."""
+    """Yield the passes one after the other, so that memory for one set of states is enough."""
     master_weights, grad = torch.randn(size, device=device), torch.randn(size, device=device)
     weight = master_weights.bfloat16()
     numbers = AdamwStep(beta1=0.9, beta2=0.95, eps=1e-8, step=3)
@@ -70,18 +72,21 @@ def passes(size: int, device: torch.device) -> Iterator[Pass]:
     yield Pass("zeroing fp32 gradients", 4, lambda: torch._foreach_zero_([grad]))
     parameter = torch.nn.Parameter(master_weights)
     parameter.grad = grad
-    theirs = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
-    yield Pass("torch.optim.AdamW(fused=True), no bf16 weight", 28, theirs.step)
+    torch_adamw = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    yield Pass("torch.optim.AdamW(fused=True), no bf16 weight", 28, torch_adamw.step)
 
 
 def shard(master_weights: Tensor, grad: Tensor, weight: Tensor) -> FlatUpdate:
-    """A layer's shard: matrices that decay, and a little that does not."""
-    border = master_weights.numel() // 64 * 63 // 64 * 64
+    """Return the update of a layer's shard: matrices that decay, and a few vectors that do not."""
+    boundary = master_weights.numel() // 64 * 63 // 64 * 64
     return FlatUpdate(
         master=master_weights,
         grad=grad,
         weight=weight,
-        ranges=(HyperparamRange(0, border, 1e-3, 0.1), HyperparamRange(border, master_weights.numel(), 1e-3, 0.0)),
+        ranges=(
+            HyperparamRange(0, boundary, 1e-3, 0.1),
+            HyperparamRange(boundary, master_weights.numel(), 1e-3, 0.0),
+        ),
         grad_scale=torch.ones((), device=master_weights.device),
         is_finite=torch.ones((), dtype=torch.bool, device=master_weights.device),
     )
@@ -90,7 +95,7 @@ def shard(master_weights: Tensor, grad: Tensor, weight: Tensor) -> FlatUpdate:
 def milliseconds(
     run: Callable[[], object], device: torch.device, *, warm_up: int = WARM_UP, repeats: int = REPEATS
 ) -> float:
-    """The median of some runs."""
+    """Return the median time of several runs."""
     for _ in range(warm_up):
         run()
     return statistics.median(one_run(run, device) for _ in range(repeats))

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train the same thing twice with --deterministic-mode, in processes of their own, and compare all that is saved bit for bit.
+"""Train twice with --deterministic-mode, in separate processes, and compare all saved tensors and losses bit for bit.
 
     python3 scripts/check_determinism.py
     python3 scripts/check_determinism.py -- --config configs/benchmarks/a1.yaml --num-layers 4 --train-iters 8
 
-Without a command line of its own: a small model in bf16 with all that a dense one may have whose sums could differ. A third run,
-without the mode, shows what the mode costs. The exit code is 1 where a bit differs.
+Default command line: a small dense model in bf16 with every feature whose sums could vary. A third run, without the mode,
+shows the cost of the mode. The exit code is 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("flags", nargs="*", help="for pretrain.py, after --")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain.py, after --")
     flags = parser.parse_args().flags or SMALL.split()
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: Path(folder) / name for name in ("first", "second", "free")}
+        runs = {name: Path(folder) / name for name in ("first", "second", "nondeterministic")}
         for name, save in runs.items():
-            mode = [] if name == "free" else ["--deterministic-mode"]
+            mode = [] if name == "nondeterministic" else ["--deterministic-mode"]
             command = [sys.executable, "pretrain.py", *flags, *mode, "--save", str(save)]
-            ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            if ended.returncode:
-                sys.exit(f"$ {' '.join(command)}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}")
+            result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if result.returncode:
+                sys.exit(f"$ {' '.join(command)}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
         differing = differences(runs["first"], runs["second"])
-        with_mode, without = (milliseconds(runs[name]) for name in ("first", "free"))
+        with_mode, without = (milliseconds(runs[name]) for name in ("first", "nondeterministic"))
     for name in differing:
-        print(f"other bits: {name}")
-    verdict = "the same bits" if not differing else f"{len(differing)} tensors or losses with other bits"
+        print(f"different bits: {name}")
+    verdict = "identical bits" if not differing else f"{len(differing)} tensors or losses with different bits"
     print(
-        f"two runs: {verdict}; {with_mode:.1f} ms an iteration, {without:.1f} ms without --deterministic-mode"
+        f"two runs: {verdict}; {with_mode:.1f} ms per iteration, {without:.1f} ms without --deterministic-mode"
     )
     return 1 if differing else 0
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Tensors and losses of two runs that are not the same."""
-    found = [f"losses of iteration {a['iteration']}" for a, b in zip(lines_of(one), lines_of(other), strict=True)
+    """Return the names of tensors and losses that differ between two runs."""
+    differing = [f"losses of iteration {a['iteration']}" for a, b in zip(lines_of(one), lines_of(other), strict=True)
              if any(a.get(key) != b.get(key) for key in ("lm_loss", "grad_norm", "loss"))]  # fmt: skip
     shards = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
     if not shards:
         sys.exit("the runs saved nothing to compare")
     for shard in shards:
         with safe_open(one / shard, framework="pt") as a, safe_open(other / shard, framework="pt") as b:
-            found += [f"{shard}: {name}" for name in a.keys() if bits(a, name) != bits(b, name)]  # noqa: SIM118
-    return found
+            differing += [f"{shard}: {name}" for name in a.keys() if bits(a, name) != bits(b, name)]  # noqa: SIM118
+    return differing
 
 
 def bits(shard: safe_open, name: str) -> bytes:
@@ -77,7 +77,7 @@ def lines_of(run: Path) -> list[dict[str, float]]:
 
 
 def milliseconds(run: Path) -> float:
-    """Of an iteration, the median of the later half."""
+    """Return the median iteration time over the later half of a run."""
     times = [line["iteration_ms"] for line in lines_of(run) if "iteration_ms" in line]
     return statistics.median(times[len(times) // 2 :])
 

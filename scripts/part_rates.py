@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The rates at which one GPU runs the products and the attention of a benchmark case, each alone: what `scripts/roofline.py` counts with.
+"""Measure the rates of the matrix products and the attention of a benchmark case on one GPU, for `scripts/roofline.py`.
 
     python3 scripts/part_rates.py S1 A1
 
-Products are those of a layer and of the head, forward, of the input's gradient, and of the weight's, which is added to fp32 sums;
-a rate is all their FLOPs over all their time, each as often as a step runs it. Attention is causal, by the kernel of a run.
+Products are those of a layer and of the head: forward, input gradient, and weight gradient accumulated in fp32. Their rate
+is total FLOPs over total time, each counted as often as a step runs it. Attention is causal, with the kernel of a run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP, REPEATS = 5, 20
 
 def main() -> None:
     if not torch.cuda.is_available():
-        sys.exit("error: rates are measured on a GPU, and none was found\n  fix: check `nvidia-smi`")
+        sys.exit("error: rates are measured on a GPU, and torch finds none\n  fix: check `nvidia-smi`")
     for name in sys.argv[1:] or ["S1"]:
         plan = plan_of(name)
         print(f"{name}: products {products(plan):.0f} TFLOP/s")
@@ -38,23 +38,23 @@ def main() -> None:
 
 
 def products(plan: Plan) -> float:
-    """TFLOP/s of all products of a step."""
+    """Return the TFLOP/s of all matrix products of a step."""
     model, layers = plan.config.model, plan.derived.layer_table.layers
     tokens, h = plan.config.training.micro_batch_size * plan.config.data.seq_length, model.hidden_size
     layer = layers[0]
     inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
     width = layer.active_width
-    often = len(layers)
+    num_layers = len(layers)
     shapes = [
-        (inner + 2 * keys, h, often),
-        (h, inner, often),
-        (width * (2 if layer.is_gated else 1), h, often),
-        (h, width, often),
+        (inner + 2 * keys, h, num_layers),
+        (h, inner, num_layers),
+        (width * (2 if layer.is_gated else 1), h, num_layers),
+        (h, width, num_layers),
         (plan.config.model.padded_vocab_size, h, 1),
     ]
     flops = seconds = 0.0
     for outputs, inputs, times in shapes:
-        rows = tokens if times > 1 else min(tokens, 2**30 // outputs)  # the head works in chunks of 2 GB
+        rows = tokens if times > 1 else min(tokens, 2**30 // outputs)  # the head processes chunks of 2 GB
         x, dy = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (inputs, outputs))
         weight = torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16)
         sums = torch.zeros(outputs, inputs, device="cuda")
@@ -65,24 +65,27 @@ def products(plan: Plan) -> float:
         ]
         rates = []
         for run in runs:
-            took = seconds_of(run)
-            each = 2 * rows * outputs * inputs
-            rates.append(each / took / 1e12)
-            flops += each * times * tokens / rows
-            seconds += took * times * tokens / rows
+            duration = seconds_of(run)
+            run_flops = 2 * rows * outputs * inputs
+            rates.append(run_flops / duration / 1e12)
+            flops += run_flops * times * tokens / rows
+            seconds += duration * times * tokens / rows
         print(f"   {rows} x {inputs} -> {outputs}: {', '.join(f'{rate:.0f}' for rate in rates)}")
     return flops / seconds / 1e12
 
 
 def attention(plan: Plan) -> tuple[float, float]:
-    """TFLOP/s forward and backward."""
+    """Return the TFLOP/s of attention, forward and backward."""
     layer = plan.derived.layer_table.layers[0]
     s, b, d = plan.config.data.seq_length, plan.config.training.micro_batch_size, layer.head_channels
     q, dout = (torch.randn(s, b, layer.num_heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     k, v = (
         torch.randn(s, b, layer.num_query_groups, d, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
-    kernel, spec = attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)), MaskSpec(is_causal=True)
+    kernel, spec = (
+        attention_kernel(plan.derived.attention_backend, 1 / math.sqrt(d)),
+        MaskSpec(is_causal=True),
+    )
     out, lse = kernel.forward(q, k, v, spec)
     flops = 2 * s * s * b * layer.num_heads * d
     forward = seconds_of(lambda: kernel.forward(q, k, v, spec))
@@ -91,7 +94,7 @@ def attention(plan: Plan) -> tuple[float, float]:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """The median of a run's times on the device."""
+    """Return the median time of a run on the device."""
     return milliseconds(run, torch.device("cuda"), warm_up=WARM_UP, repeats=REPEATS) * 1e-3
 
 

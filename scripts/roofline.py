@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The least time that an iteration of a benchmark case takes, if each part runs at the rate that it reaches alone and all else is hidden.
+"""Compute the minimum iteration time of a benchmark case: each part at the rate that it reaches alone, all else hidden.
 
     python3 scripts/roofline.py A1 S1
 
-    products        6 FLOPs for each weight of linear layers and head that a token meets, and token
-    attention       2 s n d FLOPs a token and layer forward (causal), 2.5 times that backward
-    element-wise    bytes of norms, rotary embedding, activation and loss, at the memory's rate
-    gradients       8 bytes a weight and micro-batch for sums in fp32, half of them hidden in the products
-    optimizer       38 bytes a weight, with norm and clearing
+    products        6 FLOPs per token and active weight of linear layers and head
+    attention       2 s n d FLOPs per token and layer forward (causal), 2.5 times that backward
+    element-wise    bytes of norms, RoPE, activation and loss, at the memory bandwidth
+    gradients       8 bytes per weight and micro-batch for fp32 accumulation, half of them hidden in the products
+    optimizer       38 bytes per weight, with norm and clearing
 
-Communication is taken to be hidden, and experts to be visited alike, without a copy of a token. Rates are those of one H200:
+Communication is assumed hidden, and expert loads even, without copies of tokens. Rates are those of one H200:
 products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of
-4.3 TB/s. Those of S1's sizes, with heads of 64 channels, are what `scripts/part_rates.py` measured.
+4.3 TB/s. The rates of S1, with heads of 64 channels, were measured by `scripts/part_rates.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatrain.config import Facts, Plan, parse, resolve
 from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
-BYTES_A_SECOND = 4.0e12
+BYTES_PER_SECOND = 4.0e12
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ RATES = {"S1": Rates(products=674, attention=208, attention_backward=290)}
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """Milliseconds of an iteration on each GPU."""
+    """Milliseconds per iteration and GPU."""
 
     products: float
     attention: float
@@ -50,7 +50,7 @@ class Roofline:
     gradients: float
     optimizer: float
     tokens: float
-    """Of an iteration, a GPU."""
+    """Tokens per iteration and GPU."""
 
     @property
     def total(self) -> float:
@@ -62,12 +62,12 @@ class Roofline:
 
 
 def roofline_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = None) -> Roofline:
-    """Of `configs/benchmarks/<name>.yaml` with flags, on a case's own number of GPUs where no other is given."""
+    """Return the roofline of `configs/benchmarks/<name>.yaml` with flags, by default on the case's own number of GPUs."""
     return _roofline(plan_of(name, flags, world_size=world_size), RATES.get(name, Rates()))
 
 
 def plan_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = None) -> Plan:
-    """What a case runs, planned on any machine."""
+    """Resolve the plan of a case, on any machine."""
     request = parse(["--config", str(ROOT / f"configs/benchmarks/{name.lower()}.yaml"), *flags])
     world_size = world_size or {"A": 1, "S": 1, "B": 4}[name[0]]
     vocabulary = request.config.tokenizer.vocab_size
@@ -81,35 +81,35 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
     h, s = model.hidden_size, plan.config.data.seq_length
     has_rope = model.position_embedding_type == "rope"
-    attention = linear = experts = unmet = moved = 0
+    attention = linear = experts = inactive = moved = 0
     for layer in derived.layer_table.layers:
         inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
         f, matrices = layer.active_width, 3 if layer.is_gated else 2
         linear += h * (2 * inner + 2 * keys) + matrices * h * f
         if layer.experts is not None:
-            each = matrices * h * layer.experts.ffn_hidden_size
-            experts += each * layer.experts.num_experts
-            unmet += each * (layer.experts.num_experts - layer.experts.top_k)
+            per_expert = matrices * h * layer.experts.ffn_hidden_size
+            experts += per_expert * layer.experts.num_experts
+            inactive += per_expert * (layer.experts.num_experts - layer.experts.top_k)
         attention += 2 * s * inner
         moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
         moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
     head = h * model.padded_vocab_size
     moved += 6 * model.padded_vocab_size
-    weights = linear + unmet + head * (2 if model.untie_embeddings_and_output_weights else 1)
-    shares = derived.model_parallel_size
-    expert_shares = (
+    weights = linear + inactive + head * (2 if model.untie_embeddings_and_output_weights else 1)
+    shards = derived.model_parallel_size
+    expert_shards = (
         parallel.pipeline_model_parallel_size
         * parallel.expert_model_parallel_size
         * derived.expert_tensor_parallel_size
     )
-    held = (weights - experts) / shares + experts / expert_shares
+    held = (weights - experts) / shards + experts / expert_shards
     tokens = derived.tokens_per_iteration / derived.world_size
     return Roofline(
         products=6 * (linear + head) * tokens / (rates.products * 1e9),
         attention=attention * tokens / 1e9 * (1 / rates.attention + 2.5 / rates.attention_backward),
-        element_wise=moved * tokens / BYTES_A_SECOND * 1e3,
-        gradients=4 * held * derived.num_microbatches / BYTES_A_SECOND * 1e3,
-        optimizer=38 * weights / derived.world_size / BYTES_A_SECOND * 1e3,
+        element_wise=moved * tokens / BYTES_PER_SECOND * 1e3,
+        gradients=4 * held * derived.num_microbatches / BYTES_PER_SECOND * 1e3,
+        optimizer=38 * weights / derived.world_size / BYTES_PER_SECOND * 1e3,
         tokens=tokens,
     )
 
@@ -120,7 +120,7 @@ def main() -> None:
     print(
         f"{'case':<5}"
         + "".join(f"{part:>13}" for part in parts)
-        + f"{'tokens/s/GPU':>14}   (ms an iteration)"
+        + f"{'tokens/s/GPU':>14}   (ms per iteration)"
     )
     for name in names:
         line = roofline_of(name)

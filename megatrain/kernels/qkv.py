@@ -15,7 +15,7 @@ def concat_heads(parts: Sequence[Tensor]) -> Tensor:
 
 
 def fused_view(parts: Sequence[Tensor]) -> Tensor | None:
-    """Return the contiguous tensor of which `parts` are all heads in this order, or None if there is none."""
+    """Return the contiguous tensor whose heads are exactly `parts`, in this order; None if there is none."""
     s, b, _, d = parts[0].shape
     heads = sum(part.shape[2] for part in parts)
     strides = (b * heads * d, heads * d, d, 1)

@@ -1,4 +1,4 @@
-"""What a run on a GPU leaves behind beside checkpoints: a profile that is cut short, and Triton's kernels."""
+"""Files of a run on a GPU other than checkpoints: a truncated profile, and Triton's cache."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ FLAGS = (
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries, where it is installed
+    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries
 ]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_profile_that_is_cut_short_has_its_table(
+def test_a_truncated_profile_has_its_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
     begin, calls = Engine.begin_step, []
@@ -38,22 +38,23 @@ def test_a_profile_that_is_cut_short_has_its_table(
     monkeypatch.setattr(Engine, "begin_step", failing)
     command = [*FLAGS.split(), str(tmp_path), *([] if fails else ["--exit-interval", "4"])]
     assert pretrain.main(command) == (1 if fails else 75)
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     reason, last = ("OutOfMemoryError", 5) if fails else ("--exit-interval 4", 4)
-    told = f"> profiling was cut short ({reason}), iterations 3 to {last} instead of 6: {tmp_path}/rank0.json.gz\n"
-    assert told in said
+    (line,) = [line for line in printed.splitlines() if "profiling" in line and reason in line]
+    assert f"iterations 3 to {last} instead of 6" in line
+    assert line.endswith(f"{tmp_path}/rank0.json.gz")
     assert main(["trace", str(tmp_path / "rank0.json.gz")]) == 0
     table = capsys.readouterr().out
     assert "optimizer" in table
-    assert table in said
+    assert table in printed
 
 
-def test_a_run_without_a_place_for_tritons_kernels_does_not_start(
+def test_a_run_without_a_triton_cache_folder_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert pretrain.main([*FLAGS.split(), str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert f"error: Triton cannot keep compiled kernels in '{tmp_path}/file/cache'" in said
-    assert "fix: set TRITON_CACHE_DIR" in said
+    printed = capsys.readouterr().err
+    assert f"'{tmp_path}/file/cache'" in printed
+    assert "fix: set TRITON_CACHE_DIR" in printed

@@ -1,13 +1,13 @@
-"""Core attention of layers on a GPU against attention written out in fp64: sizes of heads, in bf16 and fp16.
+"""Core attention of layers on a GPU against eager attention in fp64: head sizes, in bf16 and fp16.
 
-Sizes that other kernels do not take are for torch's own choice.
+torch's own choice of kernel covers sizes that the others do not support.
 """
 
 import importlib.util
 
 import pytest
 import torch
-from heads_on_gpus import DTYPES, LIMITS, heads_of
+from attention_heads import DTYPES, MAX_ERRORS, head_sizes_of
 
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
@@ -21,32 +21,30 @@ pytestmark = [
 ]
 S, B, HEADS, GROUPS = 300, 2, 4, 2
 ENDS = [0, 1, 129, S, 333, 333, 2 * S]
-CASES = [*heads_of("flash4", "cudnn", "flash2", "sdpa"), ("sdpa", 36)]
+CASES = [*head_sizes_of("flash4", "cudnn", "flash2", "sdpa"), ("sdpa", 36)]
 
 
 @pytest.mark.parametrize(
     ("backend", "d", "has_documents"),
-    [*((*case, False) for case in CASES), *((*case, True) for case in heads_of("flash2"))],
+    [*((*case, False) for case in CASES), *((*case, True) for case in head_sizes_of("flash2"))],
 )
-def test_heads_of_all_sizes(backend: str, d: int, has_documents: bool) -> None:
+def test_head_sizes_in_core_attention(backend: str, d: int, has_documents: bool) -> None:
     if backend == "flash4" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("needs flash-attn-4")
     generator, dtype = torch.Generator().manual_seed(d), DTYPES.get(d, torch.bfloat16)
     qkv = torch.randn(S, B, HEADS + 2 * GROUPS, d, generator=generator).to("cuda", dtype).requires_grad_()
     dout = torch.randn(S, B, HEADS, d, generator=generator).to("cuda", dtype)
     documents = Documents(torch.tensor(ENDS, dtype=torch.int32, device="cuda"), S, B, S)
-    core = LocalAttention(
-        AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=d), backend
-    )
+    core = LocalAttention(AttentionSpec(num_heads=HEADS, num_query_groups=GROUPS, head_channels=d), backend)
     sizes = (HEADS, GROUPS, GROUPS)
     out = core(*qkv.split(sizes, dim=2), PassInfo(documents=documents if has_documents else None))
     out.backward(dout.flatten(2))
     q, k, v = qkv.detach().double().split(sizes, dim=2)
-    written, spec = EagerAttention(scale=d**-0.5), MaskSpec(is_causal=True)
+    eager, spec = EagerAttention(scale=d**-0.5), MaskSpec(is_causal=True)
     if has_documents:
         spec = MaskSpec(explicit=documents.mask)
-    expected, lse = written.forward(q, k, v, spec)
-    gradients = written.backward(dout.double(), q, k, v, expected, lse, spec)
+    expected, lse = eager.forward(q, k, v, spec)
+    gradients = eager.backward(dout.double(), q, k, v, expected, lse, spec)
     for found, wanted in ((out.detach(), expected.flatten(2)), (qkv.grad, torch.cat(gradients, dim=2))):
         error = ((found.double() - wanted).abs().max() / wanted.abs().max()).item()
-        assert error < LIMITS[dtype], error
+        assert error < MAX_ERRORS[dtype], error

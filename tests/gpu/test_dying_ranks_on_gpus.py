@@ -1,4 +1,4 @@
-"""On two GPUs with NCCL: a rank that dies ends the other within 30 seconds, and so does one that no longer takes part."""
+"""On two GPUs with NCCL: a rank that dies or hangs makes the other exit within its time limit."""
 
 import os
 import socket
@@ -42,7 +42,9 @@ sys.exit(pretrain.main(sys.argv[1:]))
     ],
     ids=["fails", "is-killed", "sleeps"],
 )
-def test_one_rank_ends_the_other(spoil: str, code: int | None, words: str | None, tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_other(
+    spoil: str, code: int | None, words: str | None, tmp_path: Path
+) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -63,27 +65,27 @@ def test_one_rank_ends_the_other(spoil: str, code: int | None, words: str | None
                 )
             )
     try:
-        told = _when_told(outputs[0], ranks[0])
+        logged = _when_logged(outputs[0], ranks[0])
         ended = [rank.wait(150) for rank in ranks[: 1 if code is None else 2]]
-        took = time.monotonic() - told
+        took = time.monotonic() - logged
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     texts = [output.read_text() for output in outputs]
     print(spoil, ended, f"{took:.1f} s", *texts, sep="\n")
-    assert took < (120 if code is None else 30)  # NCCL's watchdog writes down what each rank was doing first
+    assert took < (120 if code is None else 30)  # NCCL's watchdog first dumps the state of each rank
     assert ended[0] not in (0, None)
     if code is not None:
         assert ended[1] == code
-        behind = texts[0].partition("iteration        3/")[2].splitlines()[1:]
-        assert len(behind) <= 3, behind
+        later = texts[0].partition("iteration        3/")[2].splitlines()[1:]
+        assert len(later) <= 3, later
     if words is not None:
         assert texts[1].endswith(words)
 
 
-def _when_told(output: Path, rank: subprocess.Popen[bytes]) -> float:
-    """When the third iteration is told, while the fourth runs."""
+def _when_logged(output: Path, rank: subprocess.Popen[bytes]) -> float:
+    """Return the time at which the third iteration is logged, while the fourth runs."""
     until = time.monotonic() + 120
     while "iteration        3/" not in output.read_text():
         assert rank.poll() is None or "iteration        3/" in output.read_text(), output.read_text()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: the same weights as on a CPU, the same training within rounding, and its speed."""
+"""Tests that need a GPU: the CPU's initial weights, training equal to the CPU's within rounding, speed metrics."""
 
 import json
 import subprocess
@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import pretrain
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
-from megatrain.kernels.normal import fill_normal
+from megatrain.kernels.random import fill_normal
 from megatrain.kernels.wgrad import accumulate_weight_gradient, accumulate_weight_gradient_reference
-from megatrain.optim.lr_schedule import Rates
-from megatrain.parallel.grid import RankGrid
+from megatrain.optim.lr_schedule import Hyperparams
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.parity.measure import on_device, own_batches, tiny_plan
 from megatrain.tools.parity.models import MODELS
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_initial_weights_are_the_cpus_bits(dtype: torch.dtype) -> None:
+def test_initial_weights_are_bit_identical_to_the_cpus(dtype: torch.dtype) -> None:
     on_cpu, on_gpu = torch.empty(777, 1001, dtype=dtype), torch.empty(777, 1001, dtype=dtype, device="cuda")
     for out in (on_cpu, on_gpu):
         fill_normal(out, key=11, first=3, row_stride=1003, std=0.02)
@@ -73,31 +72,31 @@ def test_training_in_fp64_is_the_cpus(model: str, recompute: str) -> None:
             [on_device(batch, torch.device(device)) for batch in own_batches(step, Layout.of(""), 0)]
             for step in range(3)
         ]
-        reports[device] = [engine.step(batches, Rates(lr=1e-2, weight_decay=0.01)) for batches in moved]
+        reports[device] = [engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01)) for batches in moved]
     for cpu, cuda in zip(reports["cpu"], reports["cuda"], strict=True):
         assert cuda.lm_loss == pytest.approx(cpu.lm_loss, rel=1e-10)
         assert cuda.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-10)
 
 
 @pytest.mark.parametrize(
-    "narrow", [["--bf16"], ["--fp16", "--initial-loss-scale", "65536"]], ids=["bf16", "fp16"]
+    "precision", [["--bf16"], ["--fp16", "--initial-loss-scale", "65536"]], ids=["bf16", "fp16"]
 )
-def test_training_in_16_bits_stays_near_fp32(narrow: list[str]) -> None:
+def test_training_in_16_bits_stays_near_fp32(precision: list[str]) -> None:
     losses = []
-    for flags in (["--params-dtype", "float32"], narrow):
+    for flags in (["--params-dtype", "float32"], precision):
         request = parse([*SMALL.split(), *flags])
         plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
         batches = [on_device(b, torch.device("cuda")) for b in own_batches(0, Layout.of(""), 0)]
-        rates = Rates(lr=1e-3, weight_decay=0.01)
-        reports = [engine.step(batches, rates) for _ in range(10)]
+        hyperparams = Hyperparams(lr=1e-3, weight_decay=0.01)
+        reports = [engine.step(batches, hyperparams) for _ in range(10)]
         assert all(report.is_finite for report in reports)
         losses.append([report.lm_loss for report in reports])
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore")  # of flash-attn-4's libraries, where it is installed
+@pytest.mark.filterwarnings("ignore")  # of flash-attn-4's libraries
 def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--bf16 --device cuda --log-throughput --timing-log-level 2 --log-params-norm --log-num-zeros-in-grad"
@@ -136,8 +135,8 @@ def test_without_compiled_kernels_a_run_is_the_same_within_rounding(
         engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
         engine.initialize()
         batches = [on_device(b, torch.device("cuda")) for b in own_batches(0, Layout.of(""), 0)]
-        rates = Rates(lr=1e-3, weight_decay=0.01)
-        losses.append([engine.step(batches, rates).lm_loss for _ in range(5)])
+        hyperparams = Hyperparams(lr=1e-3, weight_decay=0.01)
+        losses.append([engine.step(batches, hyperparams).lm_loss for _ in range(5)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5 if "float32" in precision else 5e-3)
     assert losses[0][-1] < losses[0][0]
 
@@ -154,31 +153,31 @@ def test_without_compiled_kernels_a_run_is_the_same_within_rounding(
     ids=["plain", "counted", "documents", "gpt2", "experts"],
 )
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_the_host_waits_for_nothing_in_a_step(model: str, flags: str) -> None:
+def test_a_step_does_not_synchronize_the_host(model: str, flags: str) -> None:
     plan = resolve(
         parse([*model.split(), "--bf16", *flags.split()]), Facts(vocab_size=101, eod_id=100, device="cuda")
     )
     engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
     engine.initialize()
-    assert engine.num_ahead == 1
+    assert engine.max_pending == 1
     batches = [
         on_device(b, torch.device("cuda"))
         for b in own_batches(0, Layout.of("documents" if "reset" in flags else ""), 0)
     ]
-    rates = Rates(lr=1e-3, weight_decay=0.01)
+    hyperparams = Hyperparams(lr=1e-3, weight_decay=0.01)
     for _ in range(2):
-        engine.step(batches, rates)  # what is made once is made here
+        engine.step(batches, hyperparams)  # one-time setup
     torch.cuda.set_sync_debug_mode("error")
     try:
-        first = engine.begin_step(batches, rates, flags=lambda: (0, 0))
-        second = engine.begin_step(batches, rates, flags=lambda: (0, 0))
+        first = engine.begin_step(batches, hyperparams, flags=lambda: (0, 0))
+        second = engine.begin_step(batches, hyperparams, flags=lambda: (0, 0))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert first.read().lm_loss > second.read().lm_loss
 
 
 def test_a_deterministic_run_gives_the_same_bits() -> None:
-    """Processes of their own, as the mode is a whole process's."""
+    """Run in other processes, since the mode applies to a whole process."""
     command = [sys.executable, "scripts/check_determinism.py"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,6 +1,7 @@
-"""Transformer Engine's leaves on GPUs: the signatures that they were written against, and results within rounding of local's.
+"""Transformer Engine's modules on GPUs: signatures, and results equal to the local implementation within rounding.
 
-All is done in other processes: where PyTorch and the system have a cuDNN each, the library does not load once PyTorch has used its own.
+All tests run in other processes: if PyTorch and the system have separate cuDNN versions, the library does not load after
+PyTorch has used its own.
 """
 
 import importlib.metadata
@@ -17,7 +18,7 @@ from transformer_engine_stand_in import differences
 
 from megatrain.tools.main import main
 from megatrain.tools.parity import rows
-from megatrain.tools.parity.low_precision import NarrowComparer, NarrowVerdict
+from megatrain.tools.parity.low_precision import LowPrecisionComparer, LowPrecisionVerdict
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -26,22 +27,22 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
     ),
-    pytest.mark.filterwarnings("ignore"),  # of its libraries
+    pytest.mark.filterwarnings("ignore"),  # of the library's dependencies
 ]
 ROOT = Path(__file__).parents[2]
 GPT2 = "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0"
 
 
 @pytest.fixture(scope="module")
-def comparer() -> Iterator[NarrowComparer]:
+def comparer() -> Iterator[LowPrecisionComparer]:
     num_gpus = min(torch.cuda.device_count(), 2)
     with WorkerPool(num_gpus, device="cuda", timeout_seconds=600) as pool:
-        yield NarrowComparer(pool, "bf16", "transformer_engine")
+        yield LowPrecisionComparer(pool, "bf16", "transformer_engine")
 
 
-def test_the_library_has_the_signatures_of_the_stand_in(comparer: NarrowComparer) -> None:
-    (found,) = comparer.pool.run(1, _differences)
-    assert not found, importlib.metadata.version("transformer_engine")
+def test_the_library_has_the_signatures_of_the_stand_in(comparer: LowPrecisionComparer) -> None:
+    (changed,) = comparer.pool.run(1, _differences)
+    assert not changed, importlib.metadata.version("transformer_engine")
 
 
 def _differences(_rank: int, _world_size: int) -> list[str]:
@@ -54,7 +55,7 @@ def _differences(_rank: int, _world_size: int) -> list[str]:
     "words",
     ["llama", "llama documents", "llama tied selective", "mup", "puzzle", "tp2", "tp2 sp", "tp2 sp mup tied"],
 )
-def test_losses_and_gradients_are_locals_within_rounding(comparer: NarrowComparer, words: str) -> None:
+def test_losses_and_gradients_match_local_within_rounding(comparer: LowPrecisionComparer, words: str) -> None:
     layout = Layout.of(words)
     if layout.world_size > comparer.pool.size:
         pytest.skip(f"needs {layout.world_size} GPUs")
@@ -62,20 +63,20 @@ def test_losses_and_gradients_are_locals_within_rounding(comparer: NarrowCompare
     assert verdict.is_good, verdict
 
 
-def test_gpt2_without_dropout_of_scores_is_locals_within_rounding(comparer: NarrowComparer) -> None:
+def test_gpt2_without_attention_dropout_matches_local_within_rounding(comparer: LowPrecisionComparer) -> None:
     (verdict,) = comparer.pool.run(1, _gpt2)
     assert verdict.is_good, verdict
 
 
-def _gpt2(_rank: int, _world_size: int) -> NarrowVerdict:
-    """In one worker, as models of parity are known by name in each."""
+def _gpt2(_rank: int, _world_size: int) -> LowPrecisionVerdict:
+    """Compare in one worker, since each worker looks parity models up by name."""
     with mock.patch.dict(rows.MODELS, gpt2=GPT2):
-        comparer = NarrowComparer(_Here(), "bf16", "transformer_engine")  # type: ignore[arg-type]
+        comparer = LowPrecisionComparer(_OneRankPool(), "bf16", "transformer_engine")  # type: ignore[arg-type]
         return comparer.compare(Layout.of("gpt2"))
 
 
-class _Here:
-    """Stands for a pool of one."""
+class _OneRankPool:
+    """A pool of one rank in this process."""
 
     device = "cuda"
 
@@ -85,7 +86,7 @@ class _Here:
         return [function(0, 1, *arguments)]
 
 
-def test_a_checkpoint_goes_back_and_forth(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_either_implementation(tmp_path: Path) -> None:
     flags = (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 384 --normalization RMSNorm"
         " --swiglu --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
@@ -93,12 +94,12 @@ def test_a_checkpoint_goes_back_and_forth(tmp_path: Path) -> None:
         f" --global-batch-size 4 --lr 1e-3 --lr-decay-iters 15 --bf16 --eval-iters 0 --save {tmp_path} --load {tmp_path}"
     ).split()
     for number, implementation in enumerate(("transformer_engine", "local", "transformer_engine"), 1):
-        asked = ["--transformer-impl", implementation, "--train-iters", str(5 * number)]
-        subprocess.run([sys.executable, "pretrain.py", *flags, *asked], cwd=ROOT, check=True)
+        options = ["--transformer-impl", implementation, "--train-iters", str(5 * number)]
+        subprocess.run([sys.executable, "pretrain.py", *flags, *options], cwd=ROOT, check=True)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
 
 
-def test_the_command_prints_rows_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_parity_command_runs_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "parity --device cuda --precision bf16 --transformer-impl transformer_engine --layouts mup uniform"
     )

@@ -22,7 +22,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_curve_and_its_slope_are_torchs(name: str) -> None:
+def test_an_activation_function_and_its_derivative_are_torchs(name: str) -> None:
     activation_fn, plain = PLAIN[name]
     x, dy = _random(4, 3, 10).requires_grad_(), _random(4, 3, 10)
     expected = plain(x)
@@ -62,11 +62,11 @@ def test_a_weighted_activation_and_its_gradients_are_autograds(name: str, is_gat
     torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-14)
     gradients = a.activate_weighted_backward(dy, x.detach(), weights.detach(), activation)
     torch.testing.assert_close(gradients, (x.grad, weights.grad), rtol=1e-12, atol=1e-13)
-    assert torch.equal(dy, found)  # which takes its place
+    assert torch.equal(dy, found)  # overwritten with the result
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_slopes_are_numbers_where_squares_are_infinite(name: str) -> None:
+def test_derivatives_are_finite_where_squares_overflow(name: str) -> None:
     x, activation = torch.tensor([-1e20, 1e20]), Activation(fn=PLAIN[name][0])
     dx = a.activate_backward(torch.ones(2), x, activation)
     assert torch.equal(dx, torch.tensor([0.0, 2e20 if name == "squared_relu" else 1.0]))
@@ -83,7 +83,7 @@ def check(x: torch.Tensor, dy: torch.Tensor, activation: Activation, expected: t
     assert torch.equal(recomputed, found)
 
 
-def test_narrow_input_is_computed_in_fp32() -> None:
+def test_bf16_input_is_computed_in_fp32() -> None:
     x = _random(64, 8).bfloat16()
     expected = F.gelu(x.float(), approximate="tanh").bfloat16()
     assert torch.equal(a.activate(x, Activation(fn=a.GELU_TANH)), expected)

@@ -1,4 +1,4 @@
-"""Norms, and the sum before them, against autograd in fp64."""
+"""Norms and the residual addition before them, against autograd in fp64."""
 
 import pytest
 import torch
@@ -25,11 +25,11 @@ def test_a_norm_and_its_gradients_are_autograds(has_bias: bool, has_delta: bool,
     torch.autograd.backward((y, total * dtotal), (dy, torch.ones_like(dtotal)))
 
     with torch.no_grad():
-        known = norms.norm(x, delta, weight, bias, 1e-5, offset)
-        found = norms.norm_backward(dy, dtotal, known, weight, offset)
-        alone = norms.norm_backward(dy, None, known, weight, offset)
-    torch.testing.assert_close(known.total, total.detach())
-    torch.testing.assert_close(known.y, y.detach())
+        output = norms.norm(x, delta, weight, bias, 1e-5, offset)
+        found = norms.norm_backward(dy, dtotal, output, weight, offset)
+        alone = norms.norm_backward(dy, None, output, weight, offset)
+    torch.testing.assert_close(output.total, total.detach())
+    torch.testing.assert_close(output.y, y.detach())
     torch.testing.assert_close(found.dx, x.grad)
     torch.testing.assert_close(alone.dx, x.grad - dtotal)
     torch.testing.assert_close(found.dweight, weight.grad)

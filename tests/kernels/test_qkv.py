@@ -1,4 +1,4 @@
-"""Heads as one tensor: without a copy where they are its parts, and never where they are not."""
+"""Heads as one tensor: without a copy if they are views of it, and only then."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def heads(s: int = 3, b: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("b", [1, 2])
-def test_parts_of_one_tensor_are_not_copied(b: int) -> None:
+def test_views_of_one_tensor_are_not_copied(b: int) -> None:
     whole = heads(b=b)
     found = concat_heads(whole.split(SIZES, dim=2))
     assert found.data_ptr() == whole.data_ptr()
@@ -21,7 +21,7 @@ def test_parts_of_one_tensor_are_not_copied(b: int) -> None:
     assert found.stride() == whole.stride()
 
 
-def test_one_sample_may_lie_in_any_order() -> None:
+def test_the_layout_of_one_sample_does_not_matter() -> None:
     parts = heads(s=3, b=1).view(1, 3, 8, 5).transpose(0, 1).split(SIZES, dim=2)
     assert fused_view(parts) is not None
     assert torch.equal(concat_heads(parts), heads(s=3, b=1))
@@ -37,7 +37,7 @@ def test_one_sample_may_lie_in_any_order() -> None:
         heads().transpose(0, 1).split(SIZES, dim=2),
         [heads().split(SIZES, dim=2)[0], *heads().split(SIZES, dim=2)[1:]],
     ],
-    ids=["copies", "another order", "a part is missing", "of a sample", "turned around", "of two tensors"],
+    ids=["copies", "another order", "a part is missing", "of a sample", "transposed", "of two tensors"],
 )
 def test_other_parts_are_copied(parts: list[torch.Tensor]) -> None:
     assert fused_view(parts) is None

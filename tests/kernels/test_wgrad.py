@@ -1,4 +1,4 @@
-"""The weight gradient against its definition."""
+"""Weight gradients against their definition."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [64, 4096, 0])
-def test_weight_gradients_are_added_in_the_buffers_own_precision(dtype: torch.dtype, tokens: int) -> None:
+def test_weight_gradients_accumulate_in_the_precision_of_the_buffer(dtype: torch.dtype, tokens: int) -> None:
     dy, x = _random(tokens, 48).to(dtype), _random(tokens, 80, seed=1).to(dtype)
     buffer = _random(48, 80, seed=2)
     expected = buffer.double() + dy.double().t() @ x.double()

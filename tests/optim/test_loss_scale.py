@@ -1,4 +1,4 @@
-"""The loss scale moves as Megatron-LM's does."""
+"""Loss scaling follows Megatron-LM's rule."""
 
 import json
 
@@ -18,7 +18,7 @@ def scaler(**changed: float) -> DynamicLossScale:
 
 
 def scales(one: DynamicLossScale, steps: str) -> list[float]:
-    """The scale after each step: `+` for a finite one."""
+    """Return the scale after each step: `+` is a finite step."""
     found = []
     for step in steps:
         one.update(is_finite=step == "+")
@@ -31,12 +31,12 @@ def scales(one: DynamicLossScale, steps: str) -> list[float]:
     [
         ("-", [64]),  # patience
         ("--", [64, 32]),
-        ("----", [64, 32, 16, 8]),  # a halving does not restore patience
-        ("------", [64, 32, 16, 8, 4, 4]),  # never below the minimum
-        ("--++-", [64, 32, 32, 32, 16]),  # nor do a few finite steps
+        ("----", [64, 32, 16, 8]),  # halving does not restore the patience
+        ("------", [64, 32, 16, 8, 4, 4]),  # not below the minimum
+        ("--++-", [64, 32, 32, 32, 16]),  # a few finite steps do not either
         ("--+++-", [64, 32, 32, 32, 64, 64]),  # a whole window does
         ("--+++--", [64, 32, 32, 32, 64, 64, 32]),
-        ("++-+++", [64, 64, 64, 64, 64, 128]),  # a window is finite steps in a row
+        ("++-+++", [64, 64, 64, 64, 64, 128]),  # a window is consecutive finite steps
         ("++++++", [64, 64, 128, 128, 128, 256]),
         ("-+++-", [64, 64, 64, 128, 128]),
     ],
@@ -46,7 +46,7 @@ def test_the_scale_follows_megatrons_rule(steps: str, expected: list[float]) -> 
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_a_restored_scale_goes_on_as_if_nothing_had_happened(at: int) -> None:
+def test_a_restored_scale_continues_unchanged(at: int) -> None:
     steps = "--+-+++--+++-+"
     whole, first, second = scaler(), scaler(), scaler(scale=1.0)
     expected = scales(whole, steps)
@@ -73,31 +73,31 @@ def test_a_constant_scale_stays() -> None:
     ],
     ids=["none", "constant", "unchecked", "dynamic"],
 )
-def test_what_is_skipped_and_what_is_an_error(one: LossScaler, with_finite_loss: bool, without: bool) -> None:
+def test_steps_that_are_skipped_and_steps_that_are_errors(
+    one: LossScaler, with_finite_loss: bool, without: bool
+) -> None:
     assert one.skips(1.0) == with_finite_loss
     assert one.skips(float("nan")) == without
 
 
 @pytest.mark.parametrize(
-    ("steps", "is_lost"),
+    ("steps", "is_error"),
     [
-        ("-" * (5 + MOST_STUCK_STEPS), True),  # of 64 to 4 in 5
+        ("-" * (5 + MOST_STUCK_STEPS), True),  # from 64 to 4 in 5 steps
         ("-" * (4 + MOST_STUCK_STEPS), False),
         ("-" * (4 + MOST_STUCK_STEPS) + "+-", False),
     ],
 )
-def test_a_run_is_lost_that_overflows_again_and_again_at_the_smallest_scale(
-    steps: str, is_lost: bool
-) -> None:
+def test_repeated_overflow_at_the_smallest_scale_is_an_error(steps: str, is_error: bool) -> None:
     one, unchecked = scaler(), scaler()
     unchecked.skips_all = True
     scales(one, steps)
     scales(unchecked, steps)
-    assert one.skips(float("nan")) != is_lost
+    assert one.skips(float("nan")) != is_error
     assert unchecked.skips(float("nan"))
 
 
-def test_a_run_is_lost_that_overflows_again_and_again_at_a_constant_scale() -> None:
+def test_repeated_overflow_at_a_constant_scale_is_an_error() -> None:
     one, unchecked = ConstantLossScale(8.0, skips_gradients=True), ConstantLossScale(skips_all=True)
     for _ in range(MOST_STUCK_STEPS - 1):
         one.update(is_finite=False)

@@ -47,7 +47,7 @@ def exactly(expected: float) -> Any:
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
-def test_rates_are_megatrons(case: dict[str, Any]) -> None:
+def test_schedules_are_megatrons(case: dict[str, Any]) -> None:
     rate, decay = lr_schedule(case["arguments"]), weight_decay_schedule(case["arguments"])
     overrides = case.get("param_group_overrides", [{}])
     for samples, *rows in case["values"]:
@@ -142,7 +142,7 @@ def test_a_restored_schedule_is_megatrons(row: dict[str, Any]) -> None:
     ]
 
 
-def test_embedding_and_output_layer_may_have_a_rate_of_their_own() -> None:
+def test_embedding_and_output_layer_may_have_their_own_learning_rate() -> None:
     plan = plan_of(
         {
             "lr": 1e-3,

@@ -1,4 +1,4 @@
-"""Muon on one rank against torch's, and how matrices are spread over ranks."""
+"""Muon on one rank against torch's, and the assignment of matrices to ranks."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from megatrain.parallel.layout import Init, LaidOutModule, ParamLayout, ParamReg
 from megatrain.parallel.rank_lists import GridShape
 
 HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1)
-TORCHS = MuonRule(
+TORCH_RULE = MuonRule(
     momentum=0.95,
     is_nesterov=True,
     num_steps=5,
@@ -97,15 +97,15 @@ def drawn(optimizer: ShardedOptimizer, steps: int = 3) -> list[dict[str, torch.T
 
 
 def matrices(name: str, value: torch.Tensor, *, splits_qkv: bool) -> list[torch.Tensor]:
-    """A parameter as the matrices that Muon works on."""
+    """Return a parameter as the matrices that Muon orthogonalizes."""
     if name == "experts":
         return list(value.split(12))
     return list(value.split([16, 8, 8])) if name == "qkv" and splits_qkv else [value]
 
 
 @pytest.mark.parametrize("splits_qkv", [True, False])
-def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_its_adamw(splits_qkv: bool) -> None:
-    rule = MuonRule(**{**vars(TORCHS), "splits_qkv": splits_qkv})
+def test_matrices_follow_torchs_muon_and_the_rest_its_adamw(splits_qkv: bool) -> None:
+    rule = MuonRule(**{**vars(TORCH_RULE), "splits_qkv": splits_qkv})
     optimizer = optimizer_of(rule)
     start = {name: value.clone() for name, value in weights(optimizer).items()}
     steps = drawn(optimizer)
@@ -128,8 +128,8 @@ def test_matrices_move_as_by_torchs_muon_and_the_rest_as_by_its_adamw(splits_qkv
             torch.testing.assert_close(ours, parameter.data, rtol=1e-6, atol=1e-6)
 
 
-def test_state_is_kept_for_what_needs_it_alone() -> None:
-    optimizer = optimizer_of(TORCHS)
+def test_each_kind_of_state_covers_only_its_elements() -> None:
+    optimizer = optimizer_of(TORCH_RULE)
     sizes = {kind: sum(values.numel() for _, _, values in optimizer.owned(kind)) for kind in optimizer.kinds}
     in_matrices, others = 48 * 12 + 32 * 12 + 12 * 24 + 24 * 12, 7 + 60
     assert sizes == {
@@ -139,7 +139,7 @@ def test_state_is_kept_for_what_needs_it_alone() -> None:
         "momentum_buffer": in_matrices,
     }
     held = sum(flat.numel() for kind in optimizer.kinds[1:] for flat in optimizer.state(kind))
-    assert held < in_matrices + 2 * others + 3 * 128  # beside what aligns parameters
+    assert held < in_matrices + 2 * others + 3 * 128  # plus alignment of parameters
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_state_is_kept_for_what_needs_it_alone() -> None:
     [("spectral", 2.0, 2.0), ("unit_rms_norm", 2.0, 0.5), ("shape_scaling", 2.0, 1.0)],
 )
 def test_steps_are_scaled_by_shape(mode: str, tall: float, wide: float) -> None:
-    rule = MuonRule(**{**vars(TORCHS), "scale_mode": mode, "extra_scale": 0.5})
+    rule = MuonRule(**{**vars(TORCH_RULE), "scale_mode": mode, "extra_scale": 0.5})
     assert (rule.scale((4, 1)), rule.scale((1, 4))) == (0.5 * tall, 0.5 * wide)
 
 
 def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    optimizer = optimizer_of(TORCHS)
+    optimizer = optimizer_of(TORCH_RULE)
     before = [flat.clone() for kind in optimizer.kinds for flat in optimizer.state(kind)]
     optimizer.buffers.gradients.full[0].fill_(float("nan"))
     norm = optimizer.gradient_norm()
@@ -163,20 +163,20 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 @pytest.mark.parametrize("kind", ["quintic", "polar_express"])
 @pytest.mark.parametrize("shape", [(40, 20), (20, 40)])
-def test_singular_values_come_near_to_one(kind: str, shape: tuple[int, int]) -> None:
+def test_singular_values_are_near_one(kind: str, shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     values = torch.linalg.svdvals(orthogonalize(x, kind, 5))
     assert (values.min() > 0.7) & (values.max() < 1.3)
 
 
-def test_coefficients_begin_again_or_go_on_with_the_last() -> None:
+def test_coefficients_start_over_or_repeat_the_last() -> None:
     quintic, polar = list(step_coefficients("quintic", 6)), list(step_coefficients("polar_express", 10))
     assert quintic[5] == quintic[0]
     assert polar[7] == polar[8] == polar[9] == (1.875, -1.25, 0.375)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8, 100])
-def test_each_matrix_has_one_owner_and_costs_are_even(num_ranks: int) -> None:
+def test_each_matrix_has_one_owner_and_costs_are_balanced(num_ranks: int) -> None:
     shapes = {
         "q": (64, 64),
         "k": (16, 64),
@@ -185,10 +185,10 @@ def test_each_matrix_has_one_owner_and_costs_are_even(num_ranks: int) -> None:
         "fc1": (384, 64),
         "down": (64, 192),
     }
-    known = {Matrix(f"{layer}.{name}", shape) for layer in range(12) for name, shape in shapes.items()}
-    owned = assign_matrices(known, num_ranks)
-    assert sorted(m.name for matrices in owned for m in matrices) == sorted(m.name for m in known)
+    all_matrices = {Matrix(f"{layer}.{name}", shape) for layer in range(12) for name, shape in shapes.items()}
+    owned = assign_matrices(all_matrices, num_ranks)
+    assert sorted(m.name for matrices in owned for m in matrices) == sorted(m.name for m in all_matrices)
     costs = [sum(m.cost for m in matrices) for matrices in owned]
-    fair, dearest = sum(costs) / num_ranks, max(m.cost for m in known)
-    assert max(costs) <= fair + dearest
-    assert assign_matrices(set(known), num_ranks) == owned
+    fair, largest = sum(costs) / num_ranks, max(m.cost for m in all_matrices)
+    assert max(costs) <= fair + largest
+    assert assign_matrices(set(all_matrices), num_ranks) == owned

@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory: the same bits as on the device, and whole buckets from the end."""
+"""Optimizer state in host memory: bit-identical to the device, in whole buckets from the end."""
 
 import pytest
 import torch
@@ -19,9 +19,9 @@ SIZES = [33, 64, 200, 91, 128]
 
 
 def _optimizer(
-    dtype: torch.dtype, rule: UpdateRule, fraction: float, **kept: torch.dtype
+    dtype: torch.dtype, rule: UpdateRule, fraction: float, **moment_dtypes: torch.dtype
 ) -> ShardedOptimizer:
-    """A bucket for each of `SIZES`."""
+    """Return an optimizer with one bucket for each of `SIZES`."""
     modules = []
     for number, size in enumerate(SIZES):
         module, name = LaidOutModule(), f"w{number}"
@@ -41,7 +41,7 @@ def _optimizer(
         rule,
         clip_grad=1.0,
         master_dtype=torch.float32,
-        moment_dtypes=kept,
+        moment_dtypes=moment_dtypes,
         offload_fraction=fraction,
     )
     optimizer.fill("weight", InitialWeights(1))
@@ -50,8 +50,8 @@ def _optimizer(
 
 
 def _everything(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
-    kept = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]
-    return [flat.clone() for flat in (*kept, *optimizer.buffers.weights.full)]
+    state = [flat for kind in optimizer.kinds for flat in optimizer.state(kind)]
+    return [flat.clone() for flat in (*state, *optimizer.buffers.weights.full)]
 
 
 def _step(optimizer: ShardedOptimizer, number: int, *, is_finite: bool = True) -> None:
@@ -71,19 +71,19 @@ def _step(optimizer: ShardedOptimizer, number: int, *, is_finite: bool = True) -
 def test_steps_on_the_host_are_the_same_bits(
     dtype: torch.dtype, rule: UpdateRule, fraction: float, num_on_device: int
 ) -> None:
-    here, away = (_optimizer(dtype, rule, share) for share in (0.0, fraction))
-    assert (here.num_on_device, away.num_on_device) == (len(SIZES), num_on_device)
-    begun = _everything(here)
+    on_device, offloaded = (_optimizer(dtype, rule, value) for value in (0.0, fraction))
+    assert (on_device.num_on_device, offloaded.num_on_device) == (len(SIZES), num_on_device)
+    initial = _everything(on_device)
     for number in range(3):
-        for optimizer in (here, away):
+        for optimizer in (on_device, offloaded):
             _step(optimizer, number)
-    assert not torch.equal(begun[-1], _everything(here)[-1])
-    for expected, found in zip(_everything(here), _everything(away), strict=True):
+    assert not torch.equal(initial[-1], _everything(on_device)[-1])
+    for expected, found in zip(_everything(on_device), _everything(offloaded), strict=True):
         assert torch.equal(expected, found)
 
 
-def test_narrow_moments_are_the_same_bits_on_the_host() -> None:
-    pair = [_optimizer(torch.bfloat16, ADAMW, share, exp_avg=torch.bfloat16) for share in (0.0, 0.5)]
+def test_bf16_moments_are_the_same_bits_on_the_host() -> None:
+    pair = [_optimizer(torch.bfloat16, ADAMW, fraction, exp_avg=torch.bfloat16) for fraction in (0.0, 0.5)]
     for number in range(2):
         for optimizer in pair:
             _step(optimizer, number)

@@ -1,4 +1,4 @@
-"""The optimizer on one rank: norm, clipping, groups, and what is derived from what."""
+"""The optimizer on one rank: norm, clipping, parameter groups, and weights cast from master weights."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ HYPERPARAMS = Hyperparams(lr=0.01, weight_decay=0.1, lr_by_kind={"embedding": 0.
 
 
 def _optimizer(dtype: torch.dtype, *, clip_grad: float = 1.0, rule: UpdateRule = ADAMW) -> ShardedOptimizer:
-    """A matrix, a vector that does not decay, and an embedding."""
+    """Return an optimizer of a matrix, a vector that does not decay, and an embedding."""
     module = LaidOutModule()
     for name, shape in (("a", (5, 3)), ("b", (7,)), ("e", (11, 3))):
         pieces = (Piece(name, shape, tuple((0, size) for size in shape)),)
@@ -50,10 +50,10 @@ def _views(optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     return {p.entry.attribute: p.entry.parameter.data for b in optimizer.buffers.buckets for p in b.params}
 
 
-def test_master_weights_keep_what_bfloat16_cannot() -> None:
-    wide, narrow = _optimizer(torch.float32), _optimizer(torch.bfloat16)
-    assert torch.equal(wide.state("weight")[0], narrow.state("weight")[0])
-    assert torch.equal(_views(narrow)["a"], _views(wide)["a"].bfloat16())
+def test_master_weights_keep_the_precision_that_bf16_lacks() -> None:
+    fp32, bf16 = _optimizer(torch.float32), _optimizer(torch.bfloat16)
+    assert torch.equal(fp32.state("weight")[0], bf16.state("weight")[0])
+    assert torch.equal(_views(bf16)["a"], _views(fp32)["a"].bfloat16())
 
 
 @pytest.mark.parametrize("rule", [ADAMW, SgdRule(momentum=0.9)], ids=["adam", "sgd"])
@@ -91,7 +91,7 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
 
 
 def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
-    """With any number of shards, the ranges of the groups tile each shard."""
+    """With any number of shards, the ranges of the groups cover each shard."""
     whole = _optimizer(torch.float32).buffers
     for num_shards in (2, 3, 7):
         for rank in range(num_shards):
@@ -103,6 +103,6 @@ def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
                     *(part.stop for _, part in ranges[:-1]),
                 ]
                 assert ranges[-1][1].stop == shard.numel
-                for param, _, place in shard.owned():
-                    (group,) = {g for g, part in ranges if part.start <= place.start < part.stop}
+                for param, _, elements in shard.owned():
+                    (group,) = {g for g, part in ranges if part.start <= elements.start < part.stop}
                     assert group == param.entry.layout.group

@@ -1,12 +1,12 @@
-"""Kernels of GPUs against attention written out in fp64: the heads and dtypes that `config/derive/attention_backend.py` lets them have, and
-sums in one order, as --deterministic-mode asks for them.
+"""GPU attention kernels against eager attention in fp64: the head sizes and dtypes that `config/derive/attention_backend.py`
+allows them, and deterministic mode.
 """
 
 from collections.abc import Iterator
 
 import pytest
 import torch
-from heads_on_gpus import DTYPES, LIMITS, heads_of
+from attention_heads import DTYPES, MAX_ERRORS, head_sizes_of
 from torch import Tensor
 
 from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4
@@ -18,15 +18,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries
 ]
-S, SOME, B, HEADS = 520, 300, 2, 4
-"""Tokens of a sample, the last ones of them where blocks are not square, samples, heads."""
+S, SHORT, B, HEADS = 520, 300, 2, 4
+"""Tokens of a sample, queries of blocks that are not square (the last tokens), samples, heads."""
 WINDOW = 150
 ENDS = [0, 1, 257, S, 585, 585, 2 * S]
-"""Of documents in samples that lie end to end: one has a token, one ends behind a tile, one is empty."""
+"""Cumulative lengths of documents in concatenated samples: one has one token, one ends after a tile, one is empty."""
 KERNELS = {"flash4": Flash4, "cudnn": CuDnn, "flash2": Flash2}
 CASES = [
     (backend, d, name)
-    for backend, d in heads_of(*KERNELS)
+    for backend, d in head_sizes_of(*KERNELS)
     for name in ("causal", "documents")
     if (backend, name) != ("cudnn", "documents")
 ]
@@ -39,8 +39,8 @@ def made(backend: str, d: int) -> AttentionKernel:
 
 
 def spec_of(name: str) -> tuple[MaskSpec, Tensor]:
-    """What queries see, by rules and by a mask, [1 or b, 1, sq, sk]."""
-    queries = SOME if name in ("whole", "run") else S
+    """Return a mask by rules, and the equivalent explicit mask, [1 or b, 1, sq, sk]."""
+    queries = SHORT if name in ("whole", "run") else S
     distance = torch.arange(S - queries, S)[:, None] - torch.arange(S)
     mask = (distance >= 0)[None, None]
     match name:
@@ -52,14 +52,14 @@ def spec_of(name: str) -> tuple[MaskSpec, Tensor]:
             ends = torch.tensor(ENDS, dtype=torch.int32)
             number = torch.bucketize(torch.arange(B * S), ends, right=True).view(B, 1, S)
             is_same = number.unsqueeze(-1) == number.unsqueeze(-2)
-            borders = CuSeqlens(ends.cuda(), ends.cuda(), S, S)
-            return MaskSpec(is_causal=True, cu_seqlens=borders), mask & is_same
+            cu_seqlens = CuSeqlens(ends.cuda(), ends.cuda(), S, S)
+            return MaskSpec(is_causal=True, cu_seqlens=cu_seqlens), mask & is_same
         case _:
             return MaskSpec(is_causal=True), mask
 
 
 def inputs(queries: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor]:
-    """q, k and v, as they come out of a linear layer, and what comes back from the output."""
+    """Return q, k and v as views of a QKV projection, and the gradient of the output."""
     generator = torch.Generator().manual_seed(d)
     qkv = torch.randn(S, B, HEADS + 2 * groups, d, generator=generator).to("cuda", dtype)
     dout = torch.randn(queries, B, HEADS, d, generator=generator).to("cuda", dtype)
@@ -68,43 +68,43 @@ def inputs(queries: int, groups: int, d: int, dtype: torch.dtype) -> list[Tensor
 
 
 def of(kernel: AttentionKernel, x: list[Tensor], spec: MaskSpec) -> list[Tensor]:
-    """Output, log-sum-exp and gradients."""
+    """Return output, log-sum-exp and gradients."""
     q, k, v, dout = x
     out, lse = kernel.forward(q, k, v, spec)
     return [out, lse, *kernel.backward(dout, q, k, v, out, lse, spec)]
 
 
 def check(found: list[Tensor], x: list[Tensor], mask: Tensor) -> None:
-    written = EagerAttention(scale=x[0].shape[-1] ** -0.5)
-    expected = of(written, [one.double().cpu() for one in x], MaskSpec(explicit=mask))
+    eager = EagerAttention(scale=x[0].shape[-1] ** -0.5)
+    expected = of(eager, [one.double().cpu() for one in x], MaskSpec(explicit=mask))
     names = ("out", "lse", "dq", "dk", "dv")
     for name, own, wanted in zip(names, found, expected, strict=True):
         error = ((own.double().cpu() - wanted).abs().max() / wanted.abs().max()).item()
-        assert error < LIMITS[x[0].dtype], f"{name} is off by {error}"
+        assert error < MAX_ERRORS[x[0].dtype], f"{name} is off by {error}"
 
 
 @pytest.mark.parametrize(("backend", "d", "name"), CASES)
-def test_heads_of_all_sizes(backend: str, d: int, name: str) -> None:
+def test_head_sizes(backend: str, d: int, name: str) -> None:
     kernel, (spec, mask) = made(backend, d), spec_of(name)
-    groups = 2 if name == "causal" else HEADS  # whose gradients go another way than those of several heads
+    groups = 2 if name == "causal" else HEADS  # ungrouped heads use another backward path
     x = inputs(S, groups, d, DTYPES[d])
     check(of(kernel, x, spec), x, mask)
 
 
 @pytest.fixture
-def _one_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As `training/launch/determinism.py` sees to it."""
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set torch's deterministic mode as `training/launch/determinism.py` does."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
 
 
-@pytest.mark.usefixtures("_one_order")
+@pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("backend", ["flash4", "flash2"])
 @pytest.mark.parametrize("name", ["whole", "causal", "run", "window", "documents"])
 @pytest.mark.parametrize(("groups", "d"), [(2, 128), (4, 64)])
-def test_sums_in_one_order_are_those_written_out(backend: str, name: str, groups: int, d: int) -> None:
+def test_deterministic_kernels_are_exact_and_repeatable(backend: str, name: str, groups: int, d: int) -> None:
     assert determinism_options() == {"deterministic": True}
     kernel, (spec, mask) = made(backend, d), spec_of(name)
     x = inputs(mask.shape[2], groups, d, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Routing against loops over tokens in numpy, its losses against finite differences."""
+"""Routing against loops over tokens in numpy; losses against finite differences."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def _score(row: np.ndarray, function: str) -> np.ndarray:
 
 
 def _best(values: np.ndarray, k: int, allowed: list[int]) -> list[int]:
-    """By looking for the largest one k times; the first one wins."""
+    """Find the largest one k times; ties go to the first."""
     best: list[int] = []
     for _ in range(k):
         left = [e for e in allowed if e not in best]
@@ -56,19 +56,19 @@ def _expected(row: np.ndarray, rule: TopKRule, bias: np.ndarray | None) -> tuple
     allowed = list(range(len(row)))
     if rule.num_groups is not None and rule.group_top_k is not None:
         size, most = len(row) // rule.num_groups, rule.top_k // rule.group_top_k
-        worth = np.array(
+        group_scores = np.array(
             [sum(sorted(values[g * size : (g + 1) * size])[-most:]) for g in range(rule.num_groups)]
         )
-        groups = _best(worth, rule.group_top_k, list(range(rule.num_groups)))
+        groups = _best(group_scores, rule.group_top_k, list(range(rule.num_groups)))
         allowed = [e for e in allowed if e // size in groups]
     experts = _best(values, rule.top_k, allowed)
     if is_after:
-        weights = np.exp(row[experts]) / np.exp(row[experts]).sum()
+        probs = np.exp(row[experts]) / np.exp(row[experts]).sum()
     else:
-        weights = scores[experts]
+        probs = scores[experts]
         if rule.score_function != "softmax" and rule.top_k > 1:
-            weights = weights / weights.sum()
-    return experts, list(weights * rule.scaling_factor)
+            probs = probs / probs.sum()
+    return experts, list(probs * rule.scaling_factor)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -82,7 +82,7 @@ def _expected(row: np.ndarray, rule: TopKRule, bias: np.ndarray | None) -> tuple
         ((4, 2), 4, False, 1.0),
     ],
 )
-def test_experts_and_weights_are_those_of_a_loop(
+def test_experts_and_probabilities_are_those_of_a_loop(
     function: ScoreFunction, groups: tuple[int, int] | None, top_k: int, is_pre_softmax: bool, scale: float
 ) -> None:
     num_groups, group_top_k = groups or (None, None)
@@ -96,42 +96,44 @@ def test_experts_and_weights_are_those_of_a_loop(
     )
     logits = _logits()
     bias = None if function == "softmax" else torch.linspace(-0.5, 0.5, 8).double()
-    experts, weights = select_experts(logits, rule, bias)
-    for row, chosen, weighed in zip(logits.numpy(), experts.tolist(), weights.tolist(), strict=True):
+    experts, probs = select_experts(logits, rule, bias)
+    for row, selected, row_probs in zip(logits.numpy(), experts.tolist(), probs.tolist(), strict=True):
         expected = _expected(row, rule, None if bias is None else bias.numpy())
-        assert chosen == expected[0]
-        assert weighed == pytest.approx(expected[1], rel=1e-12)
+        assert selected == expected[0]
+        assert row_probs == pytest.approx(expected[1], rel=1e-12)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("is_pre_softmax", [False, True])
-def test_gradients_of_weights_are_finite_differences(function: ScoreFunction, is_pre_softmax: bool) -> None:
+def test_gradients_of_probabilities_are_finite_differences(
+    function: ScoreFunction, is_pre_softmax: bool
+) -> None:
     rule = TopKRule(top_k=3, score_function=function, is_pre_softmax=is_pre_softmax, scaling_factor=1.5)
     logits = _logits(tokens=5).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: select_experts(x, rule)[1], (logits,))
 
 
-def test_equal_scores_go_to_the_lowest_numbers() -> None:
+def test_ties_go_to_the_lowest_index() -> None:
     assert top_k_experts(torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0] * 4]), 2).tolist() == [[1, 2], [0, 1]]
     rule = TopKRule(top_k=2, num_groups=4, group_top_k=2)
     assert select_experts(torch.zeros(1, 8), rule)[0].tolist() == [[0, 1]]
 
 
-def test_a_bias_picks_but_does_not_weigh() -> None:
+def test_a_bias_changes_the_selection_but_not_the_probabilities() -> None:
     rule = TopKRule(top_k=1, score_function="sigmoid")
     logits = torch.tensor([[3.0, 0.0]])
-    experts, weights = select_experts(logits, rule, torch.tensor([0.0, 10.0]))
+    experts, probs = select_experts(logits, rule, torch.tensor([0.0, 10.0]))
     assert experts.tolist() == [[1]]
-    assert weights.item() == pytest.approx(0.5)
+    assert probs.item() == pytest.approx(0.5)
 
 
-def test_weights_of_narrow_logits_are_computed_wide() -> None:
+def test_probabilities_of_bf16_logits_are_computed_in_fp32() -> None:
     logits = _logits().to(torch.bfloat16)
-    experts, weights = select_experts(logits, TopKRule(top_k=2, score_function="sigmoid"))
-    wide_experts, wide_weights = select_experts(logits.float(), TopKRule(top_k=2, score_function="sigmoid"))
-    assert weights.dtype == torch.bfloat16
-    assert torch.equal(experts, wide_experts)
-    assert torch.equal(weights, wide_weights.bfloat16())
+    experts, probs = select_experts(logits, TopKRule(top_k=2, score_function="sigmoid"))
+    fp32_experts, fp32_probs = select_experts(logits.float(), TopKRule(top_k=2, score_function="sigmoid"))
+    assert probs.dtype == torch.bfloat16
+    assert torch.equal(experts, fp32_experts)
+    assert torch.equal(probs, fp32_probs.bfloat16())
 
 
 def test_a_sinkhorn_plan_has_even_rows_and_columns() -> None:
@@ -142,26 +144,26 @@ def test_a_sinkhorn_plan_has_even_rows_and_columns() -> None:
 
 
 @pytest.mark.parametrize("size", [0.1, 1.0, 4.0])
-def test_a_sinkhorn_plan_is_that_of_scaling_until_factors_rest(size: float) -> None:
+def test_a_sinkhorn_plan_is_that_of_scaling_until_convergence(size: float) -> None:
     logits = _logits(tokens=32) * size
     cost = np.exp(logits.numpy())
-    columns, moved = np.ones(8), 1.0
-    while moved > 1e-4:
+    columns, change = np.ones(8), 1.0
+    while change > 1e-4:
         rows = [1 / (32 * (sum(cost[t] * columns) + 1e-8)) for t in range(32)]
         new = np.array([1 / (8 * (sum(cost[t, e] * rows[t] for t in range(32)) + 1e-8)) for e in range(8)])
-        columns, moved = new, np.abs(new - columns).mean()
+        columns, change = new, np.abs(new - columns).mean()
     expected = torch.from_numpy(cost * columns * np.array(rows)[:, None])
     torch.testing.assert_close(sinkhorn_plan(logits), expected, rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_sinkhorn_evens_loads_and_weighs_by_scores(top_k: int) -> None:
+def test_sinkhorn_balances_loads_and_uses_scores_as_probabilities(top_k: int) -> None:
     logits = _logits(tokens=256) + torch.linspace(-2, 2, 8).double()
-    experts, weights = select_by_sinkhorn(logits, sinkhorn_plan(logits), top_k)
+    experts, probs = select_by_sinkhorn(logits, sinkhorn_plan(logits), top_k)
     plain = tokens_per_expert(top_k_experts(logits, top_k), 8)
     assert tokens_per_expert(experts, 8).max() < 0.7 * plain.max()
     scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
-    assert torch.equal(weights, scores.gather(1, experts))
+    assert torch.equal(probs, scores.gather(1, experts))
 
 
 def test_loads_count_tokens_of_each_expert_and_sequence() -> None:
@@ -181,42 +183,42 @@ def test_capacity_is_rounded_up(factor: float, expected: int) -> None:
 @pytest.mark.parametrize("policy", ["probs", "position"])
 @pytest.mark.parametrize("capacity", [1, 4, 24])
 def test_capacity_drops_what_a_loop_drops(policy: DropPolicy, capacity: int) -> None:
-    experts, weights = select_experts(_logits(), TopKRule(top_k=3, is_pre_softmax=True))
-    weights[5], experts[5] = weights[4], experts[4]  # equal claims: the first one
-    kept = within_capacity(experts, weights, capacity, policy)
-    claims = [(t, j) for t in range(24) for j in range(3)]
+    experts, probs = select_experts(_logits(), TopKRule(top_k=3, is_pre_softmax=True))
+    probs[5], experts[5] = probs[4], experts[4]  # a tie goes to the first
+    kept = within_capacity(experts, probs, capacity, policy)
+    assignments = [(t, j) for t in range(24) for j in range(3)]
     for expert in range(8):
-        own = [claim for claim in claims if experts[claim] == expert]
+        own = [one for one in assignments if experts[one] == expert]
         if policy == "probs":
-            own.sort(key=lambda claim: -weights[claim].item())
-        assert [bool(kept[claim]) for claim in own] == [n < capacity for n in range(len(own))]
+            own.sort(key=lambda one: -probs[one].item())
+        assert [bool(kept[one]) for one in own] == [n < capacity for n in range(len(own))]
 
 
-def test_the_balance_loss_is_its_formula_and_1_where_loads_are_even() -> None:
+def test_the_balance_loss_is_its_formula_and_1_for_even_loads() -> None:
     logits = _logits()
-    shares, loads = router_probs(logits, "sigmoid"), tokens_per_expert(top_k_experts(logits, 2), 8)
-    loss = sum(shares[t, e] * loads[e] for t in range(24) for e in range(8)) * 8 / (2 * 24**2)
-    torch.testing.assert_close(load_balancing_loss(shares.sum(0), loads, top_k=2, num_tokens=24), loss)
+    probs, loads = router_probs(logits, "sigmoid"), tokens_per_expert(top_k_experts(logits, 2), 8)
+    loss = sum(probs[t, e] * loads[e] for t in range(24) for e in range(8)) * 8 / (2 * 24**2)
+    torch.testing.assert_close(load_balancing_loss(probs.sum(0), loads, top_k=2, num_tokens=24), loss)
     even = torch.full((8,), 24 / 8).double()
     assert load_balancing_loss(even, torch.full((8,), 6), top_k=2, num_tokens=24).item() == pytest.approx(1)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_sums_are_of_samples_whose_tokens_take_turns(function: ScoreFunction) -> None:
+def test_sums_are_per_sample(function: ScoreFunction) -> None:
     logits = _logits()
-    sums, shares = score_sums(logits, function, 4), router_probs(logits, function).view(6, 4, 8)
+    sums, probs = score_sums(logits, function, 4), router_probs(logits, function).view(6, 4, 8)
     for sample in range(4):
-        torch.testing.assert_close(sums.probs[sample], shares[:, sample].sum(0))
+        torch.testing.assert_close(sums.probs[sample], probs[:, sample].sum(0))
     squares = sum(math.log(sum(map(math.exp, row))) ** 2 for row in logits.tolist())
     assert sums.squares.item() == pytest.approx(squares)
-    torch.testing.assert_close(sums.entropy, -(shares * shares.log()).sum())
+    torch.testing.assert_close(sums.entropy, -(probs * probs.log()).sum())
 
 
 def test_losses_of_sequences_are_averaged() -> None:
-    shares, loads = score_sums(_logits(), "softmax", 4).probs, torch.randint(0, 9, (4, 8))
-    each = [load_balancing_loss(shares[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
+    probs, loads = score_sums(_logits(), "softmax", 4).probs, torch.randint(0, 9, (4, 8))
+    each = [load_balancing_loss(probs[b], loads[b], top_k=2, num_tokens=6) for b in range(4)]
     torch.testing.assert_close(
-        load_balancing_loss(shares, loads, top_k=2, num_tokens=6), torch.stack(each).mean()
+        load_balancing_loss(probs, loads, top_k=2, num_tokens=6), torch.stack(each).mean()
     )
 
 

@@ -1,4 +1,4 @@
-"""Passes over flat shards: against torch's optimizers, and our kernels against their references."""
+"""AdamW and SGD over flat shards against torch's optimizers, and fused kernels against their references."""
 
 import os
 from collections.abc import Callable
@@ -68,15 +68,15 @@ def test_adamw_is_torchs_over_several_steps_and_chunks(monkeypatch: pytest.Monke
     assert torch.equal(weight, master.bfloat16())
 
 
-def test_moments_in_bf16_are_wide_ones_rounded_after_each_step() -> None:
+def test_moments_in_bf16_are_fp32_ones_rounded_after_each_step() -> None:
     master, weight = random(0), random(0).bfloat16()
-    narrow = [torch.zeros(SIZE, dtype=torch.bfloat16) for _ in range(2)]
+    bf16 = [torch.zeros(SIZE, dtype=torch.bfloat16) for _ in range(2)]
     master_fp32 = master.clone()
     for step in range(1, 4):
-        wide = [state.float() for state in narrow]
-        for values, states in ((master_fp32, wide), (master, narrow)):
+        fp32 = [state.float() for state in bf16]
+        for values, states in ((master_fp32, fp32), (master, bf16)):
             adamw_step(shard(master=values, grad=random(step), weight=weight), states, step)
-        for state, expected in zip(narrow, wide, strict=True):
+        for state, expected in zip(bf16, fp32, strict=True):
             assert torch.equal(state, expected.bfloat16())
         assert torch.equal(master, master_fp32)
 
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_shard_without_ranges_is_left_alone_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_without_ranges_is_unchanged_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("adamw", "sgd"):
         monkeypatch.setattr(f"megatrain.kernels.optimizer.{name}.is_fused", lambda _: True)
     master, states = random(0), [random(1), random(2).abs()]
@@ -132,7 +132,7 @@ def sgd_kernel(update: FlatUpdate, states: list[torch.Tensor], step: int) -> Non
         (torch.float32, torch.bfloat16, torch.float32, RANGES[:3]),
         (torch.bfloat16, torch.float32, torch.float32, (HyperparamRange(0, SIZE, 0.01, 0.1),)),
     ],
-    ids=["usual", "narrow", "narrow states", "narrow gradients"],
+    ids=["default", "bf16", "bf16 states", "bf16 gradients"],
 )
 def test_a_kernel_is_its_reference(
     kernel: Step,
@@ -152,15 +152,15 @@ def test_a_kernel_is_its_reference(
         update(shard(master=master, grad=grad, weight=weight, ranges=ranges), states, 3)
         found.append([t.cpu() for t in (master, weight, *states)])
     for ours, theirs in zip(*found, strict=True):
-        is_narrow = ours.dtype == torch.bfloat16
-        torch.testing.assert_close(ours, theirs, rtol=2**-7 if is_narrow else 2e-6, atol=1e-6)
-        if is_narrow and DEVICE == "cuda":  # the interpreter cuts what a GPU rounds to the nearest
-            assert (ours != theirs).sum() < size / 100  # where rounding tips over
+        is_bf16 = ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2**-7 if is_bf16 else 2e-6, atol=1e-6)
+        if is_bf16 and DEVICE == "cuda":  # the interpreter truncates, a GPU rounds to nearest
+            assert (ours != theirs).sum() < size / 100  # at rounding boundaries
 
 
 @needs_triton
 @pytest.mark.parametrize("kernel", [adamw_kernel, sgd_kernel])
-def test_a_kernel_leaves_all_alone_where_gradients_are_not_finite(kernel: Step) -> None:
+def test_a_kernel_changes_nothing_if_gradients_are_not_finite(kernel: Step) -> None:
     master = random(0).to(DEVICE)
     weight = torch.full_like(master, 7.0, dtype=torch.bfloat16)
     states = [random(1).to(DEVICE), random(2).to(DEVICE)]

@@ -1,4 +1,4 @@
-"""Sums of squares are right to the last digits of fp32, however many elements there are."""
+"""Sums of squares are exact to the last digits of fp32 for any number of elements."""
 
 import pytest
 import torch
@@ -22,6 +22,6 @@ def test_no_tensors_have_no_squares() -> None:
     assert sum_of_squares([], CPU) == 0
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_sums_of_non_finite_elements_are_not_finite() -> None:
     assert sum_of_squares([torch.tensor([1.0, float("nan")])], CPU).isnan()
     assert sum_of_squares([torch.ones(3), torch.tensor([float("inf")])], CPU).isinf()

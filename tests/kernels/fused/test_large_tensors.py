@@ -1,7 +1,7 @@
-"""Fused kernels on tensors of more elements than a signed number of 32 bits counts, on a GPU with 48 GiB.
+"""Fused kernels on tensors with more than 2^31 elements, on a GPU with 48 GiB.
 
               element 2^31
-|== ... ======|== ... ====|       parts at both ends and around the border are held to the references
+|== ... ======|== ... ====|       parts at both ends and around element 2^31 are compared with the references
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Triton's own
 ]
 COLUMNS = 4096
-BORDER = 2**31 // COLUMNS
-"""First row beyond."""
-ROWS = BORDER + 3
-PARTS = [slice(0, 2), slice(BORDER - 2, BORDER + 1), slice(ROWS - 1, ROWS)]
+BOUNDARY = 2**31 // COLUMNS
+"""First row from element 2^31 on."""
+ROWS = BOUNDARY + 3
+PARTS = [slice(0, 2), slice(BOUNDARY - 2, BOUNDARY + 1), slice(ROWS - 1, ROWS)]
 
 
 def drawn(*shape: int) -> Tensor:
@@ -32,7 +32,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def near(found: Tensor, expected: Tensor) -> None:
-    """Within two roundings to bf16."""
+    """Assert equality within two roundings to bf16."""
     torch.testing.assert_close(found.double(), expected.double(), rtol=2**-7, atol=1e-5)
 
 

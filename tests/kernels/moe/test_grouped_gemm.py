@@ -1,4 +1,4 @@
-"""Grouped products are the groups' own products, and nobody's rows are not read."""
+"""Grouped GEMM against one product per group; rows after the last end are not read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.f
 
 
 def rows(width: int, dtype: torch.dtype) -> Tensor:
-    """Of which the last ones are nobody's, and hold no number."""
+    """Return rows, with NaN after the last end."""
     x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width)).to(dtype)
     x[sum(SIZES) :] = float("nan")
     return x
@@ -43,7 +43,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 @KINDS
-def test_rows_meet_the_weight_of_their_group(dtype: torch.dtype) -> None:
+def test_rows_are_multiplied_by_the_weight_of_their_group(dtype: torch.dtype) -> None:
     x, weight = rows(INNER, dtype), weights(dtype)
     found = grouped_gemm(x, weight, ends())
     assert found.shape == (ROWS, OUTER)
@@ -51,7 +51,7 @@ def test_rows_meet_the_weight_of_their_group(dtype: torch.dtype) -> None:
 
 
 @KINDS
-def test_gradients_of_rows_go_back_through_the_same_weight(dtype: torch.dtype) -> None:
+def test_gradients_of_rows_use_the_same_weight(dtype: torch.dtype) -> None:
     dy, weight = rows(OUTER, dtype), weights(dtype)
     found = grouped_gemm_backward(dy, weight, ends())
     assert found.shape == (ROWS, INNER)
@@ -59,7 +59,7 @@ def test_gradients_of_rows_go_back_through_the_same_weight(dtype: torch.dtype) -
 
 
 @KINDS
-def test_weight_gradients_are_added_group_by_group(dtype: torch.dtype) -> None:
+def test_weight_gradients_accumulate_by_group(dtype: torch.dtype) -> None:
     dy, x = rows(OUTER, dtype), rows(INNER, dtype)
     kind = torch.promote_types(dtype, torch.float32)
     grad = torch.ones(len(SIZES), OUTER, INNER, dtype=kind)
@@ -69,7 +69,7 @@ def test_weight_gradients_are_added_group_by_group(dtype: torch.dtype) -> None:
     close(grad.to(dtype), torch.stack(expected).to(dtype))
 
 
-def test_widths_that_no_single_kernel_takes_are_computed_too() -> None:
+def test_widths_that_the_single_kernel_does_not_support() -> None:
     x = rows(INNER, torch.bfloat16)[:, :13]
     weight = weights(torch.bfloat16)[..., :13]
     found = grouped_gemm(x, weight, ends())

@@ -1,0 +1,27 @@
+"""Head sizes for tests of attention kernels on GPUs, as `config/derive/attention_backend.py` allows them."""
+
+import torch
+
+MAX_ERRORS = {torch.bfloat16: 0.02, torch.float16: 0.005}
+"""Largest errors, relative to the largest value."""
+DTYPES = {
+    8: torch.bfloat16,
+    16: torch.float16,
+    32: torch.float16,
+    40: torch.bfloat16,
+    80: torch.bfloat16,
+    96: torch.float16,
+    120: torch.bfloat16,
+    256: torch.bfloat16,
+}
+"""Dtype by the channels of a head."""
+
+
+def head_sizes_of(*backends: str) -> list[tuple[str, int]]:
+    """Return each backend with the head sizes of DTYPES that it supports."""
+    return [(backend, d) for backend in backends for d in DTYPES if _supports(backend, d)]
+
+
+def _supports(backend: str, d: int) -> bool:
+    is_small_enough = d <= 128 or backend in ("flash2", "sdpa")
+    return is_small_enough and (backend != "flash4" or d % 32 == 0)
