@@ -38,15 +38,15 @@ from megatrain.model.router import Router
 from megatrain.model.specs import ExpertsSpec, GptSpec, MlpSpec, NormPosition, RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import TokenSplit
-from megatrain.parallel.experts import ExpertParallel
-from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.layout import Init, LaidOutModule
-from megatrain.parallel.token_dispatcher import (
+from megatrain.parallel.expert_parallel import (
     AllGatherDispatcher,
     AllToAllDispatcher,
+    ExpertParallel,
     LocalDispatcher,
     TokenDispatcher,
 )
+from megatrain.parallel.grid import RankGroup
+from megatrain.parallel.layout import Init, LaidOutModule
 
 DispatcherType = Literal["allgather", "alltoall"]
 

@@ -27,7 +27,7 @@ from megatrain.model.recompute import Recompute, RecomputedModule, layer_segment
 from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
-from megatrain.parallel.experts import ExpertParallel
+from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.tensor_parallel import TensorParallel

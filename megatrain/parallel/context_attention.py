@@ -62,7 +62,7 @@ class ContextAttention:
         return cls(heads, ContextParallel(ring), gathers="all_gather" in cp_comm_type)
 
     def sequence_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange rows of all heads for all rows of some heads: [s/c, b, heads, d] -> [s, b, heads/c, d], c ranks.
+        """Trade rows of all heads for all rows of some heads: [s/c, b, heads, d] -> [s, b, heads/c, d], c ranks.
 
             rank 0  rows 0 7, heads 0 1 2 3  ─┐                ┌─  rank 0  rows 0 .. 7, heads 0
             rank 1  rows 1 6, heads 0 1 2 3  ─┼─ all-to-all  ──┼─  rank 1  rows 0 .. 7, heads 1
@@ -81,7 +81,7 @@ class ContextAttention:
         return own_q, own_k, own_v
 
     def heads_to_sequence(self, out: Tensor) -> Tensor:
-        """Exchange all rows of some heads for this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
+        """Trade all rows of some heads for this rank's rows of all heads: [s, b, n/c, d] -> [s/c, b, n, d]."""
         if self.heads.size == 1:
             return out
         rows: Tensor = _ToSequence.apply(out, self.heads)

@@ -58,7 +58,7 @@ class GridShape:
     """Number of consecutive tensor ranks with the same keys and values, if there are fewer query groups than ranks."""
     order: str = DEFAULT_ORDER
     dp_copies: int = 1
-    """Number of instances of consecutive replicas, each of which holds all optimizer state."""
+    """Number of optimizer instances: runs of consecutive replicas that together hold all optimizer state."""
     expert_copies: int = 1
     """The same for the replicas of experts."""
     has_matrices: bool = False

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.expert_parallel import DispatchedTokens
 from megatrain.parallel.layout import ParamLayout
-from megatrain.parallel.token_dispatcher import DispatchedTokens
 
 
 class Pointwise(Protocol):

@@ -14,7 +14,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
-from megatrain.parallel.experts import GroupedWeight, grouped_mlp
+from megatrain.parallel.expert_parallel import DispatchedTokens, GroupedWeight, grouped_mlp
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor_parallel import (
     Bias,
@@ -22,7 +22,6 @@ from megatrain.parallel.tensor_parallel import (
     column_linear,
     row_linear,
 )
-from megatrain.parallel.token_dispatcher import DispatchedTokens
 
 
 class LocalNorm(LaidOutModule):

@@ -1,8 +1,9 @@
-"""Token dispatch: sends tokens to their experts, which may be on other ranks, and combines the results.
+"""Expert parallelism: dispatches tokens to the ranks of their experts, runs the experts' grouped MLP, combines the results.
 
-    routing = router(x)                             experts and probabilities of each token
-    dispatched = dispatcher.dispatch(x, routing)    rows for this rank's experts, sorted by expert
-    dispatcher.combine(experts(dispatched), dispatched)
+    routing = router(x)                                        experts and probabilities of each token
+    dispatched = dispatcher.dispatch(x, routing)               rows for this rank's experts, sorted by expert
+    out = grouped_mlp(dispatched, fc1, fc2, activation, info)
+    dispatcher.combine(out, dispatched)
 
     ep 2, etp 2, experts 0 to 3:     rank 0: first half of 0 and 1     rank 1: second half of 0 and 1
                                      rank 2: first half of 2 and 3     rank 3: second half of 2 and 3
@@ -27,7 +28,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
 from megatrain.kernels.host_copy import HostCopy
+from megatrain.kernels.moe.grouped_gemm import (
+    accumulate_grouped_weight_gradient,
+    grouped_gemm,
+    grouped_gemm_backward,
+)
 from megatrain.kernels.moe.permute import (
     Permutation,
     permute_rows,
@@ -37,9 +44,26 @@ from megatrain.kernels.moe.permute import (
     unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
+from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_gather, begin_all_to_all_into
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """The ranks over which the experts of a layer are split."""
+
+    ep: RankGroup
+    """Ranks with different experts."""
+    etp: RankGroup
+    """Ranks that hold a slice of each expert's inner channels."""
+
+    def own(self, num_experts: int) -> range:
+        """Return the indices of the experts that this rank holds."""
+        each = num_experts // self.ep.size
+        return range(self.ep.rank * each, (self.ep.rank + 1) * each)
+
 
 RowsPerExpert = Callable[[int], int]
 """Returns the fixed number of rows of every expert (padded to capacity) from a rank's number of tokens."""
@@ -301,3 +325,66 @@ def _exchange_rows(x: Tensor, splits: AllToAllSplits, *, padding: int | None = N
     if padding is not None:
         out[len(incoming) :] = padding
     return out
+
+
+class GroupedWeight(NamedTuple):
+    """The weights of this rank's experts and their gradient buffer (None where no gradients are kept)."""
+
+    value: Tensor
+    """[E/ep, o, i]."""
+    grad: Tensor | None
+
+
+def grouped_mlp(
+    dispatched: DispatchedTokens,
+    fc1: GroupedWeight,
+    fc2: GroupedWeight,
+    activation: Activation,
+    info: PassInfo,
+) -> Tensor:
+    """Return the output of each row's expert times the row's routing probability: [r, h] -> [r, h].
+
+    Args:
+        fc1: [E/ep, f/etp, h], or [E/ep, 2 f/etp, h] with a gated activation.
+        fc2: [E/ep, h, f/etp].
+    """
+    rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
+    out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info)
+    return out
+
+
+class _GroupedMlp(Function):
+    """Saves the rows and the output of fc1; recomputes the activation. Weight gradients bypass autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        probs: Tensor,
+        ends: Tensor,
+        fc1: GroupedWeight,
+        fc2: GroupedWeight,
+        activation: Activation,
+        info: PassInfo,
+    ) -> Tensor:
+        inner = grouped_gemm(rows, fc1.value, ends)
+        ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
+        ctx.grads, ctx.activation, ctx.info = (fc1.grad, fc2.grad), activation, info
+        return grouped_gemm(activate_weighted(inner, probs, activation), fc2.value, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+        rows, probs, ends, inner, fc1, fc2 = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dweighted = grouped_gemm_backward(dy, fc2, ends)
+        dinner, dprobs = activate_weighted_backward(dweighted, inner, probs, ctx.activation)
+        weighted = dweighted  # overwritten with the recomputed input of fc2
+        drows = grouped_gemm_backward(dinner, fc1, ends)
+        fc1_grad, fc2_grad = ctx.grads
+
+        def compute() -> None:
+            accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
+            accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
+
+        ctx.info.compute_weight_gradient(compute)
+        return drows, dprobs, None, None, None, None, None
