@@ -124,16 +124,20 @@ def _answer(given: GivenFlag) -> str | Problem:
         return " has no effect"
     if flag.takes == "nothing" and text and text.lower() not in _TRUE:
         return Problem(" has a value, and accepts none", f"use {flag.flag} alone, or remove it")
-    is_missing = flag.takes != "nothing" and not text
-    if is_missing and flag.accepted != ():
+    if flag.takes != "nothing" and flag.accepted != () and not text:
         return Problem(" has no value", f"give {flag.flag} a value, or remove it")
     is_accepted = flag.accepted is None or any(_is_equal(text, value) for value in flag.accepted)
-    if flag.answer.kind == "refused" and not is_accepted:
-        return Problem(f": {flag.answer.text}", flag.answer.instead)
+    return _note(flag) if is_accepted else _refusal(flag)
+
+
+def _note(flag: MegatronFlag) -> str:
+    effect = "is ignored" if flag.answer.kind == "accepted" else "has no effect"
+    return f" {effect}: {flag.answer.text}"
+
+
+def _refusal(flag: MegatronFlag) -> Problem:
     if flag.answer.kind == "refused":
-        return f" has no effect: {flag.answer.text}"
-    if is_accepted:
-        return f" is ignored: {flag.answer.text}"
+        return Problem(f": {flag.answer.text}", flag.answer.instead)
     values = " or ".join(flag.accepted or ()).replace(",", " ")
     return Problem(
         f" is not supported: {flag.answer.text}", flag.answer.instead or f"use {flag.flag} {values}"

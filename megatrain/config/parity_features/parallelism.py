@@ -21,8 +21,8 @@ def _overlaps(plan: PlanOrDraft) -> tuple[bool, bool]:
 
 def _recomputes(plan: PlanOrDraft) -> bool:
     training = plan.config.training
-    is_asked_for = training.recompute_granularity is not None or training.recompute_activations
-    return is_asked_for or training.recompute_norms
+    recomputes_modules = training.recompute_granularity is not None or training.recompute_activations
+    return recomputes_modules or training.recompute_norms
 
 
 def _recomputes_layers(plan: PlanOrDraft) -> bool:
@@ -45,8 +45,8 @@ def _cp(plan: PlanOrDraft) -> int:
     return plan.config.parallel.context_parallel_size
 
 
-def _communications(plan: PlanOrDraft) -> set[str]:
-    """The ways in which context ranks share keys and values; those of one rank have no effect."""
+def _cp_comm_types(plan: PlanOrDraft) -> set[str]:
+    """Return the types of context-parallel communication; with one rank the type has no effect."""
     return set(plan.derived.cp_comm_types) if _cp(plan) > 1 else {"p2p"}
 
 
@@ -72,7 +72,7 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
             Feature("nocopies", "", lambda p: p.config.model.num_query_groups >= _tp(p)),
             Feature(
                 "copies",
-                "less --num-query-groups than tensor ranks",
+                "fewer --num-query-groups than tensor-parallel ranks",
                 lambda p: p.config.model.num_query_groups < _tp(p),
                 needs=("tp",),
                 rows=option_sizes("--group-query-attention --num-query-groups", "groups", 1, 2, 4),
@@ -103,30 +103,30 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
         "context communication",
         ("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
         (
-            Feature("ring", f"{_COMM} p2p", lambda p: _communications(p) == {"p2p"}),
+            Feature("ring", f"{_COMM} p2p", lambda p: _cp_comm_types(p) == {"p2p"}),
             Feature(
                 "allgather",
                 f"{_COMM} all_gather",
-                lambda p: _communications(p) == {"all_gather"},
+                lambda p: _cp_comm_types(p) == {"all_gather"},
                 needs=("cp",),
             ),
-            Feature("heads", f"{_COMM} a2a", lambda p: _communications(p) == {"a2a"}, needs=("cp",)),
+            Feature("heads", f"{_COMM} a2a", lambda p: _cp_comm_types(p) == {"a2a"}, needs=("cp",)),
             Feature(
                 "a2aring",
                 f"{_COMM} a2a+p2p --hierarchical-context-parallel-sizes 2 2",
-                lambda p: _communications(p) == {"a2a+p2p"},
+                lambda p: _cp_comm_types(p) == {"a2a+p2p"},
                 needs=("cp",),
             ),
             Feature(
                 "a2agather",
                 f"{_COMM} a2a+all_gather --hierarchical-context-parallel-sizes 2 2",
-                lambda p: _communications(p) == {"a2a+all_gather"},
+                lambda p: _cp_comm_types(p) == {"a2a+all_gather"},
                 needs=("cp",),
             ),
             Feature(
                 "mixedcomm",
                 f"{_COMM} p2p all_gather a2a p2p",
-                lambda p: len(_communications(p)) > 1,
+                lambda p: len(_cp_comm_types(p)) > 1,
                 needs=("cp",),
             ),
         ),
@@ -139,7 +139,7 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
             Feature("dp1", "", lambda p: p.derived.data_parallel_size == 1),
             Feature(
                 "dp",
-                "more ranks than hold the model",
+                "more ranks than one replica needs",
                 lambda p: p.derived.data_parallel_size > 1,
                 rows=option_sizes("", "dp", 2, 3, 4, 8),
             ),

@@ -7,7 +7,7 @@ from typing import Final
 from megatrain.config.parity_features.feature import Feature, Option, PlanOrDraft
 
 
-def _separates(plan: PlanOrDraft) -> bool:
+def _separates_documents(plan: PlanOrDraft) -> bool:
     return plan.config.data.reset_attention_mask or plan.config.data.reset_position_ids
 
 
@@ -28,8 +28,8 @@ TRAINING_OPTIONS: Final[tuple[Option, ...]] = (
         "documents",
         ("data.reset_attention_mask", "data.reset_position_ids"),
         (
-            Feature("whole", "", lambda p: not _separates(p)),
-            Feature("documents", "--reset-attention-mask --reset-position-ids", _separates),
+            Feature("whole", "", lambda p: not _separates_documents(p)),
+            Feature("documents", "--reset-attention-mask --reset-position-ids", _separates_documents),
         ),
     ),
     Option(

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.batch_sizes import batch_sizes
+from megatrain.config.derive.batch_sizes import batch_rule, batch_sizes
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.plan import Draft
 
@@ -60,12 +60,13 @@ def batch_sizes_are_valid(draft: Draft) -> Problems:
                     "give one of them",
                 )
     try:
-        sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
+        rule = batch_rule(draft.config)
     except ConfigError as error:
         yield from error.problems
         return
+    sizes = batch_sizes(draft.config, data_parallel_size=draft.derived.data_parallel_size)
     misfits = sizes.misfits(is_decreased=training.decrease_batch_size_if_needed)
-    is_changing = len(sizes.rule.sizes) > 1 or training.step_batch_size_schedule is not None
+    is_changing = len(rule.sizes) > 1 or training.step_batch_size_schedule is not None
     if misfits and is_changing:
         flag = "--rampup-batch-size" if training.rampup_batch_size else "--step-batch-size-schedule"
         yield Problem(

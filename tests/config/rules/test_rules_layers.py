@@ -10,7 +10,7 @@ LAYERS = "--heterogeneous-layers-config-encoded-json"
 
 
 def layers(groups, width, other_groups="4"):
-    """A layer with these sizes, and three others."""
+    """Return the JSON of a layer with these sizes and three more layers."""
     sizes = [(groups, width), *[(other_groups, "96")] * 3]
     parts = [f'{{"attention":{{"num_query_groups":{g}}},"mlp":{{"ffn_hidden_size":{f}}}}}' for g, f in sizes]
     return f'{{"block_configs":[{",".join(parts)}]}}'
