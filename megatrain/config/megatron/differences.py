@@ -169,4 +169,4 @@ def _with_values(flag: MegatronFlag) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else str(value)
+    return "none" if value in (None, ()) else str(value)
