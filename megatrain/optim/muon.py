@@ -107,6 +107,7 @@ class Muon:
         momenta: Sequence[Tensor],
         dtype: torch.dtype,
     ) -> None:
+        """Run one round: send momenta to the owners, orthogonalize, and send the updates back."""
         sent, to_ranks = [], []
         for parts in one.held_parts:
             values = [(p, self._momentum(p, shards[p.shard], momenta[p.shard])) for p in parts]

@@ -58,7 +58,8 @@ def varlen_attention(
     out: Tensor = _varlen_attn()(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=window_size, scale=scale
     )
-    return out.unflatten(0, (b, s)).transpose(0, 1)
+    by_sample: Tensor = out.unflatten(0, (b, s))
+    return by_sample.transpose(0, 1)
 
 
 @functools.cache

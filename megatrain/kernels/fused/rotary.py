@@ -90,16 +90,16 @@ def _rotate(
     if IS_BACKWARD:
         sin = -sin
     first = (2 * pair if IS_INTERLEAVED else pair)[None, :]
-    apart = 1 if IS_INTERLEAVED else half
+    pair_stride = 1 if IS_INTERLEAVED else half
     inside = (head < heads)[:, None] & (pair < half)[None, :]
     source = X + position * x_s + sample * x_b + head[:, None] * x_n
     target = Y + position * y_s + sample * y_b + head[:, None] * y_n
     a = tl.load(source + first, mask=inside, other=0).to(tl.float32)
-    b = tl.load(source + first + apart, mask=inside, other=0).to(tl.float32)
+    b = tl.load(source + first + pair_stride, mask=inside, other=0).to(tl.float32)
     if IS_IN_PLACE:
         tl.debug_barrier()  # another thread may write where this one reads
     tl.store(target + first, (a * cos - b * sin).to(Y.dtype.element_ty), mask=inside)
-    tl.store(target + first + apart, (b * cos + a * sin).to(Y.dtype.element_ty), mask=inside)
+    tl.store(target + first + pair_stride, (b * cos + a * sin).to(Y.dtype.element_ty), mask=inside)
     if PASSED > 0:
         rest = (2 * half + tl.arange(0, PASSED))[None, :]
         inside = (head < heads)[:, None] & (rest < channels)
