@@ -150,7 +150,7 @@ CASES = [
      "; affected gradients: decoder.layers.0.")),
     (plant_sum, (0, 1), "first on ranks 0, 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
     (plant_data, (7,), ("first on rank 7: the loss mask of samples 22 to 23\n"
-     "  fix: nothing was updated or saved; inspect these samples, and resume from the last checkpoint")),
+     "  fix: inspect these samples, and resume from the last checkpoint")),
     (plant_once, (0,), "a second run of the same step was finite, as after a hardware fault"),
 ]  # fmt: skip
 
@@ -168,7 +168,8 @@ def test_the_first_place_is_named(
     for answer in answers:
         assert answer.startswith(f"iteration {ITERATION}: lm loss is ")
         assert words in answer
-        assert "\n  fix: nothing was updated or saved; " in answer
+        assert "\n  fix: " in answer
+        assert answer.endswith("; nothing was updated or saved")
 
 
 @pytest.mark.parametrize(("plant", "words"), [(plant_own_part, "forward"), (plant_own_gradient, "backward")])

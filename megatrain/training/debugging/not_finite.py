@@ -33,12 +33,13 @@ _STAGES: Final[tuple[Stage, ...]] = ("weight", "data", "forward", "backward", "g
 _MAX_FINDINGS = 100
 _MAX_NAMES = 4
 _NEVER: Final = 1 << 30
-_FIX_ARITHMETIC = "resume from the last checkpoint with a smaller --lr or --clip-grad, or inspect the samples"
+_ARITHMETIC_FIX = "resume from the last checkpoint with a smaller --lr or --clip-grad, or inspect the samples"
 _FIXES: Final[dict[str, str]] = {
-    "weight": "nothing was updated or saved; resume from the last checkpoint, or from an older one if the error repeats",
-    "data": "nothing was updated or saved; inspect these samples, and resume from the last checkpoint",
-    "nothing": "nothing was updated or saved; resume from the last checkpoint, and test the hardware if the error repeats",
+    "weight": "resume from the last checkpoint, or from an older one if the error repeats",
+    "data": "inspect these samples, and resume from the last checkpoint",
+    "nothing": "resume from the last checkpoint, and test the hardware if the error repeats",
 }
+_UNCHANGED = "; nothing was updated or saved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +83,11 @@ def _conclude(by_rank: list[list[dict[str, Any]]]) -> tuple[str, str]:
     if not found:
         return (
             "a second run of the same step was finite, as after a hardware fault",
-            _FIXES["nothing"],
+            _FIXES["nothing"] + _UNCHANGED,
         )
     first = found[0]
     where = format_ranks([one.rank for one in found if one.is_same_on_another_rank(first)])
-    fix = _FIXES.get(first.stage, f"nothing was updated or saved; {_FIX_ARITHMETIC}")
+    fix = _FIXES.get(first.stage, _ARITHMETIC_FIX) + _UNCHANGED
     return f"first on {where}: {first.text}", fix
 
 

@@ -288,12 +288,12 @@ def kernel_workspace(func: Any, args: tuple[Any, ...]) -> int:
         return 0
     query, key = args[1], args[2]
     heads_dim = -3 if query.dim() == 4 else -2
-    numbers = query.numel() // query.shape[-1]
+    num_queries = query.numel() // query.shape[-1]
     expanded = 0
     if query.shape[heads_dim] != key.shape[heads_dim] and "flash" in func.name():
         groups = query.shape[heads_dim] // key.shape[heads_dim]
         expanded = 2 * groups * key.numel() * key.element_size()
-    return int(4 * query.numel() + 4 * numbers + expanded)
+    return int(4 * query.numel() + 4 * num_queries + expanded)
 
 
 _ATTENTION_BACKWARD = {
