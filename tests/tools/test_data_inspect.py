@@ -43,8 +43,8 @@ def write(
     return str(prefix)
 
 
-def inspected(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    assert main(["data", "inspect", *words, "--json"]) == code
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["data", "inspect", *arguments, "--json"]) == code
     (line,) = capsys.readouterr().out.splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
@@ -73,7 +73,7 @@ def test_a_dataset_is_counted(prefix: str, capsys: pytest.CaptureFixture[str]) -
     }
 
 
-def test_a_tokenizer_says_what_ends_a_document(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_gives_the_end_of_document_id(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspected(capsys, *NULL_TOKENIZER, prefix, "--document", "2")
     assert (found["eod"], found["eod_count"]) == (9, 3)
     assert found["document"] == {
@@ -88,7 +88,7 @@ def test_a_tokenizer_says_what_ends_a_document(prefix: str, capsys: pytest.Captu
     }
 
 
-def test_a_description_that_agrees_gives_the_end_token(
+def test_a_description_gives_the_end_of_document_id(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = write(tmp_path / "data", description={**MADE_WITH, **COUNTS})
@@ -97,44 +97,44 @@ def test_a_description_that_agrees_gives_the_end_token(
     assert f"description  {prefix}.json, agrees with the files" in capsys.readouterr().out
 
 
-def test_a_file_about_something_else_is_no_description(
+def test_an_unrelated_json_file_is_not_a_description(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = write(tmp_path / "data", description={"hello": 1, "eod": "none", "sources": 3})
     assert main(["data", "inspect", prefix]) == 0
-    assert f"description  none: {prefix}.json is about something else" in capsys.readouterr().out
+    assert f"description  none: {prefix}.json is not a description" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_description_that_disagrees_is_an_error(
+def test_a_wrong_description_is_an_error(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix = write(tmp_path / "data", description={**MADE_WITH, **COUNTS, "vocab_size": 100, name: 77})
     assert main(["data", "inspect", prefix]) == 1
     captured = capsys.readouterr()
-    assert f"{prefix}.json: {name} is 77, and the files hold {COUNTS[name]}" in captured.err
+    assert f"{prefix}.json: {name} is 77, but the files contain {COUNTS[name]}" in captured.err
     assert "see the error below" in captured.out
 
 
 def test_a_vocabulary_that_is_too_small_is_an_error(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspected(capsys, prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--document", "0", code=1)  # fmt: skip
-    assert found["problems"] == [f"{prefix}.bin: largest_id is 9, and vocab_size 9"]
+    assert found["problems"] == [f"{prefix}.bin: largest_id is 9, but vocab_size is 9"]
     assert found["document"]["text"] is None
 
 
 def test_another_tokenizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "data", description=MADE_WITH)
     assert main(["data", "inspect", prefix, *NULL_TOKENIZER]) == 1
-    assert "tokenizer_fingerprint is abc, and that of the tokenizer given" in capsys.readouterr().err
+    assert "tokenizer_fingerprint is abc, but" in capsys.readouterr().err
 
 
-def test_numbers_that_are_no_ids_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elements_that_are_not_integers_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "floats", [[[0.5, 2.0]]], dtype="float32")
     found = inspected(capsys, prefix, "--document", "0")
     assert (found["element_type"], found["largest_id"]) == ("float32", None)
     assert found["document"]["sequences"][0]["ids"] == [0.5, 2.0]
     assert main(["data", "inspect", prefix]) == 0
-    assert "ids          none: elements are no integers" in capsys.readouterr().out
+    assert "ids          none: elements are not integers" in capsys.readouterr().out
 
 
 def test_ids_below_zero_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,9 @@ def test_a_dataset_without_documents_is_inspected(tmp_path: Path, capsys: pytest
     assert "ids          none: there are no tokens" in capsys.readouterr().out
 
 
-def test_blocks_change_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_block_sizes_do_not_change_the_result(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     whole = inspected(capsys, prefix, *NULL_TOKENIZER)
     monkeypatch.setattr(counts, "ROWS", 2)
     monkeypatch.setattr(counts, "BLOCK_BYTES", 4)
@@ -167,7 +169,7 @@ def test_blocks_change_nothing(prefix: str, monkeypatch: pytest.MonkeyPatch, cap
     assert inspected(capsys, prefix, *NULL_TOKENIZER) == whole
 
 
-def test_a_long_count_says_how_far_it_is(
+def test_a_long_count_logs_its_progress(
     prefix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(counts, "PROGRESS_SECONDS", 0)
@@ -176,7 +178,7 @@ def test_a_long_count_says_how_far_it_is(
     assert capsys.readouterr().err == "56% of 9 tokens read\n100% of 9 tokens read\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(prefix: str) -> None:
+def test_a_closed_pipe_is_not_an_error(prefix: str) -> None:
     command = (
         f"{sys.executable} -m megatrain.tools.main data inspect {prefix} | true; exit ${{PIPESTATUS[0]}}"
     )
@@ -195,16 +197,16 @@ def test_quantiles_are_those_of_the_sorted_lengths(largest: int) -> None:
     assert found.mean == pytest.approx(lengths.mean())
 
 
-def test_nothing_in_a_text_disturbs_the_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     assert inspect.printable("a\tb\n\x1b[31mé") == "    a\tb\n    \\x1b[31mé"
 
 
-def test_long_documents_are_shown_by_their_ends() -> None:
+def test_long_documents_are_abbreviated() -> None:
     assert inspect.shown_ids(list(range(32))).count(" ") == 31
     assert inspect.shown_ids(list(range(99))).split()[14:18] == ["14", "15", "..", "83"]
 
 
-def test_text_comes_back(golden_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_decoded_from_ids(golden_text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = golden_text / "tokenizer.json"
     flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
     found = inspected(capsys, str(golden_text / "corpus_text_document"), "--document", "5", *flags)
@@ -218,48 +220,48 @@ BROKEN = {
     "document beyond the end": (["inspect", "PREFIX", "--document", "4"], "give a number from 0 to 3"),
     "tokenizer without its file": (
         ["inspect", "PREFIX", "--tokenizer-type", "HuggingFaceTokenizer"],
-        "given without --tokenizer-model",
+        "--tokenizer-model",
     ),
     "not a size": (
         ["inspect", "PREFIX", "--tokenizer-type", "NullTokenizer", "--vocab-size", "x"],
-        "--vocab-size x is not a whole number",
+        "--vocab-size x ",
     ),
     "merge into itself": (
         ["merge", "PREFIX", "--output-prefix", "PREFIX"],
-        "is to be read and to be written",
+        "--output-prefix",
     ),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_an_error_says_what_to_do(name: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words, told = BROKEN[name]
-    assert main(["data", *(word.replace("PREFIX", prefix) for word in words)]) == 2
+def test_an_error_has_a_remedy(name: str, prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, part = BROKEN[name]
+    assert main(["data", *(word.replace("PREFIX", prefix) for word in arguments)]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert part in error
     assert "fix:" in error
     assert "Traceback" not in error
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "part"),
     [
         ([], "the following arguments are required: ACTION"),
-        (["inspect", "a", "--documnet", "3"], "did you mean --document?"),
+        (["inspect", "a", "--documnet", "3"], "--document?"),
         (["inspect", "a", "--document", "x"], "see `megatrain data inspect --help`"),
         (["sample", "--of", "train"], "the following arguments are required: --index"),
         (["merge", "a"], "the following arguments are required: --output-prefix"),
     ],
 )
-def test_a_broken_command_line_is_told(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_command_line_is_an_error(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["data", *words])
-    assert told in capsys.readouterr().err
+        main(["data", *arguments])
+    assert part in capsys.readouterr().err
 
 
-def test_merging_joins_datasets(prefix: str, tmp_path: Path) -> None:
+def test_merge_concatenates_datasets(prefix: str, tmp_path: Path) -> None:
     assert main(["data", "merge", prefix, prefix, "--output-prefix", str(tmp_path / "both")]) == 0
     both = IndexedDataset(tmp_path / "both")
     assert both.lengths.tolist() == [3, 1, 0, 4, 1] * 2

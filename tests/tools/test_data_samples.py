@@ -1,4 +1,4 @@
-"""`megatrain data sample` and `megatrain data index`: as a run with the same flags reads its data."""
+"""`megatrain data sample` and `megatrain data index`: equal to a run with the same flags."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EOD = 49
 
 @pytest.fixture
 def datasets(tmp_path: Path) -> tuple[str, str]:
-    """Two small datasets, in each of which no sequence is like another."""
+    """Two small datasets whose sequences all differ."""
     random = np.random.default_rng(3)
     for name in ("first", "second"):
         with IndexedWriter(tmp_path / name, "uint16") as writer:
@@ -52,17 +52,17 @@ def sample(capsys: pytest.CaptureFixture[str], flags: str, of: str, index: int, 
     return found
 
 
-def error(capsys: pytest.CaptureFixture[str], words: str) -> str:
-    assert main(["data", *words.split()]) == 2
-    told = capsys.readouterr().err
-    assert "fix:" in told
-    assert "Traceback" not in told
-    return told
+def error(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert main(["data", *arguments.split()]) == 2
+    message = capsys.readouterr().err
+    assert "fix:" in message
+    assert "Traceback" not in message
+    return message
 
 
 def built(flags: str, *, world_size: int = 1) -> Any:
     request = parse(flags.split())
-    facts = gather_data_facts(request, world_size=world_size, say=print)
+    facts = gather_data_facts(request, world_size=world_size, log=print)
     return build_samples(resolve(request, facts), facts)
 
 
@@ -79,7 +79,7 @@ def built(flags: str, *, world_size: int = 1) -> Any:
 def test_a_sample_is_what_training_reads(
     blend: str, masks: str, datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sample k, also in the middle of a run that is resumed, on each of two data-parallel ranks."""
+    """Sample k, also in a resumed run, on each of two data-parallel ranks."""
     flags = f"{RUN} --split 8,1,1 --data-path {blend.format(*datasets)} {masks}"
     samples = built(flags, world_size=2).train
     for rank, consumed in itertools.product(range(2), (0, 12)):
@@ -91,35 +91,33 @@ def test_a_sample_is_what_training_reads(
             for name in ("tokens", "labels", "loss_mask", "position_ids"):
                 assert shown[name] == getattr(batch, name)[row].tolist()
             if batch.documents is not None:
-                borders = batch.documents.cu_seqlens.tolist()
-                starts = [border - 16 * row for border in borders if 16 * row <= border < 16 * (row + 1)]
+                boundaries = batch.documents.cu_seqlens.tolist()
+                starts = [start - 16 * row for start in boundaries if 16 * row <= start < 16 * (row + 1)]
                 assert shown["document_starts"] == starts
 
 
 @pytest.mark.parametrize("of", ["train", "valid", "test"])
-def test_a_sample_is_made_of_the_pieces_that_are_named(of: str, datasets: tuple[str, str]) -> None:
+def test_the_spans_of_a_sample_give_its_tokens(of: str, datasets: tuple[str, str]) -> None:
     flags = f"{RUN} --split 6,2,2 --data-path 0.7 {datasets[0]} 0.3 {datasets[1]}"
     samples: SampleDataset = getattr(built(flags), of)
     opened = {f"{prefix}.bin": IndexedDataset(prefix) for prefix in datasets}
     for k in range(len(samples)):
-        pieces = samples.spans(k)
-        read = [opened[piece.source].read(piece.sequence, piece.offset, piece.length) for piece in pieces]
+        spans = samples.spans(k)
+        read = [opened[span.source].read(span.sequence, span.offset, span.length) for span in spans]
         assert np.concatenate(read).tolist() == [*samples[k].tokens, samples[k].labels[-1]]
-        for piece in pieces:
-            borders = opened[piece.source].document_boundaries
-            assert borders[piece.document] <= piece.sequence < borders[piece.document + 1]
+        for span in spans:
+            boundaries = opened[span.source].document_boundaries
+            assert boundaries[span.document] <= span.sequence < boundaries[span.document + 1]
 
 
-def test_a_sample_can_be_read_by_people(
-    datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_is_printed_as_text(datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{RUN} --split 8,1,1 --data-path {datasets[0]} --reset-attention-mask --eod-mask-loss"
     shown = sample(capsys, flags, "train", 3)
     assert main(["data", "sample", *flags.split(), "--of", "train", "--index", "3"]) == 0
     printed = capsys.readouterr().out
-    assert re.match(r"train sample 3 of \d+, of which the run reads 20\n", printed)
-    without_loss = [place for place, token in enumerate(shown["tokens"]) if token == EOD]
-    assert f"tokens         16, of which {16 - len(without_loss)} have a loss" in printed
+    assert re.match(r"train sample 3 of \d+; the run reads 20\n", printed)
+    masked = [position for position, token in enumerate(shown["tokens"]) if token == EOD]
+    assert f"tokens         16; loss on {16 - len(masked)}" in printed
     ids = [line.split() for line in printed.splitlines() if line.startswith("    ")]
     assert [int(word) for line in ids for word in line] == shown["tokens"]
     assert f"{datasets[0]}, document " in printed
@@ -138,7 +136,7 @@ def test_text_is_decoded(golden_text: Path, capsys: pytest.CaptureFixture[str]) 
     assert first in text
 
 
-def test_flags_for_gpus_work_without_them(
+def test_flags_for_gpus_work_without_gpus(
     datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = f"{RUN} --split 8,1,1 --data-path {datasets[0]}"
@@ -155,14 +153,14 @@ def test_the_order_depends_on_the_ranks_if_the_batch_does(
     flags = f"{RUN} --split 8,1,1 --data-path {datasets[0]}".replace("--global-batch-size 4 ", "")
     assert main(["data", "sample", *flags.split(), "--of", "train", "--index", "1"]) == 0
     captured = capsys.readouterr()
-    assert "depends on the number of ranks: taken as 1, which --world-size changes" in captured.err
-    assert "of which the run reads 10\n" in captured.out
+    assert "--world-size" in captured.err
+    assert "; the run reads 10\n" in captured.out
     assert (
         main(["data", "sample", *flags.split(), "--of", "train", "--index", "1", "--world-size", "16"]) == 0
     )
     captured = capsys.readouterr()
     assert captured.err == ""
-    assert "of which the run reads 160\n" in captured.out
+    assert "; the run reads 160\n" in captured.out
 
 
 def test_validation_sets_have_names(datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,12 +168,11 @@ def test_validation_sets_have_names(datasets: tuple[str, str], capsys: pytest.Ca
         f"{RUN} --train-data-path {datasets[0]} --valid-data-path {datasets[0]} {datasets[1]}"
         " --full-validation --multiple-validation-sets"
     )
-    assert (
-        "--set is missing: there are 2 validation sets\n  fix: give --set with one of first, second"
-        in error(capsys, f"sample {flags} --of valid --index 0")
+    assert "fix: give --set with one of first, second" in error(
+        capsys, f"sample {flags} --of valid --index 0"
     )
-    assert "--set third is none of 2" in error(capsys, f"sample {flags} --of valid --index 0 --set third")
-    assert "the train data is one set" in error(capsys, f"sample {flags} --of train --index 0 --set first")
+    assert "--set third " in error(capsys, f"sample {flags} --of valid --index 0 --set third")
+    assert "leave --set out" in error(capsys, f"sample {flags} --of train --index 0 --set first")
     found = sample(capsys, flags, "valid", 1, "--set", "second")
     assert found["tokens"] == built(flags).named_valid["second"][1].tokens.tolist()
 
@@ -187,7 +184,7 @@ def test_mock_data_has_samples(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mock data, document " in capsys.readouterr().out
 
 
-def test_a_checkpoint_brings_its_plans(
+def test_a_checkpoint_contributes_its_plans(
     datasets: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"{RUN} --split 8,1,1 --data-path {datasets[0]} --device cpu --num-workers 0"
@@ -199,32 +196,34 @@ def test_a_checkpoint_brings_its_plans(
     assert sample(capsys, f"{flags} --train-iters 50", "train", 0) != before[0]
     assert main(["data", "sample", *longer.split(), "--of", "train", "--index", "20"]) == 0
     assert "plans: the checkpoint's 20, and 180 more with another seed" in capsys.readouterr().out
-    # It is of no interest here that --save holds checkpoints that this run does not continue.
+    # Checkpoints under --save that this run does not resume are ignored here.
     assert sample(capsys, f"{flags} --save {tmp_path}/run", "train", 0) == before[0]
 
 
-def test_a_missing_checkpoint_is_a_fresh_run(
+def test_without_a_checkpoint_the_run_starts_from_scratch(
     datasets: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"{RUN} --split 8,1,1 --data-path {datasets[0]}"
-    words = f"{flags} --load {tmp_path}/nowhere --exit-on-missing-checkpoint"
-    assert main(["data", "sample", *words.split(), "--of", "train", "--index", "0", "--json"]) == 0
+    arguments = f"{flags} --load {tmp_path}/nowhere --exit-on-missing-checkpoint"
+    assert main(["data", "sample", *arguments.split(), "--of", "train", "--index", "0", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out) == sample(capsys, flags, "train", 0)
-    assert "nowhere holds no valid checkpoint: what follows is of a fresh run" in captured.err
+    assert "nowhere" in captured.err
+    assert "from scratch" in captured.err
 
 
-def test_what_is_not_there_is_told(datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_samples_and_files_are_reported(
+    datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = f"{RUN} --split 8,2,0 --data-path {datasets[0]}"
     count = len(built(flags).valid)
-    assert (
-        f"--index {count}: there are {count} valid samples\n  fix: give a number from 0 to {count - 1}"
-        in error(capsys, f"sample {flags} --of valid --index {count}")
+    assert f"fix: give a number from 0 to {count - 1}" in error(
+        capsys, f"sample {flags} --of valid --index {count}"
     )
-    assert "--index -1: there are" in error(capsys, f"sample {flags} --of train --index -1")
-    assert "--of test: the run reads no test samples" in error(capsys, f"sample {flags} --of test --index 0")
-    assert "--world-size 0 leaves no rank" in error(capsys, f"index {flags} --world-size 0")
-    assert "did you mean --bf16?" in error(capsys, f"index {flags} --bf15")
+    assert "--index -1: " in error(capsys, f"sample {flags} --of train --index -1")
+    assert "--of test: " in error(capsys, f"sample {flags} --of test --index 0")
+    assert "--world-size 0 " in error(capsys, f"index {flags} --world-size 0")
+    assert "--bf16" in error(capsys, f"index {flags} --bf15")
     assert "nowhere.bin: there is no such file" in error(
         capsys, f"index {flags} --data-path {datasets[0]} {Path(datasets[0]).parent}/nowhere"
     )
@@ -232,7 +231,7 @@ def test_what_is_not_there_is_told(datasets: tuple[str, str], capsys: pytest.Cap
 
 @pytest.fixture
 def large(tmp_path: Path) -> str:
-    """Enough sequences for an index that is worth a file."""
+    """A dataset whose index is large enough to be cached."""
     count = 1 << 17
     with IndexedWriter(tmp_path / "large", "uint16") as writer:
         elements = np.arange(3 * count) % EOD
@@ -254,7 +253,7 @@ def test_indices_are_built_once(large: str, tmp_path: Path, capsys: pytest.Captu
     tokens = 3 * round(0.9 * (1 << 17))
     assert train[:6] == ["train", "11", f"{tokens // 3:,}", f"{tokens:,}", "1", f"{(tokens - 1) // 16:,}"]
     assert (train[7:], valid[7:]) == (["built", large], ["small", large])
-    assert "1 built, 1 too small to be worth a file" in first
+    assert "1 built, 1 too small to cache" in first
     (file,) = cache.iterdir()
     assert f"{cache}: 1 files, {file.stat().st_size / 1e6:,.1f} MB" in first
     assert main(["data", "index", *flags.split()]) == 0
@@ -264,7 +263,7 @@ def test_indices_are_built_once(large: str, tmp_path: Path, capsys: pytest.Captu
     assert [(path, path.stat().st_mtime_ns) for path in cache.iterdir()] == [(file, written)]
 
 
-def test_a_blend_is_listed_too(large: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_blend_has_its_own_row(large: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{RUN} --split 9,1,0 --data-path 0.5 {large} 0.5 {large}"
     assert main(["data", "index", *flags.split()]) == 0
     listed = rows(capsys.readouterr().out)
@@ -274,10 +273,10 @@ def test_a_blend_is_listed_too(large: str, capsys: pytest.CaptureFixture[str]) -
     assert listed[2] == ["train", "11", "20", listed[2][3], "small", "blend", "of", "2"]
 
 
-def test_indices_need_a_place(large: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_indices_need_a_folder(large: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"{RUN} --split 9,1,0"
     assert "--data-cache-path is not set" in error(capsys, f"index {flags} --mock-data")
     file = tmp_path / "file"
     file.touch()
-    told = error(capsys, f"index {flags} --data-path {large} --data-cache-path {file}")
-    assert f"{file}: indices cannot be kept here: File exists" in told
+    message = error(capsys, f"index {flags} --data-path {large} --data-cache-path {file}")
+    assert f"{file}: indices cannot be written: File exists" in message

@@ -113,7 +113,7 @@ def _planned(arguments: argparse.Namespace) -> tuple[Plan, Facts]:
     """Return the plan of the run with these flags, and its facts."""
     request = parse(arguments.run_flags, program="megatrain data")
     facts = gather_data_facts(
-        request, world_size=_world_size(request, arguments.world_size), say=log_to_stderr
+        request, world_size=_world_size(request, arguments.world_size), log=log_to_stderr
     )
     return _plan_on_any_device(request, facts), facts
 

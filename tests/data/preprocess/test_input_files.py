@@ -228,7 +228,7 @@ def test_an_input_file_gives_its_documents_or_an_error(tmp_path, capsys, name):
     source.parent.mkdir()
     case.write(source)
     flags = [str(flag).format(file=source, real=source.with_name("real.jsonl")) for flag in case.flags]
-    options = {"workers_type": case.workers, "chunk_bytes": 1 << 16}
+    options = {"workers_type": case.workers, "chunk_bytes": 1 << 16, "journal_seconds": 1e9}
     flags += ["--log-interval", 10**9]  # otherwise a progress line may come before the error on a busy host
     code = run("--input", source, *NULL, *flags, prefix=tmp_path / "out", **options)
     message = capsys.readouterr().err
