@@ -55,7 +55,7 @@ NEED_GPUS = (
 """Commands that begin with these words are not run either: models of a GPU's size, and NCCL."""
 
 NEED_HOSTS = ("sbatch", "mpirun")
-"""Nor are these: other programs start the ranks, on several hosts (tests/training/test_launchers.py plays their part)."""
+"""Nor are these: other programs start the ranks, on several hosts (tests/training/launch/test_launchers.py plays their part)."""
 
 
 @dataclass(frozen=True)

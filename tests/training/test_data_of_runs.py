@@ -127,7 +127,7 @@ def test_the_cyclic_order_resumes_at_the_borders_of_its_epochs(folder: Path) -> 
             {"tokenizer_fingerprint": "f" * 64, "tokenizer_type": "GPT2BPETokenizer"},
             "made with another tokenizer",
         ),
-        ({"largest_id": 100}, "a.bin holds id 100, outside the vocabulary of 100"),
+        ({"largest_id": 100}, "id 100, outside the vocabulary of 100"),
         ({"largest_id": "many"}, "a.json: largest_id is 'many'"),
     ],
 )

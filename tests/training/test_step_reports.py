@@ -75,8 +75,9 @@ def test_an_iteration_takes_its_own_time_whenever_it_is_read(
     assert run(tmp_path, monkeypatch, max_pending=1) == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     times = {line["iteration"]: line["iteration_ms"] for line in lines if "iteration_ms" in line}
-    assert times.pop(3) > 1000
-    assert all(milliseconds < 1000 for number, milliseconds in times.items() if number > 1)
+    longest = times.pop(3)
+    assert longest > 1000
+    assert all(milliseconds < longest for number, milliseconds in times.items() if number > 1)
 
 
 def test_a_signal_stops_the_run_within_two_iterations_and_it_resumes_to_the_same_bits(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import ROOT
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.environment import triton_cache
@@ -15,7 +16,6 @@ from megatrain.config.errors import describe
 from megatrain.kernels.attention.flash4 import flash4
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 
-ROOT = Path(__file__).parents[2]
 CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 FLAGS = (
     "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 8 --mock-data --tokenizer-type NullTokenizer"

