@@ -1,4 +1,4 @@
-"""Tokenizes JSON Lines into `.bin` and `.idx` files: `python preprocess_data.py --help`."""
+"""Tokenize JSON Lines or Parquet into `.bin` and `.idx` files: `python preprocess_data.py --help`."""
 
 import sys
 

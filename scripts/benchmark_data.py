@@ -1,11 +1,11 @@
-"""Times the data side: `python scripts/benchmark_data.py [section ...] [--tokenizer PATH]`, all sections by default.
+"""Time the data pipeline: `python scripts/benchmark_data.py [section ...] [--tokenizer PATH]`, all sections by default.
 
 preprocess   preprocess_data.py against encode_batch of the tokenizers library, on the same text and cores
-index        10 million documents, 10 billion tokens, s 2048, one epoch: open and order them, with and without the cache
-blend        1,000 datasets of 10 thousand documents, weighted, 4 million samples: everything that a start does
-batch        what the step waits for 4 samples of 8192 tokens that were read ahead
+index        10 million documents, 10 billion tokens, s 2048, one epoch: open and index them, with and without the cache
+blend        1,000 datasets of 10 thousand documents, weighted, 4 million samples: the whole start of a run
+batch        time that a step waits for 4 prefetched samples of 8192 tokens
 
-Files are made in a folder that is removed afterwards; the .bin files of `index` and `blend` are holes, which take no room.
+Files are created in a temporary folder; the .bin files of `index` and `blend` are sparse and take no space.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DOCUMENT_CHARS = (1_000, 20_000)
 
 @dataclass(frozen=True)
 class Setup:
-    """What sections work with."""
+    """The inputs of a section."""
 
     folder: Path
     tokenizer: Path | None
@@ -57,12 +57,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument(
+        "sections", nargs="*", metavar="section", help=f"sections to run: {', '.join(SECTIONS)}"
+    )
     parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, for `preprocess`")
     given = parser.parse_args()
     unknown = set(given.sections) - set(SECTIONS)
     if unknown:
-        parser.error(f"there is no section {', '.join(sorted(unknown))}")
+        parser.error(f"unknown section: {', '.join(sorted(unknown))}")
     chosen = given.sections or list(SECTIONS)
     if "preprocess" in chosen and given.tokenizer is None:
         parser.error("preprocess needs --tokenizer")
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def preprocess(setup: Setup) -> None:
-    """The best of three runs each, in turns; without the start of processes, which is measured on an empty file."""
+    """Print the best of three alternating runs, without the start of processes, measured on an empty file."""
     text, empty = setup.folder / "text.jsonl", setup.folder / "empty.jsonl"
     num_bytes = write_text(text)
     empty.touch()
@@ -99,7 +101,7 @@ def preprocess(setup: Setup) -> None:
 
 
 def write_pair(prefix: Path, lengths: np.ndarray) -> None:
-    """A dataset of one sequence a document; its .bin is a hole of zeros."""
+    """Write a dataset with one sequence per document and a sparse .bin of zeros."""
     offsets = np.zeros(len(lengths), np.int64)
     np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
     with Path(f"{prefix}.idx").open("wb") as file:
@@ -122,7 +124,7 @@ def index(setup: Setup) -> None:
     folder = setup.folder
     lengths = np.random.default_rng(0).integers(1, 2000, 10_000_000, dtype=np.int32)
     write_pair(folder / "data", lengths)
-    IndexedDataset(folder / "data")  # from here on, the files are in the page cache
+    IndexedDataset(folder / "data")  # load the files into the page cache
     print(f"{len(lengths):,} documents, {lengths.sum(dtype=np.int64):,} tokens")
     for name, target in (("cold", "3 s, 1.5 GB"), ("cached", "0.2 s")):
         cache = IndexCache(folder / "cache")
@@ -133,7 +135,7 @@ def index(setup: Setup) -> None:
                 dataset.lengths, range(len(dataset)), seq_length=2048, seed=1, num_samples=None, cache=cache
             )
 
-        timed(f"  open and order, {name}", start, target)
+        timed(f"  open and index, {name}", start, target)
 
 
 def blend(setup: Setup) -> None:
@@ -152,7 +154,7 @@ def blend(setup: Setup) -> None:
             builder = SplitBuilder(SampleOptions(seq_length=2048, eod=0), cache_folder=folder / "cache")
             return builder.build(blends, "969,30,1", plans)
 
-        timed(f"  check, open and draw, {name}", start, target)
+        timed(f"  check, open and blend, {name}", start, target)
 
 
 def batch(setup: Setup) -> None:
@@ -166,21 +168,21 @@ def batch(setup: Setup) -> None:
         dataset, made, SampleOptions(seq_length=8192, eod=0, vocab_size=50_000, reset_attention_mask=True)
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    order = SingleSampler(DataShard(micro_batch_size=1, dp_rank=0, dp_size=1), len(samples))
+    sampler = SingleSampler(DataShard(micro_batch_size=1, dp_rank=0, dp_size=1), len(samples))
     for workers in (0, 2):
         with BatchLoader(
-            samples, order, seq_length=8192, device=device, num_workers=workers, has_documents=True
+            samples, sampler, seq_length=8192, device=device, num_workers=workers, has_documents=True
         ) as loader:
             waits = []
             for step in range(60):
                 began = time.perf_counter()
                 loader.microbatches(4 * step, 4)
                 waits.append(1000 * (time.perf_counter() - began))
-                time.sleep(0.05)  # the step's own work
+                time.sleep(0.05)  # the computation of the step
         target = "   (target 1 ms)" if workers else ""
         print(
-            f"4 x 8192 tokens to {device}, --num-workers {workers}: the step waits {np.median(waits[5:]):.2f} ms"
-            f" in the median, {max(waits[5:]):.2f} at most{target}"
+            f"4 x 8192 tokens to {device}, --num-workers {workers}: a step waits {np.median(waits[5:]):.2f} ms"
+            f" (median), {max(waits[5:]):.2f} ms (maximum){target}"
         )
 
 
@@ -193,7 +195,7 @@ SECTIONS: dict[str, Callable[[Setup], None]] = {
 
 
 def write_text(path: Path) -> int:
-    """JSON Lines of this machine's own text, in documents of varied length: the bytes of text in them."""
+    """Write this machine's own text as JSON Lines in documents of varied length; return the bytes of text."""
     rng = random.Random(0)
     documents, num_bytes = [], 0
     for text in texts():
@@ -211,7 +213,7 @@ def write_text(path: Path) -> int:
 
 
 def texts() -> Iterator[str]:
-    """Sources of the standard library, then what the system documents itself with."""
+    """Yield the sources of the standard library, then the documentation of the system."""
     for folder, pattern in (
         (sysconfig.get_paths()["stdlib"], "*.py"),
         ("/usr/share/man", "*.gz"),
@@ -237,7 +239,7 @@ print(time.perf_counter() - start)
 
 
 def library_seconds(setup: Setup, text: Path, name: str, num_threads: int) -> float:
-    """All texts in memory, one call: no reading, no parsing, and the ids stay inside the library."""
+    """Return the seconds of one call with all texts in memory, without reading, parsing or copying ids out."""
     done = subprocess.run(
         [sys.executable, "-c", LIBRARY, setup.tokenizer, text, name],
         env={"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)},

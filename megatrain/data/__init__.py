@@ -1,6 +1,6 @@
 """From text to micro-batches: indexed files, GPT samples, samplers, tokenizers, preprocessing.
 
-    text --preprocess--> .bin/.idx --indexed--> sequences --gpt--> samples --sampler, loader--> Batch
+    text --preprocess--> .bin/.idx --indexed--> sequences --gpt_dataset--> samples --sampler, loader--> Batch
 
-Nothing is imported here: preprocessing must start without torch.
+This file imports nothing: preprocessing must start without torch.
 """

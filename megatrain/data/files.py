@@ -61,7 +61,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 class FileLock:
     """An exclusive lock between processes: a locked file, which the kernel unlocks when its owner dies.
 
-    The file exists while the lock is held; a file that a dead owner left behind locks nobody out.
+    The file exists while the lock is held; a file that a dead owner left behind is not locked.
     """
 
     def __init__(self, path: Path, *, target: str, log: Callable[[str], None] = log_to_stderr) -> None:

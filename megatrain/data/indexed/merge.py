@@ -8,7 +8,7 @@ Memory is bounded, and the output appears when it is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -129,14 +129,7 @@ def _merged_description(
     """Merge the descriptions if all datasets have one. Raises InputError if they name different tokenizers."""
     found = {dataset.prefix: _description(dataset.prefix) for dataset in datasets}
     known = {prefix: description for prefix, description in found.items() if description is not None}
-    for prefix, description in known.items():
-        first, expected = next(iter(known.items()))
-        ours, theirs = description["tokenizer_fingerprint"], expected["tokenizer_fingerprint"]
-        if ours != theirs:
-            raise InputError(
-                f"{prefix}: was made with another tokenizer ({ours}) than {first} ({theirs})",
-                fix="make both with the same tokenizer",
-            )
+    _require_same_tokenizer(known)
     missing = [prefix for prefix in found if prefix not in known]
     if missing:
         if known:
@@ -157,6 +150,17 @@ def _merged_description(
         "eod_count": _sum(parts, "eod_count"),
         "skipped_lines": _sum(parts, "skipped_lines"),
     }
+
+
+def _require_same_tokenizer(descriptions: Mapping[str, dict[str, Any]]) -> None:
+    first = next(iter(descriptions), "")
+    for prefix, description in descriptions.items():
+        ours, theirs = (part["tokenizer_fingerprint"] for part in (description, descriptions[first]))
+        if ours != theirs:
+            raise InputError(
+                f"{prefix}: was made with another tokenizer ({ours}) than {first} ({theirs})",
+                fix="make both with the same tokenizer",
+            )
 
 
 def _sum(parts: Sequence[dict[str, Any]], name: str) -> int | None:

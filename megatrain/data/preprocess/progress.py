@@ -36,7 +36,7 @@ class Progress:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Also log while nothing is added, so that a slow run can be told from one that hangs."""
+        """Also log while nothing is added, to distinguish a slow run from a hanging one."""
         ended = threading.Event()
 
         def log_while_silent() -> None:

@@ -29,7 +29,7 @@ NO_PAD: Final = -1
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """How all datasets of a run cut and mask their samples."""
+    """Options for cutting and masking samples, equal for all datasets of a run."""
 
     seq_length: int
     """s, tokens of a sample."""

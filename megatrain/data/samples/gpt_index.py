@@ -149,7 +149,7 @@ def _shuffled_together(order: Integers, last_epoch_start: int, epochs: Epochs) -
 def build_sample_index(lengths: Integers, document_index: Integers, seq_length: int) -> Integers:
     """Return sample boundaries as (position in `document_index`, offset in that sequence), [samples + 1, 2].
 
-    Boundary j lies at token j * s of the concatenated sequences and names the sequence that contains this token. Tokens
+    Boundary j is at token j * s of the concatenated sequences and names the sequence that contains this token. Tokens
     after the last whole sample are dropped.
     """
     ends = np.cumsum(lengths[document_index], dtype=np.int64)

@@ -163,7 +163,7 @@ def _padded(position: int) -> int:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove temporary versions of this file that killed jobs left behind."""
+    """Remove temporary versions of this file of killed jobs."""
     for partial in path.parent.glob(f"{path.name}.*.partial"):
         try:
             if time.time() - partial.stat().st_mtime > STALE_SECONDS:

@@ -86,7 +86,7 @@ class CyclicSampler:
             data_sharding: each rank shuffles its own contiguous range of samples; else all ranks split one permutation.
 
         Raises:
-            ConfigError: an epoch holds no micro-batch for each rank, or more micro-batches for some ranks than others.
+            ConfigError: an epoch has no micro-batch for each rank, or more micro-batches for some ranks than others.
         """
         self.shard = shard
         self.total_samples = total_samples

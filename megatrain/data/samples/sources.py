@@ -44,10 +44,10 @@ def blends_from_config(data: DataConfig) -> dict[str, Blend]:
     if data.data_args_path is not None:
         return {"all": parse_blend(_read_data_args(Path(data.data_args_path)), "--data-args-path")}
     if data.per_split_data_args_path is not None:
-        words = _read_data_args_by_split(Path(data.per_split_data_args_path))
-        return {name: parse_blend(found, "--per-split-data-args-path") for name, found in words.items()}
-    words = {name: getattr(data, f"{name}_data_path") for name in SPLIT_NAMES}
-    return {name: parse_blend(found, f"--{name}-data-path") for name, found in words.items() if found}
+        by_split = _read_data_args_by_split(Path(data.per_split_data_args_path))
+        return {name: parse_blend(found, "--per-split-data-args-path") for name, found in by_split.items()}
+    by_split = {name: getattr(data, f"{name}_data_path") for name in SPLIT_NAMES}
+    return {name: parse_blend(found, f"--{name}-data-path") for name, found in by_split.items() if found}
 
 
 def blends_from_facts(datasets: Iterable[DatasetFacts]) -> dict[str, Blend]:
@@ -203,12 +203,12 @@ def _description_problems(
 
 
 def _read_data_args(path: Path) -> Sequence[str]:
-    words = _read_text(path, "--data-args-path").split()
-    if not words:
+    arguments = _read_text(path, "--data-args-path").split()
+    if not arguments:
         raise InputError(
             f"--data-args-path {path}: the file is empty", fix="write the arguments of --data-path in it"
         )
-    return words
+    return arguments
 
 
 def _read_data_args_by_split(path: Path) -> dict[str, list[str]]:
@@ -225,7 +225,7 @@ def _read_data_args_by_split(path: Path) -> dict[str, list[str]]:
         raise InputError(f"{flag} {path}: cannot be read: {error}", fix=fix) from error
     if not isinstance(content, _Pairs):
         raise InputError(f"{flag} {path}: contains no JSON object", fix=fix)
-    words: dict[str, list[str]] = {}
+    arguments: dict[str, list[str]] = {}
     seen: set[str] = set()
     for name, value in content:
         if name not in SPLIT_NAMES:
@@ -234,14 +234,14 @@ def _read_data_args_by_split(path: Path) -> dict[str, list[str]]:
             raise InputError(f"{flag} {path}: {name!r} occurs twice", fix=fix)
         seen.add(name)
         found = value.split() if isinstance(value, str) else value
-        is_list = type(found) is list and all(type(word) in (str, int, float) for word in found)
+        is_list = type(found) is list and all(type(argument) in (str, int, float) for argument in found)
         if found is not None and not is_list:
             raise InputError(f"{flag} {path}: {name!r} is not a list of arguments", fix=fix)
         if found:
-            words[name] = [str(word) for word in found]
-    if not words:
+            arguments[name] = [str(argument) for argument in found]
+    if not arguments:
         raise InputError(f"{flag} {path}: the file names no datasets", fix=fix)
-    return {name: words[name] for name in SPLIT_NAMES if name in words}
+    return {name: arguments[name] for name in SPLIT_NAMES if name in arguments}
 
 
 class _Pairs(list[tuple[str, Any]]):

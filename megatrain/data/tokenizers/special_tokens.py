@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _CONFIG, _MAP, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
-"""How a token is matched in text. The flag `special` does not affect ids."""
+"""Flags for matching a token in text. The flag `special` does not affect ids."""
 _LISTS: Final = ("extra_special_tokens", "additional_special_tokens")
 """The new and the old name of a list of tokens without a role."""
 
@@ -60,22 +60,16 @@ def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
     config = _object(folder / _CONFIG)
     values = {name: (value, folder / _CONFIG) for name, value in config.items()}
     lists = [(value, folder / _CONFIG) for value in _first_list(config)]
-    added: dict[int, NamedToken] = {}
     if "added_tokens_decoder" in config:
         entries = _entries(config["added_tokens_decoder"], folder / _CONFIG)
         added = {number: _entry(value, folder / _CONFIG) for number, value in entries.items()}
     else:
         special_map = _object(folder / _MAP)
         values |= {name: (value, folder / _MAP) for name, value in special_map.items()}
-        newer = special_map.get(_LISTS[0])
-        if newer or not lists:
+        if special_map.get(_LISTS[0]) or not lists:
             lists += [(value, folder / _MAP) for value in _first_list(special_map)]
-        tokens = {name: value for name, (value, _) in values.items() if name.endswith("_token")}
-        special = {_text(value) for value in [*tokens.values(), *(value for value, _ in lists)]}
-        for text, number in _object(folder / _ADDED).items():
-            flags = dict.fromkeys(_FLAGS, False) | {"normalized": text not in special}
-            added[_id(number, folder / _ADDED)] = NamedToken(text, flags, folder / _ADDED)
-        added = {number: token for number, token in added.items() if number not in taken}
+        special = {_text(value) for name, (value, _) in values.items() if name.endswith("_token")}
+        added = _added_tokens(folder / _ADDED, special | {_text(value) for value, _ in lists}, taken)
     # A model may have further roles, such as image_token; add_bos_token is a boolean, not text.
     with_role = {name: value for name, value in values.items() if name.endswith("_token") and _text(value[0])}
     return NamedTokens(
@@ -87,6 +81,15 @@ def named_tokens(folder: Path, *, taken: Collection[int] = ()) -> NamedTokens:
             if _text(value)
         ),
     )
+
+
+def _added_tokens(file: Path, special: Collection[str], taken: Collection[int]) -> dict[int, NamedToken]:
+    """Read added_tokens.json; ids that are taken are left out."""
+    tokens = {}
+    for text, number in _object(file).items():
+        flags = dict.fromkeys(_FLAGS, False) | {"normalized": text not in special}
+        tokens[_id(number, file)] = NamedToken(text, flags, file)
+    return {number: token for number, token in tokens.items() if number not in taken}
 
 
 def require_named(named: NamedTokens, has: Callable[[str], bool], *, file: Path, fix: str) -> None:
