@@ -50,15 +50,13 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: line[name] for name in kept if name in line} for line in lines]
 
 
-def test_a_longer_run_reads_on_and_leaves_what_was_seen(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_longer_run_continues_with_unread_samples(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain.main(flags_of(folder)) == 0
     first = metrics(folder / "run")
     shutil.copytree(folder / "run", folder / "stopped")
     assert pretrain.main(flags_of(folder, train_iters="15")) == 0
     longer = metrics(folder / "run")
-    assert longer[: len(first) - 1] == first[:-1]  # but for the test loss, which comes at the end
+    assert longer[: len(first) - 1] == first[:-1]  # without the test loss, which comes last
     assert longer[-1]["iteration"] == 15
     assert "--train-iters 6 -> 15" in capsys.readouterr().out
 
@@ -79,8 +77,8 @@ def test_files_may_move_but_not_change(folder: Path, capsys: pytest.CaptureFixtu
     assert "moved/b is not the dataset that the checkpoint read" in capsys.readouterr().err
 
 
-def test_sets_are_evaluated_whole_and_on_their_own(folder: Path) -> None:
-    apart = {
+def test_validation_sets_are_evaluated_in_full_and_separately(folder: Path) -> None:
+    separate = {
         "data_path": None,
         "split": None,
         "train_data_path": str(folder / "data/a"),
@@ -88,7 +86,7 @@ def test_sets_are_evaluated_whole_and_on_their_own(folder: Path) -> None:
         "full_validation": "",
         "multiple_validation_sets": "",
     }
-    assert pretrain.main(flags_of(folder, **apart)) == 0
+    assert pretrain.main(flags_of(folder, **separate)) == 0
     found = [line for line in metrics(folder / "run") if "validation" in line]
     assert [(line["iteration"], line["validation"]) for line in found] == [
         (3, "a"),
@@ -99,14 +97,14 @@ def test_sets_are_evaluated_whole_and_on_their_own(folder: Path) -> None:
 
     at_the_end = {line["validation"]: line["loss"] for line in found[2:]}
     for name in ("a", "b"):  # the same data alone, in the same number of samples as there are
-        alone = apart | {"valid_data_path": str(folder / f"data/{name}"), "multiple_validation_sets": None}
+        alone = separate | {"valid_data_path": str(folder / f"data/{name}"), "multiple_validation_sets": None}
         again = {"save": None, "skip_train": "", "metrics_file": str(folder / f"{name}.jsonl")}
         assert pretrain.main(flags_of(folder, **alone, **again)) == 0
         (line,) = (json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines())
         assert line["loss"] == at_the_end[name]
 
 
-def test_the_cyclic_order_resumes_at_the_borders_of_its_epochs(folder: Path) -> None:
+def test_the_cyclic_order_resumes_at_epoch_boundaries(folder: Path) -> None:
     cyclic = {
         "dataloader_type": "cyclic",
         "data_path": str(folder / "data/a"),
@@ -131,7 +129,7 @@ def test_the_cyclic_order_resumes_at_the_borders_of_its_epochs(folder: Path) -> 
         ({"largest_id": "many"}, "a.json: largest_id is 'many'"),
     ],
 )
-def test_a_description_is_held_against_the_tokenizer(
+def test_a_description_is_compared_with_the_tokenizer(
     folder: Path, golden: Path, capsys: pytest.CaptureFixture[str], described: dict[str, Any], words: str
 ) -> None:
     (folder / "data/a.json").write_text(json.dumps(described))
@@ -146,7 +144,7 @@ def test_a_description_is_held_against_the_tokenizer(
     assert words in capsys.readouterr().err
 
 
-def test_documents_are_kept_apart(folder: Path) -> None:
+def test_attention_does_not_cross_documents(folder: Path) -> None:
     losses = {}
     for name in ("none", "reset_attention_mask", "dataloader_inter_document_masking"):
         run = {"save": None, "load": None, "metrics_file": str(folder / f"{name}.jsonl")}
@@ -156,7 +154,7 @@ def test_documents_are_kept_apart(folder: Path) -> None:
         losses[name] = [json.loads(line)["lm_loss"] for line in lines if "lm_loss" in line]
     assert losses["reset_attention_mask"] != losses["none"]
     assert losses["reset_attention_mask"] == losses["dataloader_inter_document_masking"], (
-        "one document a sequence"
+        "each sequence is one document"
     )
 
 
@@ -171,7 +169,7 @@ def test_documents_are_kept_apart(folder: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_run_may_go_on_with_other_evaluations(folder: Path, changed: dict[str, str | None]) -> None:
+def test_a_run_may_resume_with_other_evaluations(folder: Path, changed: dict[str, str | None]) -> None:
     often = {"train_iters": "10", "eval_interval": "1"}
     assert pretrain.main(flags_of(folder, **often)) == 0
     before = len(metrics(folder / "run"))

@@ -1,4 +1,4 @@
-"""Runs whose layers are Transformer Engine's, with a stand-in for the library: checkpoints, and what changes on resume."""
+"""Runs with Transformer Engine's layers, by a stand-in for the library: checkpoints and changes on resume."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ ENDED, STOPPED = 0, 75
 
 @pytest.fixture(autouse=True)
 def engine() -> Iterator[None]:
-    """On a CPU and in fp64, rules would refuse it."""
+    """Remove the rules that refuse Transformer Engine on a CPU and in fp64."""
     module = importlib.import_module("megatrain.config.resolve")
     others = tuple(rule for rule in module.RULES if rule not in TRANSFORMER_ENGINE_RULES)
     assert len(others) < len(module.RULES)
@@ -38,7 +38,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def run(folder: Path, *implementations: str) -> list[float]:
-    """Four iterations with each, from one checkpoint to the next."""
+    """Run four iterations with each implementation, from one checkpoint to the next; return all losses."""
     for number, implementation in enumerate(implementations, 1):
         flags = [*FLAGS.split(), "--save", str(folder), "--load", str(folder)]
         code = pretrain.main([*flags, "--transformer-impl", implementation])
@@ -46,10 +46,12 @@ def run(folder: Path, *implementations: str) -> list[float]:
     return losses(folder)
 
 
-def test_checkpoints_go_back_and_forth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    usual = run(tmp_path / "local", "local", "local", "local")
+def test_checkpoints_are_shared_by_both_implementations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run(tmp_path / "local", "local", "local", "local")
     assert CHANGED not in capsys.readouterr().out
     mixed = run(tmp_path / "mixed", "transformer_engine", "local", "transformer_engine")
     assert CHANGED in capsys.readouterr().out
-    assert len(usual) == 12
-    assert mixed == pytest.approx(usual, rel=1e-11)
+    assert len(expected) == 12
+    assert mixed == pytest.approx(expected, rel=1e-11)

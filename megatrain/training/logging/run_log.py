@@ -97,10 +97,10 @@ class RunLog:
         """Return the line that says, once at start, how the speeds in the log are computed."""
         if not self.is_on_gpu:
             return "> speed: in tokens/s; TFLOP/s and MFU are shown on GPUs only"
-        flops = f"{self._derived.flops_per_iteration:.4g} FLOPs an iteration (Megatron-LM's formula: matrix products"
-        flops += " of forward and backward; recomputation is not counted)"
+        flops = f"{self._derived.flops_per_iteration:.4g} FLOPs per iteration (Megatron-LM's formula: matrix products"
+        flops += " of forward and backward, without recomputation)"
         if self.peak is None:
-            return f"> speed: TFLOP/s from {flops}; no MFU, as the peak of {self._ranks.facts.device_name} is not known"
+            return f"> speed: TFLOP/s from {flops}; no MFU, because the peak of {self._ranks.facts.device_name} is unknown"
         return f"> speed: MFU = TFLOP/s / {self.peak:g} (dense bf16 peak of {self._ranks.facts.device_name}), from {flops}"
 
     def restart_clock(self) -> None:
