@@ -20,15 +20,15 @@ from megatrain.tools.parity.cli import run
 from megatrain.tools.parity.covering_array import pairs_of
 from megatrain.tools.parity.faults import FAULTS
 from megatrain.tools.parity.low_precision import (
-    NarrowComparer,
+    LowPrecisionComparer,
     fewest_ranks,
-    goes_with,
+    is_supported_in,
     of_any_micro_batch,
     orders,
     rows_in,
     within,
 )
-from megatrain.tools.parity.measure import NARROW, Job, Measured, Part, tiny_plan
+from megatrain.tools.parity.measure import LOW_PRECISIONS, Job, Measured, Part, tiny_plan
 from megatrain.tools.parity.measure import plan_of as plan_of_job
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.results import Results
@@ -157,11 +157,11 @@ def test_the_full_table_has_each_combination_once():
     assert len(rows) == by_hand
 
 
-@pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
 def test_rows_of_narrow_formats_are_rows(precision):
     for layout in rows_in(precision):
         assert is_row(layout.words)
-        assert goes_with(precision, layout)
+        assert is_supported_in(precision, layout)
         plan_of_job(Job(layout, precision), layout.world_size)
     assert all(layout.world_size <= 2 for layout in rows_in(precision, max_ranks=2))
 
@@ -183,7 +183,7 @@ def test_every_number_format_is_in_a_narrow_row():
     options = (*table.OPTIONS, *NUMBER_FORMATS)
     used = {
         name
-        for precision in NARROW
+        for precision in LOW_PRECISIONS
         for layout in rows_in(precision)
         for name in features_of(plan_of_job(Job(layout, precision), layout.world_size), options)
     }
@@ -200,7 +200,7 @@ def test_every_number_format_is_in_a_narrow_row():
 )
 def test_formats_go_with_precisions(words, precisions):
     layout = Layout.of(f"tokens {words}")
-    assert {one for one in ("fp64", *NARROW) if goes_with(one, layout)} == precisions
+    assert {one for one in ("fp64", *LOW_PRECISIONS) if is_supported_in(one, layout)} == precisions
     for one in precisions:
         plan_of_job(Job(layout, one), layout.world_size)
 
@@ -328,8 +328,8 @@ def test_rows_of_transformer_engine_are_those_that_it_computes():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (ENGINE[:2], "computes on GPUs, and this run on cpu"),
-        ([*ENGINE, "--precision", "fp32"], "computes in bf16 or fp16, and this run in float32"),
+        (ENGINE[:2], "requires --device cuda"),
+        ([*ENGINE, "--precision", "fp32"], "requires bf16 or fp16"),
     ],
 )
 def test_rows_that_transformer_engine_has_nowhere_are_told(flags, words):
@@ -423,7 +423,7 @@ def test_rows_of_transformer_engine_are_held_against_local():
             part = Part("a", ((0, 1),), np.ones(1))
             return [Measured([1.0], [1.0], [part], [part], [part])] * world_size
 
-    NarrowComparer(Pool(), "bf16", "transformer_engine").compare(Layout.of("tp2 sp dp2"))
+    LowPrecisionComparer(Pool(), "bf16", "transformer_engine").compare(Layout.of("tp2 sp dp2"))
     assert jobs[:2] == ["the library is loaded", (4, "transformer_engine", "bf16")]
     assert {job for job in jobs[2:] if job[0] == 1} == {(1, "local", "fp64"), (1, "local", "bf16")}
     assert {job for job in jobs[2:] if job[0] > 1} == {(2, "transformer_engine", "bf16")}
