@@ -45,6 +45,16 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", type=Path, metavar="DIR", help="the whole golden recording, with its text")
+    parser.addoption("--nightly", action="store_true", help="also run the tests marked `nightly`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked `nightly`, unless --nightly is given: scripts/nightly.sh runs them."""
+    if config.getoption("--nightly"):
+        return
+    nightly = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=nightly)
+    items[:] = [item for item in items if not item.get_closest_marker("nightly")]
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,9 @@
-"""Every command in README.md and docs/, run as a reader would: after the quickstart, in the folder of the repository.
+"""Every command in README.md and docs/ runs as a reader would run it: after the quickstart, in the repository's folder.
 
     ```bash blocks   `$ ` lines of other blocks   `program argument` in sentences and tables
 
-What is changed about a command before it runs is in SMALLER, what does not run is in NOT_RUN; both are kept short by tests.
+SMALLER shortens commands before they run, NOT_RUN lists commands that do not run; tests keep both short. Only README.md runs
+in every test run, the other pages run in nightly ones.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ SMALLER = {
     "--pipeline-model-parallel-size 2 --save runs/eight --load runs/eight": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
     "--save runs/second --load runs/second": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/third --load runs/third": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
-    "megatrain parity": "--layouts gpt2 overlap",
+    "megatrain parity": "--layouts tp2 gpt2 overlap",
     "--save runs/profiled --load runs/profiled": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/timed --load runs/timed": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
 }
-"""Flags that are put behind these words."""
+"""Flags appended to these words."""
 
 NOT_RUN = {
     "git clone": "its address is yet to be known",
@@ -52,21 +53,21 @@ NEED_GPUS = (
     "python scripts/part_rates.py",
     "megatrain parity --device cuda",
 )
-"""Commands that begin with these words are not run either: models of a GPU's size, and NCCL."""
+"""Commands that start with these words need GPUs."""
 
 NEED_HOSTS = ("sbatch", "mpirun")
-"""Nor are these: other programs start the ranks, on several hosts (tests/training/launch/test_launchers.py plays their part)."""
+"""Commands whose launcher starts ranks on several hosts (tests/training/launch/test_launchers.py imitates it)."""
 
 
 @dataclass(frozen=True)
 class Example:
     command: str
     output: str = ""
-    """What the page shows below it, in the same block."""
+    """The output that the page shows below the command."""
 
 
 def examples(page: str) -> Iterator[Example]:
-    """The commands of a page, in the order in which a reader meets them."""
+    """Yield the commands of a page, in order."""
     pattern = (
         r"^```bash\n(?P<block>.*?)^```|^```\n(?P<shell>\$ .*?)^```|^```.*?^```|(?<!`)`(?P<words>[^`\n]+)`"
     )
@@ -85,7 +86,7 @@ def examples(page: str) -> Iterator[Example]:
 
 
 def as_run(command: str) -> str:
-    """Without what is not run, and smaller where that is said above."""
+    """Remove the commands that do not run, and shorten the others."""
     lines = [
         line
         for line in command.splitlines()
@@ -98,12 +99,12 @@ def as_run(command: str) -> str:
 
 
 def is_another(line: str) -> bool:
-    """Whether the line begins like a command that is not run, and goes on otherwise."""
+    """Return whether the line is a longer word than a command that does not run."""
     return any(re.match(re.escape(words) + r"[-\w.]", line) for words in (*NOT_RUN, *NEED_GPUS, *NEED_HOSTS))
 
 
 class Checkout:
-    """A folder that looks like the repository's after the quickstart, with this environment's programs."""
+    """A copy of the repository after the quickstart, with this environment's programs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -140,7 +141,7 @@ class Checkout:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str], None]) -> Checkout:
-    """After `scripts/quickstart.sh` on 2 MB of text and for 42 iterations: with it, all that the pages build on."""
+    """Run `scripts/quickstart.sh` on 2 MB of text for 42 iterations: all pages build on its output."""
     made_once("checkout")
     made = Checkout(tmp_path_factory.mktemp("checkout"))
     made.run("python scripts/quickstart/corpus.py --output runs/quickstart/corpus.jsonl --limit-mb 2")
@@ -153,10 +154,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str]
         assert words in config
         config = config.replace(words, fewer)
     (made.folder / "configs" / "quickstart.yaml").write_text(config, encoding="utf-8")
-    said = made.run("bash scripts/quickstart.sh")
-    assert "killed with SIGKILL" in said
-    assert "resumed from the last checkpoint" in said
-    assert "What to look at next" in said
+    output = made.run("bash scripts/quickstart.sh")
+    assert "killed with SIGKILL" in output
+    assert "resumed from the last checkpoint" in output
+    assert "What to look at next" in output
     (made.folder / "configs" / "quickstart.yaml").unlink()
     (made.folder / "configs").rmdir()
     (made.folder / "configs").symlink_to(ROOT / "configs")
@@ -164,7 +165,12 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str]
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, path in PAGES.items() if list(examples(path.read_text(encoding="utf-8")))]
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "README.md" else pytest.mark.nightly)
+        for name, path in PAGES.items()
+        if list(examples(path.read_text(encoding="utf-8")))
+    ],
 )
 def test_the_commands_of_a_page_work(name: str, checkout: Checkout) -> None:
     page = PAGES[name].read_text(encoding="utf-8")
@@ -180,7 +186,7 @@ def test_the_commands_of_a_page_work(name: str, checkout: Checkout) -> None:
 
 
 def words_are_printed(shown: str, printed: str) -> None:
-    """Each line that is shown begins with the word of a line that is printed, numbers apart: the corpus is another."""
+    """Assert that each shown line starts with the first word of a printed line, apart from numbers: the corpus differs."""
     beginnings = {beginning(line) for line in printed.splitlines()}
     for line in shown.splitlines():
         if re.match(r" {0,2}\S", line) and line.strip() != "...":
@@ -192,7 +198,7 @@ def beginning(line: str) -> str:
 
 
 def start_is_printed(page: str, printed: list[str]) -> None:
-    """What the page shows of the start is what is printed, but for what the next setting or another machine changes."""
+    """Assert that the start shown on the page is printed, except lines that depend on the machine."""
     lines = {" ".join(line.split()) for line in printed[0].splitlines()}
     shown = page.split("## At start")[1].split("## Each", maxsplit=1)[0]
     changing = ("started in", "loss", "---", "settings have their defaults")
@@ -201,7 +207,7 @@ def start_is_printed(page: str, printed: list[str]) -> None:
 
 
 def all_is_printed(page: str, printed: list[str]) -> None:
-    """Each indented line of the page is printed, apart from numbers and the name of the function at the peak."""
+    """Assert that each indented line of the page is printed, apart from numbers and the function at the peak."""
 
     def words(line: str) -> str:
         return re.sub(r"\d[\d.,e+-]*", "0", re.sub(r", in \w+$", "", " ".join(line.split())))
@@ -213,11 +219,11 @@ def all_is_printed(page: str, printed: list[str]) -> None:
 
 
 SHOWN = {"docs/watching.md": start_is_printed, "docs/planning.md": all_is_printed}
-"""What is held, page by page, of outputs that stand apart from their commands."""
+"""Checks of outputs that a page shows apart from their commands."""
 
 
 def test_little_is_left_out() -> None:
-    """Commands that are not run, or are made smaller, are few, and all are there."""
+    """Few commands are skipped or shortened, and all of them are on a page."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
     assert [words for words in (*SMALLER, *NOT_RUN, *NEED_GPUS, *NEED_HOSTS) if words not in text] == []
     assert len(NOT_RUN) <= 7

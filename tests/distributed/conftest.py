@@ -1,4 +1,4 @@
-"""One pool of eight ranks for all tests in this folder: they run in one process of xdist, one after the other."""
+"""A pool of eight ranks shared by all tests in this folder: they run in one xdist process, one after the other."""
 
 from collections.abc import Callable, Iterator
 

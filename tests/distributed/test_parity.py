@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes, and the comparison finds the faults that it is for."""
+"""Every layout gives the result of one process, and the comparison finds all planted faults."""
 
 import dataclasses
 import hashlib
@@ -32,7 +32,7 @@ from megatrain.tools.parity.measure import (
     tiny_plan,
     weights_of,
 )
-from megatrain.tools.parity.rows import QUICK_ROWS, Layout, pairwise_rows
+from megatrain.tools.parity.rows import ALWAYS, QUICK_ROWS, Layout, pairwise_rows
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training.build import build_schedules
 
@@ -42,7 +42,13 @@ def comparer(pool: WorkerPool) -> Comparer:
     return Comparer(pool)
 
 
-@pytest.mark.parametrize("layout", pairwise_rows(most=QUICK_ROWS), ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, id=layout.name, marks=pytest.mark.nightly if number >= len(ALWAYS) else [])
+        for number, layout in enumerate(pairwise_rows(most=QUICK_ROWS))
+    ],
+)
 def test_a_layout_computes_what_one_process_computes(comparer: Comparer, layout: Layout) -> None:
     verdict = comparer.compare(layout)
     assert verdict.is_good, verdict
@@ -60,7 +66,7 @@ def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
 
 
 def test_a_users_own_layout_passes(comparer: Comparer) -> None:
-    """Such as no row of the table is."""
+    """The layout is no row of the table."""
     (row,) = chosen_rows(
         _parser().parse_args(["parity", "--quick", "--layouts", *"tp2 sp dp2 zero3 muon".split()])
     )
@@ -68,13 +74,13 @@ def test_a_users_own_layout_passes(comparer: Comparer) -> None:
     assert verdict.is_good, verdict
 
 
-NARROW_LAYOUTS = (
+LOW_PRECISION_LAYOUTS = (
     "tp2 sp tied gpt2",
+    "cp2 heads pp2 documents hollow",
+    "dp2 zero1 overlap mixtral ep2 alltoall",
     "dp2 zero1 overlap scale",
     "pp2 tied gemma2",
     "tp2 sp dp2 zero1 overlap uniform documents",
-    "cp2 heads pp2 documents hollow",
-    "dp2 zero1 overlap mixtral ep2 alltoall",
     "dp2 zero1 deepseek ep2",
     "tp2 sp cp2 qwenmoe ep2 etp2 alltoall",
 )
@@ -87,7 +93,13 @@ def narrow(pool: WorkerPool) -> dict[Precision, LowPrecisionComparer]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("text", NARROW_LAYOUTS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=pytest.mark.nightly if number >= 3 else [])
+        for number, text in enumerate(LOW_PRECISION_LAYOUTS)
+    ],
+)
 def test_a_layout_is_no_further_off_than_rounding(
     narrow: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:
@@ -99,9 +111,9 @@ def test_a_layout_is_no_further_off_than_rounding(
     ("precision", "text"),
     [
         ("bf16", "dp2 zero2 overlap scale sumsbf16"),
-        ("bf16", "dp4 zero3 instances2 sumsbf16 momentsbf16"),
-        ("bf16", "dp2 mixtral ep2 sumsbf16 routersfp64"),
-        ("fp32", "tp2 dp2 zero1 muon muonfp32"),
+        pytest.param("bf16", "dp4 zero3 instances2 sumsbf16 momentsbf16", marks=pytest.mark.nightly),
+        pytest.param("bf16", "dp2 mixtral ep2 sumsbf16 routersfp64", marks=pytest.mark.nightly),
+        pytest.param("fp32", "tp2 dp2 zero1 muon muonfp32", marks=pytest.mark.nightly),
         ("fp16", "tp2 sp dp2 zero1 overlap"),
     ],
 )
@@ -141,7 +153,9 @@ def test_a_planted_fault_is_more_than_rounding_of_other_formats(
         "wrong tied embedding",
     ],
 )
-def test_a_planted_fault_is_more_than_rounding(narrow: dict[Precision, LowPrecisionComparer], fault: str) -> None:
+def test_a_planted_fault_is_more_than_rounding(
+    narrow: dict[Precision, LowPrecisionComparer], fault: str
+) -> None:
     assert not narrow["bf16"].compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 

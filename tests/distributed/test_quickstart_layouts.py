@@ -25,6 +25,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.nightly
 def test_fifty_iterations_follow_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     sections = yaml.safe_load(QUICKSTART.read_text())
     kept = {name: sections[name] for name in ("model", "training", "optimizer", "schedule")}

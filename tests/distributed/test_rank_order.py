@@ -14,6 +14,7 @@ def losses(folder: Path) -> list[float]:
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
 
 
+@pytest.mark.nightly
 def test_stages_before_replicas_train_to_the_same_losses(pool: WorkerPool, tmp_path: Path) -> None:
     world_size, flags = LAYOUTS["tp2 dp2 pp2"]
     found = []

@@ -41,7 +41,13 @@ def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbr
     return runs
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+ALWAYS = ("one process", "tp2 dp2 pp2")
+"""Layouts that are stopped in every test run; the others are stopped in nightly ones."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in LAYOUTS]
+)
 def test_ten_and_ten_iterations_are_twenty(
     pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, name: str
 ) -> None:

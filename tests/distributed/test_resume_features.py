@@ -65,19 +65,34 @@ def state(folder: Path) -> dict[str, Any]:
     return dict(read_manifest(newest.path).state)
 
 
+class UnbrokenRuns(dict[str, Path]):
+    """The folder of each run without a stop, by name; a run trains when its folder is first asked for."""
+
+    def __init__(self, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.pool, self.tmp_path_factory = pool, tmp_path_factory
+
+    def __missing__(self, name: str) -> Path:
+        folder = self.tmp_path_factory.mktemp("whole")
+        assert train(self.pool, name, folder) == {0}
+        self[name] = folder
+        return folder
+
+
 @pytest.fixture(scope="session")
-def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each run without a stop."""
-    folders = {}
-    for name in RUNS:
-        folders[name] = tmp_path_factory.mktemp("whole")
-        assert train(pool, name, folders[name]) == {0}
-    return folders
+def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> UnbrokenRuns:
+    return UnbrokenRuns(pool, tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", RUNS)
+ALWAYS = ("ramp dp2 pp2", "fp16 tp2 dp2", "muon tp2 dp2", "experts ep2 dp2 pp2")
+"""Runs that are stopped and resumed in every test run; the others are stopped in nightly ones."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in RUNS]
+)
 def test_stopped_twice_and_resumed_equals_never_stopped(
-    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path, name: str
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path, name: str
 ) -> None:
     assert train(pool, name, tmp_path, "--exit-interval", "5") == {75}
     assert train(pool, name, tmp_path, "--exit-interval", "7") == {75}
@@ -87,7 +102,7 @@ def test_stopped_twice_and_resumed_equals_never_stopped(
     assert state(tmp_path) == state(whole[name])
 
 
-def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: dict[str, Path], tmp_path: Path) -> None:
+def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     name = "muon tp2 dp2"
     assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
     flags = [*RUNS[name][1].split()[:-2], *folder_flags(tmp_path)]
@@ -97,13 +112,13 @@ def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: dict[str, Path]
             assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-3)
 
 
-def test_biases_of_routers_have_moved(whole: dict[str, Path]) -> None:
+def test_biases_of_routers_have_moved(whole: UnbrokenRuns) -> None:
     biases = state(whole["experts ep2 dp2 pp2"])["expert_biases"]
     assert sorted(biases) == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 3)]
     assert all(any(values) for values in biases.values())
 
 
-def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> None:
+def test_batches_grow_and_rates_follow_the_samples(whole: UnbrokenRuns) -> None:
     steps = [line for line in metrics(whole["ramp"]) if "lm_loss" in line]
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 3 + [12] * 6
     assert [line["consumed_samples"] for line in steps][-1] == 116
@@ -113,7 +128,7 @@ def test_batches_grow_and_rates_follow_the_samples(whole: dict[str, Path]) -> No
 
 
 def test_moments_are_stored_in_their_dtype_and_may_become_fp32_again(
-    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
 ) -> None:
     name = "bf16 moments dp2"
     found = newest_valid(whole[name])
@@ -133,7 +148,7 @@ def test_moments_are_stored_in_their_dtype_and_may_become_fp32_again(
 
 
 def test_optimizer_state_may_move_to_the_host_and_back(
-    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
 ) -> None:
     name, offload = "bf16 dp2", ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5")
     assert train(pool, name, tmp_path, "--exit-interval", "5") == {75}
@@ -144,7 +159,7 @@ def test_optimizer_state_may_move_to_the_host_and_back(
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp16 tp2 dp2"])
-def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: dict[str, Path], name: str) -> None:
+def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: UnbrokenRuns, name: str) -> None:
     steps = [line for line in metrics(whole[name]) if "lm_loss" in line]
     assert steps[0]["loss_scale"] == 8e6
     assert steps[0]["skipped"] == 1
@@ -159,7 +174,7 @@ def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: dict[str, Path
     assert len({line["loss_scale"] for line in steps}) > 2
 
 
-def test_a_ramp_goes_on_at_another_layout(pool: WorkerPool, whole: dict[str, Path], tmp_path: Path) -> None:
+def test_a_ramp_goes_on_at_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     assert train(pool, "ramp", tmp_path, "--exit-interval", "6") == {75}
     assert train(pool, "ramp dp2 pp2", tmp_path) == {0}
     losses, batches = (
@@ -180,7 +195,7 @@ def test_the_batch_may_change_half_way(pool: WorkerPool, tmp_path: Path) -> None
     assert found == [8, 16, 24, 32, 40, *range(44, 101, 4)]
 
 
-def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: dict[str, Path], tmp_path: Path) -> None:
+def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     flags = [
         "--load",
         str(whole["ramp"]),
@@ -207,7 +222,7 @@ def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: dict[str, Path]
 
 
 def test_a_pretrained_start_is_for_the_first_job_alone(
-    pool: WorkerPool, whole: dict[str, Path], tmp_path: Path
+    pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
 ) -> None:
     flags = [*folder_flags(tmp_path), "--pretrained-checkpoint", str(whole["ramp"]), "--seed", "5"]
     assert pool.run(1, train_here, [*flags, "--exit-interval", "6"]) == [75]

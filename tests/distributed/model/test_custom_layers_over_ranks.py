@@ -11,7 +11,7 @@ from megatrain.tools.parity.compare import judge
 from megatrain.tools.parity.measure import Job, measure
 from megatrain.tools.worker_pool import WorkerPool
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
 
 def measured(rank: int, world_size: int, layout: rows.Layout, path: str) -> object:

@@ -1,4 +1,4 @@
-"""Tokens that visit experts on other ranks, against a loop over all tokens and experts in one process, in fp64."""
+"""Dispatch to experts on other ranks against a loop over all tokens and experts in one process, in fp64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = ["even", "uneven", "one", "dropped", "none", "padded"]
 
 
 class Problem(NamedTuple):
-    """What all ranks hold together."""
+    """Inputs of all ranks together."""
 
     x: Tensor
     up: Tensor
@@ -40,11 +40,11 @@ class Problem(NamedTuple):
 
 
 def problem(case: str, top_k: int) -> Problem:
-    """Tokens and where they go.
+    """Return tokens and their experts.
 
-    uneven: half of the experts, with all that ranks of several hold, get nothing. one: all tokens of one rank of
-    two or four visit the first experts. dropped, padded: each expert has room for five, and the first is asked for more.
-    none: nobody has room.
+    uneven: half of the experts, and so all of some ranks, get no tokens. one: all tokens of one rank of two or four
+    choose the first experts. dropped, padded: each expert has a capacity of five, and the first exceeds it. none: all
+    assignments are dropped.
     """
     generator = torch.Generator().manual_seed(top_k)
     x, up, down, gradient, weights, scores = (
@@ -68,8 +68,8 @@ def problem(case: str, top_k: int) -> Problem:
     return Problem(x, up, down, Routing(experts, weights, kept), gradient)
 
 
-def by_hand(given: Problem) -> tuple[Tensor, ...]:
-    """The sum over each token's experts, and all gradients."""
+def expected_of(given: Problem) -> tuple[Tensor, ...]:
+    """Return the sum over each token's experts, and all gradients."""
     x, up, down, weights = (
         part.clone().requires_grad_() for part in (given.x, given.up, given.down, given.routing.probs)
     )
@@ -80,21 +80,23 @@ def by_hand(given: Problem) -> tuple[Tensor, ...]:
             if given.routing.kept is None or given.routing.kept[token, slot]:
                 total = total + weights[token, slot] * (down[expert] @ torch.tanh(up[expert] @ x[token]))
         sums.append(total)
-    nothing = 0 * sum(part.sum() for part in (x, up, down, weights))  # all have gradients, whoever has visits
+    nothing = 0 * sum(
+        part.sum() for part in (x, up, down, weights)
+    )  # all get a gradient, also without assignments
     out = torch.stack(sums) + nothing
     out.backward(given.gradient)
     return out.detach(), *(part.grad for part in (x, weights, up, down))  # type: ignore[return-value]
 
 
 def experts_of(dispatched: DispatchedTokens, up: Tensor, down: Tensor) -> Tensor:
-    """Each expert on its own rows; what nobody may read is NaN, going there and coming back."""
+    """Apply each expert to its rows; rows that must not be read are NaN."""
     parts, start = [], 0
     for number, end in enumerate(dispatched.ends.tolist()):
         hidden = torch.tanh(dispatched.rows[start:end] @ up[number].T)
         parts.append((hidden * dispatched.probs[start:end, None]) @ down[number].T)
         start = end
-    behind = torch.full_like(dispatched.rows[start:], float("nan"))
-    return torch.cat([*parts, behind])
+    unused = torch.full_like(dispatched.rows[start:], float("nan"))
+    return torch.cat([*parts, unused])
 
 
 def run_rank(
@@ -143,19 +145,21 @@ close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-13)
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("top_k", [1, 3])
-def test_one_rank_sums_over_each_tokens_experts(case: str, top_k: int) -> None:
+def test_one_rank_matches_a_loop_over_experts(case: str, top_k: int) -> None:
     given, everything = problem(case, top_k), slice(None)
     dispatcher = LocalDispatcher(E, (lambda num_tokens: num_tokens // 2) if case == "padded" else None)
-    for found, expected in zip(run_rank(given, dispatcher, *[everything] * 3), by_hand(given), strict=True):
+    for found, expected in zip(
+        run_rank(given, dispatcher, *[everything] * 3), expected_of(given), strict=True
+    ):
         close(found, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("ep", "etp"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2)])
 @pytest.mark.parametrize("kind", DISPATCHERS)
-def test_ranks_find_what_one_process_finds(pool: WorkerPool, kind: str, ep: int, etp: int, case: str) -> None:
+def test_ranks_match_one_process(pool: WorkerPool, kind: str, ep: int, etp: int, case: str) -> None:
     top_k = 3 if ep < 4 else 2
-    out, dx, dweights, dup, ddown = by_hand(problem(case, top_k))
+    out, dx, dweights, dup, ddown = expected_of(problem(case, top_k))
     found = pool.run(ep * etp, on_a_rank, kind, case, top_k, ep, etp)
     for expected, parts in zip(
         (out, dx, dweights), zip(*(one[:3] for one in found), strict=True), strict=True

@@ -1,4 +1,4 @@
-"""The column-parallel layer's backward pass gives the bits of its operations one after the other."""
+"""The overlapped backward pass of a column-parallel layer matches its operations in sequence, bit for bit."""
 
 from collections.abc import Callable
 
@@ -22,17 +22,17 @@ S, B, H, OUT = 12, 2, 40, 24
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_bits_are_those_of_the_plain_order(
+def test_overlap_changes_no_bit_of_a_column_parallel_layer(
     pool: WorkerPool, size: int, sequence_parallel: bool, is_deferred: bool, dtype: torch.dtype
 ) -> None:
-    for found, plain in pool.run(size, both_ways, sequence_parallel, is_deferred, dtype):
+    for found, plain in pool.run(size, overlapped_and_in_sequence, sequence_parallel, is_deferred, dtype):
         assert set(found) == {"y", "dx", "dw"}
         for name, value in found.items():
             assert value.any()
             assert torch.equal(value, plain[name]), name
 
 
-def both_ways(
+def overlapped_and_in_sequence(
     rank: int, world_size: int, sequence_parallel: bool, is_deferred: bool, dtype: torch.dtype
 ) -> list[dict[str, Tensor]]:
     grid = build_grid(GridShape(tp=world_size), rank, make_group)
@@ -43,7 +43,7 @@ def both_ways(
     generator.manual_seed(10 + rank)
     weight = torch.randn(OUT, H, generator=generator).to(dtype)
     dy = torch.randn(S, B, OUT, generator=generator).to(dtype)
-    return [layer(x, weight, dy, tp, is_deferred=is_deferred), one_by_one(x, weight, dy, tp)]
+    return [layer(x, weight, dy, tp, is_deferred=is_deferred), in_sequence(x, weight, dy, tp)]
 
 
 def layer(
@@ -64,7 +64,7 @@ def layer(
     return {"y": y.detach(), "dx": x.grad, "dw": weight_grad}
 
 
-def one_by_one(x: Tensor, weight: Tensor, dy: Tensor, tp: TensorParallel) -> dict[str, Tensor]:
+def in_sequence(x: Tensor, weight: Tensor, dy: Tensor, tp: TensorParallel) -> dict[str, Tensor]:
     whole = all_gather(x, tp.group) if tp.sequence_parallel else x
     dx = dy @ weight
     dx = reduce_scatter(dx, tp.group) if tp.sequence_parallel else all_reduce(dx, tp.group)

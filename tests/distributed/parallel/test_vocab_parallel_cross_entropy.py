@@ -16,13 +16,13 @@ from megatrain.tools.worker_pool import WorkerPool
 
 NUM_TOKENS = 40
 SPLITS = [(1, 13, 13), (1, 13, 16), (2, 13, 7), (3, 13, 5), (4, 13, 4), (4, 5, 2), (4, 13, 40), (8, 13, 2)]
-"""Ranks, ids and rows of a rank: of eight ranks with two rows, one holds an id and a padded row, of four with forty three
-hold nothing but padding."""
+"""Ranks, ids and rows per rank: with (8, 13, 2) one rank holds an id and a padded row, with (4, 13, 40) three ranks hold
+only padding."""
 
 
 @pytest.mark.parametrize("z_loss_coeff", [0.0, 0.2])
 @pytest.mark.parametrize(("size", "vocab_size", "rows"), SPLITS)
-def test_losses_and_gradients_are_those_of_the_whole_vocabulary(
+def test_losses_and_gradients_match_torch(
     pool: WorkerPool, size: int, vocab_size: int, rows: int, z_loss_coeff: float
 ) -> None:
     logits, labels, scale = case(vocab_size)
@@ -40,7 +40,7 @@ def test_losses_and_gradients_are_those_of_the_whole_vocabulary(
 
 
 def case(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits with large and small ones, labels that all ids are among, and scales of which some are 0."""
+    """Return large and small logits, labels with all ids, and scales, some of them 0."""
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 20 * torch.randn(NUM_TOKENS, vocab_size, generator=generator, dtype=torch.float64)
     labels = torch.arange(NUM_TOKENS) % vocab_size
@@ -57,17 +57,21 @@ def on_a_rank(
     vocab = VocabShard(grid.tp, rows, vocab_size)
     known = vocab_parallel_cross_entropy(own, labels, vocab)
     losses, log_sums = known.losses.clone(), known.log_sums.clone()
-    return losses, log_sums, vocab_parallel_logits_gradient(known, scale, vocab, torch.float64, z_loss_coeff=z_loss_coeff)
+    return (
+        losses,
+        log_sums,
+        vocab_parallel_logits_gradient(known, scale, vocab, torch.float64, z_loss_coeff=z_loss_coeff),
+    )
 
 
-def test_a_label_that_is_no_id_has_an_infinite_loss_on_every_rank(pool: WorkerPool) -> None:
+def test_a_label_outside_the_vocabulary_has_an_infinite_loss_on_every_rank(pool: WorkerPool) -> None:
     for infinite, finite in pool.run(3, with_wrong_labels):
         assert infinite == [float("inf")] * 3
         assert all(0 < loss < 100 for loss in finite)
 
 
 def with_wrong_labels(rank: int, world_size: int) -> tuple[list[float], list[float]]:
-    """Losses of labels of the padding, of one behind all rows and of a huge one; then those of real ids."""
+    """Return the losses of labels in the padding, after all rows, and huge; then those of real ids."""
     grid = build_grid(GridShape(tp=world_size), rank, make_group)
     labels = torch.tensor([13, 15, 10**12, 0, 7, 12])
     logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)

@@ -23,27 +23,27 @@ from megatrain.parallel.rank_lists import GridShape
 from megatrain.tools.worker_pool import WorkerPool
 
 S, B, HEADS, D = 48, 2, 4, 8
-BORDERS = [0, 1, 13, 30, 30, 48, 61, 90, 96]
-"""Of the samples laid end to end: documents that end in a chunk, cross several, and an empty one."""
+CU_SEQLENS = [0, 1, 13, 30, 30, 48, 61, 90, 96]
+"""Boundaries in the concatenated samples: documents that end in a chunk, cross several, and an empty one."""
 DROPOUT = 0.3
 
 
 class ByRules:
-    """Stands for kernels of GPUs: it is told rules, not masks."""
+    """A stand-in for kernels of GPUs: it takes rules, not explicit masks."""
 
     needs_explicit_mask = False
-    written = EagerAttention(scale=0.4)
+    eager = EagerAttention(scale=0.4)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: MaskSpec) -> tuple[Tensor, Tensor]:
-        return self.written.forward(q, k, v, as_mask(spec, len(q), len(k)))
+        return self.eager.forward(q, k, v, as_mask(spec, len(q), len(k)))
 
     def backward(self, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
         *known, spec = tensors
-        return self.written.backward(*known, as_mask(spec, len(known[1]), len(known[2])))
+        return self.eager.backward(*known, as_mask(spec, len(known[1]), len(known[2])))
 
 
 def as_mask(spec: MaskSpec, num_queries: int, num_keys: int) -> MaskSpec:
-    """Each document by itself, its last query beside its last key."""
+    """Return the explicit mask: per document, the last query at the position of the last key."""
     assert spec.explicit is None
     if not spec.is_causal:
         assert spec.cu_seqlens is None
@@ -80,17 +80,17 @@ class Case:
     def attention(self, q: Tensor) -> AttentionKernel:
         if q.is_cuda:
             return attention_kernel(self.kernel, 0.4)
-        if self.kernel != "written":
+        if self.kernel != "eager":
             return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
         return EagerAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
 
     def masks(self, q: Tensor, *, first_head: int = 0, num_heads: int = HEADS) -> BlockMasks:
-        """Of a rank with these heads."""
+        """Return the masks of a rank with these heads."""
         return BlockMasks(
             device=q.device,
             needs_explicit_mask=self.attention(q).needs_explicit_mask,
             window=self.window,
-            documents=Documents(torch.tensor(BORDERS, dtype=torch.int32, device=q.device), 29, B, S)
+            documents=Documents(torch.tensor(CU_SEQLENS, dtype=torch.int32, device=q.device), 29, B, S)
             if self.has_documents
             else None,
             keep_fn=(lambda queries, keys: kept(queries, keys)[:, first_head : first_head + num_heads])
@@ -103,25 +103,25 @@ CASES = {
     "plain": Case(),
     "a key for each query": Case(groups=4),
     "one key for all queries": Case(groups=1),
-    "written out": Case(kernel="written"),
+    "eager": Case(kernel="eager"),
     "documents": Case(has_documents=True),
     "window": Case(window=5),
     "wide window, documents, sink": Case(window=19, has_documents=True, has_sink=True),
     "sink": Case(has_sink=True),
-    "all that is written out": Case(
-        kernel="written", window=11, softcap=1.5, has_documents=True, has_sink=True, has_dropout=True
+    "all eager options": Case(
+        kernel="eager", window=11, softcap=1.5, has_documents=True, has_sink=True, has_dropout=True
     ),
 }
 
 
 def kept(queries: Tensor, keys: Tensor) -> Tensor:
-    """By places alone: bool [b, n, sq, sk]."""
+    """Return the dropout mask from positions: bool [b, n, sq, sk]."""
     numbers = torch.rand(B, HEADS, S, S, generator=torch.Generator().manual_seed(5)) >= DROPOUT
     return numbers[:, :, queries][..., keys]
 
 
 def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
-    """q, k, v and a sink, and what comes back from the output: numbers that bf16 holds."""
+    """Return q, k, v and a sink, and the gradient of the output: values that bf16 represents."""
     generator = torch.Generator().manual_seed(3)
     d = case.d
     shapes = [(S, B, HEADS, d), (S, B, case.groups, d), (S, B, case.groups, d), (HEADS,), (S, B, HEADS, d)]
@@ -131,27 +131,27 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
 
 
 def whole(case: Case) -> list[Tensor]:
-    """The output of whole sequences and the gradients, by scores written out."""
+    """Return the output of whole sequences and the gradients, by explicit scores."""
     (q, k, v, sink), upstream = inputs(case)
     leaves = [x.requires_grad_() for x in (q, k, v, sink)]
     k, v = (x.repeat_interleave(HEADS // case.groups, dim=2) for x in (k, v))
     scores = torch.einsum("ibnd,jbnd->bnij", q, k) * 0.4
     if case.softcap is not None:
         scores = case.softcap * torch.tanh(scores / case.softcap)
-    places = torch.arange(S)
-    distance = places[:, None] - places
+    positions = torch.arange(S)
+    distance = positions[:, None] - positions
     mask = (distance >= 0) & (distance <= (S if case.window is None else case.window))
     mask = mask.expand(B, 1, S, S)
     if case.has_documents:
-        number = torch.bucketize(torch.arange(B * S), torch.tensor(BORDERS), right=True).view(B, 1, S)
+        number = torch.bucketize(torch.arange(B * S), torch.tensor(CU_SEQLENS), right=True).view(B, 1, S)
         mask = mask & (number.unsqueeze(-1) == number.unsqueeze(-2))
     scores = scores.masked_fill(~mask, float("-inf"))
     if case.has_sink:
         scores = torch.cat((scores, sink.view(-1, 1, 1).expand(B, HEADS, S, 1)), dim=-1)
-    shares = scores.softmax(-1)[..., :S]
+    probs = scores.softmax(-1)[..., :S]
     if case.has_dropout:
-        shares = shares * kept(places, places) / (1 - DROPOUT)
-    out = torch.einsum("bnij,jbnd->ibnd", shares, v)
+        probs = probs * kept(positions, positions) / (1 - DROPOUT)
+    out = torch.einsum("bnij,jbnd->ibnd", probs, v)
     out.backward(upstream)
     return [out.detach(), *(torch.zeros(1) if x.grad is None else x.grad for x in leaves)]
 
@@ -164,7 +164,7 @@ def own_rows(x: Tensor, rank: int, size: int) -> Tensor:
 def on_a_rank(
     rank: int, world_size: int, case: Case, how: str, heads_size: int, dtype: torch.dtype, kind: str = "cpu"
 ) -> list[Tensor]:
-    """This rank's rows of the output and the gradients, and its share of the sink's."""
+    """This rank's rows of the output and the gradients, and its part of the sink's."""
     shape = GridShape(tp=heads_size, dp=world_size // heads_size)  # the two levels of context ranks
     grid = build_grid(shape, rank, make_group)
     (q, k, v, sink), upstream = inputs(case)
@@ -195,7 +195,7 @@ LAYOUTS = [("p2p", 2, 1), ("p2p", 3, 1), ("p2p", 4, 1), ("all_gather", 2, 1), ("
 
 @pytest.mark.parametrize(("how", "size", "heads_size"), LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
-def test_split_attention_is_whole_attention(
+def test_attention_over_ranks_is_that_of_whole_sequences(
     pool: WorkerPool, name: str, how: str, size: int, heads_size: int
 ) -> None:
     case = CASES[name]
@@ -203,7 +203,7 @@ def test_split_attention_is_whole_attention(
 
 
 def check(case: Case, found: list[list[Tensor]]) -> None:
-    """Every rank's rows are those of whole sequences; shares of the sink's gradient sum up to it."""
+    """Check that every rank's rows are those of whole sequences; parts of the sink's gradient add up to it."""
     expected = whole(case)
     for number, want in enumerate(expected[:4]):
         for rank, parts in enumerate(found):
@@ -219,7 +219,7 @@ RUNS = [("all_gather", 2, 1), ("all_gather", 4, 1), ("all_gather", 4, 2), ("a2a"
 
 @pytest.mark.parametrize(("how", "size", "heads_size"), RUNS)
 @pytest.mark.parametrize("name", ["plain", "documents", "window", "wide window, documents, sink"])
-def test_kernels_without_masks_are_told_the_same(
+def test_kernels_without_explicit_masks_get_equivalent_rules(
     pool: WorkerPool, name: str, how: str, size: int, heads_size: int
 ) -> None:
     case = replace(CASES[name], kernel="rules")
@@ -229,15 +229,15 @@ def test_kernels_without_masks_are_told_the_same(
 @pytest.mark.parametrize(
     ("how", "size", "heads_size"), [("p2p", 4, 1), ("all_gather", 4, 1), ("a2a+p2p", 4, 2)]
 )
-def test_sums_are_wide_where_inputs_are_narrow(
+def test_sums_of_bf16_inputs_use_the_accumulation_dtype(
     pool: WorkerPool, how: str, size: int, heads_size: int
 ) -> None:
     case = CASES["sink"]
-    check_narrow(case, pool.run(size, on_a_rank, case, how, heads_size, torch.bfloat16))
+    check_bf16(case, pool.run(size, on_a_rank, case, how, heads_size, torch.bfloat16))
 
 
-def check_narrow(case: Case, found: list[list[Tensor]]) -> None:
-    """The same within what bf16 rounds."""
+def check_bf16(case: Case, found: list[list[Tensor]]) -> None:
+    """Check the same within the rounding of bf16."""
     for number, want in enumerate(whole(case)[:4]):
         for rank, parts in enumerate(found):
             assert parts[number].dtype == torch.bfloat16
@@ -265,7 +265,7 @@ def test_two_gpus_attend_to_whole_sequences(
     case = replace(CASES[name], kernel=backend, d=64)
     has_rules = case.window is not None or case.has_documents
     if how == "p2p" and backend != "math" and has_rules:
-        pytest.skip("kernels without masks need keys in order")
+        pytest.skip("kernels without explicit masks need contiguous keys")
     if backend == "cudnn" and (how == "all_gather" or has_rules):
-        pytest.skip("cuDNN takes no such blocks")
-    check_narrow(case, two_gpus.run(2, on_a_rank, case, how, heads_size, torch.bfloat16, "cuda"))
+        pytest.skip("cuDNN does not support these blocks")
+    check_bf16(case, two_gpus.run(2, on_a_rank, case, how, heads_size, torch.bfloat16, "cuda"))

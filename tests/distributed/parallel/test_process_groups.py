@@ -1,4 +1,4 @@
-"""Process groups among real processes: who is in them, and how long they wait."""
+"""Process groups of real processes: their members and timeouts."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ SHAPE = GridShape(tp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
 
 
 def members(rank: int, _: int) -> dict[str, tuple[list[int], list[int]]]:
-    """Of each group: whom this rank hears, and whom the grid says it does."""
+    """Return for each group the ranks that this rank receives from, and those of the grid."""
     grid = build_grid(SHAPE, rank, make_group)
     return {
         group.name: (all_gather(torch.tensor([rank]), group).tolist(), list(group.ranks))
@@ -23,16 +23,16 @@ def members(rank: int, _: int) -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
-def test_groups_hold_the_ranks_that_the_grid_names(pool: WorkerPool) -> None:
+def test_groups_have_the_ranks_of_the_grid(pool: WorkerPool) -> None:
     for rank, found in enumerate(pool.run(8, members)):
         assert {"world", "tp", "dp", "pp", "embedding"} <= set(found)
-        for heard, named in found.values():
-            assert heard == named
-            assert rank in named
+        for received, expected in found.values():
+            assert received == expected
+            assert rank in expected
 
 
-def impatient(rank: int, _: int, text: bool) -> Any:
-    """What rank 0 gets when rank 1 comes two seconds late, to a tensor's meeting or a message's."""
+def late_peer(rank: int, _: int, text: bool) -> Any:
+    """Return rank 0's result of a collective or a message for which rank 1 is two seconds late."""
     grid = build_grid(GridShape(dp=2), rank, make_group)
     limit_collectives(grid, seconds=1)
     if rank == 1:
@@ -45,10 +45,10 @@ def impatient(rank: int, _: int, text: bool) -> Any:
         limit_collectives(grid, seconds=60)  # for the end of the job
 
 
-def test_collectives_have_a_limit_and_messages_wait(pool: WorkerPool) -> None:
-    assert pool.run(2, impatient, True) == [[{"rank": 0}, {"rank": 1}], []]
+def test_collectives_have_a_timeout_and_messages_wait(pool: WorkerPool) -> None:
+    assert pool.run(2, late_peer, True) == [[{"rank": 0}, {"rank": 1}], []]
     try:
-        first = pool.run(2, impatient, False)[0]
+        first = pool.run(2, late_peer, False)[0]
     finally:
         pool.close()
     assert "Timed out waiting 1000ms" in first

@@ -1,4 +1,4 @@
-"""Overlap changes no bit of the result, and what is spread over the replicas is nowhere whole but while it is used."""
+"""Overlap changes no bit of the result, and sharded buckets are allocated only while they are used."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -24,7 +24,7 @@ BF16 = ("--bf16", "--params-dtype", "bfloat16")
 def trained(
     rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]
 ) -> tuple[list[tuple[float, float]], list[np.ndarray]]:
-    """Loss and norm of three steps, the sums behind one more evaluation, and this rank's state."""
+    """Return loss and norm of three steps, the sums of an evaluation after them, and this rank's state."""
     engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
     found = []
     for step in range(NUM_STEPS):
@@ -59,7 +59,7 @@ def test_overlap_changes_no_bit(pool: WorkerPool, layout: Layout, flags: tuple[s
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_with_one_microbatch_what_is_spread_changes_no_bit(pool: WorkerPool, zero: int) -> None:
+def test_with_one_microbatch_sharding_changes_no_bit(pool: WorkerPool, zero: int) -> None:
     layout = Layout.of("dp4 zero1 overlap tied batch8")
     expected = pool.run(4, trained, layout, BF16)
     for (numbers, state), (expected_numbers, expected_state) in zip(
@@ -69,7 +69,7 @@ def test_with_one_microbatch_what_is_spread_changes_no_bit(pool: WorkerPool, zer
         assert all(np.array_equal(a, b) for a, b in zip(state, expected_state, strict=True))
 
 
-def summed(rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]) -> list[np.ndarray]:
+def reduced_gradients(rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]) -> list[np.ndarray]:
     engine = engine_of(tiny_plan(layout, world_size, *flags), rank)
     engine.accumulate_gradients(list(own_batches(0, layout, engine.grid.dp.rank)))
     assert {flat.dtype for flat in engine.buffers.gradients.shards} == {torch.float32}
@@ -81,43 +81,43 @@ def summed(rank: int, world_size: int, layout: Layout, flags: tuple[str, ...]) -
     [Layout.of("dp4 zero1 overlap"), Layout.of("dp2 overlap"), Layout.of("dp4 zero2 instances2 overlap")],
     ids=lambda layout: layout.name,
 )
-def test_sums_that_travel_in_bf16_are_rounded_and_kept_wide(pool: WorkerPool, layout: Layout) -> None:
-    wide = pool.run(layout.dp, summed, layout, BF16)
-    narrow = pool.run(layout.dp, summed, layout, (*BF16, "--grad-reduce-in-bf16"))
-    for expected, found in zip(chain(*wide), chain(*narrow), strict=True):
+def test_gradients_reduced_in_bf16_are_rounded_and_kept_in_fp32(pool: WorkerPool, layout: Layout) -> None:
+    in_fp32 = pool.run(layout.dp, reduced_gradients, layout, BF16)
+    in_bf16 = pool.run(layout.dp, reduced_gradients, layout, (*BF16, "--grad-reduce-in-bf16"))
+    for expected, found in zip(chain(*in_fp32), chain(*in_bf16), strict=True):
         assert not np.array_equal(expected, found)
         assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
 
 
 class Watched(DataParallel):
-    """Notes how many buckets that come and go are there at once."""
+    """Records the largest number of sharded buckets that are allocated at once."""
 
     most_weights = most_gradients = 0
 
     def after(self, segment_pass: SegmentPass) -> None:
-        self.most_weights = max(self.most_weights, num_whole(self.buffers.weights))
-        self.most_gradients = max(self.most_gradients, num_whole(self.buffers.gradients))
+        self.most_weights = max(self.most_weights, num_allocated(self.buffers.weights))
+        self.most_gradients = max(self.most_gradients, num_allocated(self.buffers.gradients))
         super().after(segment_pass)
 
 
-def num_whole(memory: BucketMemory) -> int:
-    """Of those that come and go, by the memory that is there."""
+def num_allocated(memory: BucketMemory) -> int:
+    """Return the number of sharded buckets with memory."""
     return sum(
-        whole.untyped_storage().nbytes() > 0
-        for number, whole in enumerate(memory.full)
+        full.untyped_storage().nbytes() > 0
+        for number, full in enumerate(memory.full)
         if not memory.is_kept_full[number]
     )
 
 
-def whole_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[int]:
+def allocated_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[int]:
     engine = engine_of(tiny_plan(layout, world_size, *BF16), rank)
-    counts = [num_whole(engine.buffers.weights), num_whole(engine.buffers.gradients)]
+    counts = [num_allocated(engine.buffers.weights), num_allocated(engine.buffers.gradients)]
     engine.data_parallel.__class__ = Watched
     for step in range(2):
         batches = list(own_batches(step, layout, engine.grid.dp.rank))
         engine.step(batches, build_schedules(engine.plan).at(0))
     engine.evaluate(batches)
-    counts += [num_whole(engine.buffers.weights), num_whole(engine.buffers.gradients)]
+    counts += [num_allocated(engine.buffers.weights), num_allocated(engine.buffers.gradients)]
     assert isinstance(engine.data_parallel, Watched)
     return [*counts, engine.data_parallel.most_weights, engine.data_parallel.most_gradients]
 
@@ -134,17 +134,17 @@ def whole_at_most(rank: int, world_size: int, layout: Layout) -> Sequence[int]:
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
-def test_what_is_spread_is_whole_for_two_segments_at_most(
+def test_sharded_buckets_are_allocated_for_two_segments_at_most(
     pool: WorkerPool, layout: Layout, most: tuple[int, int]
 ) -> None:
-    for counts in pool.run(layout.world_size, whole_at_most, layout):
+    for counts in pool.run(layout.world_size, allocated_at_most, layout):
         assert counts == [0, 0, 0, 0, *most]
 
 
-def test_any_sharding_goes_on_from_any_others_checkpoint_to_the_last_bit(
+def test_every_sharding_resumes_from_the_checkpoint_of_another_bit_for_bit(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """Each rank has one micro-batch, so that even sums are made in one order."""
+    """Each rank has one micro-batch, so that sums have the same order."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert set(pool.run(4, train_here, folder_flags(whole))) == {0}
     for strategy, stop in (("optim", 5), ("optim_grads_params", 10), ("optim_grads", 15), ("optim", 20)):
