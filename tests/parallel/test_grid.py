@@ -15,7 +15,7 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rank_groups.json").
 CASES = [case for case in GOLDEN["cases"] if "raises" not in case]
 RAISING = [case for case in GOLDEN["cases"] if "raises" in case]
 COLUMNS = ("tp", "pp", "dp", "cp", "dp-cp", "ep", "etp", "edp")
-"""What Megatron-LM recorded of each rank behind its number: its place in these groups."""
+"""Groups for which Megatron-LM recorded each rank's index."""
 
 
 def shape_of(case: dict[str, Any]) -> GridShape:
@@ -31,22 +31,22 @@ def shape_of(case: dict[str, Any]) -> GridShape:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['world_size']}-{c['order']}")
-def test_rank_lists_are_megatrons(case: dict[str, Any]) -> None:
+def test_rank_lists_are_those_of_megatron(case: dict[str, Any]) -> None:
     shape = shape_of(case)
     assert shape.expert_replicas == case["expert_data"]
     assert {axes: shape.rank_lists(axes) for axes in case["dense"]} == case["dense"]
     assert {axes: shape.expert_lists(of_experts(axes)) for axes in case["experts"]} == case["experts"]
 
-    for rank, *places in case["ranks"]:
+    for rank, *indices in case["ranks"]:
         lists = [
             shape.expert_lists(name) if name in ("ep", "etp", "edp") else shape.rank_lists(name)
             for name in COLUMNS
         ]
         found = [next(group.index(rank) for group in groups if rank in group) for groups in lists]
-        assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, places, strict=True))
+        assert dict(zip(COLUMNS, found, strict=True)) == dict(zip(COLUMNS, indices, strict=True))
         grid = build_grid(shape, rank)
         groups = (grid.tp, grid.pp, grid.dp, grid.cp, grid.replicas, grid.ep, grid.etp, grid.expert_replicas)
-        assert [group.rank for group in groups] == places
+        assert [group.rank for group in groups] == indices
 
 
 def of_experts(axes: str) -> str:
@@ -54,7 +54,7 @@ def of_experts(axes: str) -> str:
 
 
 @pytest.mark.parametrize("case", RAISING, ids=lambda c: f"{c['world_size']}-{c['order']}")
-def test_where_megatron_finds_other_pipelines_for_experts_so_do_we(case: dict[str, Any]) -> None:
+def test_orders_with_other_pipelines_for_experts_raise_as_in_megatron(case: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="experts would have other pipelines"):
         shape_of(case)
 
@@ -88,14 +88,14 @@ def test_every_rank_makes_the_same_groups_in_the_same_order() -> None:
     assert all(groups == made[0] for groups in made.values())
 
 
-def test_a_rank_knows_its_place() -> None:
+def test_a_rank_has_its_index_in_each_group() -> None:
     grid = build_grid(GridShape(tp=2, dp=2, pp=2), 6)
     assert (grid.tp.ranks, grid.dp.ranks, grid.pp.ranks) == ((6, 7), (4, 6), (2, 6))
     assert (grid.tp.rank, grid.dp.rank, grid.pp.rank) == (0, 1, 1)
     assert grid.embedding.ranks == (2, 6)
 
 
-def test_optimizer_instances_are_neighbours_along_dp() -> None:
+def test_optimizer_instances_are_runs_along_dp() -> None:
     shape = GridShape(tp=2, dp=4, dp_copies=2)
     lists = shape.state_lists("dense")
     assert lists.shard == [[0, 2], [4, 6], [1, 3], [5, 7]]
@@ -108,7 +108,7 @@ def test_optimizer_instances_are_neighbours_along_dp() -> None:
 
 
 @pytest.mark.parametrize(("copies", "is_sharded"), [(1, True), (4, False)])
-def test_what_is_all_of_dp_has_no_channel_of_its_own(copies: int, is_sharded: bool) -> None:
+def test_a_group_of_all_of_dp_shares_its_communicator(copies: int, is_sharded: bool) -> None:
     made: list[str] = []
     shape = GridShape(dp=4, dp_copies=copies)
     grid = build_grid(shape, 1, lambda name, _lists: made.append(name) or name)
@@ -118,7 +118,7 @@ def test_what_is_all_of_dp_has_no_channel_of_its_own(copies: int, is_sharded: bo
     assert [name for name in made if name.startswith("dp")] == ["dp"]
 
 
-def test_neighbours_among_tensor_ranks_hold_the_same_keys() -> None:
+def test_consecutive_tensor_ranks_hold_the_same_keys() -> None:
     shape = GridShape(tp=4, dp=2, kv_copies=2)
     assert shape.kv_lists() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     grid = build_grid(shape, 7)
@@ -133,7 +133,7 @@ def test_middle_stages_share_no_embedding() -> None:
     assert grid.embedding.size == 1
 
 
-def test_ranks_that_share_a_sequence_are_replicas_too() -> None:
+def test_context_ranks_are_replicas_too() -> None:
     shape = GridShape(tp=2, cp=2, dp=2)
     grid = build_grid(shape, 6)
     assert (grid.cp.ranks, grid.dp.ranks, grid.tp_cp.ranks) == ((4, 6), (2, 6), (4, 5, 6, 7))
@@ -150,7 +150,7 @@ def test_ranks_that_share_a_sequence_are_replicas_too() -> None:
     (2, 2, (2,), (0, 1, 2, 3), (2, 3)),
     (1, 4, (2,), (0, 1, 2, 3), (2,)),
 ])  # fmt: skip
-def test_experts_lie_on_ranks_of_their_own_factorisation(
+def test_experts_factorise_the_ranks_in_their_own_way(
     etp: int, ep: int, expert_replicas: tuple[int, ...], ep_etp: tuple[int, ...], matrix: tuple[int, ...]
 ) -> None:
     grid = build_grid(GridShape(tp=2, dp=2, pp=2, etp=etp, ep=ep, has_matrices=True), 2)
@@ -159,7 +159,7 @@ def test_experts_lie_on_ranks_of_their_own_factorisation(
     assert (grid.family("dense").replicas.ranks, grid.matrix.ranks) == ((0, 2), (0, 1, 2, 3))
 
 
-def test_without_experts_nothing_is_made_for_them() -> None:
+def test_without_experts_no_groups_are_made_for_them() -> None:
     made: list[str] = []
     shape = GridShape(tp=2, cp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
     grid = build_grid(shape, 0, lambda name, _lists: made.append(name) or name)
@@ -169,8 +169,8 @@ def test_without_experts_nothing_is_made_for_them() -> None:
     assert (grid.expert_replicas.handle, grid.etp.handle) == ("replicas", "tp")
 
 
-def test_layers_never_wait_behind_what_travels_between_replicas() -> None:
-    """The same ranks, and yet two channels: gradients of the layer before travel while this one sends its tokens."""
+def test_layers_and_replicas_share_no_communicator() -> None:
+    """The same ranks, but two communicators: one layer dispatches tokens while another one's gradients are reduced."""
     grid = build_grid(GridShape(tp=2, cp=1, dp=1, etp=1, ep=1), 0, lambda name, _lists: name)
     assert (grid.tp.ranks, grid.expert_replicas.ranks) == ((0, 1), (0, 1))
     assert (grid.tp.handle, grid.expert_replicas.handle) == ("tp", "expert_replicas")

@@ -1,4 +1,4 @@
-"""Boxes: flat ranges of local tensors as boxes of canonical ones."""
+"""Layouts: flat ranges of local tensors as boxes of canonical tensors, shards and buffers."""
 
 import math
 
@@ -27,14 +27,14 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 def test_flat_boxes_cover_a_range_in_order_and_are_few(shape: list[int], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, math.prod(shape)))
     stop = data.draw(st.integers(start, math.prod(shape)))
-    places = np.arange(math.prod(shape)).reshape(shape)
+    indices = np.arange(math.prod(shape)).reshape(shape)
     boxes = list(flat_boxes(tuple(shape), start, stop))
-    covered = [int(p) for box in boxes for p in places[tuple(slice(*edge) for edge in box)].ravel()]
+    covered = [int(p) for box in boxes for p in indices[tuple(slice(*edge) for edge in box)].ravel()]
     assert covered == list(range(start, stop))
     assert len(boxes) <= 2 * len(shape) - 1
 
 
-def test_boxes_intersect_where_both_are() -> None:
+def test_boxes_intersect() -> None:
     assert intersect(((0, 4), (2, 6)), ((3, 9), (0, 3))) == ((3, 4), (2, 3))
     assert intersect(((0, 4), (2, 6)), ((4, 9), (0, 3))) is None
 
@@ -59,9 +59,7 @@ def _layouts(tp: TensorParallel) -> list[ParamLayout]:
 
 
 @given(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]), st.sampled_from([1, 2, 3]))
-def test_shards_of_all_ranks_together_hold_every_element_once(
-    tp_and_copies: tuple[int, int], dp_size: int
-) -> None:
+def test_shards_of_all_ranks_cover_every_element_once(tp_and_copies: tuple[int, int], dp_size: int) -> None:
     tp_size, kv_copies = tp_and_copies
     seen: dict[str, np.ndarray] = {}
     shape = GridShape(tp=tp_size, dp=dp_size, kv_copies=kv_copies)
@@ -79,10 +77,10 @@ def test_shards_of_all_ranks_together_hold_every_element_once(
         )
         for shard in buffers.shards:
             owned = list(shard.owned())
-            places = sum(part.stop - part.start for _, part in shard.pieces())
-            assert places == sum(box.numel for _, box, _ in owned)
-            for _, box, place in owned:
-                assert place.stop - place.start == box.numel
+            num_elements = sum(part.stop - part.start for _, part in shard.pieces())
+            assert num_elements == sum(box.numel for _, box, _ in owned)
+            for _, box, part in owned:
+                assert part.stop - part.start == box.numel
                 if not grid.is_first_of(box.piece.copies):
                     continue
                 counts = seen.setdefault(box.piece.name, np.zeros(box.piece.shape, dtype=int))
@@ -93,7 +91,7 @@ def test_shards_of_all_ranks_together_hold_every_element_once(
     assert all((counts == 1).all() for counts in seen.values())
 
 
-def test_buffers_are_the_parameters_memory_and_decaying_ones_come_first() -> None:
+def test_parameters_are_views_of_buckets_and_decaying_ones_come_first() -> None:
     module = LaidOutModule()
     for number, layout in enumerate(reversed(_layouts(_tp(_grid(0, 1))))):
         module.add_weight(f"w{number}", layout, torch.float32)

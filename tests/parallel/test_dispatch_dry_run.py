@@ -1,4 +1,4 @@
-"""A plan without memory: every dispatcher makes tensors of the sizes that an even load would have."""
+"""A dry run: every dispatcher makes tensors of the sizes of an even load."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ from megatrain.parallel.grid import RankGroup
     ("kind", "ep", "etp", "rows", "own_experts"),
     [
         ("local", 1, 1, 24, 8),
-        ("allgather", 2, 1, 48, 4),  # all visits that could come: three of each of 16 tokens
+        ("allgather", 2, 1, 48, 4),  # all possible assignments: three of each of 16 tokens
         ("allgather", 4, 2, 128, 2),
         ("alltoall", 2, 1, 24, 4),
         ("alltoall", 4, 2, 48, 2),
     ],
 )
-def test_planned_rows_are_those_of_an_even_load(
+def test_rows_on_the_meta_device_are_those_of_an_even_load(
     kind: str, ep: int, etp: int, rows: int, own_experts: int
 ) -> None:
     groups = [RankGroup(name, tuple(range(size)), 0) for name, size in (("ep", ep), ("etp", etp))]

@@ -1,4 +1,4 @@
-"""The zig-zag split of samples against what is written down by hand, and by brute force."""
+"""The zig-zag split of samples against positions written by hand, and by brute force."""
 
 import pytest
 import torch
@@ -15,19 +15,21 @@ def ranks(size: int) -> list[ContextParallel]:
 
 
 @pytest.mark.parametrize(
-    ("size", "places"),
+    ("size", "positions"),
     [
         (1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
         (2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
         (4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
     ],
 )
-def test_a_rank_has_a_chunk_from_the_front_and_its_mirror_image(size: int, places: list[list[int]]) -> None:
+def test_a_rank_has_a_chunk_from_the_front_and_its_mirror_image(
+    size: int, positions: list[list[int]]
+) -> None:
     sample = torch.arange(8)
-    for cp, wanted in zip(ranks(size), places, strict=True):
+    for cp, wanted in zip(ranks(size), positions, strict=True):
         assert cp.positions(8 // size, CPU).tolist() == wanted
         assert cp.shard(sample[None], 1)[0].tolist() == wanted
-        assert [place for run in cp.position_ranges(8 // size) for place in run] == wanted
+        assert [position for run in cp.position_ranges(8 // size) for position in run] == wanted
 
 
 def test_chunks_that_lie_side_by_side_are_one_run() -> None:
@@ -87,11 +89,11 @@ def test_what_holds_no_tokens_has_none_afterwards() -> None:
     assert ranks(4)[1].shard(empty, 1).shape == (0, 0)
 
 
-@pytest.mark.parametrize("places", [range(2), range(2, 6), range(3, 4), range(8)])
-def test_borders_within_places_are_those_of_the_documents_parts(places: range) -> None:
-    borders = [0, 3, 3, 8, 10, 16]
-    documents = Documents(torch.tensor(borders, dtype=torch.int32), 6, 2, 8)
-    laid = [sample * 8 + place for sample in range(2) for place in places]
-    expected = [sum(one < border for one in laid) for border in borders]
-    assert documents.cu_seqlens_within(places).tolist() == expected
-    assert documents.cu_seqlens_within(places).dtype == torch.int32
+@pytest.mark.parametrize("positions", [range(2), range(2, 6), range(3, 4), range(8)])
+def test_cu_seqlens_within_positions_cut_every_document(positions: range) -> None:
+    cu_seqlens = [0, 3, 3, 8, 10, 16]
+    documents = Documents(torch.tensor(cu_seqlens, dtype=torch.int32), 6, 2, 8)
+    laid = [sample * 8 + position for sample in range(2) for position in positions]
+    expected = [sum(one < boundary for one in laid) for boundary in cu_seqlens]
+    assert documents.cu_seqlens_within(positions).tolist() == expected
+    assert documents.cu_seqlens_within(positions).dtype == torch.int32
