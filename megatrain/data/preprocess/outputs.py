@@ -98,15 +98,15 @@ class Outputs:
     def __enter__(self) -> Self:
         """Lock all datasets and open the partial files: new ones, or those of an interrupted run."""
         try:
-            left = self._load_journal()
-            self.is_complete = bool(left) and left["is_complete"]
-            self.position = Position(**left["position"]) if left else Position()
+            entry = self._load_journal()
+            self.is_complete = bool(entry) and entry["is_complete"]
+            self.position = Position(**entry["position"]) if entry else Position()
             self._journaled_documents = self.num_documents
-            self.bad_lines.num_lines = left["bad_lines"]["num_lines"] if left else 0
+            self.bad_lines.num_lines = entry["bad_lines"]["num_lines"] if entry else 0
             if not self.is_complete:
                 for output in self.keys.values():
                     output.writer.open()
-                self.bad_lines.open(num_bytes=left["bad_lines"]["num_bytes"] if left else 0)
+                self.bad_lines.open(num_bytes=entry["bad_lines"]["num_bytes"] if entry else 0)
         except BaseException:
             self._cleanup()
             raise
@@ -155,53 +155,50 @@ class Outputs:
 
     def _load_journal(self) -> Mapping[str, Any]:
         """Create and lock the writers; return the journal entry that they resume from, or an empty dict."""
-        left, reason = self._usable_journal()
-        self._create_writers(left)
-        if left and not self._has_partial_files(left):
-            reason = "an interrupted run are dropped: its partial files are incomplete"
+        entry, reason = self._usable_journal()
+        self._create_writers(entry)
+        if entry and not self._has_partial_files(entry):
+            reason = "its partial files are incomplete"
             self._close()
-            left = {}
-            self._create_writers(left)
+            entry = {}
+            self._create_writers(entry)
         if reason:
-            self._log(f"the remains of {reason}")
+            self._log(f"an interrupted run cannot continue, starting over: {reason}")
             self._journal.remove()  # not before all writers are locked: the files may belong to another run until then
-        return left
+        return entry
 
     def _usable_journal(self) -> tuple[Mapping[str, Any], str]:
         """Return the journal of a run with these settings, or an empty dict and the reason."""
         try:
-            left = self._journal.read()
+            entry = self._journal.read()
         except DamagedJournalError as error:
-            return {}, f"an interrupted run are dropped: {error}"
-        changed = self._changed(left) if left else []
+            return {}, str(error)
+        changed = self._changed(entry) if entry else []
         if changed:
-            return (
-                {},
-                f"another run with this prefix are dropped: these settings differ: {', '.join(changed)}",
-            )
-        return left, ""
+            return {}, f"it had other settings: {', '.join(changed)}"
+        return entry, ""
 
-    def _changed(self, left: Mapping[str, Any]) -> list[str]:
+    def _changed(self, entry: Mapping[str, Any]) -> list[str]:
         """Return the names of the settings that differ from those of the journal."""
-        before = left["settings"]
+        before = entry["settings"]
         if before["format"] != self._settings["format"]:
             return ["format"]
         changed = [name for name in self._settings if before.get(name) != self._settings[name]]
         # Without a bad line so far, all policies have the same output.
-        return [name for name in changed if name != "--on-bad-line" or left["bad_lines"]["num_lines"]]
+        return [name for name in changed if name != "--on-bad-line" or entry["bad_lines"]["num_lines"]]
 
-    def _create_writers(self, left: Mapping[str, Any]) -> None:
-        states = left["keys"] if left else {}
+    def _create_writers(self, entry: Mapping[str, Any]) -> None:
+        states = entry["keys"] if entry else {}
         self.keys = {
             key: KeyOutput(prefix, self._dtype, states.get(key)) for key, prefix in self._prefixes.items()
         }
         for output in self.keys.values():
             output.writer.lock()
 
-    def _has_partial_files(self, left: Mapping[str, Any]) -> bool:
+    def _has_partial_files(self, entry: Mapping[str, Any]) -> bool:
         writers = [output.writer for output in self.keys.values()]
-        bad_bytes = left["bad_lines"]["num_bytes"]
-        if left["is_complete"]:
+        bad_bytes = entry["bad_lines"]["num_bytes"]
+        if entry["is_complete"]:
             return all(writer.can_commit() for writer in writers) and self.bad_lines.can_commit(bad_bytes)
         return all(writer.can_resume() for writer in writers) and self.bad_lines.can_resume(bad_bytes)
 

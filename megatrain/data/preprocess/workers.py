@@ -150,9 +150,8 @@ class Workers(Generic[Item, Result]):
 
     def _reported_failure(self, worker: int) -> _Failure | None:
         """Return the failure that a worker reported before its pipe closed, if any."""
-        for _ in range(
-            2
-        ):  # an item that the worker did not read raises one error before its messages can be read
+        # If the worker did not read an item, one error precedes its messages.
+        for _ in range(2):
             try:
                 while True:
                     result = _receive(self._connections[worker])

@@ -225,7 +225,7 @@ def test_other_settings_start_over_and_are_reported(tmp_path, capsys, flags, nam
     stopped(arguments, tmp_path / "out", after=3)
     capsys.readouterr()
     assert run(*arguments, *flags, prefix=tmp_path / "out") == 0
-    assert re.search(rf"are dropped: .* {name}\n", capsys.readouterr().err)
+    assert re.search(rf"starting over: .* {name}\n", capsys.readouterr().err)
     assert run(*arguments, *flags, prefix=tmp_path / "whole") == 0
     whole = {file.replace("whole", "out"): content for file, content in content_of(tmp_path, "whole").items()}
     assert content_of(tmp_path) == whole
@@ -292,7 +292,7 @@ def test_a_journal_that_no_run_wrote_is_dropped(tmp_path, capsys):
         capsys.readouterr()
         assert run(*arguments, prefix=tmp_path / "out") == 0
         printed = capsys.readouterr().err
-        assert "are dropped: " in printed
+        assert "starting over: " in printed
         assert "out.preprocess.json is damaged\n" in printed
         assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 27
         assert len(list(tmp_path.iterdir())) == 4
