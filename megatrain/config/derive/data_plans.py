@@ -32,7 +32,7 @@ class Evaluations:
 
     @property
     def planned(self) -> int:
-        """Number of validation runs that Megatron-LM plans for: sometimes one too many."""
+        """Number of evaluations that Megatron-LM plans for: sometimes one too many."""
         if self.skip_train or self.eval_interval is None:
             return 1
         before = (self.start_eval_at_iter or 0) // self.eval_interval
@@ -90,20 +90,22 @@ def requested_train_samples(draft: Draft) -> DerivedValue:
 def requested_valid_samples(draft: Draft) -> DerivedValue:
     if draft.config.data.full_validation:
         return DerivedValue(None, "all, with --full-validation")
-    runs, stored = evaluations(draft), draft.facts.checkpoint
-    each = f"{runs.eval_iters} iterations * global batch {runs.batch_size}"
+    evals, stored = evaluations(draft), draft.facts.checkpoint
+    each = f"{evals.eval_iters} iterations * global batch {evals.batch_size}"
     consumed = stored.consumed_valid_samples if stored else 0
-    remaining = runs.remaining(stored.iteration if stored else 0)
+    remaining = evals.remaining(stored.iteration if stored else 0)
     remaining += bool(stored and stored.is_evaluation_left)
-    needed = consumed + remaining * runs.samples
-    if runs.samples and needed > runs.planned * runs.samples:  # the interval was shorter before, for example
+    needed = consumed + remaining * evals.samples
+    if (
+        evals.samples and needed > evals.planned * evals.samples
+    ):  # the interval was shorter before, for example
         return DerivedValue(needed, f"{consumed} so far, and {remaining} to come * {each}")
-    return DerivedValue(runs.planned * runs.samples, f"{runs.planned} * {each}")
+    return DerivedValue(evals.planned * evals.samples, f"{evals.planned} * {each}")
 
 
 def requested_test_samples(draft: Draft) -> DerivedValue:
-    runs = evaluations(draft)
-    return DerivedValue(runs.samples, f"{runs.eval_iters} iterations * global batch {runs.batch_size}")
+    evals = evaluations(draft)
+    return DerivedValue(evals.samples, f"{evals.eval_iters} iterations * global batch {evals.batch_size}")
 
 
 def train_plan(draft: Draft) -> DerivedValue:
