@@ -1,7 +1,7 @@
 """Communication within a `RankGroup`: the only module that calls collectives of torch.distributed.
 
-With one rank every function returns at once. Tensors on the meta device, which have no memory, are never sent: a dry run
-needs no other ranks. Nothing here knows autograd; `tensor_parallel.py` has differentiable forms.
+One rank returns at once; tensors on the meta device are never sent, so that a dry run needs no other ranks.
+Nothing here knows autograd; `tensor_parallel.py` has differentiable forms.
 """
 
 from __future__ import annotations
@@ -157,10 +157,7 @@ def receive(x: Tensor, group: RankGroup, step: int) -> Tensor:
 
 
 def gather_json(value: Any, group: RankGroup, device: torch.device | None = None) -> list[Any]:
-    """Return every rank's JSON value, in rank order, on every rank of the group; `device` is the group's.
-
-    For values that all ranks of one group need; the grid's `messages` serve all ranks through rank 0.
-    """
+    """Return every rank's JSON value, in rank order, on every rank of a group; `grid.messages` serve all ranks."""
     if group.size == 1:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)

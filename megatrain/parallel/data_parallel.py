@@ -7,11 +7,9 @@
     network                         | gather bucket 0    | gather bucket 1     | ...
     next step                                              forward of segment 0 waits for bucket 0 only
 
-A reduction is a reduce-scatter over the ranks that shard the bucket's state, then an all-reduce over the ranks that hold
-the same shard. With the distributed optimizer a rank keeps the sums of its shard only: optimizer state (ZeRO-1),
-gradients (ZeRO-2) and weights (ZeRO-3) are sharded. The loss is scaled in advance, so that gradients are summed, not averaged.
-
-With ZeRO-2 every micro-batch is reduced and added to the shard. With ZeRO-3 weights are gathered for every pass:
+A reduction is a reduce-scatter over the ranks that shard the bucket's state, then an all-reduce over those with the same
+shard. The distributed optimizer shards optimizer state (ZeRO-1), gradients (ZeRO-2: every micro-batch is reduced and
+added to the shard) and weights (ZeRO-3: gathered for every pass). The loss is scaled in advance: gradients are summed.
 
     compute      segment 3          | segment 4          | segment 5
     network      gather 4           | gather 5           | gather 6
@@ -192,9 +190,8 @@ class DataParallel:
 
     def _backward_follows(self, segment_pass: SegmentPass) -> bool:
         """Return whether this segment's backward pass is next: a head computes gradients in its forward pass too."""
-        return bool(self._upcoming) and self._upcoming[0] == SegmentPass(
-            ActionKind.BACKWARD, segment_pass.segment
-        )
+        backward = SegmentPass(ActionKind.BACKWARD, segment_pass.segment)
+        return bool(self._upcoming) and self._upcoming[0] == backward
 
     def _needed_next(self) -> Sequence[int]:
         """Return the buckets of the next pass that uses weights."""
