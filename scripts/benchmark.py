@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Train benchmark cases for a few iterations and print their speed beside what others reach on the same GPUs.
+"""Train benchmark cases for a few iterations and compare their speed with other programs on the same GPUs.
 
     python3 scripts/benchmark.py --case A1 S1
     python3 scripts/benchmark.py --case A1 --also=--no-recompute-norms
     python3 scripts/benchmark.py --case B1 --profile -- --no-overlap-grad-reduce
     python3 scripts/benchmark.py --case B1 --gpus 2 -- --global-batch-size 8
 
-A case is `configs/benchmarks/<case>.yaml`; what follows `--` is given to pretrain.py as well, and each --also measures every
-case once more with its flags. Figures are medians of the last iterations. Peers' figures are those of a case's own shape and
-number of GPUs; the ratio to Megatron-LM is that of TFLOP/s, by its formula. `roofline` is what `scripts/roofline.py` counts,
-and how much of it was reached; S1 stands beside a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call. With
---profile, two more iterations are profiled at the end, and the table says where the time went.
+A case is `configs/benchmarks/<case>.yaml`. Flags after `--` are passed to pretrain.py; each --also measures every case once
+more with its flags. Figures are medians of the last iterations. Other programs' figures hold for the case's own shape and
+number of GPUs; the ratio to Megatron-LM compares TFLOP/s, by its formula. `roofline` is the speed that `scripts/roofline.py`
+computes and the fraction reached. S1 is compared with a plain PyTorch loop (`scripts/plain_gpt2.py`), run in the same call.
+--profile profiles two more iterations at the end and prints a table of where the time goes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Case:
-    """GPUs that a case needs, and what peers reach with it: tokens a second and GPU, TFLOP/s, peak memory in 10^9 bytes.
+    """GPUs of a case and the results of other programs: tokens per second and GPU, TFLOP/s, peak memory in 10^9 bytes.
 
-    Megatron-LM core 0.20.0 of 2026-08-22 with Transformer Engine 2.20.2, torchtitan 0.2.2, both with torch 2.11.0+cu130
-    on H200 SXM, synthetic data; `bare` is a step of the fastest parts with nothing around them.
+    Measured with Megatron-LM core 0.20.0 of 2026-08-22 with Transformer Engine 2.20.2, and torchtitan 0.2.2, both with torch
+    2.11.0+cu130 on H200 SXM and synthetic data. `bare` is a step of the fastest kernels alone.
     """
 
     num_gpus: int
@@ -48,7 +48,7 @@ class Case:
     torchtitan: float | None = None
     bare: float | None = None
     has_plain_loop: bool = False
-    """Whether `scripts/plain_gpt2.py` trains the same."""
+    """True if `scripts/plain_gpt2.py` trains the same model."""
 
 
 CASES = {
@@ -68,11 +68,15 @@ def main() -> int:
     parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=["A1"])
     parser.add_argument("--iterations", type=int, default=15)
     parser.add_argument(
-        "--also", action="append", default=[], metavar='"FLAGS"', help="measure with these flags too"
+        "--also",
+        action="append",
+        default=[],
+        metavar='"FLAGS"',
+        help="measure each case again with these flags",
     )
-    parser.add_argument("--gpus", type=int, help="[as many as the case has]")
+    parser.add_argument("--gpus", type=int, help="GPUs to use [those of the case]")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("flags", nargs="*", help="for pretrain.py, after --")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain.py, after --")
     arguments = parser.parse_args()
     variants = [arguments.flags, *([*arguments.flags, *shlex.split(flags)] for flags in arguments.also)]
     rows = [measure(name, flags, arguments) for name in arguments.case for flags in variants]
@@ -86,7 +90,7 @@ def main() -> int:
 
 
 def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
-    """Run a case; its row of the table, empty where it failed."""
+    """Run a case; return its row of the table, or an empty string if the run failed."""
     case = CASES[name]
     num_gpus = arguments.gpus or case.num_gpus
     limit = roofline_of(name, flags, world_size=num_gpus).tokens_per_second
@@ -126,13 +130,13 @@ def measure(name: str, flags: list[str], arguments: argparse.Namespace) -> str:
 
 
 def launcher(num_gpus: int) -> list[str]:
-    """A rank on each GPU; torchrun takes seconds, and one rank needs none."""
+    """Return the command prefix that starts one rank per GPU; one rank needs no torchrun, which takes seconds."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_gpus)]
     return [sys.executable, *(ranks if num_gpus > 1 else ())]
 
 
 def plain_tokens_per_second(iterations: int) -> float:
-    """Of the plain loop, right after the case on the same GPU."""
+    """Run the plain loop on the GPU of the case; return its tokens per second."""
     command = [sys.executable, "scripts/plain_gpt2.py", "--iterations", str(iterations)]
     print("$", *command[1:], flush=True)
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -151,7 +155,7 @@ def row(
     limit: float,
     plain: float | None = None,
 ) -> str:
-    """Medians over all iterations but the first five."""
+    """Return a row of the table: medians over all iterations but the first five."""
     steady = lines[min(5, len(lines) - 1) :]
 
     def median(key: str) -> float:

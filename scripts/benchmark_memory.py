@@ -53,7 +53,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=list(SHAPES))
-    parser.add_argument("flags", nargs="*", help="for pretrain.py, after --")
+    parser.add_argument("flags", nargs="*", help="flags of pretrain.py, after --")
     arguments = parser.parse_args()
     began, rows = time.perf_counter(), []
     with ThreadPoolExecutor(max_workers=2) as planners:
@@ -92,7 +92,7 @@ def planned(flags: list[str]) -> dict[str, Any]:
 
 
 def measured(flags: list[str]) -> dict[str, int]:
-    """Train and return the largest memory figures of the metrics, in bytes."""
+    """Train; return the largest memory figures of the metrics, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "metrics.jsonl"
         more = ["--device", "cuda", "--train-iters", "3", "--metrics-file", str(metrics)]

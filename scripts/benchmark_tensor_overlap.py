@@ -1,7 +1,8 @@
-"""Times a column-parallel layer, forward and backward, with its communication beside its products and before them.
+"""Time a column-parallel layer, forward and backward, with communication overlapped with matrix products and before them.
 
-Run with one process a GPU: `python -m torch.distributed.run --nproc-per-node 2 scripts/benchmark_tensor_overlap.py`.
-How much is hidden depends on CUDA_DEVICE_MAX_CONNECTIONS, which is read before CUDA starts: 1 puts what travels first.
+    python -m torch.distributed.run --nproc-per-node 2 scripts/benchmark_tensor_overlap.py       one process per GPU
+
+The overlap depends on CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads when it starts: with 1, communication kernels run first.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
 
 SHAPES = ((4096, 4096, 6144), (8192, 4096, 14336), (8192, 8192, 8192))
-"""Tokens, inputs and outputs of the whole layer."""
+"""Tokens, input features and output features of the whole layer."""
 BEGINNINGS = ("begin_all_gather_into", "begin_all_reduce", "begin_reduce_scatter_into")
 WARM_UP, REPEATS = 10, 50
 
@@ -35,37 +36,37 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     grid = build_grid(GridShape(tp=world_size), rank, make_group)
     if rank == 0:
-        print(f"{world_size} ranks; ms a layer, forward and backward; medians of three")
+        print(f"{world_size} ranks; ms per layer, forward and backward; medians of three")
     for sequence_parallel in (True, False):
         tp = tensor_parallel.TensorParallel(grid.tp, grid.kv, sequence_parallel)
         for tokens, inputs, outputs in SHAPES:
             run = layer(tp, tokens, inputs, outputs // world_size, device)
-            beside, before = [], []
+            overlapped, before = [], []
             for _ in range(3):
-                beside.append(milliseconds(run))
+                overlapped.append(milliseconds(run))
                 with mock.patch.multiple(
-                    tensor_parallel, **{name: waiting(getattr(tensor_parallel, name)) for name in BEGINNINGS}
+                    tensor_parallel, **{name: blocking(getattr(tensor_parallel, name)) for name in BEGINNINGS}
                 ):
                     before.append(milliseconds(run))
             if rank == 0:
                 words = "sp" if sequence_parallel else "no sp"
                 print(
-                    f"{tokens} x {inputs} -> {outputs}, {words}: beside products {sorted(beside)[1]:.3f}, before them {sorted(before)[1]:.3f}"
+                    f"{tokens} x {inputs} -> {outputs}, {words}: overlapped {sorted(overlapped)[1]:.3f}, communication first {sorted(before)[1]:.3f}"
                 )
     dist.destroy_process_group()
 
 
 def layer(
-    tp: tensor_parallel.TensorParallel, tokens: int, inputs: int, own_outputs: int, device: torch.device
+    tp: tensor_parallel.TensorParallel, tokens: int, inputs: int, local_outputs: int, device: torch.device
 ) -> Callable[[], None]:
-    """One forward and backward pass of it."""
+    """Return a function that runs one forward and backward pass of a column-parallel layer."""
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     x = random(tp.sequence_rows(tokens), 1, inputs).requires_grad_()
-    weight, dy = random(own_outputs, inputs).requires_grad_(), random(tokens, 1, own_outputs)
-    weight_grad = torch.zeros(own_outputs, inputs, device=device)
+    weight, dy = random(local_outputs, inputs).requires_grad_(), random(tokens, 1, local_outputs)
+    weight_grad = torch.zeros(local_outputs, inputs, device=device)
 
     def run() -> None:
         x.grad = None
@@ -74,8 +75,8 @@ def layer(
     return run
 
 
-def waiting(begin: Callable[..., Transfer]) -> Callable[..., Transfer]:
-    """The same, over before anything else begins."""
+def blocking(begin: Callable[..., Transfer]) -> Callable[..., Transfer]:
+    """Return the collective `begin` made blocking."""
 
     def begin_and_wait(*arguments: Any) -> Transfer:
         begin(*arguments).wait()
@@ -85,7 +86,7 @@ def waiting(begin: Callable[..., Transfer]) -> Callable[..., Transfer]:
 
 
 def milliseconds(run: Callable[[], None]) -> float:
-    """On the GPU; the host is given a start, so that it is not what is measured."""
+    """Return the GPU time per run. Filler kernels run first, so that the launches of the host are not measured."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     filler = torch.randn(16384, 16384, device="cuda", dtype=torch.bfloat16)
     for _ in range(12):

@@ -1,10 +1,10 @@
-"""Trains a small model in bf16 with each way of data parallelism, on the GPUs of one host, and compares them.
+"""Train a small model in bf16 with each variant of data parallelism, on the GPUs of one host, and compare the runs.
 
-    python -m torch.distributed.run --nproc-per-node 2 scripts/check_data_parallel.py       4: instances and stages too
+    python -m torch.distributed.run --nproc-per-node 2 scripts/check_data_parallel.py      4: also instances and stages
 
-Overlap must change no bit of losses, norms and main weights. Other ways sum in other orders: their losses may differ by
-four times what half the micro-batch alone makes. What is spread over more must take less memory. Exit code 1 if not so.
-With `--device cpu` the same runs over gloo with a tiny model, without memory and communication times.
+Overlap must change no bit of losses, norms and master weights. Other variants sum in other orders: their losses may differ by
+four times the difference that half the micro-batch causes. Sharding more must take less memory. Exit code 1 otherwise.
+`--device cpu` runs a tiny model over gloo, without memory and communication figures.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megatrain.parallel.build_grid import build_grid
 from megatrain.config import Facts, parse, resolve
 from megatrain.parallel.batch import Batch
+from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.rank_lists import GridShape
 from megatrain.parallel.process_groups import make_group
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.training.build import build_schedules
 from megatrain.training.debugging.trace_summary import summarize
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.build import build_schedules
 
 NUM_STEPS, NUM_PROFILED = 20, 3
 GLOBAL_BATCH = 32
@@ -55,63 +55,65 @@ INSTANCES = "--num-distributed-optimizer-instances 2"
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of data parallelism."""
+class Variant:
+    """A variant of data parallelism."""
 
     name: str
     flags: str
-    twin: str | None = None
-    """The way that must give the same bits."""
+    same_bits_as: str | None = None
+    """Variant that must give the same bits."""
     smaller_than: str | None = None
-    """The way that must take more memory."""
+    """Variant that must take more memory."""
     num_ranks: int = 2
     micro_batch: int = 4
     band: int = 4
-    """How many times the noise its losses may differ by."""
+    """Largest difference of losses, in multiples of the noise."""
 
 
-WAYS = (
-    Way("ZeRO-1", ""),
-    Way("ZeRO-1 again", "", twin="ZeRO-1"),
-    Way("ZeRO-1, micro-batch 2", "", micro_batch=2),
-    Way("ZeRO-1, no overlap", NO_OVERLAP, twin="ZeRO-1"),
-    Way("ZeRO-0", f"{STRATEGY} no_shard"),
-    Way("ZeRO-0, no overlap", f"{STRATEGY} no_shard {NO_OVERLAP}", twin="ZeRO-0"),
-    Way("ZeRO-2", f"{STRATEGY} optim_grads", smaller_than="ZeRO-1"),
-    Way("ZeRO-2, no overlap", f"{STRATEGY} optim_grads {NO_OVERLAP}", twin="ZeRO-2"),
-    Way("ZeRO-3", f"{STRATEGY} optim_grads_params", smaller_than="ZeRO-2"),
-    Way("ZeRO-3, no overlap", f"{STRATEGY} optim_grads_params {NO_OVERLAP}", twin="ZeRO-3"),
-    Way("ZeRO-3, recomputed", f"{STRATEGY} optim_grads_params {RECOMPUTE}"),
-    Way(
-        "ZeRO-1, sums in bf16", "--grad-reduce-in-bf16", band=40
+VARIANTS = (
+    Variant("ZeRO-1", ""),
+    Variant("ZeRO-1 repeated", "", same_bits_as="ZeRO-1"),
+    Variant("ZeRO-1, micro-batch 2", "", micro_batch=2),
+    Variant("ZeRO-1, no overlap", NO_OVERLAP, same_bits_as="ZeRO-1"),
+    Variant("ZeRO-0", f"{STRATEGY} no_shard"),
+    Variant("ZeRO-0, no overlap", f"{STRATEGY} no_shard {NO_OVERLAP}", same_bits_as="ZeRO-0"),
+    Variant("ZeRO-2", f"{STRATEGY} optim_grads", smaller_than="ZeRO-1"),
+    Variant("ZeRO-2, no overlap", f"{STRATEGY} optim_grads {NO_OVERLAP}", same_bits_as="ZeRO-2"),
+    Variant("ZeRO-3", f"{STRATEGY} optim_grads_params", smaller_than="ZeRO-2"),
+    Variant("ZeRO-3, no overlap", f"{STRATEGY} optim_grads_params {NO_OVERLAP}", same_bits_as="ZeRO-3"),
+    Variant("ZeRO-3, recomputed", f"{STRATEGY} optim_grads_params {RECOMPUTE}"),
+    Variant(
+        "ZeRO-1, reduction in bf16", "--grad-reduce-in-bf16", band=40
     ),  # each rank's gradients are rounded to 8 bits
-    Way("ZeRO-1, 2 instances", INSTANCES, num_ranks=4),
-    Way("ZeRO-3, 2 instances", f"{STRATEGY} optim_grads_params {INSTANCES}", num_ranks=4),
-    Way("ZeRO-3, 2 stages", f"{STRATEGY} optim_grads_params --pipeline-model-parallel-size 2", num_ranks=4),
+    Variant("ZeRO-1, 2 instances", INSTANCES, num_ranks=4),
+    Variant("ZeRO-3, 2 instances", f"{STRATEGY} optim_grads_params {INSTANCES}", num_ranks=4),
+    Variant(
+        "ZeRO-3, 2 stages", f"{STRATEGY} optim_grads_params --pipeline-model-parallel-size 2", num_ranks=4
+    ),
 )
-"""The third one measures what another order of sums makes."""
-NOISE = WAYS[2].name
+"""The third one measures the noise: the effect of another order of sums."""
+NOISE = VARIANTS[2].name
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the ranks found of a way."""
+class Result:
+    """Measurements of a variant."""
 
     losses: list[float]
     norms: list[float]
-    marks: list[str]
-    """Of each rank's main weights after the last step."""
+    hashes: list[str]
+    """Hash of each rank's master weights after the last step."""
     milliseconds: float
     gigabytes: float
     exposed: float | None
-    """Share of a step in which rank 0's GPU communicates and computes nothing."""
+    """Fraction of a step in which rank 0's GPU communicates and does not compute."""
 
     @property
     def bits(self) -> tuple[Any, ...]:
-        return self.losses, self.norms, self.marks
+        return self.losses, self.norms, self.hashes
 
-    def difference(self, other: Found) -> float:
-        """Largest relative difference of losses."""
+    def difference(self, other: Result) -> float:
+        """Return the largest relative difference of losses."""
         return max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
@@ -126,36 +128,38 @@ def main() -> int:
     if name == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(device)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # sums of the embedding's gradient, most of all
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # atomic sums, mainly of the embedding's gradient
     torch.utils.deterministic.fill_uninitialized_memory = False
     dist.init_process_group(
         "nccl" if name == "cuda" else "gloo", device_id=device if name == "cuda" else None
     )
     grids: dict[GridShape, RankGrid] = {}
-    found: dict[str, Found] = {}
+    results: dict[str, Result] = {}
     problems: list[str] = []
     if rank == 0:
         print(
-            f"{world_size} ranks, {NUM_STEPS} steps in bf16; losses against ZeRO-1's; memory and exposed communication of rank 0"
+            f"{world_size} ranks, {NUM_STEPS} steps in bf16; differences of losses from ZeRO-1's; memory and exposed communication of rank 0"
         )
-        print(f"{'':24} {'last loss':>9}  difference  bits   ms a step      GB  exposed", flush=True)
-    for way in (way for way in WAYS if way.num_ranks <= world_size):
-        found[way.name] = run(way, world_size, rank, device, grids)
-        problems += judged(way, found, is_memory_known=name == "cuda")
+        print(f"{'':24} {'last loss':>9}  difference  bits     ms/step      GB  exposed", flush=True)
+    for variant in (one for one in VARIANTS if one.num_ranks <= world_size):
+        results[variant.name] = run(variant, world_size, rank, device, grids)
+        problems += problems_of(variant, results, is_memory_known=name == "cuda")
         if rank == 0:
-            print(row(way, found), flush=True)
+            print(row(variant, results), flush=True)
     if rank == 0:
-        print("\n".join(problems) or "all as it should be")
+        print("\n".join(problems) or "all variants passed")
     dist.barrier()
     dist.destroy_process_group()
     return 1 if problems else 0
 
 
 def run(
-    way: Way, world_size: int, rank: int, device: torch.device, grids: dict[GridShape, RankGrid]
-) -> Found:
-    """Train with it."""
-    flags = f"{SIZES[device.type]} {COMMON} --micro-batch-size {way.micro_batch} --device {device.type} {way.flags}"
+    variant: Variant, world_size: int, rank: int, device: torch.device, grids: dict[GridShape, RankGrid]
+) -> Result:
+    """Train with a variant; return its measurements."""
+    flags = f"{SIZES[device.type]} {COMMON} --micro-batch-size {variant.micro_batch} --device {device.type} {variant.flags}"
     request = parse(flags.split())
     plan = resolve(request, Facts(world_size=world_size, device=device.type))  # type: ignore[arg-type]
     shape = grid_shape(plan)
@@ -166,37 +170,37 @@ def run(
         torch.cuda.reset_peak_memory_stats()
     engine = Engine(plan, grids[shape], device)
     engine.initialize()
-    rates = build_schedules(plan).at(0)
+    hyperparams = build_schedules(plan).at(0)
     vocab, length = plan.derived.vocab_size, plan.config.data.seq_length
     losses, norms, milliseconds = [], [], []
     for step in range(NUM_STEPS):
-        batches = batches_of(step, engine, vocab, length, way.micro_batch)
+        batches = batches_of(step, engine, vocab, length, variant.micro_batch)
         began = time.perf_counter()
-        report = engine.step(batches, rates, first_sample=step * GLOBAL_BATCH)
+        report = engine.step(batches, hyperparams, first_sample=step * GLOBAL_BATCH)
         milliseconds.append(1000 * (time.perf_counter() - began))
         losses.append(report.lm_loss)
         norms.append(report.grad_norm)
-    marks: list[Any] = [None] * world_size
-    dist.all_gather_object(marks, mark(engine))
+    hashes: list[Any] = [None] * world_size
+    dist.all_gather_object(hashes, weights_hash(engine))
     used = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
     exposed = None
     if device.type == "cuda":
-        steps = [batches_of(step, engine, vocab, length, way.micro_batch) for step in range(NUM_PROFILED)]
-        exposed = exposed_share(engine, steps, is_watched=rank == 0)
+        steps = [batches_of(step, engine, vocab, length, variant.micro_batch) for step in range(NUM_PROFILED)]
+        exposed = exposed_fraction(engine, steps, is_profiled=rank == 0)
     engine.data_parallel.wait_for_weights()
     del engine
     gc.collect()
-    return Found(losses, norms, marks, statistics.median(milliseconds[3:]), used, exposed)
+    return Result(losses, norms, hashes, statistics.median(milliseconds[3:]), used, exposed)
 
 
 def batches_of(step: int, engine: Engine, vocab: int, length: int, micro_batch: int) -> list[Batch]:
-    """This replica's micro-batches: progressions of ids, whose step a model learns to see."""
+    """Return this replica's micro-batches: arithmetic progressions of ids, which a model learns to continue."""
     dp = engine.grid.dp
     generator = torch.Generator().manual_seed(step)
     first = torch.randint(vocab, (GLOBAL_BATCH, 1), generator=generator)
     stride = torch.randint(1, 9, (GLOBAL_BATCH, 1), generator=generator)
     ids = ((first + stride * torch.arange(length + 1)) % vocab).to(engine.device)
-    places = torch.arange(length, device=engine.device).expand(micro_batch, -1)
+    position_ids = torch.arange(length, device=engine.device).expand(micro_batch, -1)
     batches = []
     for start in range(dp.rank * micro_batch, GLOBAL_BATCH, dp.size * micro_batch):
         rows = ids[start : start + micro_batch]
@@ -206,29 +210,29 @@ def batches_of(step: int, engine: Engine, vocab: int, length: int, micro_batch: 
                 tokens=rows[:, :-1].contiguous(),
                 labels=rows[:, 1:].contiguous(),
                 loss_mask=ones,
-                position_ids=places,
+                position_ids=position_ids,
             )
         )
     return batches
 
 
-def mark(engine: Engine) -> str:
-    """Of the main weights that this rank owns."""
+def weights_hash(engine: Engine) -> str:
+    """Return a hash of the master weights of this rank's shard."""
     digest = hashlib.blake2b(digest_size=8)
     for flat in engine.optimizer.state("weight"):
         digest.update(flat.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def exposed_share(engine: Engine, steps: list[list[Batch]], *, is_watched: bool) -> float | None:
-    """Of a few more steps, all ranks'; profiled on one."""
-    rates = build_schedules(engine.plan).at(0)
+def exposed_fraction(engine: Engine, steps: list[list[Batch]], *, is_profiled: bool) -> float | None:
+    """Run a few more steps on all ranks; return the exposed fraction of the profiled rank, None on the others."""
+    hyperparams = build_schedules(engine.plan).at(0)
     torch.cuda.synchronize()
-    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) if is_watched else None
+    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) if is_profiled else None
     if profiler is not None:
         profiler.start()
     for batches in steps:
-        engine.step(batches, rates)
+        engine.step(batches, hyperparams)
     torch.cuda.synchronize()
     if profiler is None:
         return None
@@ -240,32 +244,38 @@ def exposed_share(engine: Engine, steps: list[list[Batch]], *, is_watched: bool)
     return sum(part.exposed for part in parts) / sum(part.total for part in parts)
 
 
-def judged(way: Way, found: dict[str, Found], *, is_memory_known: bool) -> list[str]:
-    """What is not as it should be."""
-    own, problems = found[way.name], []
-    if way.twin is not None and own.bits != found[way.twin].bits:
-        problems.append(f"{way.name}: not the same bits as {way.twin}")
-    if NOISE in found:
-        difference, noise = own.difference(found["ZeRO-1"]), found[NOISE].difference(found["ZeRO-1"])
-        if not difference <= way.band * noise:
+def problems_of(variant: Variant, results: dict[str, Result], *, is_memory_known: bool) -> list[str]:
+    """Return a sentence for each requirement that the variant does not satisfy."""
+    own, problems = results[variant.name], []
+    if variant.same_bits_as is not None and own.bits != results[variant.same_bits_as].bits:
+        problems.append(f"{variant.name}: other bits than {variant.same_bits_as}")
+    if NOISE in results:
+        difference, noise = own.difference(results["ZeRO-1"]), results[NOISE].difference(results["ZeRO-1"])
+        if not difference <= variant.band * noise:
             problems.append(
-                f"{way.name}: losses differ by {difference:.1e}, and another order of sums makes {noise:.1e}"
+                f"{variant.name}: losses differ by {difference:.1e}; another order of sums causes {noise:.1e}"
             )
     if (
         is_memory_known
-        and way.smaller_than is not None
-        and own.gigabytes >= found[way.smaller_than].gigabytes
+        and variant.smaller_than is not None
+        and own.gigabytes >= results[variant.smaller_than].gigabytes
     ):
-        problems.append(f"{way.name}: takes no less memory than {way.smaller_than}")
+        problems.append(f"{variant.name}: takes at least as much memory as {variant.smaller_than}")
     return problems
 
 
-def row(way: Way, found: dict[str, Found]) -> str:
-    own = found[way.name]
-    bits = "" if way.twin is None else "same" if own.bits == found[way.twin].bits else "OTHER"
+def row(variant: Variant, results: dict[str, Result]) -> str:
+    own = results[variant.name]
+    bits = (
+        ""
+        if variant.same_bits_as is None
+        else "same"
+        if own.bits == results[variant.same_bits_as].bits
+        else "OTHER"
+    )
     exposed = "" if own.exposed is None else f"{own.exposed:8.1%}"
     return (
-        f"{way.name:24} {own.losses[-1]:9.5f}  {own.difference(found['ZeRO-1']):10.1e}  {bits:5} "
+        f"{variant.name:24} {own.losses[-1]:9.5f}  {own.difference(results['ZeRO-1']):10.1e}  {bits:5} "
         f"{own.milliseconds:10.1f} {own.gigabytes:7.2f} {exposed}"
     )
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train twice with --deterministic-mode, in separate processes, and compare all saved tensors and losses bit for bit.
+"""Train twice with --deterministic-mode, in separate processes, and compare all saved tensors and losses bitwise.
 
     python3 scripts/check_determinism.py
     python3 scripts/check_determinism.py -- --config configs/benchmarks/a1.yaml --num-layers 4 --train-iters 8
 
-Default command line: a small dense model in bf16 with every feature whose sums could vary. A third run, without the mode,
-shows the cost of the mode. The exit code is 1 if a bit differs.
+By default a small dense model in bf16 is trained, with every feature whose sums could vary. A third run without the mode
+measures the cost of the mode. The exit code is 1 if a bit differs.
 """
 
 from __future__ import annotations

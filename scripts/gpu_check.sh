@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with one or more GPUs: the GPU tests, Transformer Engine's layers beside ours where it is installed, a small
-# run under several layouts in fp64 and bf16, all ways of data parallelism on 2 or 4 GPUs, whether --deterministic-mode gives
-# the same bits, and case A1.
+# Checks on a machine with GPUs: the GPU tests, Transformer Engine against the local implementation if it is installed, a small
+# run under several layouts in fp64 and bf16, all strategies of data parallelism on 2 or 4 GPUs, the determinism of
+# --deterministic-mode, and case A1.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -45,7 +45,7 @@ for path in sorted(pathlib.Path(sys.argv[1]).glob("*/metrics.jsonl")):
     found = losses(path)
     alone = losses(path.parent.parent / (path.parent.name.split("-")[0] + "-one") / "metrics.jsonl")
     worst = max(abs(a - b) / b for a, b in zip(found, alone))
-    print(f"{path.parent.name:20s} loss 1 {found[0]:.6f} loss 20 {found[-1]:.6f}; furthest from one process {worst:.1e}")
+    print(f"{path.parent.name:20s} loss 1 {found[0]:.6f} loss 20 {found[-1]:.6f}; largest difference to one process {worst:.1e}")
 PYTHON
 if ((gpus > 1)); then
   timeout 240 python3 -m torch.distributed.run --nproc-per-node $((gpus < 4 ? 2 : 4)) scripts/check_data_parallel.py \

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The full sets: every test, then the full table of parity against one process (docs/parity.md) in parallel slices that resume.
+# Runs every test, then the full parity table (docs/parity.md) in parallel slices that resume.
 #
 #   scripts/nightly.sh [FOLDER] [SLICES]
 #
-# FOLDER (default: runs/nightly-COMMIT) holds the results of each slice; SLICES defaults to a fourth of the cores.
-# Prints the rows that failed. Exit code: 0 if every test and every row passed.
+# FOLDER (default: runs/nightly-COMMIT) contains the results of each slice; SLICES defaults to a fourth of the cores.
+# Prints the rows that failed. The exit code is 0 if every test and every row passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh dev

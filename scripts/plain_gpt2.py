@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""GPT-2 124M in a plain PyTorch loop, as a researcher writes it in an afternoon: what megatrain's case S1 is held against.
+"""Train GPT-2 124M in a plain PyTorch loop, the baseline of megatrain's case S1.
 
     python3 scripts/plain_gpt2.py --iterations 12
 
-torch.nn's modules, torch.compile over model and loss, bf16 by autocast, fp32 weights and gradients, AdamW(fused=True), clipping.
-Prints the median milliseconds an iteration, tokens a second and peak memory of all iterations but the first five.
+Uses torch.nn modules, torch.compile over model and loss, bf16 autocast, fp32 weights and gradients, AdamW(fused=True), clipping.
+Prints median milliseconds per iteration, tokens per second and peak memory over all iterations but the first five.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         for weight in self.parameters():
@@ -45,7 +45,7 @@ class Gpt(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)

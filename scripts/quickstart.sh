@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# From an empty machine to a small language model of Python code, on two CPU cores, with nothing downloaded but the libraries.
+# Trains a small language model of Python code from scratch on two CPU cores; only the libraries are downloaded.
 #
-#   scripts/quickstart.sh            every stage is skipped when its output is there, so a second call continues or ends at once
+#   scripts/quickstart.sh            a stage is skipped if its output exists, so a second call resumes or ends at once
 #   scripts/quickstart.sh --fresh    deletes runs/quickstart first
 #
-# Half-way the training is killed with SIGKILL, on purpose, and resumed with the same command.
+# Half-way the training is killed with SIGKILL on purpose and resumed with the same command.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,12 +21,12 @@ esac
 
 say() { printf '\n==> %s\n' "$*"; }
 
-# stage OUTPUT DESCRIPTION COMMAND...: runs the command unless its output is there.
+# stage OUTPUT DESCRIPTION COMMAND...: runs the command unless its output exists.
 stage() {
   local output=$1 description=$2 started=$SECONDS
   shift 2
   if [[ -e "$output" ]]; then
-    say "$description: there already ($output)"
+    say "$description: exists already ($output)"
     return
   fi
   say "$description"
@@ -37,7 +37,7 @@ stage() {
 last_iteration() { "$PYTHON" scripts/quickstart/progress.py iteration "$metrics"; }
 pretrain=(pretrain.py --config "$config")
 
-# Trains in the background until the given iteration is written, then kills it as a power cut would.
+# Trains in the background until the given iteration is logged, then kills the training as a power failure would.
 train_and_kill_at() {
   local iteration=$1 reached
   "$PYTHON" "${pretrain[@]}" &
@@ -75,7 +75,7 @@ stage "${data}_text_document.idx" "data: the corpus as tokens, in the .bin/.idx 
 if [[ -e "$run/complete" ]]; then
   say "training: complete already ($run/checkpoints); --fresh starts over"
 else
-  # A little past the middle, so that there is a checkpoint to go on from and work to repeat.
+  # A little past the middle, so that a checkpoint exists and some iterations run twice.
   half=$(($("$PYTHON" scripts/quickstart/progress.py train-iters "$config") * 13 / 25))
   if (($(last_iteration) < half)); then
     say "training: ${pretrain[*]}, to be killed half-way, at iteration $half"
@@ -106,9 +106,9 @@ What to look at next
   ${python%/*}/torchrun --nproc-per-node 2 ${pretrain[*]} --tensor-model-parallel-size 2 --save /tmp/two --load /tmp/two
       the same run over two processes
   ${python%/*}/megatrain parity --quick
-      the proof that every parallel layout computes the same
+      a check that parallel layouts compute the same as one process
   ${python%/*}/megatrain generate --load $run/checkpoints --prompt "import os"
-      more of what the model has learnt
+      another prompt for the model
   docs/README.md
-      what else there is to read
+      an overview of the documentation
 EOF

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compute the minimum iteration time of a benchmark case: each part at the rate that it reaches alone, all else hidden.
+"""Compute the minimum iteration time of a benchmark case: each part at the rate that it reaches alone, everything else hidden.
 
     python3 scripts/roofline.py A1 S1
 
@@ -7,9 +7,9 @@
     attention       2 s n d FLOPs per token and layer forward (causal), 2.5 times that backward
     element-wise    bytes of norms, RoPE, activation and loss, at the memory bandwidth
     gradients       8 bytes per weight and micro-batch for fp32 accumulation, half of them hidden in the products
-    optimizer       38 bytes per weight, with norm and clearing
+    optimizer       38 bytes per weight, with the gradient norm and zeroing
 
-Communication is assumed hidden, and expert loads even, without copies of tokens. Rates are those of one H200:
+Communication is assumed hidden and expert loads balanced; copies of tokens are not counted. Rates are those of one H200:
 products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of
 4.3 TB/s. The rates of S1, with heads of 64 channels, were measured by `scripts/part_rates.py`.
 """

@@ -10,22 +10,22 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
-# A run on Slurm, one task a GPU, that goes on by itself when its time is up:
+# Runs on Slurm with one task per GPU, and queues the job again when its time limit is reached:
 #
 #   sbatch --nodes=4 scripts/slurm.sh --config my-run.yaml --save /shared/run --load /shared/run --save-interval 500
 #
-# Everything behind the script's name is for pretrain.py. Ranks, hosts and ports are read from Slurm's variables.
-# Five minutes before the end the ranks get SIGUSR1: they save, and end with exit code 75, upon which the job is queued
-# again. Any other exit code ends the job. Activate your environment, or start a container, where the comment says so.
+# Arguments are passed to pretrain.py. Ranks, hosts and ports are read from Slurm's variables. Five minutes before the time
+# limit the ranks receive SIGUSR1: they save a checkpoint and exit with code 75, and the job is queued again. Any other exit
+# code ends the job. Activate your environment, or start a container, at the marked line.
 set -euo pipefail
 
-# sbatch runs a copy of this script: the job's folder is where sbatch was called.
+# sbatch runs a copy of this script; the job runs in the folder in which sbatch was called.
 cd "${SLURM_SUBMIT_DIR:-$PWD}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# source /path/to/venv/bin/activate
+# source /path/to/venv/bin/activate      <- environment or container
 
 code=0
-# A rank that dies ends the others by itself; --kill-on-bad-exit helps where even that fails.
+# A rank that dies stops the others; --kill-on-bad-exit covers the case that this fails.
 srun --kill-on-bad-exit=1 python pretrain.py "$@" || code=$?
 if [[ $code == 75 ]]; then
   echo "stopped early and saved: the job is queued again"

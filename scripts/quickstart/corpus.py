@@ -1,12 +1,12 @@
-"""Writes the quickstart's text: this Python's standard library and its docstrings, as one JSON object per line.
+"""Write the quickstart's corpus: this Python's standard library and its docstrings, one JSON object per line.
 
-With --folder, what that folder holds instead, such as Python's site-packages.
+--folder reads another folder instead, such as Python's site-packages.
 
     *.py of the standard library -> {"text": source, "path": "json/decoder.py"}
     their longer docstrings      -> {"text": prose,  "path": "json.decoder:JSONDecoder"}
 
-Nothing is downloaded, and the same Python gives the same bytes. Files come in an order that only looks random, each
-followed by its docstrings, so that a validation split from the end is like the rest. Tables of characters are left out.
+Nothing is downloaded, and the same Python gives the same bytes. The order of the files is pseudo-random, each followed by its
+docstrings, so that a validation split at the end resembles the rest. Tables of characters are excluded.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def main() -> None:
         default=16.0,
         help="stop before the file grows beyond this many megabytes [16]",
     )
-    parser.add_argument("--folder", type=Path, help="of *.py [the library]")
+    parser.add_argument("--folder", type=Path, help="folder of *.py files [the standard library]")
     arguments = parser.parse_args()
 
     library = arguments.folder or Path(sysconfig.get_paths()["stdlib"])
     if arguments.folder is None and not any(library.glob("*.py")):
         raise SystemExit(
-            f"{library} holds no Python sources\n  fix: run this with a Python whose library is not zipped, or give --folder"
+            f"{library} contains no Python sources\n  fix: use a Python whose library is not zipped, or give --folder"
         )
     num_documents, num_bytes = write_corpus(
         library, arguments.output, limit_bytes=int(arguments.limit_mb * 1e6)
@@ -65,16 +65,16 @@ def main() -> None:
 
 
 def write_corpus(library: Path, output: Path, *, limit_bytes: int) -> tuple[int, int]:
-    """Write whole documents up to the limit; returns how many there are, and their bytes."""
+    """Write whole documents up to the limit; return their number and their bytes."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    # A file that was cut short must not look finished to quickstart.sh.
+    # quickstart.sh must not mistake a truncated file for a finished one.
     unfinished = output.with_name(output.name + ".part")
     num_documents = num_bytes = 0
     with unfinished.open("wb") as file:
         for text, path in documents(library):
             try:
                 line = json.dumps({"text": text, "path": path}, ensure_ascii=False).encode() + b"\n"
-            except UnicodeEncodeError:  # half a character, in tests of such things
+            except UnicodeEncodeError:  # a lone surrogate
                 continue
             if num_bytes + len(line) > limit_bytes:
                 break
@@ -83,7 +83,7 @@ def write_corpus(library: Path, output: Path, *, limit_bytes: int) -> tuple[int,
             num_bytes += len(line)
     if not num_documents:
         raise SystemExit(
-            f"{library} holds no Python source of less than {limit_bytes / 1e6:g} MB\n  fix: give --folder one that does"
+            f"{library} contains no Python source of less than {limit_bytes / 1e6:g} MB\n  fix: set --folder to another folder, or increase --limit-mb"
         )
     unfinished.replace(output)
     return num_documents, num_bytes
@@ -98,10 +98,10 @@ def documents(library: Path) -> Iterator[tuple[str, str]]:
         if SKIPPED_FOLDERS.intersection(relative.parts) or not (library / relative).is_file():
             continue
         try:
-            with tokenize.open(library / relative) as file:  # honours a coding comment
+            with tokenize.open(library / relative) as file:  # respects a coding comment
                 source = file.read()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old escapes in the library's strings
+                warnings.simplefilter("ignore")  # invalid escapes in strings of the library
                 tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError):  # a few files are broken on purpose
             continue
@@ -116,16 +116,16 @@ def documents(library: Path) -> Iterator[tuple[str, str]]:
 def docstrings(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Yield (dotted name, prose) for the module, its classes and their functions, in the order of the file."""
 
-    def visit(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    def walk(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             prose = ast.get_docstring(node)
             if prose and len(prose) > MIN_DOCSTRING_CHARACTERS:
                 yield name, prose
         for child in ast.iter_child_nodes(node):
             is_named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            yield from visit(child, f"{name}.{child.name}".removeprefix(".") if is_named else name)
+            yield from walk(child, f"{name}.{child.name}".removeprefix(".") if is_named else name)
 
-    yield from visit(tree, "")
+    yield from walk(tree, "")
 
 
 if __name__ == "__main__":

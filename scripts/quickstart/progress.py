@@ -1,8 +1,8 @@
-"""Reads how far a run has come from its metrics.jsonl: one object per iteration, and one per validation.
+"""Report the progress of a run from its metrics.jsonl, which has one object per iteration and one per validation.
 
-iteration      the last iteration that was written (0 before the first)
-train-iters    how many the run's YAML file asks for
-report         the losses at the start and at the end, and whether iterations that ran twice gave the same loss
+iteration      the last logged iteration (0 before the first)
+train-iters    the number of iterations set in the run's YAML file
+report         the first and last losses, and the number of repeated iterations that gave the same loss
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def train_iters(path: Path) -> int:
-    """Find the key in any section, spelt with dashes or with underscores."""
+    """Return the value of train_iters in any section, with dashes or underscores."""
 
     def search(node: Any) -> int | None:
         if not isinstance(node, dict):
@@ -46,7 +46,7 @@ def train_iters(path: Path) -> int:
 
     found = search(yaml.safe_load(path.read_text(encoding="utf-8")))
     if found is None:
-        raise SystemExit(f"{path} does not say train_iters\n  fix: add it to the training section")
+        raise SystemExit(f"{path} does not set train_iters\n  fix: add it to the training section")
     return found
 
 
@@ -57,7 +57,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:  # a line that was cut by the kill
+        except json.JSONDecodeError:  # a line truncated by the kill
             continue
     return rows
 
@@ -68,7 +68,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         if "lm_loss" in row:
             losses.setdefault(row["iteration"], []).append(row["lm_loss"])
     if not losses:
-        return "no iteration was written"
+        return "no iteration was logged"
     first, last = min(losses), max(losses)
     lines = [
         f"training loss    {losses[first][-1]:.3f} at iteration {first}, {losses[last][-1]:.3f} at iteration {last}"

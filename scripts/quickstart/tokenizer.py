@@ -1,4 +1,4 @@
-"""Trains the quickstart's tokenizer: a byte-level BPE on the "text" of a JSONL file, with <|endoftext|> as id 0."""
+"""Train the quickstart's tokenizer: a byte-level BPE on the "text" of a JSONL file, with <|endoftext|> as id 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
 
     tokenizer = train(arguments.input, vocab_size=arguments.vocab_size)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    # A file that was cut short must not look finished to quickstart.sh.
+    # quickstart.sh must not mistake a truncated file for a finished one.
     unfinished = arguments.output.with_name(arguments.output.name + ".part")
     tokenizer.save(str(unfinished))
     unfinished.replace(arguments.output)
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def train(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Learn `vocab_size` tokens; any bytes can be encoded, since the 256 single bytes are among them."""
+    """Train a BPE of `vocab_size` tokens; the 256 single bytes are among them, so that any text can be encoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
