@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -72,13 +72,15 @@ class Batch:
     """Position of each token in its document or sample, int64 [b, s]."""
     documents: Documents | None = None
     """Documents of the whole samples, on context ranks too. None: attention covers the whole sample."""
-    loss_denominator: Tensor = None  # type: ignore[assignment]  # default: the number of this batch's tokens that count
+    denominator: InitVar[Tensor | None] = None
+    """Value of `loss_denominator`; None: the number of this batch's tokens that count."""
+    loss_denominator: Tensor = field(init=False)
     """Divisor of the sum of token losses that gives this batch's part of the micro-batch's mean, a scalar."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "loss_mask", self.loss_mask.masked_fill(self.labels < 0, 0))
-        if self.loss_denominator is None:
-            object.__setattr__(self, "loss_denominator", self.loss_mask.sum())
+    def __post_init__(self, denominator: Tensor | None) -> None:
+        mask = self.loss_mask.masked_fill(self.labels < 0, 0)
+        object.__setattr__(self, "loss_mask", mask)
+        object.__setattr__(self, "loss_denominator", mask.sum() if denominator is None else denominator)
 
 
 @dataclass(kw_only=True)

@@ -75,10 +75,10 @@ class ContextParallel:
         tokens, labels, loss_mask, position_ids = (
             self.shard(x, 1) for x in (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
         )
-        shard = replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids)
-        if has_chunk_means:
-            shard = replace(shard, loss_denominator=shard.loss_mask.sum() * self.size)
-        return shard
+        return replace(
+            batch, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids,
+            denominator=loss_mask.sum() * self.size if has_chunk_means else batch.loss_denominator,
+        )  # fmt: skip
 
     def _chunk_numbers(self, rank: int | None = None) -> tuple[int, int]:
         rank = self.rank if rank is None else rank

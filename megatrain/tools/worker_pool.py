@@ -1,14 +1,14 @@
-"""Worker processes that stay alive over many jobs, each job a small distributed run over gloo, or NCCL on GPUs.
+"""A pool of worker processes that run many small distributed jobs, over gloo on CPUs and NCCL on GPUs.
 
     with WorkerPool(8) as pool:
         answers = pool.run(4, function, argument)     function(rank, world_size, argument) on ranks 0 to 3
 
-Starting a process costs seconds, a forked one milliseconds: workers are forked from a parent that runs one thread.
-A process that has seen a GPU cannot be forked, so that workers on GPUs are started; rank k has GPU k.
-On CPUs each job joins a world of its own, so that worlds of any size follow one another. NCCL's group of all ranks stays (torch
-2.11 crashes where a second one is split): there each size of world has its own workers, `kept_group` makes no group twice, and
-as groups hold memory until their process ends, new workers come after _MOST_NCCL_JOBS. A job that fails or takes too long ends
-all workers; the next job gets new ones.
+Starting a process takes seconds, forking one takes milliseconds: on CPUs workers are forked from a single-threaded parent.
+A process that has used a GPU cannot be forked, so workers on GPUs are spawned; rank k uses GPU k.
+On CPUs each job creates its own process group, of any world size. On GPUs the NCCL world group is kept (torch 2.11 crashes when a
+second one is split): each world size has its own workers, `kept_group` creates each group once, and because groups hold memory
+until their process ends, workers are replaced after _MOST_NCCL_JOBS jobs. A job that fails or times out ends all workers; the next
+job starts new ones.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ import torch
 import torch.distributed as dist
 
 from megatrain.config.errors import MegatrainError
-from megatrain.parallel.groups import make_group
+from megatrain.parallel.process_groups import make_group
 
 _MOST_NCCL_JOBS = 20
-"""Of the same workers; some 40 of four ranks left 22 GB in each."""
+"""Jobs before workers are replaced; after 40 jobs of four ranks each worker held 22 GB."""
 _Worker: TypeAlias = "tuple[Any, Connection[Any, Any]]"
-"""A process, and the way to it."""
+"""A process and its connection."""
 
 
 class WorkerError(MegatrainError):
-    """A job failed on a rank; the message holds its traceback."""
+    """A job failed on a rank; the message contains the traceback."""
 
 
 class WorkerPool:
-    """Up to `size` processes for jobs, forked when the first job needs them.
+    """Up to `size` worker processes, started by the first job that needs them.
 
     Args:
-        size: largest world of a job.
-        device: where jobs compute.
-        timeout_seconds: after which a job counts as hung.
+        size: largest world size of a job.
+        device: device type of the jobs.
+        timeout_seconds: time without an answer after which a job counts as hung.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class WorkerPool:
         self.close()
 
     def run(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call `function(rank, world_size, *arguments)` on as many ranks; returns their answers by rank.
+        """Call `function(rank, world_size, *arguments)` on `world_size` ranks; return their answers by rank.
 
         Raises:
-            WorkerError: a rank raised, died or took too long.
+            WorkerError: a rank raised, died or timed out.
         """
         assert world_size <= self.size, f"a pool of {self.size} cannot run {world_size} ranks"
         kept = self.size if self.device == "cpu" else world_size
@@ -96,7 +96,7 @@ class WorkerPool:
                 self._kill()
                 late = ", ".join(str(rank) for rank in pending)
                 raise WorkerError(
-                    f"ranks {late} did not end in {self.timeout_seconds} s", fix="look for a deadlock"
+                    f"ranks {late} did not answer within {self.timeout_seconds} s", fix="look for a deadlock"
                 )
             for rank in pending:
                 if connections[rank] in ready:
@@ -104,7 +104,7 @@ class WorkerPool:
         return [answers[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End the workers; another job would get new ones."""
+        """End the workers; a later job starts new ones."""
         for process, connection in itertools.chain(*self._workers.values()):
             connection.close()
             process.join(timeout=5)
@@ -139,7 +139,7 @@ class WorkerPool:
         return workers
 
     def _kill(self, size: int | None = None) -> None:
-        """End the workers of worlds of this size, or all."""
+        """Kill the workers of one world size, or all."""
         for each in list(self._workers) if size is None else [size]:
             for process, connection in self._workers.pop(each):
                 process.kill()
@@ -149,7 +149,7 @@ class WorkerPool:
 
 
 def kept_group(name: str, rank_lists: Sequence[Sequence[int]]) -> Any:
-    """A group as `make_group` makes it, the same one in each job of this worker's world on GPUs: each holds memory, and none ends."""
+    """Return the group that `make_group` creates; on GPUs the same group in every job of this worker, since groups hold memory."""
     if dist.get_backend() != "nccl" or name == "messages":
         return make_group(name, rank_lists)
     return _first_group(name, tuple(map(tuple, rank_lists)))
@@ -161,13 +161,13 @@ def _first_group(name: str, rank_lists: tuple[tuple[int, ...], ...]) -> Any:
 
 
 def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any]], kind: str) -> None:
-    """A worker's life: jobs until the parent closes the connection."""
+    """Run jobs until the parent closes the connection."""
     for other in inherited:
         other.close()
     torch.set_num_threads(1)
-    gc.freeze()  # what is there before all jobs is not looked through after each
+    gc.freeze()  # objects from before the first job are not scanned after each job
     while True:
-        gc.collect()  # groups that cycles keep have threads, which go on
+        gc.collect()  # process groups in reference cycles keep their threads running
         try:
             rank, world_size, store, function, arguments = connection.recv()
         except EOFError:
@@ -182,7 +182,7 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
                     store=dist.FileStore(store, world_size),
                     rank=rank,
                     world_size=world_size,
-                    timeout=timedelta(minutes=1 if device is None else 5),  # kernels are compiled first
+                    timeout=timedelta(minutes=1 if device is None else 5),  # the first job compiles kernels
                     device_id=device,
                 )
             answer = function(rank, world_size, *arguments)
@@ -192,6 +192,6 @@ def _serve(connection: Connection[Any, Any], inherited: list[Connection[Any, Any
                     dist.destroy_process_group()
             connection.send((True, answer))
             del answer, function, arguments
-        except BaseException:  # noqa: BLE001 (whatever it was, the parent must hear of it)
+        except BaseException:  # noqa: BLE001 (the parent reports any error)
             connection.send((False, traceback.format_exc()))
             os._exit(1)

@@ -1,4 +1,4 @@
-"""Runs of `pretrain.py` in several processes that share only a launcher's variables; forked to save time."""
+"""Run `pretrain.py` in several processes that share only a launcher's variables; forked to save time."""
 
 import os
 import signal
@@ -14,17 +14,17 @@ import torch
 import pretrain
 
 Plant = Callable[[int], None]
-"""Called in each rank's process with its number, before the run."""
+"""A function called in each rank's process with its rank, before the run."""
 
 
 class ForkedJob:
-    """Processes of one run. The output of each is in `folder`, as rank-N.txt.
+    """The processes of one run. The output of rank N is in `folder`/rank-N.txt.
 
     Args:
         flags: flags of all ranks.
         num_ranks: processes to start.
         folder: folder of their output.
-        plant: plants a fault.
+        plant: function that plants a fault.
         more_flags: flags of single ranks.
     """
 
@@ -39,11 +39,11 @@ class ForkedJob:
     ) -> None:
         self.folder = folder
         self.exit_codes: dict[int, int] = {}
-        """Exit codes of the ranks that have exited; negative: killed by this signal."""
+        """Exit codes by rank of the processes that have exited; -N means killed by signal N."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        torch.set_num_threads(1)  # a fork from a process with torch's threads hangs
+        torch.set_num_threads(1)  # a process forked while torch's threads run hangs
         self.pids = []
         for rank in range(num_ranks):
             pid = os.fork()
@@ -84,7 +84,7 @@ class ForkedJob:
         return time.monotonic() - (first or time.monotonic())
 
     def wait_for_iteration(self, metrics: Path, iteration: int) -> None:
-        """Wait until the run has made that many steps."""
+        """Wait until the run has logged that many iterations."""
         deadline = time.monotonic() + 90
         while not metrics.exists() or metrics.read_text().count("\n") < iteration:
             assert self.is_running(), self.output(0)

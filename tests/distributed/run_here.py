@@ -1,4 +1,4 @@
-"""Training runs inside the ranks of a worker pool: `pretrain.py` without its seconds of start-up."""
+"""Train inside the ranks of a worker pool, without the seconds that `pretrain.py` takes to start."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def train_here(rank: int, world_size: int, flags: list[str], seconds_to_live: fl
 
 
 def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
-    """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose groups exist already."""
+    """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose process groups exist already."""
     environment = LaunchEnvironment(rank=rank, world_size=world_size)
     request = parse([*MODEL, *flags])
     facts = gather_facts(request, environment)
@@ -70,5 +70,5 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
 
 
 def folder_flags(folder: Path) -> list[str]:
-    """Return flags that save to and load from one folder, as a job that is restarted again and again does."""
+    """Return flags that save to and load from one folder, as for a job that is restarted repeatedly."""
     return ["--save", str(folder), "--load", str(folder), "--save-interval", "4"]

@@ -1,4 +1,4 @@
-"""Ranks that were started differently are found before any process group exists."""
+"""Ranks that were started with different settings are reported before any process group exists."""
 
 import os
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_rank_0_reports_problems_of_all_ranks_once(tmp_path: Path) -> None:
         ("identity", lambda: {"megatrain's code": "0.1.0 (dirty)"}, "megatrain's code is 0.1.0 (dirty) on this rank and "),
     ],
 )  # fmt: skip
-def test_other_software_on_a_rank_is_found(tmp_path: Path, name, other, words) -> None:
+def test_other_software_on_a_rank_is_reported(tmp_path: Path, name, other, words) -> None:
     def plant(rank):
         if rank == 1:
             setattr(agreement, name, other)

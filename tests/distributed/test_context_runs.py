@@ -1,4 +1,4 @@
-"""Whole runs whose ranks share samples log what one process logs: training, evaluation, and going on elsewhere."""
+"""Whole runs with context parallelism log the numbers of one process: training, evaluation, resuming under another layout."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ EXACT = ["--params-dtype", "float64", "--train-iters", "6", "--eval-interval", "
 CP2 = ["--context-parallel-size", "2"]
 
 
-def test_losses_evaluations_and_a_resumed_run_are_those_of_one_process(
+def test_losses_evaluations_and_a_resumed_run_equal_those_of_one_process(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert set(pool.run(1, train_here, [*EXACT, "--save", str(tmp_path / "one")])) == {0}
@@ -30,7 +30,7 @@ def test_losses_evaluations_and_a_resumed_run_are_those_of_one_process(
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """The numbers of each line that do not depend on speed."""
+    """Return the numbers of each line that do not depend on speed."""
     return [
         {name: value for name, value in line.items() if isinstance(value, int | float)}
         for line in metrics(folder)

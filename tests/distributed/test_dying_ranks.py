@@ -1,4 +1,4 @@
-"""A rank that dies stops the others within 30 seconds; its traceback comes last, its exit code is that of all ranks."""
+"""A rank that dies stops the others within 30 seconds; its traceback is printed last, and all ranks exit with its code."""
 
 import ctypes
 import json
@@ -23,7 +23,7 @@ FOREVER = [*MODEL, "--train-iters", "100000", "--eval-iters", "0", "--no-eval-at
 
 
 def at_step(number, then):
-    """Call `then` before the step of this number."""
+    """Call `then` before step `number`."""
     begin, calls = Engine.begin_step, []
 
     def spoiled(engine, *arguments, **more):
@@ -71,7 +71,7 @@ def raises_user_error():
         (is_killed, (-9, 1), None),
     ],
 )
-def test_one_rank_stops_all(tmp_path: Path, culprit, dies, exit_codes, words) -> None:
+def test_one_rank_stops_all_ranks(tmp_path: Path, culprit, dies, exit_codes, words) -> None:
     save = tmp_path / "run"
 
     def plant(rank):
@@ -120,7 +120,7 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     assert job.output(1) == ""
 
 
-def test_a_batch_that_a_thread_cannot_read_stops_all(tmp_path: Path) -> None:
+def test_a_read_error_in_a_loader_thread_stops_all_ranks(tmp_path: Path) -> None:
     def plant(rank):
         fill = BatchLoader._fill
 
@@ -155,8 +155,8 @@ def test_killed_at_any_moment_all_exit_and_checkpoints_are_intact(tmp_path: Path
         assert all(candidate.problem is None for candidate in find_checkpoints(save))
 
 
-def test_long_pauses_are_no_failures(tmp_path: Path) -> None:
-    """Python's lock held for seconds, and a process that is stopped for some."""
+def test_a_long_pause_is_not_a_failure(tmp_path: Path) -> None:
+    """One rank holds the GIL for six seconds, the other is stopped by a signal for six seconds."""
 
     def holds_the_lock():
         ctypes.PyDLL(None).sleep(6)

@@ -18,7 +18,7 @@ LAYOUTS = [
         "pp4 tied",
         "tp2 sp dp2 zero1 pp2 tied",
         "tp2 dp2 zero1 pp2",
-        "tp4 dp2 zero1 groups2",  # no key biases: their gradients are 0 up to rounding
+        "tp4 dp2 zero1 groups2",  # without key biases, whose gradients are 0 up to rounding
     )
 ]
 

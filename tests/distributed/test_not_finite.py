@@ -1,4 +1,4 @@
-"""NaNs planted in layouts of tp2: the message names rank, place, micro-batch and samples, on all ranks alike."""
+"""NaNs planted under tp2: the message names rank, module, micro-batch and samples, and is the same on all ranks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ ITERATION = 3
 
 
 def plant_weight(trainer: Trainer) -> None:
-    """One value of the key weights in layer 2. On one replica only, the all-gather after the step would repair it."""
+    """Spoil one key weight in layer 2, on both replicas: the all-gather after the step would repair a single one."""
     entries = trainer.engine.model.registry.entries.values()
     for entry in entries:
         for piece in entry.layout.pieces:
@@ -29,7 +29,7 @@ def plant_weight(trainer: Trainer) -> None:
 
 
 def plant_gradient(trainer: Trainer) -> None:
-    """Spoil the gradient inside layer 1, of the second micro-batch."""
+    """Spoil the gradient inside layer 1 in the second micro-batch."""
     layer = trainer.engine.model.segments[2]  # after the embedding and layer 0
 
     def spoil_input(_module, arguments):
@@ -50,7 +50,7 @@ def plant_activation(trainer: Trainer) -> None:
     trainer.engine.model.segments[1].register_forward_hook(spoil)
 
 
-def plant_own_part(trainer: Trainer) -> None:
+def plant_local_output(trainer: Trainer) -> None:
     """Spoil the output of fc1 in layer 0 on one tensor rank; the outputs of fc2 are summed over ranks."""
 
     def spoil(_module, _arguments, output):
@@ -60,8 +60,8 @@ def plant_own_part(trainer: Trainer) -> None:
     trainer.engine.model.segments[1].get_submodule("branches.1.fc1").register_forward_hook(spoil)
 
 
-def plant_own_gradient(trainer: Trainer) -> None:
-    """The gradient of that, which the first half sums over ranks."""
+def plant_local_gradient(trainer: Trainer) -> None:
+    """Spoil the gradient of fc1's output in layer 0 on one tensor rank; fc1 sums its input gradients over ranks."""
 
     def spoil(_module, _arguments, output):
         output[1].register_hook(lambda gradient: gradient * torch.nan)
@@ -70,7 +70,7 @@ def plant_own_gradient(trainer: Trainer) -> None:
 
 
 def plant_sum(trainer: Trainer) -> None:
-    """Each rank's part of a sum is finite, and what comes of it is not."""
+    """Make a sum over ranks infinite whose terms are finite."""
 
     def spoil(_module, _arguments, output):
         return output * torch.inf
@@ -79,7 +79,7 @@ def plant_sum(trainer: Trainer) -> None:
 
 
 def plant_data(trainer: Trainer) -> None:
-    """The loss mask of the second micro-batch."""
+    """Spoil the loss mask of the second micro-batch."""
     loader = trainer.batches.train
     assert loader is not None
     read = loader.microbatches
@@ -95,7 +95,7 @@ def plant_data(trainer: Trainer) -> None:
 
 
 def plant_once(trainer: Trainer) -> None:
-    """A gradient that is spoiled once, as no arithmetic would do."""
+    """Spoil one gradient element once, as a hardware fault would."""
     finish = trainer.engine.data_parallel.finish_gradients
 
     def spoiled():
@@ -144,9 +144,9 @@ CASES = [
      "first on ranks 5, 7: 1 values of the weight decoder.layers.2.attention.k.weight"),
     (plant_activation, (6,), "first on rank 6: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
     (plant_gradient, (2,), "first on rank 2: the backward pass of decoder.layers.1 in micro-batch 1, samples 22 to 23"),
-    (plant_own_part, (1,), "first on rank 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
-    (plant_own_part, (7,), "first on rank 7: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
-    (plant_own_gradient, (3,), ("first on rank 3: the backward pass of decoder.layers.0 in micro-batch 0, samples 18 to 19"
+    (plant_local_output, (1,), "first on rank 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
+    (plant_local_output, (7,), "first on rank 7: the forward pass of decoder.layers.3 in micro-batch 0, samples 18 to 19"),
+    (plant_local_gradient, (3,), ("first on rank 3: the backward pass of decoder.layers.0 in micro-batch 0, samples 18 to 19"
      "; affected gradients: decoder.layers.0.")),
     (plant_sum, (0, 1), "first on ranks 0, 1: the forward pass of decoder.layers.0 in micro-batch 0, samples 16 to 17"),
     (plant_data, (7,), ("first on rank 7: the loss mask of samples 22 to 23\n"
@@ -157,7 +157,7 @@ CASES = [
 
 @pytest.mark.parametrize("max_pending", [0, 1])
 @pytest.mark.parametrize(("plant", "culprits", "words"), CASES, ids=lambda x: getattr(x, "__name__", ""))
-def test_the_first_place_is_named(
+def test_the_first_module_is_named(
     pool: WorkerPool,
     plant: Callable[[Trainer], None],
     culprits: tuple[int, ...],
@@ -172,8 +172,10 @@ def test_the_first_place_is_named(
         assert answer.endswith("; nothing was updated or saved")
 
 
-@pytest.mark.parametrize(("plant", "words"), [(plant_own_part, "forward"), (plant_own_gradient, "backward")])
-def test_a_rank_is_named_whose_part_was_wrong_without_sequence_parallelism(
+@pytest.mark.parametrize(
+    ("plant", "words"), [(plant_local_output, "forward"), (plant_local_gradient, "backward")]
+)
+def test_the_rank_is_named_without_sequence_parallelism(
     pool: WorkerPool, plant: Callable[[Trainer], None], words: str
 ) -> None:
     for answer in pool.run(WORLD_SIZE, error_text, plant, (1,), ["--no-sequence-parallel"], 0):
@@ -182,7 +184,7 @@ def test_a_rank_is_named_whose_part_was_wrong_without_sequence_parallelism(
 
 def test_a_run_of_fp16_that_stays_infinite_ends_on_all_ranks(pool: WorkerPool) -> None:
     flags = ["--fp16", "--initial-loss-scale", "1", "--train-iters", "6"]
-    for answer in pool.run(WORLD_SIZE, error_text, plant_own_part, (1,), flags, 0):
+    for answer in pool.run(WORLD_SIZE, error_text, plant_local_output, (1,), flags, 0):
         assert answer.startswith(f"iteration {ITERATION + 1}: lm loss is nan, gradient norm nan; ")
         assert (
             "; the last of 2 such steps in a row with a loss scale of 1; first on rank 1: the forward pass of "
@@ -190,7 +192,7 @@ def test_a_run_of_fp16_that_stays_infinite_ends_on_all_ranks(pool: WorkerPool) -
         )
 
 
-def test_an_overflow_under_a_dynamic_scale_is_no_error(pool: WorkerPool) -> None:
+def test_an_overflow_under_a_dynamic_scale_is_not_an_error(pool: WorkerPool) -> None:
     assert set(pool.run(WORLD_SIZE, error_text, plant_once, (0,), ["--fp16", "--train-iters", "6"], 0)) == {
         "no error"
     }

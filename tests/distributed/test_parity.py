@@ -1,4 +1,4 @@
-"""Every layout gives the result of one process, and the comparison finds all planted faults."""
+"""Every layout gives the results of one process, and the comparison finds all planted faults."""
 
 import dataclasses
 import hashlib
@@ -65,8 +65,7 @@ def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
     assert not comparer.compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 
-def test_a_users_own_layout_passes(comparer: Comparer) -> None:
-    """The layout is no row of the table."""
+def test_a_layout_outside_the_table_passes(comparer: Comparer) -> None:
     (row,) = chosen_rows(
         _parser().parse_args(["parity", "--quick", "--layouts", *"tp2 sp dp2 zero3 muon".split()])
     )
@@ -87,7 +86,7 @@ LOW_PRECISION_LAYOUTS = (
 
 
 @pytest.fixture(scope="module")
-def narrow(pool: WorkerPool) -> dict[Precision, LowPrecisionComparer]:
+def low_precision(pool: WorkerPool) -> dict[Precision, LowPrecisionComparer]:
     answers: dict[Job, list[Measured]] = {}
     return {precision: LowPrecisionComparer(pool, precision, answers=answers) for precision in LOW_PRECISIONS}
 
@@ -100,10 +99,10 @@ def narrow(pool: WorkerPool) -> dict[Precision, LowPrecisionComparer]:
         for number, text in enumerate(LOW_PRECISION_LAYOUTS)
     ],
 )
-def test_a_layout_is_no_further_off_than_rounding(
-    narrow: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
+def test_a_layout_differs_by_rounding_only(
+    low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:
-    verdict = narrow[precision].compare(Layout.of(text))
+    verdict = low_precision[precision].compare(Layout.of(text))
     assert verdict.is_good, verdict
 
 
@@ -117,12 +116,12 @@ def test_a_layout_is_no_further_off_than_rounding(
         ("fp16", "tp2 sp dp2 zero1 overlap"),
     ],
 )
-def test_number_formats_are_no_further_off_than_rounding(
-    narrow: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
+def test_number_formats_differ_by_rounding_only(
+    low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, text: str
 ) -> None:
     layout = of_any_micro_batch(Layout.of(text))
     assert is_supported_in(precision, layout)
-    verdict = narrow[precision].compare(layout)
+    verdict = low_precision[precision].compare(layout)
     assert verdict.is_good, verdict
 
 
@@ -136,11 +135,11 @@ def test_number_formats_are_no_further_off_than_rounding(
     ],
 )
 @pytest.mark.parametrize(("precision", "formats"), [("bf16", "sumsbf16 momentsbf16"), ("fp16", "")])
-def test_a_planted_fault_is_more_than_rounding_of_other_formats(
-    narrow: dict[Precision, LowPrecisionComparer], precision: Precision, formats: str, fault: str
+def test_a_planted_fault_exceeds_rounding_in_other_formats(
+    low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, formats: str, fault: str
 ) -> None:
     layout = Layout.of(FAULTS[fault].layout).but(formats)
-    assert not narrow[precision].compare(layout, fault=fault).is_good
+    assert not low_precision[precision].compare(layout, fault=fault).is_good
 
 
 @pytest.mark.parametrize(
@@ -153,23 +152,25 @@ def test_a_planted_fault_is_more_than_rounding_of_other_formats(
         "wrong tied embedding",
     ],
 )
-def test_a_planted_fault_is_more_than_rounding(
-    narrow: dict[Precision, LowPrecisionComparer], fault: str
+def test_a_planted_fault_exceeds_rounding(
+    low_precision: dict[Precision, LowPrecisionComparer], fault: str
 ) -> None:
-    assert not narrow["bf16"].compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
+    assert not low_precision["bf16"].compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 
 @pytest.mark.parametrize("experts", ["", " mixtral ep2 alltoall"])
-def test_order_sees_what_exact_does_not(narrow: dict[Precision, LowPrecisionComparer], experts: str) -> None:
-    """One layer's gradient is a thousandth too large on one of two replicas: less than bf16 rounds."""
+def test_the_order_comparison_finds_a_fault_that_the_exact_one_misses(
+    low_precision: dict[Precision, LowPrecisionComparer], experts: str
+) -> None:
+    """One layer's gradient is too large by 1/1000 on one of two replicas, which is less than the rounding of bf16."""
     fault = "gradients a little too large"
-    verdict = narrow["bf16"].compare(Layout.of(FAULTS[fault].layout + experts), fault=fault)
+    verdict = low_precision["bf16"].compare(Layout.of(FAULTS[fault].layout + experts), fault=fault)
     assert within(verdict.exact.numbers, verdict.exact_noise)
     assert not verdict.is_good
 
 
-class AnsweringPool(WorkerPool):
-    """Answers with norms that are given, without processes: 1 in fp64, one process's by its initial weights, and a layout's."""
+class FakePool(WorkerPool):
+    """A pool without processes that returns given norms: 1 in fp64, `alone` by draw for one process, `found` for a layout."""
 
     def __init__(self, alone: Sequence[float], found: float) -> None:
         super().__init__(1)
@@ -189,21 +190,21 @@ class AnsweringPool(WorkerPool):
     [(1.0003, 1, True), (1.003, 3, True), (1.01, NUM_DRAWS, False)],
     ids=["within the noise", "where other weights show more noise", "beyond any"],
 )
-def test_rounding_that_cancels_by_chance_is_no_measure(found: float, num_draws: int, is_good: bool) -> None:
-    """Noise of a norm is one number. It is measured with other initial weights where a row is beyond it, and no further."""
-    pool = AnsweringPool([1.0001, 1.0001, 1.001, *[1.0001] * (NUM_DRAWS - 3)], found)
+def test_noise_that_cancels_by_chance_is_measured_again(found: float, num_draws: int, is_good: bool) -> None:
+    """The noise of a norm is a single number. If a row exceeds it, the noise is measured with other initial weights."""
+    pool = FakePool([1.0001, 1.0001, 1.001, *[1.0001] * (NUM_DRAWS - 3)], found)
     assert LowPrecisionComparer(pool, "fp32").compare(Layout.of("tp2")).is_good == is_good
     assert pool.draws == set(range(num_draws))
 
 
-def test_an_element_that_no_rank_holds_is_found() -> None:
+def test_a_missing_element_is_found() -> None:
     reference = measure(0, 1, Job(Layout.of("")))
     lost = dataclasses.replace(reference, weights=reference.weights[1:])
     assert not judge(reference, [lost]).is_good
     assert judge(reference, [reference]).is_good
 
 
-def test_nan_is_never_parity() -> None:
+def test_nan_fails() -> None:
     reference = measure(0, 1, Job(Layout.of("")))
     poisoned = [dataclasses.replace(part, values=part.values * np.nan) for part in reference.gradients]
     assert not judge(reference, [dataclasses.replace(reference, gradients=poisoned)]).is_good
@@ -213,7 +214,7 @@ LAYOUTS_OF_WEIGHTS = ("", "tp2", "tp4 sp", "dp4 zero1", "dp2", "pp4", "tp2 dp2 z
 
 
 NUM_TENSORS = {"llama": (9, 0), "gpt2": (16, 2), "olmo2": (11, 0), "gpt-oss": (17, 0), "qwen": (14, 0)}
-"""Of a layer, and besides the layers, the embedding and the final norm's weight."""
+"""Tensors of a layer; tensors outside the layers, without the embedding and the final norm's weight."""
 
 
 @pytest.mark.parametrize(
@@ -229,11 +230,11 @@ def test_initial_weights_are_the_same_bits_under_every_layout(
         parts = [part for rank in pool.run(layout.world_size, initial_weights, layout) for part in rank]
         hashes.append(_hashes(parts))
     assert all(found == hashes[0] for found in hashes)
-    in_layer, besides = NUM_TENSORS[model]
-    assert len(hashes[0]) == 4 * in_layer + besides + (2 if is_tied else 3)
+    in_layer, outside = NUM_TENSORS[model]
+    assert len(hashes[0]) == 4 * in_layer + outside + (2 if is_tied else 3)
 
 
-def test_a_tensor_without_gradient_is_not_measured_by_its_noise() -> None:
+def test_a_zero_gradient_is_not_compared_relative_to_its_rounding() -> None:
     reference = measure(0, 1, Job(Layout.of("tied neox")))
     noisy = [
         dataclasses.replace(part, values=part.values + 1e-17 * (part.name.endswith(".k.bias")))
@@ -252,7 +253,7 @@ def initial_weights(rank: int, world_size: int, layout: Layout) -> list[Part]:
 
 
 def _hashes(parts: list[Part]) -> dict[str, str]:
-    """Hash of each canonical tensor; copies of an element must agree."""
+    """Return the hash of each canonical tensor; copies of an element must agree."""
     shapes: dict[str, list[int]] = {}
     for part in parts:
         shape = shapes.setdefault(part.name, [0] * len(part.box))
@@ -268,15 +269,15 @@ def _hashes(parts: list[Part]) -> dict[str, str]:
 @pytest.mark.parametrize(
     "layout", [Layout.of("pp2 tied qwen"), Layout.of("tp2 sp pp2 tied qwen")], ids=lambda x: x.name
 )
-def test_a_wide_residual_stream_passes_between_stages(pool: WorkerPool, layout: Layout) -> None:
-    ((alone, alone_dtype),) = pool.run(1, narrow_loss, layout.alone)
-    for loss, dtype in pool.run(layout.world_size, narrow_loss, layout):
+def test_stages_exchange_an_fp32_residual_stream(pool: WorkerPool, layout: Layout) -> None:
+    ((alone, alone_dtype),) = pool.run(1, low_precision_loss, layout.alone)
+    for loss, dtype in pool.run(layout.world_size, low_precision_loss, layout):
         assert dtype == alone_dtype == "torch.float32"
         assert loss == pytest.approx(alone, rel=2e-3)
 
 
-def narrow_loss(rank: int, world_size: int, layout: Layout) -> tuple[float, str]:
-    """Loss with bf16 weights, and the dtype of the residual stream."""
+def low_precision_loss(rank: int, world_size: int, layout: Layout) -> tuple[float, str]:
+    """Return the loss with bf16 weights and the dtype of the residual stream."""
     plan = tiny_plan(layout, world_size, "--bf16", "--params-dtype", "bfloat16")
     engine = engine_of(plan, rank)
     batches = list(own_batches(0, layout, engine.grid.dp.rank))
@@ -286,11 +287,11 @@ def narrow_loss(rank: int, world_size: int, layout: Layout) -> tuple[float, str]
 
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match=r"rank 1 failed(.|\n)*the reason"):
-        pool.run(2, _fail_on_one)
+        pool.run(2, _fail_on_rank_1)
     assert pool.run(2, _rank_of) == [0, 1]
 
 
-def _fail_on_one(rank: int, _world_size: int) -> None:
+def _fail_on_rank_1(rank: int, _world_size: int) -> None:
     if rank == 1:
         raise RuntimeError("the reason")
 

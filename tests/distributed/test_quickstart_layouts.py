@@ -1,4 +1,4 @@
-"""The quickstart's model and optimizer over fifty iterations in fp32: layouts follow one process."""
+"""The quickstart's model and optimizer over fifty iterations in fp32: layouts give the losses of one process."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ FLAGS = (
 
 
 @pytest.mark.nightly
-def test_fifty_iterations_follow_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+def test_fifty_iterations_give_the_losses_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     sections = yaml.safe_load(QUICKSTART.read_text())
     kept = {name: sections[name] for name in ("model", "training", "optimizer", "schedule")}
     config = tmp_path / "quickstart.yaml"
@@ -42,7 +42,7 @@ def test_fifty_iterations_follow_one_process(pool: WorkerPool, tmp_path: Path) -
 
 
 def train(rank: int, world_size: int, command: list[str]) -> list[float]:
-    """The loss of each iteration."""
+    """Train; return the loss of each iteration."""
     plan = resolve(parse(command), Facts(world_size=world_size, vocab_size=VOCAB, eod_id=VOCAB - 1))
     assert plan.config.precision.params_dtype == "float32"
     grid = build_grid(grid_shape(plan), rank, make_group)
@@ -56,7 +56,7 @@ def train(rank: int, world_size: int, command: list[str]) -> list[float]:
 
 
 def own_batches(step: int, grid: RankGrid) -> list[Batch]:
-    """Samples of ids that are frequent and rare as words are."""
+    """Return this replica's micro-batches of ids with a Zipf distribution."""
     ids = torch.from_numpy(np.random.default_rng(step).zipf(1.3, (GLOBAL_BATCH, SEQ + 1)) % VOCAB)
     return [
         Batch(

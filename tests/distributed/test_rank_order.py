@@ -1,4 +1,4 @@
-"""The order in which ranks are numbered changes who works with whom, and no result."""
+"""The order in which ranks are numbered changes the process groups but no result."""
 
 import json
 from pathlib import Path

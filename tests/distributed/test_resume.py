@@ -1,4 +1,4 @@
-"""Killed and resumed equals never killed, to the last bit; and any layout resumes from a checkpoint of any other."""
+"""A run that is killed and resumed equals an unbroken one bitwise; any layout resumes from a checkpoint of any other."""
 
 import json
 import random
@@ -13,13 +13,13 @@ from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
-CHANGING = ("iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "max_memory_bytes")
+NOT_REPRODUCIBLE = ("iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "max_memory_bytes")
 Unbroken = dict[str, Path]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in CHANGING} for line in lines]
+    return [{key: value for key, value in line.items() if key not in NOT_REPRODUCIBLE} for line in lines]
 
 
 def states(folder: Path) -> dict[str, dict[str, str]]:
@@ -32,7 +32,7 @@ def states(folder: Path) -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    """A run of 20 iterations for each layout, by name."""
+    """Train 20 iterations under each layout; return the folders by name."""
     runs = {}
     for name, (world_size, flags) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp("unbroken")
@@ -42,7 +42,7 @@ def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbr
 
 
 ALWAYS = ("one process", "tp2 dp2 pp2")
-"""Layouts that are stopped in every test run; the others are stopped in nightly ones."""
+"""Layouts that every test run covers; nightly runs cover the others."""
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_killed_at_random_moments_and_resumed_equals_never_killed(
 
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_any_layout_goes_on_from_any_others_checkpoint(
+def test_any_layout_resumes_from_any_others_checkpoint(
     pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, source: str, target: str
 ) -> None:
     flags = [*LAYOUTS[target][1], "--load", str(unbroken[source]), "--save", str(tmp_path)]
@@ -97,14 +97,14 @@ def test_any_layout_goes_on_from_any_others_checkpoint(
 
 
 def load_and_save(rank: int, world_size: int, flags: list[str], folder: str) -> None:
-    """Load, and save again as this layout does."""
+    """Load a checkpoint and save it under this layout."""
     trainer = make_trainer(rank, world_size, flags)
     trainer.resume()
     trainer.save(Path(folder))
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS)[1:])
-def test_losses_of_all_layouts_stay_together(unbroken: Unbroken, name: str) -> None:
+def test_losses_of_all_layouts_agree(unbroken: Unbroken, name: str) -> None:
     alone = [line["lm_loss"] for line in metrics(unbroken["one process"]) if "lm_loss" in line]
     found = [line["lm_loss"] for line in metrics(unbroken[name]) if "lm_loss" in line]
     assert found == pytest.approx(alone, rel=2e-5)
@@ -116,10 +116,10 @@ GPT2 = (
 ).split()
 
 
-def test_a_model_with_dropout_goes_on_under_another_layout_as_if_nothing_had_happened(
+def test_a_model_with_dropout_resumes_under_another_layout_with_the_same_losses(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
-    """Biases, positions, sinks and norms of heads are found again, and the same elements are dropped."""
+    """Biases, position embeddings, sinks and head norms are restored, and the same elements are dropped."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert set(pool.run(1, train_here, [*GPT2, *folder_flags(whole)])) == {0}
     assert set(pool.run(1, train_here, [*GPT2, *folder_flags(cut), "--exit-interval", "10"])) == {75}

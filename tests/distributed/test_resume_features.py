@@ -1,4 +1,4 @@
-"""Runs whose steps depend on more than weights and moments: a growing batch, a loss scale, momentum, a finetuned start."""
+"""Resuming runs with further state: a batch size ramp, a loss scale, momentum, expert biases, a pretrained checkpoint."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 class UnbrokenRuns(dict[str, Path]):
-    """The folder of each run without a stop, by name; a run trains when its folder is first asked for."""
+    """Folders of unbroken runs by name; each run trains when its folder is first requested."""
 
     def __init__(self, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbroke
 
 
 ALWAYS = ("ramp dp2 pp2", "fp16 tp2 dp2", "muon tp2 dp2", "experts ep2 dp2 pp2")
-"""Runs that are stopped and resumed in every test run; the others are stopped in nightly ones."""
+"""Runs that every test run stops and resumes; nightly runs do so with the others."""
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_stopped_twice_and_resumed_equals_never_stopped(
     assert state(tmp_path) == state(whole[name])
 
 
-def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
+def test_muon_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     name = "muon tp2 dp2"
     assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
     flags = [*RUNS[name][1].split()[:-2], *folder_flags(tmp_path)]
@@ -112,13 +112,13 @@ def test_muon_goes_on_at_another_layout(pool: WorkerPool, whole: UnbrokenRuns, t
             assert line["lm_loss"] == pytest.approx(expected["lm_loss"], rel=3e-3)
 
 
-def test_biases_of_routers_have_moved(whole: UnbrokenRuns) -> None:
+def test_expert_biases_have_changed(whole: UnbrokenRuns) -> None:
     biases = state(whole["experts ep2 dp2 pp2"])["expert_biases"]
     assert sorted(biases) == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in (1, 3)]
     assert all(any(values) for values in biases.values())
 
 
-def test_batches_grow_and_rates_follow_the_samples(whole: UnbrokenRuns) -> None:
+def test_batch_sizes_and_learning_rates_follow_the_samples(whole: UnbrokenRuns) -> None:
     steps = [line for line in metrics(whole["ramp"]) if "lm_loss" in line]
     assert [line["global_batch_size"] for line in steps] == [4] * 5 + [8] * 3 + [12] * 6
     assert [line["consumed_samples"] for line in steps][-1] == 116
@@ -174,7 +174,7 @@ def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: UnbrokenRuns, 
     assert len({line["loss_scale"] for line in steps}) > 2
 
 
-def test_a_ramp_goes_on_at_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
+def test_a_ramp_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     assert train(pool, "ramp", tmp_path, "--exit-interval", "6") == {75}
     assert train(pool, "ramp dp2 pp2", tmp_path) == {0}
     losses, batches = (
@@ -185,7 +185,7 @@ def test_a_ramp_goes_on_at_another_layout(pool: WorkerPool, whole: UnbrokenRuns,
     assert batches[0] == batches[1]
 
 
-def test_the_batch_may_change_half_way(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_batch_size_may_change_when_resuming(pool: WorkerPool, tmp_path: Path) -> None:
     common = folder_flags(tmp_path)
     assert pool.run(1, train_here, [*common, "--exit-interval", "5"]) == [75]
     consent = "--override-opt-param-scheduler"
@@ -195,7 +195,7 @@ def test_the_batch_may_change_half_way(pool: WorkerPool, tmp_path: Path) -> None
     assert found == [8, 16, 24, 32, 40, *range(44, 101, 4)]
 
 
-def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
+def test_finetuning_loads_only_weights(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     flags = [
         "--load",
         str(whole["ramp"]),
@@ -221,7 +221,7 @@ def test_finetuning_takes_weights_alone(pool: WorkerPool, whole: UnbrokenRuns, t
     assert json.loads(json.dumps(manifest.state))["has_optimizer"] is False
 
 
-def test_a_pretrained_start_is_for_the_first_job_alone(
+def test_only_the_first_job_loads_the_pretrained_checkpoint(
     pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
 ) -> None:
     flags = [*folder_flags(tmp_path), "--pretrained-checkpoint", str(whole["ramp"]), "--seed", "5"]
@@ -234,7 +234,7 @@ def test_a_pretrained_start_is_for_the_first_job_alone(
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_all_ranks_skip_what_one_finds_not_finite(pool: WorkerPool, value: float) -> None:
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(pool: WorkerPool, value: float) -> None:
     layout = Layout.of("tp2 sp dp2 zero1 pp2 tied")
     answers = pool.run(8, step_with_a_fault, layout, value)
     assert answers == [answers[0]] * 8
@@ -242,7 +242,7 @@ def test_all_ranks_skip_what_one_finds_not_finite(pool: WorkerPool, value: float
 
 
 def step_with_a_fault(rank: int, world_size: int, layout: Layout, value: float) -> list[tuple[bool, bool]]:
-    """Return for each of two steps if it was finite and if it left the weights unchanged; rank 5 spoils a gradient of the first."""
+    """Return for each of two steps (was it finite, are the weights unchanged); rank 5 spoils a gradient of the first."""
     plan = tiny_plan(layout, world_size)
     engine = engine_of(plan, rank)
     engine.loss_scaler = DynamicLossScale(scale=1024.0, minimum=1.0, window=9, hysteresis=1)

@@ -172,7 +172,7 @@ def test_loss_and_every_gradient_are_those_of_the_plain_model(
     spec = dataclasses.replace(_spec(is_tied=is_tied), z_loss_coeff=z_loss_coeff)
     built, batches = Built(spec), list(_batches(3))
     ignored = batches[1].labels.masked_fill(batches[1].tokens < 30, -100)
-    batches[1] = dataclasses.replace(batches[1], labels=ignored, loss_denominator=None)  # counted again
+    batches[1] = dataclasses.replace(batches[1], labels=ignored)  # counted again
     weights = {
         name: value.clone().requires_grad_()
         for name, value in built.gathered(built.buffers.weights.full).items()

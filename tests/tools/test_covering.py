@@ -1,4 +1,4 @@
-"""Every pair that can meet meets, and only such: against the full product."""
+"""Covering arrays contain every allowed pair and no other: compared with the full product."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from megatrain.tools.parity.covering_array import Partial, completed, covering_r
 
 
 def brute_force(options, is_allowed):
-    """The pairs of all allowed rows."""
+    """Return the pairs of all allowed rows."""
     return {pair for row in product(*options) if is_allowed(row) for pair in pairs_of(row)}
 
 
@@ -18,24 +18,24 @@ def anything(_row: Partial) -> bool:
     return True
 
 
-def test_three_options_of_three_values_take_few_of_their_27_rows():
+def test_three_options_of_three_values_need_few_of_their_27_rows():
     options = [("a", "b", "c"), ("d", "e", "f"), ("g", "h", "i")]
     rows = covering_rows(options, anything)
     assert {pair for row in rows for pair in pairs_of(row)} == brute_force(options, anything)
-    assert len(rows) <= 11  # 9 is the least
+    assert len(rows) <= 11  # 9 is the minimum
 
 
-def test_many_options_of_two_values_take_rows_by_their_logarithm():
+def test_the_number_of_rows_is_logarithmic_in_the_options():
     options = [(f"{number}a", f"{number}b") for number in range(12)]
     rows = covering_rows(options, anything)
     assert {pair for row in rows for pair in pairs_of(row)} == brute_force(options, anything)
-    assert len(rows) <= 10  # 6 is the least
+    assert len(rows) <= 10  # 6 is the minimum
 
 
-def test_a_pair_that_a_third_option_rules_out_is_none():
+def test_a_pair_that_a_third_option_excludes_is_not_possible():
     options = [("a", "b"), ("c", "d"), ("e", "f")]
 
-    def is_allowed(row):  # a wants e, c wants f
+    def is_allowed(row):  # a requires e, c requires f
         return not (row[0] == "a" and row[2] == "f") and not (row[1] == "c" and row[2] == "e")
 
     assert (0, "a", 1, "c") not in possible_pairs(options, is_allowed)
@@ -44,14 +44,15 @@ def test_a_pair_that_a_third_option_rules_out_is_none():
     assert {pair for row in rows for pair in pairs_of(row)} == brute_force(options, is_allowed)
 
 
-def test_equal_questions_have_equal_answers():
+def test_rows_are_deterministic():
     options = [("a", "b", "c"), ("d", "e"), ("f", "g", "h")]
     assert covering_rows(options, anything) == covering_rows(options, anything)
 
 
-def test_half_of_the_rows_hold_most_of_the_pairs():
+def test_half_of_the_rows_contain_most_of_the_pairs():
     options = [
-        tuple(f"{place}{value}" for value in range(size)) for place, size in enumerate((8, 5, 4, 2, 2, 2))
+        tuple(f"{position}{value}" for value in range(size))
+        for position, size in enumerate((8, 5, 4, 2, 2, 2))
     ]
     rows = covering_rows(options, anything)
     first = {pair for row in rows[: len(rows) // 2] for pair in pairs_of(row)}
@@ -59,18 +60,18 @@ def test_half_of_the_rows_hold_most_of_the_pairs():
 
 
 @st.composite
-def questions(draw):
-    """Options, and pairs of values that are forbidden."""
+def problems(draw):
+    """Draw options and forbidden pairs of values."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=2, max_size=5))
-    options = [tuple(f"{place}{value}" for value in range(size)) for place, size in enumerate(sizes)]
+    options = [tuple(f"{position}{value}" for value in range(size)) for position, size in enumerate(sizes)]
     values = [value for option in options for value in option]
     forbidden = draw(st.sets(st.tuples(st.sampled_from(values), st.sampled_from(values)), max_size=8))
     return options, forbidden
 
 
-@given(questions())
-def test_exactly_the_pairs_of_allowed_rows_meet(question):
-    options, forbidden = question
+@given(problems())
+def test_exactly_the_pairs_of_allowed_rows_are_covered(problem):
+    options, forbidden = problem
 
     def is_allowed(row):
         return not any(first in row and second in row for first, second in forbidden)
@@ -79,9 +80,9 @@ def test_exactly_the_pairs_of_allowed_rows_meet(question):
     assert all(is_allowed(row) for row in rows)
     assert {pair for row in rows for pair in pairs_of(row)} == brute_force(options, is_allowed)
     assert set(possible_pairs(options, is_allowed)) == brute_force(options, is_allowed)
-    assert all(row[place] in options[place] for row in rows for place in range(len(options)))
+    assert all(row[position] in options[position] for row in rows for position in range(len(options)))
 
 
 @pytest.mark.parametrize("options", [[("a",), ("b",)], [("a", "b"), ("c",)]])
-def test_options_without_a_choice_have_their_rows(options):
+def test_options_with_one_value_are_allowed(options):
     assert sorted(covering_rows(options, anything)) == sorted(product(*options))

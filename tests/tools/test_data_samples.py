@@ -79,7 +79,7 @@ def built(flags: str, *, world_size: int = 1) -> Any:
 def test_a_sample_is_what_training_reads(
     blend: str, masks: str, datasets: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sample k, also in a resumed run, on each of two data-parallel ranks."""
+    """Compare sample k on each of two data-parallel ranks, also in a resumed run."""
     flags = f"{RUN} --split 8,1,1 --data-path {blend.format(*datasets)} {masks}"
     samples = built(flags, world_size=2).train
     for rank, consumed in itertools.product(range(2), (0, 12)):

@@ -1,4 +1,4 @@
-"""The rows of parity are what the table of features says, and what `resolve` allows: neither more nor less."""
+"""The rows of parity follow the table of features and the rules of `resolve`: every allowed pair, and no other."""
 
 import functools
 import re
@@ -70,7 +70,7 @@ def test_resolve_allows_a_row_and_finds_the_features_that_it_names(layout):
     assert set(features_of(plan_of(layout))) == named
 
 
-def test_every_pair_of_words_that_can_meet_does():
+def test_every_allowed_pair_of_words_is_in_a_row():
     assert {pair for layout in pairwise_rows() for pair in pairs_of(layout.table_words)} == all_pairs()
 
 
@@ -81,7 +81,7 @@ def test_most_rows_take_one_micro_batch_and_others_several():
 
 
 def test_every_pair_of_features_is_proven_or_refused_or_without_meaning():
-    """Whatever sizes rows are kept to: what `resolve` allows is what the rows prove."""
+    """Rows prove every pair that `resolve` allows, although the sizes of rows are limited."""
     proven = {
         frozenset(pair)
         for layout in pairwise_rows()
@@ -118,9 +118,9 @@ def test_every_choice_of_a_model_is_in_a_model_of_parity():
             )
 
 
-APART = {
-    "model.attention_backend": "picks a kernel for one and the same mathematics",
-    "model.transformer_impl": "the same; its rows are those of `megatrain parity --device cuda --transformer-impl`",
+NOT_IN_MODELS = {
+    "model.attention_backend": "selects a kernel for the same computation",
+    "model.transformer_impl": "likewise; its rows are those of `megatrain parity --device cuda --transformer-impl`",
 }
 """Choices that no model of parity needs, and why."""
 
@@ -134,7 +134,7 @@ def _model_choices():
         setting.path: (False, True) if setting.kind is bool else setting.choices
         for setting in settings()
         if setting.section == "model" and (setting.choices or setting.kind is bool)
-        if setting.path not in APART
+        if setting.path not in NOT_IN_MODELS
     }
 
 
@@ -158,7 +158,7 @@ def test_the_full_table_has_each_combination_once():
 
 
 @pytest.mark.parametrize("precision", LOW_PRECISIONS)
-def test_rows_of_narrow_formats_are_rows(precision):
+def test_low_precision_rows_are_rows(precision):
     for layout in rows_in(precision):
         assert is_row(layout.words)
         assert is_supported_in(precision, layout)
@@ -166,7 +166,7 @@ def test_rows_of_narrow_formats_are_rows(precision):
     assert all(layout.world_size <= 2 for layout in rows_in(precision, max_ranks=2))
 
 
-IN_NARROW_ROWS = (
+IN_LOW_PRECISION_ROWS = (
     "tp2 tp8 groups1 groups2 sp cp2 heads dp2 dp4 pp2 pp4 ppfirst zero1 zero2 zero3 instances2 overlap overlapgrads"
     " overlapweights uniform offload ep2 etp2 alltoall tied documents zloss scale sgd muon ignored hollow mixtral"
     " deepseek qwenmoe"
@@ -174,12 +174,12 @@ IN_NARROW_ROWS = (
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_narrow_rows_have_what_is_risky(precision):
+def test_low_precision_rows_include_the_risky_features(precision):
     words = {word for layout in rows_in(precision) for word in layout.words}
-    assert set(IN_NARROW_ROWS.split()) - words == set()
+    assert set(IN_LOW_PRECISION_ROWS.split()) - words == set()
 
 
-def test_every_number_format_is_in_a_narrow_row():
+def test_every_number_format_is_in_a_low_precision_row():
     options = (*table.OPTIONS, *NUMBER_FORMATS)
     used = {
         name
@@ -198,7 +198,7 @@ def test_every_number_format_is_in_a_narrow_row():
         ("dp2 momentsbf16", {"fp32", "bf16", "fp16"}),
     ],
 )
-def test_formats_go_with_precisions(words, precisions):
+def test_a_format_is_supported_in_its_precisions(words, precisions):
     layout = Layout.of(f"tokens {words}")
     assert {one for one in ("fp64", *LOW_PRECISIONS) if is_supported_in(one, layout)} == precisions
     for one in precisions:
@@ -223,7 +223,7 @@ def test_tables_have_no_number_formats():
         ("cp4 a2aring pp2 tied", "cp4 a2aring tied"),
     ],
 )
-def test_a_narrow_row_is_held_to_the_same_split_on_the_fewest_ranks(row, fewest):
+def test_a_low_precision_row_is_compared_with_the_same_split_on_the_fewest_ranks(row, fewest):
     layout = of_any_micro_batch(Layout.of(row))
     words = f"{fewest} {' '.join(layout.words_of('batch'))}"
     assert fewest_ranks(layout) == of_any_micro_batch(Layout.of(words))
@@ -263,14 +263,14 @@ def test_rows_are_chosen_by_their_words_and_precision():
         ("tp2 sp dp2 mixtral ep2 dropping zero3 muon", (), ["fp64"]),
     ],
 )
-def test_a_layout_that_is_in_no_table_is_run_itself(words, flags, precisions):
+def test_a_layout_that_is_in_no_table_runs(words, flags, precisions):
     rows = asked("--layouts", *words.split(), *flags)
     assert [precision for precision, _ in rows] == precisions
     for precision, layout in rows:
         assert layout == Layout.of(words if precision == "fp64" else f"{words} tokens")
 
 
-def test_a_layout_that_narrow_rows_alone_have_is_run_in_fp64_too():
+def test_a_layout_that_is_only_in_low_precision_rows_also_runs_in_fp64():
     own = Layout.of("tp2 sp dp2 pp2 zero1 overlap offload tied zloss")
     rows = asked("--layouts", *own.name.split())
     assert {precision for precision, _ in rows} == {"fp64", "fp32", "bf16"}
@@ -283,27 +283,30 @@ def test_a_layout_that_narrow_rows_alone_have_is_run_in_fp64_too():
     [
         (
             ["--layouts", "tp2", "tp4"],
-            "--layouts tp2 tp4: no layout has all of these words\n  fix: the words are adam,",
+            "--layouts tp2 tp4: these words form no layout\n  fix: the words are a2agather,",
         ),
-        (["--layouts", "tp2", "sq"], "--layouts tp2 sq: no layout has all of these words"),
-        (["--layouts", "sp", "dp8"], "--layouts sp dp8: no layout has all of these words"),
+        (["--layouts", "tp2", "sq"], "--layouts tp2 sq: these words form no layout"),
+        (["--layouts", "sp", "dp8"], "--layouts sp dp8: these words form no layout"),
         (
             ["--layouts", "dp2", "sumsbf16", "zero3", "--precision", "fp32"],
-            "--layouts dp2 sumsbf16 zero3 does not go with --precision fp32\n  fix: leave out --precision",
+            "--layouts dp2 sumsbf16 zero3 cannot run with --precision fp32\n  fix: leave out --precision",
         ),
-        (["--slice", "3/2"], "--slice 3/2 is no part of a whole\n  fix: use --slice 1/4, for example"),
-        (["--slice", "two"], "--slice two is no part of a whole"),
+        (
+            ["--slice", "3/2"],
+            "--slice 3/2 is not of the form K/N with 1 <= K <= N\n  fix: use for example --slice 1/4",
+        ),
+        (["--slice", "two"], "--slice two is not of the form K/N"),
     ],
 )
-def test_what_cannot_be_chosen_is_told(flags, words):
+def test_an_impossible_selection_is_an_error(flags, words):
     with pytest.raises(ConfigError) as caught:
         asked(*flags)
     assert words in str(caught.value)
 
 
-def test_a_layout_with_too_few_ranks_is_told():
+def test_a_layout_that_needs_more_ranks_is_an_error():
     flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon".split()]
-    with pytest.raises(ConfigError, match="needs 4 ranks, of which there are 2"):
+    with pytest.raises(ConfigError, match="needs 4 ranks, but only 2 are available"):
         chosen_rows(_parser().parse_args(flags), max_ranks=2)
 
 
@@ -316,7 +319,7 @@ def has_engine(monkeypatch):
 
 
 @pytest.mark.usefixtures("has_engine")
-def test_rows_of_transformer_engine_are_those_that_it_computes():
+def test_rows_of_transformer_engine_are_those_that_it_supports():
     few, many = asked(*ENGINE), asked(*ENGINE, "--precision", "bf16")
     assert {precision for precision, _ in (*few, *many)} == {"bf16"}
     assert {name for name in MODELS if any(row.has(name) for _, row in many)} == {"llama", "mup", "puzzle"}
@@ -332,18 +335,18 @@ def test_rows_of_transformer_engine_are_those_that_it_computes():
         ([*ENGINE, "--precision", "fp32"], "requires bf16 or fp16"),
     ],
 )
-def test_rows_that_transformer_engine_has_nowhere_are_told(flags, words):
+def test_rows_without_support_in_transformer_engine_are_an_error(flags, words):
     with pytest.raises(ConfigError, match=words):
         asked(*flags)
 
 
 @pytest.mark.usefixtures("has_engine")
-def test_what_is_left_out_of_transformer_engines_rows_is_told(capsys):
+def test_unsupported_rows_of_transformer_engine_are_counted(capsys):
     rows = asked(*ENGINE, "--quick")
     (said,) = [
-        line for line in capsys.readouterr().out.splitlines() if "the others have what it lacks" in line
+        line for line in capsys.readouterr().out.splitlines() if "it lacks a feature of the others" in line
     ]
-    assert said.startswith(f"transformer_engine computes {len(rows)} of ")
+    assert said.startswith(f"transformer_engine supports {len(rows)} of ")
     assert 0 < len(rows) < QUICK_ROWS
 
 
@@ -356,7 +359,7 @@ def test_what_is_left_out_of_transformer_engines_rows_is_told(capsys):
         (("--precision", "bf16"), "--precision bf16 has no effect"),
     ],
 )
-def test_a_self_test_with_what_it_does_not_heed_is_refused(flags, words):
+def test_a_self_test_refuses_flags_that_it_ignores(flags, words):
     with pytest.raises(ConfigError, match=f"--self-test plants all its faults.*{words}"):
         run(_parser().parse_args(["parity", "--self-test", *flags]))
 
@@ -366,8 +369,8 @@ class Verdict:
         self.is_good = is_good
 
 
-class Comparing:
-    """Of a comparer's answers, those that are wrong: rows without a fault that fail, and faults that are missed."""
+class FakeComparer:
+    """A stand-in for a comparer; `broken` layouts fail without a fault, `missed` faults pass."""
 
     def __init__(self, broken=(), missed=()):
         self.broken, self.missed, self.jobs = broken, missed, []
@@ -384,14 +387,19 @@ class Comparing:
 @pytest.mark.parametrize(
     ("comparing", "num_ranks", "is_good", "words"),
     [
-        (Comparing(), MAX_RANKS, True, f"{len(FAULTS)} of {len(FAULTS)} found"),
-        (Comparing(missed=["stale gather"]), MAX_RANKS, False, f"{len(FAULTS) - 1} of {len(FAULTS)} found"),
-        (Comparing(broken=[Layout.of("pp2 tied")]), MAX_RANKS, False, "pp2 tied  *FAILS WITHOUT IT"),
+        (FakeComparer(), MAX_RANKS, True, f"{len(FAULTS)} of {len(FAULTS)} found"),
         (
-            Comparing(),
+            FakeComparer(missed=["stale gather"]),
+            MAX_RANKS,
+            False,
+            f"{len(FAULTS) - 1} of {len(FAULTS)} found",
+        ),
+        (FakeComparer(broken=[Layout.of("pp2 tied")]), MAX_RANKS, False, "pp2 tied  *FAILS WITHOUT IT"),
+        (
+            FakeComparer(),
             1,
             False,
-            f"0 of {len(FAULTS)} planted: the others need more than 1 ranks\n  fix: use --device",
+            f"0 of {len(FAULTS)} planted; the others need more than 1 ranks\n  fix: use --device",
         ),
     ],
 )
@@ -410,7 +418,7 @@ def test_a_self_test_plants_all_faults_in_rows_that_pass(
     assert Counter(faultless) == dict.fromkeys((layout for layout, fault in comparing.jobs if fault), 1)
 
 
-def test_rows_of_transformer_engine_are_held_against_local():
+def test_rows_of_transformer_engine_are_compared_with_local():
     jobs = []
 
     class Pool:
@@ -418,13 +426,13 @@ def test_rows_of_transformer_engine_are_held_against_local():
 
         def run(self, world_size, _measure, job=None):
             if job is None:
-                return [jobs.append("the library is loaded")]
+                return [jobs.append("library loaded")]
             jobs.append((world_size, job.implementation, job.precision))
             part = Part("a", ((0, 1),), np.ones(1))
             return [Measured([1.0], [1.0], [part], [part], [part])] * world_size
 
     LowPrecisionComparer(Pool(), "bf16", "transformer_engine").compare(Layout.of("tp2 sp dp2"))
-    assert jobs[:2] == ["the library is loaded", (4, "transformer_engine", "bf16")]
+    assert jobs[:2] == ["library loaded", (4, "transformer_engine", "bf16")]
     assert {job for job in jobs[2:] if job[0] == 1} == {(1, "local", "fp64"), (1, "local", "bf16")}
     assert {job for job in jobs[2:] if job[0] > 1} == {(2, "transformer_engine", "bf16")}
 
@@ -453,14 +461,14 @@ def test_rows_that_passed_elsewhere_or_by_other_code_run_again(tmp_path, monkeyp
     assert (read().num_of_others, read(**other).num_of_others) == (0, 1)
 
 
-def test_rows_without_a_word_of_what_they_are_of_run_again(tmp_path):
+def test_rows_of_unknown_origin_run_again(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"precision": "fp64", "layout": "tp2", "passed": true}\n')
     results = Results.read(str(tmp_path / "rows.jsonl"))
     assert not results.has_passed("fp64", Layout.of("tp2"))
     assert results.num_of_others == 1
 
 
-def test_results_go_on_behind_a_cut_line_and_failures_run_again(tmp_path):
+def test_results_are_appended_after_a_truncated_line_and_failures_run_again(tmp_path):
     path = str(tmp_path / "rows.jsonl")
     good, bad, cut = Layout.of("tp2"), Layout.of("pp2"), Layout.of("dp2")
     results = Results.read(path)
@@ -489,11 +497,11 @@ def test_results_go_on_behind_a_cut_line_and_failures_run_again(tmp_path):
         ((float("inf"), 0.0), (float("inf"), 1.0), False),
     ],
 )
-def test_a_distance_is_held_against_its_noise(distances, noises, is_within):
+def test_a_distance_is_compared_with_its_noise(distances, noises, is_within):
     assert within(distances, noises) == is_within
 
 
-def test_what_is_no_row():
+def test_combinations_that_are_no_row():
     assert is_row(Layout.of("tp2 sp").words)
     assert not is_row(Layout.of("tp8 dp2").words)
     assert not is_row(Layout.of("sp").words)
@@ -508,7 +516,7 @@ def test_what_is_no_row():
     assert not is_row(Layout.of("routersfp64").words)
 
 
-def test_a_layout_is_named_by_what_differs_from_one_process():
+def test_a_layout_is_named_by_its_differences_from_one_process():
     layout = Layout.of("dp2 gpt2 tp2 sp zero1")
     assert layout.name == "tp2 sp dp2 zero1 gpt2"
     assert (layout.tp, layout.dp, layout.pp, layout.world_size, layout.global_batch) == (2, 2, 1, 4, 8)

@@ -1,4 +1,4 @@
-"""`megatrain report`: the data that it reads, and a page that needs no network."""
+"""`megatrain report`: the data that it reads, and the page, which needs no network."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def make_run(folder: Path, *, num_iterations: int = 4, lr: float = 0.001, name: 
     rows.insert(2, {"iteration": 2, "validation": "valid", "loss": 3.5, "ppl": 33.1})
     rows.append({"iteration": num_iterations, "validation": "valid", "loss": 2.5, "ppl": 12.2})
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    (run / "metrics.jsonl").write_text(text + '{"iteration": 99, "lm_')  # a line that is being written
+    (run / "metrics.jsonl").write_text(text + '{"iteration": 99, "lm_')  # an unfinished line
     (run / "config.yaml").write_text(
         f"data:\n  seq_length: 8  # why\noptimizer:\n  lr: {lr}\ncheckpoint:\n  save: {run}\n"
     )
@@ -123,7 +123,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["nowhere"], "nowhere does not exist"),
         (["{run}", "--output", "page.pdf"], "fix: use --output page.html"),
@@ -134,17 +134,17 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     ],
 )
 def test_errors_name_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
 ) -> None:
     run = make_run(tmp_path)
     (tmp_path / "empty").mkdir()
-    places = [word.format(run=run, empty=tmp_path / "empty") for word in words]
-    assert main(["report", *places]) == 2
-    assert said in capsys.readouterr().err
+    arguments = [word.format(run=run, empty=tmp_path / "empty") for word in words]
+    assert main(["report", *arguments]) == 2
+    assert expected in capsys.readouterr().err
 
 
 class Links(HTMLParser):
-    """Collects the links that a page would load."""
+    """Collector of the links that a page would load."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Workers on GPUs keep their world from job to job, and its groups with it (CPUs: tests/distributed/test_parity.py)."""
+"""Workers on GPUs keep the world group and its subgroups across jobs (CPUs: tests/distributed/test_parity.py)."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ HALVES = [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("backend", "made"),
+    ("backend", "created"),
     [("nccl", ["tp", "dp", "messages", "messages"]), ("gloo", ["tp", "dp", "messages"] * 2)],
 )
-def test_a_group_of_a_kept_world_is_made_once(
-    monkeypatch: pytest.MonkeyPatch, backend: str, made: list[str]
+def test_a_group_of_a_kept_world_is_created_once(
+    monkeypatch: pytest.MonkeyPatch, backend: str, created: list[str]
 ) -> None:
     names: list[str] = []
 
@@ -29,6 +29,6 @@ def test_a_group_of_a_kept_world_is_made_once(
     worker_pool._first_group.cache_clear()
     asked = ["tp", "dp", "messages"]
     first, second = ([kept_group(name, HALVES) for name in asked] for _ in range(2))
-    assert names == made
+    assert names == created
     assert [a is b for a, b in zip(first, second, strict=True)] == [backend == "nccl"] * 2 + [False]
     worker_pool._first_group.cache_clear()

@@ -187,7 +187,7 @@ def _mask_on_first_rank_only() -> AbstractContextManager[Any]:
         if dist.get_rank() == 0:
             return shards
         mask = torch.ones_like(shards[0].loss_mask)
-        return [replace(shard, loss_mask=mask, loss_denominator=mask.sum()) for shard in shards]
+        return [replace(shard, loss_mask=mask) for shard in shards]
 
     return mock.patch.object(engine.Engine, "shard_batches", unmasked)
 
