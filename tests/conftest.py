@@ -75,6 +75,6 @@ def golden_text(pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture(scope="session")
 def expected(golden: Path) -> dict[str, Any]:
-    """What Megatron-LM's data classes returned."""
+    """The values that Megatron-LM's data classes returned."""
     content: dict[str, Any] = json.loads((golden / "expected.json").read_text())
     return content

@@ -1,8 +1,8 @@
-"""Hold the structure that docs/architecture.md describes: floors, import cycles, globals, sizes, and who may read what.
+"""Check the structure that docs/architecture.md describes: import order and cycles, globals, environment reads, unsafe calls, sizes.
 
     sources of megatrain/ -> one `Module` each, parsed once -> one finder per rule -> a list of findings, which must be empty
 
-Every finder also runs on small invented sources that break its rule, so that no finder passes because it sees nothing.
+Every finder also runs on small invented sources that break its rule, so that a finder that finds nothing fails.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FLOORS = {
+FOLDER_LEVELS = {
     "config": 0,
     "kernels": 1,
     "parallel": 2,
@@ -46,7 +46,7 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.BoolOp, ast.IfExp
 
 @dataclass(frozen=True)
 class Module:
-    """One source file. `name` is dotted and, for an `__init__.py`, the package's own."""
+    """One source file. `name` is its dotted name; an `__init__.py` has the name of its package."""
 
     name: str
     source: str
@@ -58,13 +58,13 @@ class Module:
 
     @property
     def folder(self) -> str | None:
-        """The folder under megatrain/ that holds the file; None for megatrain/__init__.py."""
+        """The folder under megatrain/ that contains the file; None for megatrain/__init__.py."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else None
 
     @cached_property
     def imports(self) -> dict[str, int]:
-        """Every absolute name that the file may import, wherever in the file, and the line that does.
+        """The line number by absolute name of every import, at any depth of the file.
 
         `from a import b` gives both `a` and `a.b`, since b may be a module.
         """
@@ -102,11 +102,11 @@ def megatrain_modules() -> dict[str, Module]:
 MODULES = megatrain_modules()
 
 
-# ---- the finders: each takes a module (or all of them) and returns what breaks the rule, as sentences
+# ---- the finders: each takes a module (or all of them) and returns a sentence for each violation of its rule
 
 
-def imports_that_point_right(module: Module) -> list[str]:
-    """Importing a later folder would close a circle, and folders beside a bar do not know each other."""
+def imports_of_later_folders(module: Module) -> list[str]:
+    """Find imports of folders on the same or a later level."""
     findings = []
     for name, line in module.imports.items():
         parts = name.split(".")
@@ -114,20 +114,26 @@ def imports_that_point_right(module: Module) -> list[str]:
             continue
         if module.folder is None:
             findings.append(f"{module.name}:{line} imports {name}, but the package itself imports no folder")
-        elif module.folder in FLOORS and parts[1] in FLOORS and FLOORS[parts[1]] >= FLOORS[module.folder]:
-            findings.append(f"{module.name}:{line} reaches right, to {name}")
+        elif (
+            module.folder in FOLDER_LEVELS
+            and parts[1] in FOLDER_LEVELS
+            and FOLDER_LEVELS[parts[1]] >= FOLDER_LEVELS[module.folder]
+        ):
+            findings.append(f"{module.name}:{line} imports {name}, which is not on an earlier level")
     return findings
 
 
 def unknown_folders(module: Module) -> list[str]:
-    is_known = module.folder is None or module.folder in FLOORS
+    is_known = module.folder is None or module.folder in FOLDER_LEVELS
     return (
-        [] if is_known else [f"{module.name} is on no floor: name it in FLOORS and in docs/architecture.md"]
+        []
+        if is_known
+        else [f"{module.name} has no level: add its folder to FOLDER_LEVELS and to docs/architecture.md"]
     )
 
 
 def import_cycles(modules: Mapping[str, Module]) -> list[str]:
-    """Groups of modules that reach each other, by imports at any depth of the file (Tarjan's components)."""
+    """Find groups of modules that import each other, also inside functions (Tarjan's strongly connected components)."""
     edges = {
         name: [to for to in module.imports if to in modules and to != name]
         for name, module in modules.items()
@@ -137,12 +143,12 @@ def import_cycles(modules: Mapping[str, Module]) -> list[str]:
     stack: list[str] = []
     cycles = []
 
-    def visit(name: str) -> None:
+    def connect(name: str) -> None:
         order[name] = low[name] = len(order)
         stack.append(name)
         for to in edges[name]:
             if to not in order:
-                visit(to)
+                connect(to)
                 low[name] = min(low[name], low[to])
             elif to in stack:
                 low[name] = min(low[name], order[to])
@@ -150,11 +156,11 @@ def import_cycles(modules: Mapping[str, Module]) -> list[str]:
             component = stack[stack.index(name) :]
             del stack[stack.index(name) :]
             if len(component) > 1:
-                cycles.append("a circle: " + ", ".join(sorted(component)))
+                cycles.append("a cycle: " + ", ".join(sorted(component)))
 
     for name in edges:
         if name not in order:
-            visit(name)
+            connect(name)
     return cycles
 
 
@@ -167,7 +173,7 @@ def global_statements(module: Module) -> list[str]:
 
 
 def mutable_globals(module: Module) -> list[str]:
-    """Containers and objects at module level that code of the module changes: state that no `global` statement shows."""
+    """Find module-level containers and objects that functions of the module change without a `global` statement."""
     names = {
         target.id
         for node in module.tree.body
@@ -193,12 +199,12 @@ def mutable_globals(module: Module) -> list[str]:
 
 
 PROCESS_STATE = {"megatrain.kernels.fused.launching": {"FusedKernels"}}
-"""State of the whole process by module: one switch, whose class says why."""
+"""State of the whole process by module; the class documents the reason."""
 MUTATORS = {"add", "append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 
 
 def _changed_name(node: ast.AST) -> str | None:
-    """The name whose object a statement changes in place: `name[x] = y`, `name.x = y`, `name.append(x)`."""
+    """Return the name of the object that a node changes in place: `name[x] = y`, `name.x = y`, `name.append(x)`."""
     changed: ast.expr | None = None
     if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
         changed = node.value
@@ -208,23 +214,21 @@ def _changed_name(node: ast.AST) -> str | None:
 
 
 def environment_reads(module: Module) -> list[str]:
-    """Environment variables are read in one file, so that none of them changes a run unseen."""
+    """Find reads of environment variables outside the one file that may read them."""
     if module.name == ENVIRONMENT_READER:
         return []
-    # Assignments are left alone: they are for libraries that take their settings no other way.
+    # Assignments are allowed: some libraries take settings only from the environment.
     written = {
         id(node.value)
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
     }
-    return segment_passes(
-        module, {"os.environ", "os.environb", "os.getenv", "os.getenvb"}, apart_from=written
-    )
+    return uses_of(module, {"os.environ", "os.environb", "os.getenv", "os.getenvb"}, except_for=written)
 
 
 def unsafe_calls(module: Module) -> list[str]:
-    """What would run code from a file: a checkpoint or a config must be data."""
-    called = segment_passes(module, {"eval", "exec", "torch.load", "torch.save"})
+    """Find calls that could run code from a file: checkpoints and configs must be data."""
+    called = uses_of(module, {"eval", "exec", "torch.load", "torch.save"})
     libraries = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     imported = [
         f"{module.name}:{line} imports {name}"
@@ -239,8 +243,8 @@ def unsafe_calls(module: Module) -> list[str]:
     return called + imported + allowed
 
 
-def segment_passes(module: Module, forbidden: set[str], *, apart_from: Collection[int] = ()) -> list[str]:
-    """Places that name one of the dotted names, also under another name: `from os import environ as e; e["X"]`."""
+def uses_of(module: Module, forbidden: set[str], *, except_for: Collection[int] = ()) -> list[str]:
+    """Find uses of the forbidden dotted names, also under an alias: `from os import environ as e; e["X"]`."""
     origin = {}
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -255,7 +259,7 @@ def segment_passes(module: Module, forbidden: set[str], *, apart_from: Collectio
         if (
             isinstance(node, ast.Name | ast.Attribute)
             and isinstance(node.ctx, ast.Load)
-            and id(node) not in apart_from
+            and id(node) not in except_for
         ):
             first, *rest = (dotted(node) or "").split(".")
             name = ".".join([origin.get(first, first), *rest])
@@ -265,7 +269,7 @@ def segment_passes(module: Module, forbidden: set[str], *, apart_from: Collectio
 
 
 def dotted(node: ast.expr) -> str | None:
-    """`a.b.c` of nested attributes, or None where the chain starts at something without a name."""
+    """Return `a.b.c` for nested attributes, or None if the chain does not start at a name."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (start := dotted(node.value)) is not None:
@@ -274,7 +278,7 @@ def dotted(node: ast.expr) -> str | None:
 
 
 def heavy_imports_of_config(module: Module) -> list[str]:
-    """`--help` answers at once: config/ imports neither torch nor numpy, and the floors keep it from the rest."""
+    """Find imports of torch and numpy in config/, which would delay `--help`."""
     if module.folder not in {None, "config"}:
         return []
     return [
@@ -298,7 +302,7 @@ def long_functions(module: Module) -> list[str]:
 
 
 def branchy_functions(module: Module) -> list[str]:
-    """Branches of functions defined inside count for the outer one too."""
+    """Find functions with too many branches; branches of nested functions count for the outer one too."""
     return [
         f"{module.name}:{node.lineno} {node.name} has {num_branches} branches"
         for node in functions(module)
@@ -313,7 +317,7 @@ def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 RULES: list[Callable[[Module], list[str]]] = [
-    imports_that_point_right,
+    imports_of_later_folders,
     unknown_folders,
     global_statements,
     mutable_globals,
@@ -326,7 +330,7 @@ RULES: list[Callable[[Module], list[str]]] = [
 ]
 
 
-# ---- the tree as it stands
+# ---- the package
 
 
 def test_there_are_modules_to_check() -> None:
@@ -339,13 +343,13 @@ def test_no_module_breaks(rule: Callable[[Module], list[str]]) -> None:
     assert not findings, "\n".join(findings)
 
 
-def test_no_modules_import_in_a_circle() -> None:
+def test_there_is_no_import_cycle() -> None:
     findings = import_cycles(MODULES)
     assert not findings, "\n".join(findings)
 
 
 def test_config_loads_neither_torch_nor_numpy() -> None:
-    """What the libraries that config/ does import load in their turn counts too."""
+    """Imports by the libraries that config/ imports count too."""
     names = [name for name in MODULES if name.startswith("megatrain.config")]
     program = f"import {', '.join(names)}, sys; print(*sorted({{'torch', 'numpy'}} & set(sys.modules)))"
     result = subprocess.run(
@@ -355,7 +359,7 @@ def test_config_loads_neither_torch_nor_numpy() -> None:
 
 
 @pytest.mark.parametrize("top", ["megatrain", "tests", "docs", "scripts", "configs"])
-def test_a_folder_reads_as_a_table_of_contents(top: str) -> None:
+def test_a_folder_has_few_files(top: str) -> None:
     """`__init__.py` files and folders do not count."""
     crowded = {}
     for folder in [ROOT / top, *(path for path in (ROOT / top).rglob("*") if path.is_dir())]:
@@ -371,22 +375,22 @@ def test_pretrain_fits_on_one_screen() -> None:
     assert len(entry.read_text(encoding="utf-8").splitlines()) < MAX_ENTRY_LINES
 
 
-# ---- the finders on made-up sources: each line breaks, or just keeps, one rule
+# ---- the finders on invented sources: each entry breaks, or just keeps, one rule
 
 BROKEN = [
-    (imports_that_point_right, "megatrain.data.gpt", "import megatrain.model.gpt"),
-    (imports_that_point_right, "megatrain.data.gpt", "from megatrain.training import trainer"),
-    (imports_that_point_right, "megatrain.data.gpt", "from megatrain import optim"),
-    (imports_that_point_right, "megatrain.data.gpt", "from ..model import gpt"),
-    (imports_that_point_right, "megatrain.data.gpt", "from .. import model"),
-    (imports_that_point_right, "megatrain.model.blocks.mlp", "from ...optim.adam import Adam"),
+    (imports_of_later_folders, "megatrain.data.gpt", "import megatrain.model.gpt"),
+    (imports_of_later_folders, "megatrain.data.gpt", "from megatrain.training import trainer"),
+    (imports_of_later_folders, "megatrain.data.gpt", "from megatrain import optim"),
+    (imports_of_later_folders, "megatrain.data.gpt", "from ..model import gpt"),
+    (imports_of_later_folders, "megatrain.data.gpt", "from .. import model"),
+    (imports_of_later_folders, "megatrain.model.blocks.mlp", "from ...optim.adam import Adam"),
     (
-        imports_that_point_right,
+        imports_of_later_folders,
         "megatrain.kernels.norm",
         "def f():\n    if True:\n        from megatrain.parallel import grid",
     ),
-    (imports_that_point_right, "megatrain.inference.generate", "import megatrain.interop.hf as hf"),
-    (imports_that_point_right, "megatrain", "from megatrain.config import errors"),
+    (imports_of_later_folders, "megatrain.inference.generate", "import megatrain.interop.hf as hf"),
+    (imports_of_later_folders, "megatrain", "from megatrain.config import errors"),
     (unknown_folders, "megatrain.core.utils", ""),
     (global_statements, "megatrain.data.gpt", "def f():\n    global state\n    state = 1"),
     (mutable_globals, "megatrain.data.gpt", "NAMES = {}\ndef f(x):\n    NAMES[x] = 1"),
@@ -432,16 +436,16 @@ BROKEN = [
 
 KEPT = [
     (
-        imports_that_point_right,
+        imports_of_later_folders,
         "megatrain.data.gpt",
         "from megatrain.parallel import batch\nfrom . import lines\nimport torch",
     ),
     (
-        imports_that_point_right,
+        imports_of_later_folders,
         "megatrain.model.blocks.mlp",
         "from ..head import Head\nfrom ...config import model",
     ),
-    (imports_that_point_right, "megatrain.tools.main", "from megatrain import __version__\nimport megatrain"),
+    (imports_of_later_folders, "megatrain.tools.main", "from megatrain import __version__\nimport megatrain"),
     (unknown_folders, "megatrain.config", ""),
     (
         global_statements,
@@ -486,11 +490,11 @@ def test_a_broken_rule_is_found(rule: Callable[[Module], list[str]], name: str, 
 
 
 @pytest.mark.parametrize(("rule", "name", "source"), KEPT, ids=case_name)
-def test_a_kept_rule_is_left_alone(rule: Callable[[Module], list[str]], name: str, source: str) -> None:
+def test_a_kept_rule_has_no_finding(rule: Callable[[Module], list[str]], name: str, source: str) -> None:
     assert not rule(Module(name, source))
 
 
-def test_every_rule_is_tried_both_ways() -> None:
+def test_every_rule_is_tested_both_ways() -> None:
     assert {rule for rule, _, _ in BROKEN} == {rule for rule, _, _ in KEPT} == set(RULES)
 
 
@@ -500,7 +504,7 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "num_circles"),
+    ("sources", "num_cycles"),
     [
         ({"a": "import b", "b": "import c", "c": ""}, 0),
         ({"a": "import b", "b": "import a"}, 1),
@@ -510,5 +514,5 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
         ({"p.a": "from .b import x", "p.b": "from . import a"}, 1),
     ],
 )
-def test_circles_are_found(sources: dict[str, str], num_circles: int) -> None:
-    assert len(import_cycles({name: Module(name, source) for name, source in sources.items()})) == num_circles
+def test_cycles_are_found(sources: dict[str, str], num_cycles: int) -> None:
+    assert len(import_cycles({name: Module(name, source) for name, source in sources.items()})) == num_cycles

@@ -177,16 +177,10 @@ def _columns(
     for row in steps:
         total += (_number(row.get("iteration_ms")) or 0.0) / 3.6e6
         hours.append(total)
-    samples = [_number(row.get("consumed_samples")) for row in steps]
-    tokens = [_number(row.get("consumed_tokens")) for row in steps]
-    if seq_length is not None:
-        tokens = [
-            n * seq_length if t is None and n is not None else t for t, n in zip(tokens, samples, strict=True)
-        ]
     x = {
         "iteration": [_number(row["iteration"]) for row in steps],
-        "samples": samples,
-        "tokens": tokens,
+        "samples": [_number(row.get("consumed_samples")) for row in steps],
+        "tokens": [_tokens(row, seq_length) for row in steps],
         "hours": [_number(value) for value in hours],
     }
     curves = {name: [_number(row.get(name)) for row in steps] for name in CURVES}
@@ -194,6 +188,14 @@ def _columns(
     curves = {name: column for name, column in curves.items() if any(value is not None for value in column)}
     kept = kept_rows(list(curves.values()))
     return _at(x, kept), _at(curves, kept), _means(x, curves) if len(kept) < len(steps) else None
+
+
+def _tokens(row: dict[str, Any], seq_length: int | None) -> float | None:
+    """Return the consumed tokens of a row; without the field, those of its samples."""
+    tokens, samples = _number(row.get("consumed_tokens")), _number(row.get("consumed_samples"))
+    if tokens is None and samples is not None and seq_length is not None:
+        return samples * seq_length
+    return tokens
 
 
 def _router_value(row: dict[str, Any], name: str) -> float | None:

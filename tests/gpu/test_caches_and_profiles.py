@@ -19,7 +19,7 @@ FLAGS = (
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries
+    pytest.mark.filterwarnings("ignore"),  # warnings of flash-attn-4's dependencies
 ]
 
 

@@ -17,7 +17,7 @@ from megatrain.parallel.batch import Documents, PassInfo
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore"),  # of flash-attn-4's libraries
+    pytest.mark.filterwarnings("ignore"),  # warnings of flash-attn-4's dependencies
 ]
 S, B, HEADS, GROUPS = 300, 2, 4, 2
 ENDS = [0, 1, 129, S, 333, 333, 2 * S]

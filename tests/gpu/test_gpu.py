@@ -61,7 +61,7 @@ def test_weight_gradients_accumulate_in_fp32(shape: tuple[int, int, int]) -> Non
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("recompute", ["norecompute", "uniform"])
-def test_training_in_fp64_is_the_cpus(model: str, recompute: str) -> None:
+def test_training_in_fp64_equals_the_cpus(model: str, recompute: str) -> None:
     reports = {}
     words = f"{'untied' if model == 'llama' else 'tied'} {model} {recompute}"
     plan = tiny_plan(Layout.of(words), 1, device="cuda")
@@ -96,7 +96,7 @@ def test_training_in_16_bits_stays_near_fp32(precision: list[str]) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore")  # of flash-attn-4's libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of flash-attn-4's dependencies
 def test_a_run_shows_speed_memory_and_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--bf16 --device cuda --log-throughput --timing-log-level 2 --log-params-norm --log-num-zeros-in-grad"

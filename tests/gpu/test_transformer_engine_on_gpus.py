@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
     ),
-    pytest.mark.filterwarnings("ignore"),  # of the library's dependencies
+    pytest.mark.filterwarnings("ignore"),  # warnings of the library's dependencies
 ]
 ROOT = Path(__file__).parents[2]
 GPT2 = "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0"
