@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Makes .venv in the repository's root and installs megatrain in it, once per change of what is to be installed.
+# Creates .venv in the repository's root and installs megatrain in it; repeats the installation only if its inputs changed.
 #
 #   scripts/setup.sh [EXTRAS]          EXTRAS as in pyproject.toml: dev, or gpu,wandb; none by default
-#   source scripts/setup.sh [EXTRAS]   the same from a script, which finds the interpreter in $PYTHON
+#   source scripts/setup.sh [EXTRAS]   the same from a script; sets $PYTHON to the interpreter
 #
-# MEGATRAIN_PYTHON=/path/to/python takes that interpreter as it is and installs nothing.
-# Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares the download of the CUDA libraries.
+# MEGATRAIN_PYTHON=/path/to/python uses that interpreter and installs nothing.
+# Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu avoids the download of the CUDA libraries.
 
 _setup_say() { printf 'setup: %s\n' "$*" >&2; }
 
-# Prints the first interpreter that is new enough and can make a virtual environment.
+# Prints the first interpreter that is new enough and can create a virtual environment.
 _setup_find_python() {
   local name found=""
   for name in python3.12 python3.11 python3; do
@@ -30,7 +30,7 @@ print(hashlib.sha256(b"\0".join([sys.argv[1].encode(), *contents])).hexdigest())
 PYTHON
 }
 
-# Runs pip, keeps its output in .venv/setup.log, and shows the end of it when it fails.
+# Runs pip with its output in .venv/setup.log; prints the end of the log if pip fails.
 _setup_pip() {
   local log="$1/.venv/setup.log"
   "$1/.venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "${@:2}" -c "$1/constraints.txt" >>"$log" 2>&1 && return
@@ -39,7 +39,7 @@ _setup_pip() {
   return 1
 }
 
-# True when these extras, or none where any are there, were installed from the files as they are.
+# True if these extras were installed from the current files; without extras, true if any set was.
 _setup_is_current() {
   local stamp
   for stamp in "$1"/.venv/.installed-${2:-*}; do
@@ -48,7 +48,7 @@ _setup_is_current() {
   return 1
 }
 
-# The stamp of a set of extras holds a digest of the root (the folder may have moved) and of the two files that say what to install.
+# The stamp of a set of extras contains a digest of the root (the folder may have moved) and of the two files that define the installation.
 _setup_main() {
   local root extras="${1:-}" base digest="" started=$SECONDS
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)" || return
@@ -69,7 +69,7 @@ _setup_main() {
   # The build tools are pinned and kept, so that a later change of pyproject.toml needs no network.
   _setup_pip "$root" hatchling editables || return
   _setup_pip "$root" --no-build-isolation -e "$root${extras:+[$extras]}" || return
-  # Of torch's thousands of modules only those that runs import are compiled to bytecode now: that spares much of the time.
+  # Only the modules of torch that runs import are compiled to bytecode now, which saves most of the time.
   PYTHONDONTWRITEBYTECODE="" "$PYTHON" -W ignore -c 'import torch, torch._dynamo, torch.distributed.tensor' || return
   printf '%s' "$digest" >"$root/.venv/.installed-${extras:-base}"
   _setup_say "done in $((SECONDS - started)) s"
