@@ -155,7 +155,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("max_pending", [0, 1])
+@pytest.mark.parametrize("max_pending", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize(("plant", "culprits", "words"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_the_first_module_is_named(
     pool: WorkerPool,

@@ -59,7 +59,7 @@ def test_ten_and_ten_iterations_are_twenty(
     assert states(tmp_path) == states(unbroken[name])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["one process", "tp2 dp2 pp2"])
 def test_killed_at_random_moments_and_resumed_equals_never_killed(
     pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, name: str, seed: int

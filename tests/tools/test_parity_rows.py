@@ -145,6 +145,7 @@ def test_fewer_ranks_have_rows_of_their_own(max_ranks):
     assert {pair for layout in rows for pair in pairs_of(layout.table_words)} == all_pairs(max_ranks)
 
 
+@pytest.mark.nightly
 def test_the_full_table_has_each_combination_once():
     rows = product_rows()
     assert all(is_row(layout.words) for layout in rows)
