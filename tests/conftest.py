@@ -16,13 +16,13 @@ import pytest
 
 GOLDEN = Path(__file__).with_name("golden")
 GROUPS = {"tests/distributed/": "distributed", "tests/test_docs_commands.py": "docs"}
-"""Tests that share what takes long to make, such as a pool of ranks, by the beginning of their names."""
+"""Groups of tests that share slow set-up, such as a pool of ranks, by the beginning of their names."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n`, the tests of a group run in one process, one after the other. pytest 9.2 has no ear for the
-    group marks of xdist 3.8, which are passed over without a word."""
+    """With `-n`, run the tests of a group in one process, in sequence. The group marks of xdist 3.8 would do the
+    same, but pytest 9.2 ignores them silently."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByGroup(LoadScopeScheduling):
@@ -34,7 +34,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    """Fails where a second process of this test run makes the same thing."""
+    """A check that fails if a second process of this test run repeats the same set-up."""
 
     def check(name: str) -> None:
         if "PYTEST_XDIST_WORKER" in os.environ:

@@ -51,7 +51,7 @@ def newest_valid(folder: Path) -> Candidate | None:
 
 
 def list_candidates(folder: Path) -> list[Candidate]:
-    """Return all candidates by name, newest first. A missing iteration that the tracker names counts as an invalid one.
+    """Return all candidates by name, newest first. If the tracker names a missing iteration, it counts as invalid.
 
     Raises:
         CheckpointError: the folder cannot be read.

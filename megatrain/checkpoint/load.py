@@ -97,7 +97,7 @@ def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) ->
     """Copy the expert biases in the state of the checkpoint at `path` to the model's routers.
 
     Raises:
-        MismatchError: the checkpoint's routers are others, or it has none.
+        MismatchError: the checkpoint has other routers, or none.
     """
     try:
         model.expert_biases.restore(state.get("expert_biases", {}))  # absent in old checkpoints

@@ -1,4 +1,4 @@
-"""Expert biases, which even the loads of experts without a loss: state of the model that no gradient updates.
+"""Expert biases: state of the model that balances the loads of experts without a loss and without gradients.
 
     loads of the global batch [L, E] ─> bias += rate * sign(mean load - load)      after every step that is not skipped
 

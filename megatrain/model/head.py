@@ -67,7 +67,7 @@ class LogitScaling:
         return products if self.cap is None else torch.tanh(products / self.cap) * self.cap
 
     def softcap_derivative(self, logits: Tensor) -> Tensor | None:
-        """Return the derivative of the logits by scale * product; None: it is 1."""
+        """Return the derivative of the logits with respect to scale * product; None: it is 1."""
         return None if self.cap is None else 1 - (logits / self.cap).square()
 
 

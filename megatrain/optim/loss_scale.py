@@ -50,7 +50,7 @@ class ConstantLossScale:
 
     scale: float = 1.0
     skips_gradients: bool = False
-    """True: gradients that overflow are no error, since the factor may be too large for some steps."""
+    """True: gradients that overflow are not an error, since the factor may be too large for some steps."""
     skips_all: bool = False
     """True: no step that is not finite is an error."""
     stuck_steps: int = 0

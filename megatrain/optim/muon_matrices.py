@@ -1,4 +1,4 @@
-"""Whole matrices assembled from flat shards, for Muon: who holds which part, who orthogonalizes which matrix, and when.
+"""Whole matrices assembled from flat shards, for Muon: which rank holds which part, and orthogonalizes which matrix when.
 
     shards of ranks 0 .. n     boxes of q, k, v, gate, up, ...           the same list on every rank, gathered once
     matrices                   boxes that belong to one matrix           one owner each, costs balanced

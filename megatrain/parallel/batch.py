@@ -33,7 +33,7 @@ class Documents:
         return torch.bucketize(tokens, self.cu_seqlens, right=True).view(self.num_samples, self.seq_length)
 
     def cu_seqlens_within(self, positions: range) -> Tensor:
-        """Return the boundaries in the concatenated samples after a cut of every sample to these positions.
+        """Return the boundaries in the concatenated samples if each sample keeps only these positions.
 
         int32 [documents + 1], from 0 to b * len(positions); a document without tokens there is empty.
         """

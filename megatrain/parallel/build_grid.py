@@ -23,8 +23,8 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
     """Build the groups of `rank`; without `make_handle` they cannot communicate.
 
     Groups of the same ranks share a communicator if they are used in turn. Layers and replicas never share one, so that
-    collectives of layers do not wait for concurrent reductions of gradients; only the loads of routers balanced over
-    all replicas do.
+    collectives of layers do not wait for concurrent reductions of gradients; only routers
+    that balance loads over all replicas wait.
     """
     everyone = [list(range(shape.world_size))]
     maker = _GroupMaker(rank, make_handle)
@@ -92,8 +92,8 @@ class _GroupMaker:
         """Make groups in order; a group with the same lists as an earlier one shares its handle.
 
         Args:
-            with_others: lists of groups that exist already and may be shared.
-            made: those groups.
+            with_others: rank lists of existing groups, which may be shared.
+            made: the existing groups.
         """
         known, groups = dict(with_others or {}), dict(made or {})
         for name, rank_lists in lists.items():

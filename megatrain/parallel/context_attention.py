@@ -115,7 +115,7 @@ class BlockMasks:
     documents: Documents | None = None
     """Documents of the whole samples."""
     keep_fn: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Returns from the positions of queries and keys which probabilities dropout keeps, bool [b, n, sq, sk]."""
+    """Maps positions of queries and keys to the probabilities that dropout keeps, bool [b, n, sq, sk]."""
 
     def between(self, queries: Sequence[range], keys: Sequence[range]) -> MaskSpec:
         """Return the mask of queries and keys at these positions.
@@ -174,7 +174,7 @@ class _RingAttention(Function):
                  (the keys of step i + 1 are in flight)
 
     In the backward pass keys and values are passed around again, followed by the sums of their gradients, to which every
-    rank adds. A rank's own block comes last there, while the sums return to it.
+    rank adds. Each rank computes its own block last, while the sums return to it.
     """
 
     @staticmethod
@@ -269,7 +269,7 @@ class _Block:
 
 
 def _block(step: int, rows: int, masks: BlockMasks, cp: ContextParallel) -> _Block:
-    """Return the block of a step with the keys of the rank `step` before, each rank with `rows` rows."""
+    """Return the block of a step, with keys of the rank `step` positions earlier; each rank has `rows` rows."""
     whole, first, second = slice(None), slice(rows // 2), slice(rows // 2, None)
     if step == 0:
         own = cp.chunks(rows) if cp.size > 1 else cp.position_ranges(rows)
@@ -345,7 +345,7 @@ class _AllGatherAttention(Function):
 
 
 class _GatheredKeys:
-    """Keys and values that are being all-gathered, and the ranges of them that each of a rank's two chunks needs.
+    """All-gather of keys and values in flight, and the range of them that each of a rank's two chunks needs.
 
     Attributes:
         kv: [2 cp chunks, rows, b, 2, g, d], valid after `needed`.

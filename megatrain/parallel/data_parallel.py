@@ -222,7 +222,7 @@ class DataParallel:
         self.weights.all_gather(number)
 
     def all_gather_all_weights(self) -> None:
-        """Do the same for all buckets, after transfers in flight."""
+        """Begin to send every bucket, after the transfers in flight."""
         self.weights.wait()
         for number in range(len(self.buffers.buckets)):
             self.weights.all_gather(number)
@@ -239,7 +239,7 @@ class DataParallel:
             self.buffers.weights.free(number)
 
     def sum_over_ranks(self, number: Tensor) -> Tensor:
-        """Sum over all ranks, in place, a number to which each rank has added elements that no other rank has."""
+        """Sum a number over all ranks, in place. Each element must be counted by one rank only."""
         return all_reduce(number, self.grid.world)
 
 

@@ -66,7 +66,7 @@ class ExpertParallel:
 
 
 RowsPerExpert = Callable[[int], int]
-"""Returns the fixed number of rows of every expert (padded to capacity) from a rank's number of tokens."""
+"""Maps a rank's number of tokens to the fixed number of rows of every expert (padded to capacity)."""
 
 
 class DispatchedTokens(NamedTuple):
@@ -191,10 +191,10 @@ class AllToAllDispatcher:
         return _unpermuted(_all_to_all_rows(rows, state.splits.reversed()), state.by_rank)
 
     def _counts(self, outgoing: Tensor) -> Tensor:
-        """Return tokens and assignments to each rank of ep, then those from each to each rank of etp: [1 + etp, ep, 2].
+        """Return counts of tokens and assignments: sent to each ep rank, then received from each by every etp rank.
 
         Args:
-            outgoing: [ep, 2].
+            outgoing: [ep, 2]; the result is [1 + etp, ep, 2].
         """
         incoming = torch.empty_like(outgoing)
         begin_all_to_all_into(incoming, outgoing, self.ep).wait()

@@ -4,8 +4,8 @@
                                  pp 1: dp 0: ranks 4 5 | dp 1: ranks 6 7      dp 02 13 46 57, pp 04 15 26 37
     its experts with ep 4, etp 1:       experts' ranks 0 1 2 3 | 4 5 6 7      ep 0123 4567, expert replicas: each alone
 
-Ranks are numbered as in Megatron-LM: the first axis in `order` varies fastest. Experts factorise the same ranks in their
-own way, with the same pipelines.
+Ranks are numbered as in Megatron-LM: the first axis in `order` varies fastest. Experts factorise the same ranks
+by their own axes, with the same pipelines.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _build_in_turns(
 ) -> tuple[SplitDatasets | None, _Lengths]:
     """Return the samples, or None on a rank that reads none, and their number.
 
-    Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, be it on a
+    Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
     shared disk or on their host's.
     """
     reads = ranks.grid.pp.is_first or ranks.grid.pp.is_last or _has_documents(plan)

@@ -58,7 +58,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
 
 
 def _plan_again(ranks: Ranks, loaded: Loaded, *, is_start: bool) -> Plan:
-    """Return the plan for the checkpoint that was loaded: the newer one, which the plan is for, is damaged."""
+    """Return the plan for the loaded checkpoint: the newer one, for which `ranks.plan` was made, is damaged."""
     used = StoredRun.from_state(
         loaded.state,
         path=str(loaded.path),

@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def max_pending(self) -> int:
-        """Steps that may be pending when another begins: 0 where the next step depends on the report, or on a CPU."""
+        """Maximum number of pending steps when another begins: 0 on a CPU, or if the next step depends on the report."""
         is_waited_for = self.loss_scaler.may_skip or self.timers.level > 0
         return int(self.device.type == "cuda" and not is_waited_for)
 
@@ -85,7 +85,7 @@ class Engine:
         first_sample: int = 0,
         flags: Callable[[], Sequence[int]] = tuple,
     ) -> PendingStep:
-        """Enqueue one optimizer step, as `step`, without waiting for its end. At most `max_pending` others may be pending.
+        """Enqueue one optimizer step, like `step`, without waiting for its end. At most `max_pending` others may be pending.
 
         Args:
             flags: returns numbers of this rank, called at the end of the step; the report has the maximum over all ranks.
@@ -114,7 +114,7 @@ class Engine:
     def _may_update(self, norm: Tensor, lm_loss: Tensor) -> Tensor:
         """Return bool [] on the device: the step is finite and may update.
 
-        Where a step that is not finite ends the run, no later step updates: the host may read the report only then.
+        If a non-finite step ends the run, later steps update nothing either: the host may read its report after they begin.
         """
         is_finite = norm.isfinite() & lm_loss.isfinite()
         if self.loss_scaler.may_skip:
@@ -164,12 +164,12 @@ class Engine:
         return Losses(**dict(zip(names, losses, strict=True)))
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the part of its replica's micro-batches that this context-parallel rank computes with."""
+        """Return this context-parallel rank's rows of its replica's micro-batches."""
         has_chunk_means = self.plan.config.parallel.context_parallel_chunk_means
         return [self.model.cp.shard_batch(batch, has_chunk_means=has_chunk_means) for batch in batches]
 
     def pass_infos(self, batches: Sequence[Batch], *, first_sample: int) -> list[PassInfo]:
-        """Return the info of each micro-batch's pass; `batches` are this rank's shards, of a global batch from `first_sample`."""
+        """Return the info of each micro-batch's pass. The global batch of these shards starts at `first_sample`."""
         micro, dp = self.plan.config.training.micro_batch_size, self.grid.dp
         return [
             PassInfo(

@@ -24,7 +24,7 @@ from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.grid import RankGrid
 
 STARVED_ITERATIONS = 20
-"""An expert without a token for so many iterations is reported, and again each time their number has doubled. A resumed
+"""Iterations without a token after which an expert is reported, and again each time their number has doubled. A resumed
 run counts from zero."""
 
 _LOSS_NAMES = {

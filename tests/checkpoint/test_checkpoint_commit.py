@@ -48,7 +48,7 @@ EXPECTED = {seed: bits_of(rank) for seed, rank in RANKS.items()}
 
 
 def loaded_seed(folder: Path) -> int:
-    """Which seed's values loading gives: all of them, or the test fails."""
+    """Load, and return the seed that all loaded values belong to; mixed seeds fail the test."""
     READER.clear()
     load(folder, READER)
     seed = READER.optimizer.step_count  # as `set_values` leaves it

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was written is never loaded: an older one is, or nothing."""
+"""A damaged checkpoint is never loaded: an older one is, or the load fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEW = "iter_0000020"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Iteration 10 with seed 1, iteration 20 with seed 2; of each, three shards."""
+    """Iteration 10 with seed 1, iteration 20 with seed 2, each in three shards."""
     ranks = build_ranks(GridShape(dp=3), small_spec(tied=False, vocab=29, padded=32, num_layers=1))
     for seed in (1, 2):
         for rank in ranks:
@@ -182,7 +182,7 @@ def test_damage_falls_back(folder: Path, damage: Callable[[Path], Any], reason: 
 
 
 def edited(new: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    """A manifest that was changed by someone who knows how to make its checksum right."""
+    """A changed manifest with a valid checksum, as a program could write it."""
     file = new / "manifest.json"
     content = json.loads(file.read_text())
     del content["checksum"]

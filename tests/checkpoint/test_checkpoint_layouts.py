@@ -196,7 +196,7 @@ def test_another_shape_is_named(tmp_path: Path) -> None:
 
 
 def test_a_mismatch_does_not_fall_back(tmp_path: Path) -> None:
-    """The older checkpoint would fit; but that the newer does not is a mistake that the user must see."""
+    """The older checkpoint would fit, but the user must learn that the newer one does not."""
     save(tmp_path, one_rank(), 1)
     save(tmp_path, one_rank(num_layers=2), 2)
     with pytest.raises(MismatchError):

@@ -2,8 +2,8 @@
 
     python tests/distributed/step_path.py           print both lists, in reading order
 
-Counted as docs/architecture.md defines it: every file of megatrain/ of which a function runs on some rank, with all its lines,
-except config/, data/ and kernels/.
+As docs/architecture.md defines it, a file of megatrain/ counts with all its lines if a function in it runs on some rank;
+config/, data/ and kernels/ do not count.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_a_step_is_torchs_clip_and_update_group_by_group(
 
 
 def test_each_element_of_every_shard_is_updated_once_by_its_group() -> None:
-    """With any number of shards, the ranges of the groups cover each shard."""
+    """The ranges of the groups cover each shard, with any number of shards."""
     whole = _optimizer(torch.float32).buffers
     for num_shards in (2, 3, 7):
         for rank in range(num_shards):

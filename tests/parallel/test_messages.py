@@ -1,4 +1,4 @@
-"""Messages between ranks, played by threads with a store of this process."""
+"""Messages between ranks; threads with a store of this process stand in for the ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

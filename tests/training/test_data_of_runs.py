@@ -1,4 +1,4 @@
-"""Data of whole runs: longer runs, moved files, sets with losses of their own, tokenizers that are not the data's."""
+"""Data of whole runs: longer runs, moved files, sets with separate losses, tokenizers that do not match the data."""
 
 import json
 import shutil

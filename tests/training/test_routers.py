@@ -51,7 +51,7 @@ def step(routers: Routers, infos: list[PassInfo], good: torch.Tensor = GOOD) -> 
 
 
 def passes(first: list[float], second: list[float]) -> list[PassInfo]:
-    """Two micro-batches; of the layers' loads, those of layer 1 in both."""
+    """Two micro-batches, with the loads of layer 1 in both."""
     ten = {"entropy": 10.0, "aux_loss": 1.0, "z_loss": 4.0}
     rest = {"entropy": 5.0, "dropped": 2.0, "aux_loss": 3.0}
     one = PassInfo(router_metrics={1: metrics_row(first, **ten), 3: metrics_row([6, 3, 1], **rest)})

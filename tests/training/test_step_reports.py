@@ -1,4 +1,4 @@
-"""Reports that are read while the next step runs: the same lines, checkpoints and ends as where the host waits for each."""
+"""Reports read while the next step runs give the same lines, checkpoints and ends as if the host waited for each step."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *, max_pending: int, **ch
 
 
 def before_step(number: int, do: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do something before the step of this number, counted from now on, begins."""
+    """Call a function before the step with this number begins, counted from now on."""
     begin, calls = Engine.begin_step, []
 
     def begin_step(self: Engine, *arguments: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Losses that are not finite, and what asks a run to end: what a run of the loop does about them."""
+"""The training loop with losses that are not finite, and with requests to stop."""
 
 import gc
 import json
@@ -20,7 +20,7 @@ from megatrain.training.stopping import StopRequest
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second step's loss is no number, and so are its gradients."""
+    """The loss and the gradients of the second step are NaN."""
     accumulate, calls = Engine.accumulate_gradients, []
 
     def spoiled(self: Engine, batches: Any, **more: Any) -> Losses:

@@ -61,7 +61,7 @@ def activations(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def growth(flags: str) -> dict[str, float]:
-    """By which power of the width the mean size of each activation's change grows over a few steps."""
+    """Return the power of the width with which each activation's mean change over a few steps grows."""
     sizes: dict[str, list[float]] = {}
     for width in WIDTHS:
         plan = plan_of(width, flags)
@@ -81,7 +81,7 @@ MUP = f"--use-mup --mup-base-hidden-size {BASE} --mup-base-head-dim {BASE // 4}"
 
 
 def test_with_mup_activations_move_alike_at_every_width() -> None:
-    """The coordinate check of the paper (arXiv:2203.03466, section D.1): no power of the width, but without muP."""
+    """The coordinate check of the paper (arXiv:2203.03466, section D.1): changes grow with the width only without muP."""
     usual, scaled = growth(""), growth(MUP)
     for name in ("layer 1", "layer 2"):
         assert usual[name] > 1.0

@@ -1,7 +1,7 @@
 """Core attention of the `local` implementation: softmax(cap(q k^T * scale), sink) v.
 
     LocalAttention          one context rank, with windows and documents
-    LocalContextAttention   several context ranks, and what no fused kernel has: sinks, softcap, dropout
+    LocalContextAttention   several context ranks, and features without a fused kernel: sinks, softcap, dropout
 
 Two classes: torch's SDPA takes any head size and dtype and differentiates itself. Context parallelism needs kernels that
 return the log-sum-exp, copies keys and values into one buffer and sums their gradients in the accumulation dtype.

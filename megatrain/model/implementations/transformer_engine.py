@@ -125,7 +125,7 @@ def _refused(what: str) -> ConfigError:
 class TEModuleAdapter:
     """Adapter that runs a module of Transformer Engine with our weights.
 
-    It is no `nn.Module`: the parameters belong to their owners, and the module's `_extra_state`, a pickle, is never read.
+    It is not an `nn.Module`: the parameters belong to their owners, and the module's `_extra_state`, a pickle, is never read.
 
     Args:
         module: module on the meta device.

@@ -200,7 +200,7 @@ def segment_passes(actions: Sequence[Action], num_segments: int) -> list[Segment
 
 
 class _Sends:
-    """The sends in flight in one direction: no more than there are stages, since no schedule runs further ahead."""
+    """The sends in flight in one direction, at most as many as stages: no schedule runs further ahead."""
 
     def __init__(self, group: RankGroup, step: int) -> None:
         self.group = group

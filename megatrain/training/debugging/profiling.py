@@ -1,4 +1,4 @@
-"""--profile: torch's profiler over a few iterations of some ranks; a trace file per rank, and a table of rank 0's.
+"""--profile: torch's profiler over a few iterations of some ranks; a trace file per rank, and the table of rank 0's trace.
 
 iteration ... 10 | 11 | 12 | 13 ...        --profile-step-start 10 --profile-step-end 12 profiles 11 and 12
 

@@ -127,7 +127,7 @@ class RecordedStep:
 def planned_memory(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[int]) -> list[StageMemory]:
     """Return the memory of a rank of each pipeline stage.
 
-    Of consecutive stages with the same layers, only the first and the last are run. Memory grows linearly between them,
+    Among consecutive stages with the same layers, only the first and the last are run. Memory grows linearly between them,
     because every micro-batch in flight saves the same tensors.
 
     Args:
@@ -173,7 +173,7 @@ def record_step(
 ) -> RecordedStep:
     """Run one step of a new engine on `device` and classify its storages at the peak.
 
-    Of the plan's micro-batches that are not run, only the token ids count.
+    The plan's other micro-batches are not run; only their token ids count.
     """
     with ledger:
         engine = Engine(plan, grid, device)
@@ -231,7 +231,7 @@ class _ActivityHooks:
 
 
 def _num_microbatches(plan: Plan, engine: Engine, in_flight: int) -> int:
-    """Return how many micro-batches a step must have so that more of them would not change its peak memory.
+    """Return the smallest number of micro-batches that gives a step its full peak memory.
 
     These are the micro-batches in flight and pending messages, at most as many as stages.
     """
@@ -346,7 +346,7 @@ def _code_of(*classes: type) -> frozenset[CodeType]:
 
 
 def _is_executor_class(member: object) -> bool:
-    """Return whether it is the executor or one of its helpers, which allocate nothing but messages between stages."""
+    """Return whether it is the executor or a helper of it; they allocate only messages between stages."""
     if not inspect.isclass(member) or member.__module__ != executor.__name__:
         return False
     return not issubclass(member, torch.autograd.Function)

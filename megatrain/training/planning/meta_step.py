@@ -51,7 +51,7 @@ def patched(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 def meta_device_as(*, as_cuda: bool) -> Iterator[MetaOperations]:
     """Let the engine's code run on meta tensors as on a GPU, or as on a CPU.
 
-    Inside the context torch is patched for the whole process; no other thread may compute. Patched are:
+    Inside the context torch is patched for the whole process; no other thread may compute. The patch replaces:
 
         Tensor.is_cuda                                `as_cuda`: kernels are chosen by it
         Tensor.data_ptr, UntypedStorage.data_ptr      numbers that differ by storage: code compares addresses to find views

@@ -1,4 +1,4 @@
-"""YAML files: values, their places, what is wrong with a file, and writing one that reads back the same."""
+"""YAML files: values, their line numbers, errors in a file, and a written file that reads back the same."""
 
 import dataclasses
 

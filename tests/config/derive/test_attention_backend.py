@@ -1,4 +1,4 @@
-"""The attention kernel of each name on each device, and the note with the reason."""
+"""The attention kernel that each name selects on each device, and the note with the reason."""
 
 import pytest
 

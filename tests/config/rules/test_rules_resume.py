@@ -209,7 +209,7 @@ def test_every_setting_has_one_class():
     "path", [path for each in RESUME_CLASSES for path in paths_of(each) if each.kind != "silent"]
 )
 def test_a_change_is_reported_by_its_class(path, plan_of):
-    """The checkpoint has another value in one setting after the other, whatever that value is."""
+    """The checkpoint differs in this setting; any other value is reported."""
     resume_class = classes_by_path()[path]
     plan = plan_of(BASE)
     section, name = path.split(".")

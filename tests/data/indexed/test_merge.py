@@ -116,7 +116,7 @@ def test_a_second_writer_of_a_dataset_is_an_error(tmp_path):
 
 
 def test_partial_files_of_a_dead_writer_are_not_merged(tmp_path):
-    """Nobody holds its lock, and its description would describe other data."""
+    """No process holds its lock, and its description would describe other data."""
     write_dataset(tmp_path / "a", [[[1, 2]]])
     for name in ("lock", "json.partial", "idx.partial", "modes.partial", "owner.partial"):
         (tmp_path / f"out.{name}").write_text("{}")

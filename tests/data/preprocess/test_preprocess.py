@@ -59,7 +59,7 @@ RECORDED_RUNS = [
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("run_case", RECORDED_RUNS, ids=lambda case: "-".join((*case[:2], *case[2])))
 def test_recorded_bytes(golden_text, tmp_path, run_case, workers):
-    """With workers and in this process, which cut the same chunks."""
+    """The chunks are the same with worker processes and in this process."""
     file, tokenizer, flags, recorded = run_case
     arguments = ["--input", golden_text / f"{file}.jsonl", "--workers", workers or 1, *flags]
     arguments += ["--tokenizer-model", golden_text / tokenizer]

@@ -89,7 +89,7 @@ def test_only_large_indices_are_cached(tmp_path):
 
 
 def check_never_wrong(file, content, *, may_be_unnoticed):
-    """With this file content, the arrays are still right: read, or built again, logged and stored."""
+    """Check that the arrays are right with this file content: read, or built again, logged and stored."""
     whole = file.read_bytes()
     file.write_bytes(content)
     cache = Cache(file.parent)

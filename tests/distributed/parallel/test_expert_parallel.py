@@ -42,7 +42,7 @@ class Problem(NamedTuple):
 def problem(case: str, top_k: int) -> Problem:
     """Return tokens and their experts.
 
-    uneven: half of the experts, and so all of some ranks, get no tokens. one: all tokens of one rank of two or four
+    uneven: half of the experts get no tokens, so that some ranks get none. one: all tokens of one rank of two or four
     choose the first experts. dropped, padded: each expert has a capacity of five, and the first exceeds it. none: all
     assignments are dropped.
     """

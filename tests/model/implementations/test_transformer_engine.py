@@ -1,4 +1,4 @@
-"""The leaves of Transformer Engine, with a stand-in for the library: names, layouts, where gradients go."""
+"""The leaves of Transformer Engine, with a stand-in for the library: names, layouts, destinations of gradients."""
 
 import re
 import subprocess
