@@ -29,7 +29,7 @@ class DerivedValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Derived(CheckedSection):
-    """Values that follow from configuration and facts and are no settings. INVALID until derived."""
+    """Values that are derived from configuration and facts, and are not settings. INVALID until derived."""
 
     world_size: int = INVALID
     """Number of ranks."""

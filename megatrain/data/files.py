@@ -61,7 +61,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 class FileLock:
     """An exclusive lock between processes: a locked file, which the kernel unlocks when its owner dies.
 
-    The file exists while the lock is held; a file that a dead owner left behind is not locked.
+    The file exists while the lock is held; a file left by a dead owner is not locked.
     """
 
     def __init__(self, path: Path, *, target: str, log: Callable[[str], None] = log_to_stderr) -> None:
@@ -95,7 +95,8 @@ class FileLock:
     def release(self) -> None:
         """Release the lock and remove its file. Does nothing if the lock is not held."""
         if self._file is not None:
-            self._path.unlink(missing_ok=True)  # before closing: nobody else can hold this file's lock yet
+            # Before closing: no other process can hold this file's lock yet.
+            self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None
 

@@ -2,8 +2,8 @@
 
     defaults  <  --config first.yaml  <  --config second.yaml  <  flags
 
-Flags are Megatron-LM's; `_` and `-` are equivalent. `config/megatron/` answers those of its flags that are no
-settings. Mistakes of the user raise nothing here: the `Request` carries the problems, and `resolve` reports all of them
+Flags are Megatron-LM's; `_` and `-` are equivalent. `config/megatron/` answers those that are not
+settings. Invalid input raises nothing here: the `Request` contains the problems, and `resolve` reports all of them
 together.
 """
 

@@ -88,7 +88,7 @@ class _Reader:
                 yield from self.value(fields[key.value], key, node)
 
     def megatron_field(self, key: yaml.Node, node: yaml.Node) -> GivenFlag | Problem | None:
-        """Answer a Megatron-LM flag that is no setting, in any section; None: it is no flag."""
+        """Answer a Megatron-LM flag that is not a setting, in any section; None: it is not a flag."""
         spelling = flag_of(key.value)
         if spelling in aliases():
             alias = aliases()[spelling]

@@ -142,7 +142,7 @@ def _no_fused_kernel(draft: Draft) -> str:
 
 
 def _why_not(kernel: str, draft: Draft) -> str:
-    """Return the reason that a GPU kernel cannot be used, to follow its name; empty: it can. An unknown GPU is taken to support it."""
+    """Return why a GPU kernel cannot be used, to follow its name; empty: it can. An unknown GPU is assumed to support it."""
     if lacking := _lacking(kernel, draft):
         return f"does not support {lacking}"
     if kernel == "sdpa":

@@ -40,7 +40,7 @@ def has_sinks(draft: Draft) -> bool:
 
 
 def layers_with_eager_attention(draft: Draft) -> LayerShare:
-    """Return the share of layers with logit softcapping or attention dropout: they run eager with any kernel."""
+    """Return the share of layers with logit softcapping or attention dropout, which always use eager attention."""
     custom, model = draft.facts.custom_layers, draft.config.model
     if custom is not None:
         return custom.eager_attention

@@ -32,7 +32,7 @@ class BatchRule(Protocol):
 
     @property
     def constant_from(self) -> int:
-        """Consumed samples from which on the size is constant."""
+        """The size is constant from this number of consumed samples on."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class BatchSizes:
         return self.rule.at(consumed) // self.pass_size
 
     def misfits(self, *, is_decreased: bool) -> list[int]:
-        """Return the sizes that are smaller than a pass or, unless they are decreased, no multiple of one."""
+        """Return the invalid sizes: smaller than a pass, or (unless sizes are decreased) not a multiple of one."""
         return [
             size
             for size in self.rule.sizes

@@ -73,7 +73,7 @@ class HeadExchange(NamedTuple):
 
 
 def head_exchanges(draft: Draft) -> Iterator[HeadExchange]:
-    """Iterate over the layers whose communication head_exchanges heads."""
+    """Iterate over the layers whose communication exchanges heads."""
     parallel = draft.config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     sizes = parallel.hierarchical_context_parallel_sizes

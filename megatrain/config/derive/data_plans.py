@@ -1,4 +1,4 @@
-"""Number of samples that a run requests of each split, and the plans in which it reads them.
+"""Number of samples that a run requests from each split, and the plans that give their order.
 
     iterations, batches, evaluations     -> requested: samples of train, valid and test      (Megatron-LM's rule)
     requested, plans of the checkpoint   -> plans: those of the checkpoint, and one for further samples

@@ -5,7 +5,7 @@
 
 The format is that of Megatron-LM's --heterogeneous-layers-config-path, from the models of NVIDIA's Puzzle
 (arXiv:2411.19146): `ffn` is an alias of `mlp`; `n_heads_in_group` is heads / groups; `ffn_mult` is a width of
-2/3 * ffn_mult * hidden size, up to a multiple of 256. Missing and null values are those of the flags.
+2/3 * ffn_mult * hidden size, up to a multiple of 256. The flags give missing and null values.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ Maximal update parametrization (muP) with m = hidden size / base hidden size, as
     untied output      std              lr / m, eps / m  lr        logits * output multiplier, 1 / m
     attention                                                      scores * sqrt(base head channels) / channels ** power
 
-A --decoupled-lr is not scaled. Source: Yang et al., arXiv:2203.03466, table 8; it also has the lr for Adam's untied
-output layer.
+A --decoupled-lr is not scaled. Source: Yang et al., arXiv:2203.03466, table 8, which has lr instead of lr / m for an
+untied output layer with Adam.
 """
 
 from typing import Final
@@ -155,7 +155,7 @@ def mup_output_mult(draft: Draft) -> DerivedValue:
 
 
 def mup_output_mult_of_one(draft: Draft) -> DerivedValue | None:
-    """Override --mup-output-mult 1, which Megatron-LM takes for its default."""
+    """Override --mup-output-mult 1, which Megatron-LM treats as its default."""
     model = draft.config.model
     if not model.use_mup or model.mup_output_mult != 1 or model.mup_width_mult == 1:
         return None

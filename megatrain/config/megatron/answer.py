@@ -1,4 +1,4 @@
-"""What megatrain answers to a flag of Megatron-LM that is not one of its settings, and other names of settings."""
+"""Answers to flags of Megatron-LM that are not settings of megatrain, and other names of settings."""
 
 from dataclasses import dataclass
 from typing import Literal

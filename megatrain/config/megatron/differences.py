@@ -21,7 +21,7 @@ class DifferentDefault:
     megatron_default: str
     reason: str
     requires: str | None = None
-    """The setting without which this one has no effect."""
+    """The setting that must be given for this one to have an effect."""
     is_noted: bool = True
     """True: the plan has a note about it."""
     requires_replicas: bool = False

@@ -8,7 +8,7 @@ Notation of the flags in the tables (`flag_table.py`); a setting of the same nam
 
     --name            a switch: accepted if the answer is `accepted`
     --name=           one value; every value is refused
-    --name=a|b        one value; a and b are accepted because they ask for the behavior of megatrain, others are refused
+    --name=a|b        one value; a and b are accepted because megatrain behaves that way, others are refused
     --name=*          one value; every value is accepted
     --name=+...       the same with several values; `a,b` stands for `a b`
 """

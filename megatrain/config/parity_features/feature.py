@@ -11,7 +11,7 @@ from megatrain.config.plan import Draft, Plan
 PlanOrDraft = Draft | Plan
 
 REPLICAS: Final = ("dp", "cp")
-"""Features without either of which there is one replica only."""
+"""Features that create replicas: a run that uses neither has one replica only."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Feature:
     """Flags that select it; empty: selected by giving none."""
     is_used: Callable[[PlanOrDraft], bool]
     needs: tuple[str, ...] = ()
-    """Features of which at least one must be used; without them this one has no effect and no row covers it."""
+    """Required features, at least one; without them this one has no effect, and no row covers it."""
     rows: Mapping[str, str] = field(default_factory=dict)
     """Row words of parity and the flags of each; empty: the feature's name and `flags`."""
 

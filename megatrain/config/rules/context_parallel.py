@@ -19,8 +19,8 @@ def sequence_divides_over_context_ranks(draft: Draft) -> Problems:
     if cp > 1 and length % (cp * rows):
         also = f" and --sequence-parallel over --tensor-model-parallel-size {tp}" if rows != 2 else ""
         yield Problem(
-            f"--seq-length {length} is no multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks per"
-            f" rank{also}",
+            f"--seq-length {length} is not a multiple of {cp * rows}: --context-parallel-size {cp} needs two chunks"
+            f" per rank{also}",
             f"use --seq-length {-(-length // (cp * rows)) * cp * rows}",
         )
 

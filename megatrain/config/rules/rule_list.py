@@ -1,4 +1,4 @@
-"""The list of all rules: what must hold between settings, and between settings and facts, one function per rule.
+"""The list of all rules: constraints between settings, and between settings and facts, one function per rule.
 
 A rule yields problems. Each has the flag, its value and a value that works. A rule may compute freely: if a value that it
 reads is missing or invalid, `resolve` skips the rest of the rule, since that problem is reported elsewhere.

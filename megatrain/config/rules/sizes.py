@@ -150,7 +150,7 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
 
 
 def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:
-    """With stages numbered before replicas, the distance to the next stage is the ranks that share a micro-batch."""
+    """With stages numbered before replicas, the distance to the next stage is the number of ranks that share a micro-batch."""
     parallel = draft.config.parallel
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     ep, etp = parallel.expert_model_parallel_size, draft.derived.expert_tensor_parallel_size

@@ -2,7 +2,7 @@
 
     AUTO      the user left the value open; `resolve` derives it
     REQUIRED  the user must give the value
-    INVALID   the value is wrong, or a value that it depends on is; reading it from a section raises UnresolvedError
+    INVALID   the value is wrong, or depends on a wrong value; reading it from a section raises UnresolvedError
 
 A derivation or rule that reads an INVALID value thus stops, and `resolve` continues with the next one: the cause has
 been reported already, once.
@@ -54,7 +54,7 @@ class CheckedSection:
 
 
 def is_resolved(value: object) -> bool:
-    """Return whether this is a value, None included, and no stand-in."""
+    """Return whether this is a value or None, and not a stand-in."""
     return not isinstance(value, StandIn)
 
 

@@ -1,11 +1,11 @@
 """Write `<prefix>.bin/.idx` completely or not at all.
 
-    add documents -> <prefix>.bin.partial, .lengths.partial, .borders.partial (and .modes.partial)
+    add documents -> <prefix>.bin.partial, .lengths.partial, .boundaries.partial (and .modes.partial)
     finalize      -> <prefix>.idx.partial, assembled from them; everything is flushed to disk
     commit        -> .bin, .json and last .idx are renamed to their final names
 
-An old `.idx` is removed first and the new one is renamed last, so that whatever can be opened is complete, whenever a
-run dies. <prefix>.lock excludes other writers from before the first byte until after the last rename.
+An old `.idx` is removed first and the new one is renamed last: a dataset that can be opened is complete, even after a
+crash. <prefix>.lock excludes other writers from before the first byte until after the last rename.
 <prefix>.owner.partial identifies the writer of the partial files, so that files of another writer are not resumed.
 Nothing is kept in memory: the partial files and a `WriterState` suffice to resume after a crash.
 """
@@ -37,7 +37,7 @@ class WriterState:
     sequences: int = 0
     tokens: int = 0
     modes: int = 0
-    """Number of modes: that of the sequences, or 0 in data without modes."""
+    """Number of modes: one per sequence, or 0 in data without modes."""
     owner: str = ""
     """Unique id of the writer, stored with its partial files."""
 
@@ -99,7 +99,7 @@ class IndexedWriter:
         self.lock()
         try:
             if self._is_new:
-                self._remove_partials()  # else the description of a dead run could be committed as this one's
+                self._remove_partials()  # otherwise the description of a dead run could be committed
             for kind, num_bytes in self._partial_bytes().items():
                 file = self._partial(kind).open("wb" if self._is_new else "r+b")
                 self._files[kind] = file
@@ -107,7 +107,7 @@ class IndexedWriter:
                 file.seek(num_bytes)
             if self._is_new:
                 self._write("owner", np.frombuffer(self._owner.encode(), "u1"))
-                self._write("borders", np.zeros(1, "<i8"))
+                self._write("boundaries", np.zeros(1, "<i8"))
         except BaseException as error:
             (self.discard if self._is_new else self.close)()
             if not isinstance(error, OSError):
@@ -154,7 +154,7 @@ class IndexedWriter:
         assert len(lengths) == sequences_per_document.sum()
         boundaries = self.num_sequences + np.cumsum(sequences_per_document, dtype=np.int64)
         self._write("lengths", lengths.astype("<i4", copy=False))
-        self._write("borders", boundaries.astype("<i8", copy=False))
+        self._write("boundaries", boundaries.astype("<i8", copy=False))
         if modes is not None:
             assert len(modes) == len(lengths), "one mode per sequence"
             if "modes" not in self._files:
@@ -203,7 +203,7 @@ class IndexedWriter:
             self._copy("lengths", file)
             for offsets in self._offsets():
                 file.write(offsets)
-            self._copy("borders", file)
+            self._copy("boundaries", file)
             if self._num_modes:
                 self._copy("modes", file)
             fsync(file)
@@ -276,7 +276,7 @@ class IndexedWriter:
         counts = {
             "bin": self.num_tokens * self.dtype.itemsize,
             "lengths": self.num_sequences * 4,
-            "borders": 0 if self._is_new else (self.num_documents + 1) * 8,
+            "boundaries": 0 if self._is_new else (self.num_documents + 1) * 8,
             "owner": 0 if self._is_new else len(self._owner),
         }
         return counts | ({"modes": self._num_modes} if self._num_modes else {})
@@ -327,5 +327,5 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-_KINDS: Final = ("bin", "lengths", "borders", "modes", "idx", "json", "owner")
+_KINDS: Final = ("bin", "lengths", "boundaries", "modes", "idx", "json", "owner")
 _COPY_BYTES: Final = 1 << 20

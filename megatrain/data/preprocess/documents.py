@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 CHUNK_BYTES: Final = 1 << 20
-"""Bytes of text per chunk: large enough to hide the cost of sending it to a worker, small against memory."""
+"""Bytes of text per chunk: large enough to hide the cost of sending it to a worker, small compared to memory."""
 
 Row = dict[str, Any]
 """A row of a table: values by column."""
@@ -84,7 +84,7 @@ class InvalidDocumentError(Exception):
 
 
 def parse_line(line: bytes) -> Row:
-    """Parse a line. Of equal keys the last one counts, as usual in JSON."""
+    """Parse a line. If a key occurs twice, its last value counts, as usual in JSON."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:

@@ -244,7 +244,7 @@ def _missing_flags(given: Mapping[str, Any]) -> list[Problem]:
 
 
 def _invalid_values(loaded: Mapping[str, Any]) -> list[Problem]:
-    """Return problems of values that are valid alone, but not here."""
+    """Return problems of values that parse, but that this run cannot use."""
     problems = []
     prefix = loaded.get("output_prefix")
     if isinstance(prefix, str) and (not prefix or prefix.endswith("/")):

@@ -115,7 +115,7 @@ class Outputs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error, keep what the journal covers, and add a note to the error that says so."""
+        """After an error, keep the documents that the journal covers, and add a note about them to the error."""
         if error is not None:
             kept = (
                 f"{self._journaled_documents:,} documents are done and kept: run the same command to resume"
@@ -147,7 +147,7 @@ class Outputs:
                 output.writer.description = {**description, **specific}
                 output.writer.finalize()
             self.is_complete = True
-            self._write_journal()  # from here on, the next run finishes a killed one
+            self._write_journal()  # if this run is killed after this line, the next run finishes it
         self.bad_lines.commit()
         for output in self.keys.values():
             output.writer.commit()
@@ -233,7 +233,7 @@ class Outputs:
 
 
 class DamagedJournalError(Exception):
-    """The journal is not as a run wrote it; the message names the file."""
+    """The journal is damaged; the message names the file."""
 
 
 class Journal:

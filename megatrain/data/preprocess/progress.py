@@ -14,9 +14,9 @@ from typing import Final
 from megatrain.data.files import log_to_stderr
 
 _LINE_SECONDS: Final = 1.0
-"""Minimum time between two lines, however many documents there are."""
+"""Minimum time between two lines, regardless of the number of documents."""
 _SILENT_SECONDS: Final = 10.0
-"""Maximum time between two lines, however long one document takes."""
+"""Maximum time between two lines, even during one long document."""
 
 
 class Progress:

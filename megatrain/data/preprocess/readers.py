@@ -182,7 +182,7 @@ def _until_failure(blocks: Iterable[bytes]) -> Iterator[bytes | Exception]:
 
 
 def _checked(file: InputFile, blocks: Iterable[bytes], *, is_start: bool) -> Iterator[bytes]:
-    """Pass blocks through; raise InputError for UTF-16, and if the file has changed by its end."""
+    """Yield the blocks unchanged. Raise InputError for UTF-16, and at the end if the file has changed."""
     for block in blocks:
         if is_start and block[:2] in {
             b"\xff\xfe",

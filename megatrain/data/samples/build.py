@@ -71,9 +71,9 @@ class BuiltIndex:
     split: str
     seed: int
     source: str
-    """`SequenceSource.name` of the dataset, or such as `blend of 3`."""
+    """`SequenceSource.name` of the dataset, or a name such as `blend of 3`."""
     num_sequences: int | None
-    """None, here and below, for a blend."""
+    """None for a blend, here and below."""
     num_tokens: int | None
     """Tokens of one epoch."""
     num_epochs: int | None
@@ -84,7 +84,7 @@ class BuiltIndex:
 
 
 class SplitBuilder:
-    """Builds the datasets of a run. Each file is opened once, however many splits read it."""
+    """Builds the datasets of a run. Each file is opened once, even if several splits read it."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class SplitBuilder:
         """Divide the same datasets between the three splits."""
         ranges = [split_ranges(split, len(source.lengths)) for source in sources]
         built: dict[str, SampleDataset | None] = dict.fromkeys(SPLIT_NAMES)
-        # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", whatever --eval-iters asks for.
+        # As in Megatron-LM, `--split 100,0,0` means "do not evaluate", regardless of --eval-iters.
         is_asked = [
             getattr(plans, name) != (0,) and (ranges[0][number] is not None or name == "train")
             for number, name in enumerate(SPLIT_NAMES)
@@ -350,7 +350,7 @@ def _arrays_of(index: BlendIndex) -> Arrays:
 
 
 def dataset_names(prefixes: Sequence[str]) -> list[str]:
-    """Return unique short names of datasets: the last components of each path, as many as make them differ."""
+    """Return unique short names of datasets: the fewest trailing components of each path that differ."""
     parts = [prefix.strip("/").split("/") for prefix in prefixes]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

@@ -46,7 +46,7 @@ class SampleOptions:
     reset_attention_mask: bool = False
     """Confine attention to documents; an end-of-document token belongs to the document before it."""
     inter_document_masking: bool = False
-    """Confine attention and positions to stored sequences, whatever tokens they hold."""
+    """Confine attention and positions to stored sequences, independent of their tokens."""
 
 
 def document_starts(tokens: Integers, eod: int | None) -> npt.NDArray[np.int64]:

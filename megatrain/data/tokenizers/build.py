@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
     note: str | None
     """Message for the user if a special token was guessed because no file names it; else None."""
     fingerprint: str
-    """Digest that is equal for tokenizers with equal ids, whatever the layout of their files."""
+    """Digest that is equal for tokenizers with equal ids, regardless of their file layout."""
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a text. Tokens are added at its ends only if the configuration asks for them."""

@@ -70,14 +70,14 @@ def _logged_loss_doubled() -> AbstractContextManager[Any]:
     """Double the logged loss only; gradients stay right."""
     forward = Router.forward
 
-    def telling(self: Router, x: Tensor, info: PassInfo) -> Any:
+    def doubled(self: Router, x: Tensor, info: PassInfo) -> Any:
         routing = forward(self, x, info)
-        told = info.router_metrics[self.layer].clone()
-        told[ROUTER_METRICS.index("aux_loss")] *= 2
-        info.router_metrics[self.layer] = told
+        metrics = info.router_metrics[self.layer].clone()
+        metrics[ROUTER_METRICS.index("aux_loss")] *= 2
+        info.router_metrics[self.layer] = metrics
         return routing
 
-    return mock.patch.object(Router, "forward", telling)
+    return mock.patch.object(Router, "forward", doubled)
 
 
 def _expert_slices_not_reduced() -> AbstractContextManager[Any]:

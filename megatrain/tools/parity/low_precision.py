@@ -105,7 +105,7 @@ class LowPrecisionVerdict:
 
     @property
     def is_near(self) -> bool:
-        """Whether the exact distance passes."""
+        """True if the exact distance passes."""
         loss_noise, *others = self.exact_noise
         return within(self.exact.numbers, (max(loss_noise, _LOSS_FLOORS[self.precision]), *others))
 

@@ -80,12 +80,12 @@ class Job:
     implementation: Implementation = "local"
     micro_batch: int = MICRO_BATCH
     is_rounding_measured: bool = False
-    """Whether to record the first step's weights, with a large Adam eps, so that elements with a small gradient do not move
-    by a multiple of its rounding error."""
+    """True: record the first step's weights. Adam's eps is then large, so that elements with a small gradient do not move by
+    a multiple of its rounding error."""
     has_routes_of_numbers: bool = False
-    """Whether experts are chosen by token number only, because rounding would change some choices."""
+    """True: experts are chosen by token number only, because rounding would change some choices."""
     are_sums_rounded: bool = False
-    """Whether gradients are rounded to the reduction dtype in one process too: the noise of sums over replicas."""
+    """True: gradients are rounded to the reduction dtype in one process too, which measures the noise of sums over replicas."""
     draw: int = 0
     """Seed of the initial weights; 0: the default seed."""
     fault: str | None = None

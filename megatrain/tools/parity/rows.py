@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, str]] = {
     **{option.name: option.words() for option in NUMBER_FORMATS},
 }
 """Words by option, with the flags of each. `ignored`: some labels are negative (ignored tokens), and labels under a zero mask
-are invalid ids. `hollow`: no token counts in the middle half of each sample, so that some context ranks have none that counts.
+are invalid ids. `hollow`: no token counts in the middle half of each sample, so that some context ranks have no token that counts.
 `padded`: the multiple to which the vocabulary is padded, times tp; 1 spreads the ids over all ranks."""
 
 PRODUCT: dict[str, tuple[str, ...]] = {
@@ -192,7 +192,7 @@ class Layout:
     def alone(self) -> Layout:
         """The same mathematics in one process: the reference of this layout.
 
-        The global auxiliary loss depends on the number of replicas, so that the data-parallel size stays.
+        The global auxiliary loss depends on the number of replicas, so the data-parallel size is kept.
         """
         plain = Layout.of("").words
         is_of_replicas = self.has("globalauxloss") or self.has("severallosses")
