@@ -26,5 +26,5 @@ def accumulate_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def accumulate_weight_gradient_reference(grad: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Compute it with factors cast to the buffer's dtype."""
+    """Compute grad += dy^T x after casting dy and x to the buffer's dtype."""
     grad.addmm_(dy.to(grad.dtype).t(), x.to(grad.dtype))

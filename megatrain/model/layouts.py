@@ -165,7 +165,7 @@ def branch_norm_weights(
 
 
 def heads_layout(name: str, size: int, init: Init, tp: TensorParallel, *, decays: bool) -> ParamLayout:
-    """Return the layout of one number per channel of a head: replicated, with partial gradients, each from local heads."""
+    """Return the layout of one number per channel of a head: replicated; each rank's gradient covers its own heads and is summed over tp."""
     grad_sum_group = tp.group.name if tp.size > 1 else None
     return ParamLayout(
         shape=(size,),

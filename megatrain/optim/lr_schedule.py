@@ -6,8 +6,7 @@
 The rules are Megatron-LM's, so that its runs continue unchanged: the first iteration runs at `init`, and a constant
 learning rate stays at `peak` after the end of the decay. Skipped steps do not count.
 
-To add a learning-rate schedule: add its name to `DecayStyle` and to the choices of --lr-decay-style
-(config/schema/optimizer.py), and its formula to `LrSchedule.at`.
+To add a learning-rate schedule: add its name to `LrDecayStyle` (config/schema/optimizer.py) and its formula to `LrSchedule`.
 """
 
 from __future__ import annotations
@@ -15,27 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import assert_never
 
 from megatrain.config.derive.lr_schedule import ParamKind
-
-DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-IncreaseStyle = Literal["constant", "linear", "cosine"]
+from megatrain.config.schema.optimizer import LrDecayStyle, WeightDecayStyle, WsdDecayStyle
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrSchedule:
     """Learning-rate schedule: a linear warm-up, then a decay. Counted in samples."""
 
-    style: DecayStyle
+    style: LrDecayStyle
     peak: float
     floor: float
     init: float
     warmup_samples: float
     decay_samples: float
     """End of the decay, counted from the start of the run."""
-    wsd_style: WsdStyle = "exponential"
+    wsd_style: WsdDecayStyle = "exponential"
     wsd_samples: float | None = None
     """Length of the decay with WSD (warm-up, stable, decay)."""
 
@@ -47,28 +43,33 @@ class LrSchedule:
             return self.peak
         if samples > self.decay_samples:
             return self.floor
-        if self.style == "inverse-square-root":
-            lr = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
-            return max(self.floor, lr)
-        return self.floor + self._decay_factor(samples) * (self.peak - self.floor)
-
-    def _decay_factor(self, samples: int) -> float:
-        """Return the remaining fraction of peak - floor."""
-        if self.style == "WSD":
-            assert self.wsd_samples is not None
-            start = self.decay_samples - self.wsd_samples
-            return (
-                1.0 if samples <= start else _wsd_factor((samples - start) / self.wsd_samples, self.wsd_style)
-            )
         ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-        return 1.0 - ratio if self.style == "linear" else _half_cosine(ratio)
+        match self.style:
+            case "linear":
+                factor = 1.0 - ratio
+            case "cosine":
+                factor = _half_cosine(ratio)
+            case "WSD":
+                factor = self._wsd_factor(samples)
+            case "inverse-square-root":
+                lr = self.peak * math.sqrt(max(self.warmup_samples, 1)) / math.sqrt(max(samples, 1))
+                return max(self.floor, lr)
+            case _:
+                assert_never(self.style)
+        return self.floor + factor * (self.peak - self.floor)
+
+    def _wsd_factor(self, samples: int) -> float:
+        """Return the remaining fraction of peak - floor with WSD."""
+        assert self.wsd_samples is not None
+        start = self.decay_samples - self.wsd_samples
+        return 1.0 if samples <= start else _wsd_factor((samples - start) / self.wsd_samples, self.wsd_style)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecaySchedule:
     """Weight decay that is constant or increases over a run. Counted in samples."""
 
-    style: IncreaseStyle
+    style: WeightDecayStyle
     start: float
     end: float
     increase_samples: float
@@ -130,7 +131,7 @@ def _half_cosine(ratio: float) -> float:
     return 0.5 * (math.cos(math.pi * ratio) + 1.0)
 
 
-def _wsd_factor(ratio: float, style: WsdStyle) -> float:
+def _wsd_factor(ratio: float, style: WsdDecayStyle) -> float:
     match style:
         case "linear":
             return 1.0 - ratio

@@ -118,7 +118,7 @@ class FlatBuffers:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelOptions:
-    """How gradients and weights are communicated. Overlap does not change a bit of the result."""
+    """How gradients and weights are communicated. Overlap does not change the result, bit for bit."""
 
     overlap_grad_reduce: bool = True
     """Reduce gradients concurrently with the backward pass."""
@@ -183,7 +183,7 @@ class DataParallel:
                     self.buffers.weights.free(number)
 
     def on_gradients(self, segment: int, *, is_last: bool) -> None:
-        """See `SegmentHooks`. Backward passes run from the last segment down: a bucket's first user completes it."""
+        """See `SegmentHooks`. Backward passes run from the last segment down: the lowest-numbered segment that uses a bucket runs last and completes it."""
         for number in self._buckets_of.get(segment, ()):
             if segment == self.buffers.buckets[number].users[0]:
                 self.gradients.mark_ready(number, is_last=is_last)

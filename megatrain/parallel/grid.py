@@ -52,7 +52,7 @@ class FamilyGroups:
     copies: RankGroup
     """Ranks of `replicas` with the same shard as this rank."""
     matrix: RankGroup
-    """Ranks of `shard` times those that split matrices; this rank alone unless an optimizer needs whole matrices."""
+    """Product of the sizes of `shard` and of the groups that split matrices; this rank alone unless an optimizer needs whole matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
     rows 4..5   piece k  ------------->  decoder.layers.7.attention.k.weight [4, 8]  box (2..4, 0..8)
     rows 6..7   piece v  ------------->  decoder.layers.7.attention.v.weight [4, 8]  box (2..4, 0..8)
 
-A piece names the groups whose ranks hold the same box, as of a norm's weight, or of keys and values if there are more
+A piece names the groups whose ranks hold the same box, for example a norm's weight, or keys and values with more tensor ranks than query groups if there are more
 tensor ranks than query groups. Its elements exist once in the model: equal initial values, counted once, saved once.
 
 Initialisation, gradient reduction, norms, weight decay, the sharded optimizer, checkpoints and counts read the layouts.

@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.optimizer import OptimizerConfig
+from megatrain.config.schema.optimizer import (
+    LrDecayStyle,
+    OptimizerConfig,
+    WeightDecayStyle,
+    WsdDecayStyle,
+)
 
 _NAMES: Final = {
     "lr": "--lr",
@@ -45,14 +50,14 @@ class ScheduleValues:
     decoupled_lr: float | None = None
     decoupled_min_lr: float | None = None
     lr_warmup_init: float = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+    lr_decay_style: LrDecayStyle
     lr_warmup_samples: float
     lr_decay_samples: int
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"]
+    lr_wsd_decay_style: WsdDecayStyle
     lr_wsd_decay_samples: int | None
     start_weight_decay: float
     end_weight_decay: float
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"]
+    weight_decay_incr_style: WeightDecayStyle
     weight_decay_incr_samples: int
 
     def __str__(self) -> str:
@@ -65,7 +70,7 @@ class ScheduleValues:
         return dataclasses.asdict(self)
 
     def changes(self, stored: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-        """Return flag, stored value and current value of each difference that has an effect. A value that is not stored is equal."""
+        """Return flag, stored value and current value of each difference that has an effect. A value that the checkpoint lacks counts as equal."""
         current = self.to_dict()
         return [
             (flag, stored[name], current[name])

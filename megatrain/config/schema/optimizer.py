@@ -5,6 +5,13 @@ from typing import Literal
 
 from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
 
+LrDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+"""Learning-rate schedules after the warm-up; `optim/lr_schedule.py` has their formulas."""
+WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+"""Shapes of the final decay of WSD."""
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
+"""Schedules of weight decay."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(CheckedSection):
@@ -64,9 +71,9 @@ class ScheduleConfig(CheckedSection):
 
     min_lr: float = field(default=0.0, metadata=in_range(at_least=0))
     """Learning rate at the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_style: LrDecayStyle = "linear"
     """Shape of the decay. WSD: constant, then a final decay of shape --lr-wsd-decay-style."""
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: WsdDecayStyle = "exponential"
     """Shape of the final decay of WSD."""
     lr_wsd_decay_iters: int | None = field(default=None, metadata=in_range(at_least=1))
     """Length of the final decay of WSD, in iterations."""
@@ -84,7 +91,7 @@ class ScheduleConfig(CheckedSection):
     """Length of warm-up, as a fraction of the samples until the decay ends."""
     lr_warmup_init: float = field(default=0.0, metadata=in_range(at_least=0))
     """Learning rate at the start of warm-up."""
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay_incr_style: WeightDecayStyle = "constant"
     """Change from --start-weight-decay to --end-weight-decay over training. constant: --weight-decay."""
     start_weight_decay: float | None = field(default=None, metadata=in_range(at_least=0))
     """Weight decay at the start of training, unless it is constant."""

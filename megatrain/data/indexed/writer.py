@@ -1,6 +1,6 @@
 """Write `<prefix>.bin/.idx` completely or not at all.
 
-    add documents -> <prefix>.bin.partial, .lengths.partial, .boundaries.partial (and .modes.partial)
+    add documents -> <prefix>.bin.partial, .lengths.partial, .borders.partial (and .modes.partial)
     finalize      -> <prefix>.idx.partial, assembled from them; everything is flushed to disk
     commit        -> .bin, .json and last .idx are renamed to their final names
 
@@ -107,7 +107,7 @@ class IndexedWriter:
                 file.seek(num_bytes)
             if self._is_new:
                 self._write("owner", np.frombuffer(self._owner.encode(), "u1"))
-                self._write("boundaries", np.zeros(1, "<i8"))
+                self._write(_BOUNDARIES, np.zeros(1, "<i8"))
         except BaseException as error:
             (self.discard if self._is_new else self.close)()
             if not isinstance(error, OSError):
@@ -154,7 +154,7 @@ class IndexedWriter:
         assert len(lengths) == sequences_per_document.sum()
         boundaries = self.num_sequences + np.cumsum(sequences_per_document, dtype=np.int64)
         self._write("lengths", lengths.astype("<i4", copy=False))
-        self._write("boundaries", boundaries.astype("<i8", copy=False))
+        self._write(_BOUNDARIES, boundaries.astype("<i8", copy=False))
         if modes is not None:
             assert len(modes) == len(lengths), "one mode per sequence"
             if "modes" not in self._files:
@@ -203,7 +203,7 @@ class IndexedWriter:
             self._copy("lengths", file)
             for offsets in self._offsets():
                 file.write(offsets)
-            self._copy("boundaries", file)
+            self._copy(_BOUNDARIES, file)
             if self._num_modes:
                 self._copy("modes", file)
             fsync(file)
@@ -276,7 +276,7 @@ class IndexedWriter:
         counts = {
             "bin": self.num_tokens * self.dtype.itemsize,
             "lengths": self.num_sequences * 4,
-            "boundaries": 0 if self._is_new else (self.num_documents + 1) * 8,
+            _BOUNDARIES: 0 if self._is_new else (self.num_documents + 1) * 8,
             "owner": 0 if self._is_new else len(self._owner),
         }
         return counts | ({"modes": self._num_modes} if self._num_modes else {})
@@ -327,5 +327,6 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-_KINDS: Final = ("bin", "lengths", "boundaries", "modes", "idx", "json", "owner")
+_BOUNDARIES: Final = "borders"  # in names of partial files, which a resumed run reads
+_KINDS: Final = ("bin", "lengths", _BOUNDARIES, "modes", "idx", "json", "owner")
 _COPY_BYTES: Final = 1 << 20
