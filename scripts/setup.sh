@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv in the repository's root and installs megatrain in it; repeats the installation only if its inputs changed.
 #
-#   scripts/setup.sh [EXTRAS]          EXTRAS as in pyproject.toml: dev, or gpu,wandb; none by default
+#   scripts/setup.sh [EXTRAS]          EXTRAS as in pyproject.toml: dev, or wandb,tensorboard; none by default
 #   source scripts/setup.sh [EXTRAS]   the same from a script; sets $PYTHON to the interpreter
 #
 # MEGATRAIN_PYTHON=/path/to/python uses that interpreter and installs nothing.

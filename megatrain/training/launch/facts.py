@@ -38,7 +38,6 @@ _LIBRARIES = (
     "transformer_engine",
     "flash-attn",
     "flash-attn-4",
-    "liger-kernel",
     "tensorboard",
     "wandb",
 )
