@@ -6,7 +6,7 @@
 The rules are Megatron-LM's, so that its runs continue unchanged: the first iteration runs at `init`, and a constant
 learning rate stays at `peak` after the end of the decay. Skipped steps do not count.
 
-To add a learning-rate schedule: add its name to `LrDecayStyle` (config/schema/optimizer.py) and its formula to `LrSchedule`.
+docs/contributing.md lists the places of a new schedule.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Parameter layouts: describe every parameter and the part of it that this rank holds.
 
-    local tensor of a fused QKV          canonical tensors (names and shapes that no layout changes)
-    rows 0..3   piece q  ------------->  decoder.layers.7.attention.q.weight [8, 8]  box (4..8, 0..8)
-    rows 4..5   piece k  ------------->  decoder.layers.7.attention.k.weight [4, 8]  box (2..4, 0..8)
-    rows 6..7   piece v  ------------->  decoder.layers.7.attention.v.weight [4, 8]  box (2..4, 0..8)
+    fused QKV on rank 1 of tp 2          canonical tensors (equal under every layout)
+    rows 0..4   piece q  ------------->  decoder.layers.7.attention.q.weight [8, 8]  box (4..8, 0..8)
+    rows 4..6   piece k  ------------->  decoder.layers.7.attention.k.weight [4, 8]  box (2..4, 0..8)
+    rows 6..8   piece v  ------------->  decoder.layers.7.attention.v.weight [4, 8]  box (2..4, 0..8)
 
-A piece names the groups whose ranks hold the same box, for example a norm's weight, or keys and values with more tensor ranks than query groups if there are more
-tensor ranks than query groups. Its elements exist once in the model: equal initial values, counted once, saved once.
+A piece names the groups whose ranks hold the same box: a norm's weight on all tensor ranks, or keys and values with more tensor
+ranks than query groups. Its elements exist once in the model: equal initial values, counted once, saved once.
 
 Initialisation, gradient reduction, norms, weight decay, the sharded optimizer, checkpoints and counts read the layouts.
 Rows of a local tensor that no piece covers are padding (of the vocabulary): zero, without name, in no file.
