@@ -2,7 +2,7 @@
 
     python tests/distributed/step_path.py           print both lists, in reading order
 
-As docs/architecture.md defines it, a file of megatrain/ counts with all its lines if a function in it runs on some rank;
+As docs/contributing.md defines it, a file of megatrain/ counts with all its lines if a function in it runs on some rank;
 config/, data/ and kernels/ do not count.
 """
 

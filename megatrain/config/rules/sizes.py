@@ -139,7 +139,7 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
     world, product = draft.derived.world_size, math.prod(sizes.values())
     if world % product:
         fits = multiple_near(world, product)
-        is_given = draft.config.parallel.world_size is not None
+        is_given = draft.config.raw("parallel.world_size") is not None
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
