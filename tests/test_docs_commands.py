@@ -2,8 +2,8 @@
 
     ```bash blocks   `$ ` lines of other blocks   `program argument` in sentences and tables
 
-SMALLER shortens commands before they run, NOT_RUN lists commands that do not run; tests keep both short. Only README.md runs
-in every test run, the other pages run in nightly ones.
+SMALLER shortens commands before they run, NOT_RUN lists commands that do not run; tests keep both short. The quickstart runs in every
+test run, the pages in nightly ones.
 """
 
 from __future__ import annotations
@@ -164,13 +164,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, made_once: Callable[[str]
     return made
 
 
+def test_the_quickstart_works(checkout: Checkout) -> None:
+    assert (checkout.folder / "runs" / "quickstart" / "complete").exists()
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name == "README.md" else pytest.mark.nightly)
-        for name, path in PAGES.items()
-        if list(examples(path.read_text(encoding="utf-8")))
-    ],
+    [name for name, path in PAGES.items() if list(examples(path.read_text(encoding="utf-8")))],
 )
 def test_the_commands_of_a_page_work(name: str, checkout: Checkout) -> None:
     page = PAGES[name].read_text(encoding="utf-8")

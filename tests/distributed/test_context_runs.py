@@ -13,6 +13,7 @@ EXACT = ["--params-dtype", "float64", "--train-iters", "6", "--eval-interval", "
 CP2 = ["--context-parallel-size", "2"]
 
 
+@pytest.mark.nightly
 def test_losses_evaluations_and_a_resumed_run_equal_those_of_one_process(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ from megatrain.tools.worker_pool import WorkerError, WorkerPool
 
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
 NOT_REPRODUCIBLE = ("iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "max_memory_bytes")
-Unbroken = dict[str, Path]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -30,26 +29,36 @@ def states(folder: Path) -> dict[str, dict[str, str]]:
     return {kind: hash_tensors(newest.path, kind) for kind in STATE_KINDS}
 
 
+class UnbrokenRuns(dict[str, Path]):
+    """The folder of a run of 20 iterations by layout; a run trains when its folder is first asked for."""
+
+    def __init__(self, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.pool, self.tmp_path_factory = pool, tmp_path_factory
+
+    def __missing__(self, name: str) -> Path:
+        world_size, flags = LAYOUTS[name]
+        folder = self.tmp_path_factory.mktemp("unbroken")
+        assert set(self.pool.run(world_size, train_here, [*flags, *folder_flags(folder)])) == {0}
+        self[name] = folder
+        return folder
+
+
 @pytest.fixture(scope="session")
-def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    """Train 20 iterations under each layout; return the folders by name."""
-    runs = {}
-    for name, (world_size, flags) in LAYOUTS.items():
-        folder = tmp_path_factory.mktemp("unbroken")
-        assert set(pool.run(world_size, train_here, [*flags, *folder_flags(folder)])) == {0}
-        runs[name] = folder
-    return runs
+def unbroken(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> UnbrokenRuns:
+    return UnbrokenRuns(pool, tmp_path_factory)
 
 
 ALWAYS = ("one process", "tp2 dp2 pp2")
 """Layouts that every test run covers; nightly runs cover the others."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in LAYOUTS]
-)
+EACH_LAYOUT = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("name", EACH_LAYOUT)
 def test_ten_and_ten_iterations_are_twenty(
-    pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, name: str
+    pool: WorkerPool, unbroken: UnbrokenRuns, tmp_path: Path, name: str
 ) -> None:
     world_size, flags = LAYOUTS[name]
     flags = [*flags, *folder_flags(tmp_path)]
@@ -62,7 +71,7 @@ def test_ten_and_ten_iterations_are_twenty(
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["one process", "tp2 dp2 pp2"])
 def test_killed_at_random_moments_and_resumed_equals_never_killed(
-    pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, name: str, seed: int
+    pool: WorkerPool, unbroken: UnbrokenRuns, tmp_path: Path, name: str, seed: int
 ) -> None:
     world_size, flags = LAYOUTS[name]
     chance, num_kills = random.Random(seed), 0
@@ -80,10 +89,10 @@ def test_killed_at_random_moments_and_resumed_equals_never_killed(
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", EACH_LAYOUT)
+@pytest.mark.parametrize("target", EACH_LAYOUT)
 def test_any_layout_resumes_from_any_others_checkpoint(
-    pool: WorkerPool, unbroken: Unbroken, tmp_path: Path, source: str, target: str
+    pool: WorkerPool, unbroken: UnbrokenRuns, tmp_path: Path, source: str, target: str
 ) -> None:
     flags = [*LAYOUTS[target][1], "--load", str(unbroken[source]), "--save", str(tmp_path)]
     world_size = LAYOUTS[target][0]
@@ -103,8 +112,8 @@ def load_and_save(rank: int, world_size: int, flags: list[str], folder: str) -> 
     trainer.save(Path(folder))
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
-def test_losses_of_all_layouts_agree(unbroken: Unbroken, name: str) -> None:
+@pytest.mark.parametrize("name", EACH_LAYOUT[1:])
+def test_losses_of_all_layouts_agree(unbroken: UnbrokenRuns, name: str) -> None:
     alone = [line["lm_loss"] for line in metrics(unbroken["one process"]) if "lm_loss" in line]
     found = [line["lm_loss"] for line in metrics(unbroken[name]) if "lm_loss" in line]
     assert found == pytest.approx(alone, rel=2e-5)
@@ -116,6 +125,7 @@ GPT2 = (
 ).split()
 
 
+@pytest.mark.nightly
 def test_a_model_with_dropout_resumes_under_another_layout_with_the_same_losses(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -84,7 +84,7 @@ def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Unbroke
     return UnbrokenRuns(pool, tmp_path_factory)
 
 
-ALWAYS = ("ramp dp2 pp2", "fp16 tp2 dp2", "muon tp2 dp2", "experts ep2 dp2 pp2")
+ALWAYS = ("ramp", "fp16", "experts ep2 dp2 pp2")
 """Runs that every test run stops and resumes; nightly runs do so with the others."""
 
 

@@ -55,7 +55,20 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
         return measure(rank, world_size, job)
 
 
-@pytest.mark.parametrize("words", WORDS)
+ALWAYS = {
+    "llama documents zloss",
+    "tp2 sp gpt2 tied dp2 zero1 overlap",
+    "tp4 groups2 sp block",
+    "tp2 sp pp2 dp2 zero3 overlap tied tokens",
+    "cp2 allgather llama dp2 zero1 overlap",
+    "tp2 sp cp2 heads mup",
+}
+"""Layouts of every test run; the others are in nightly ones."""
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=[] if words in ALWAYS else pytest.mark.nightly) for words in WORDS]
+)
 def test_a_layout_computes_what_local_computes_alone(pool: WorkerPool, words: str) -> None:
     layout = Layout.of(words)
     (reference,) = pool.run(1, with_local, Job(layout.alone))

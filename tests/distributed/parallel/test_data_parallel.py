@@ -141,6 +141,7 @@ def test_sharded_buckets_are_allocated_for_two_segments_at_most(
         assert counts == [0, 0, 0, 0, *most]
 
 
+@pytest.mark.nightly
 def test_every_sharding_resumes_from_the_checkpoint_of_another_bit_for_bit(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
