@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
 
+_COLLECTIVE_ERRORS = ("gloo", "NCCL", "Application timeout caused pair closure")  # the last is gloo's too
 Kind = Literal["died", "error", "collective", "reported elsewhere"]
 """Process died without a report; error of this rank; failed collective; error that another rank reports."""
 
@@ -120,6 +121,6 @@ def _kind(error: BaseException) -> Kind:
     if isinstance(error, MegatrainError):
         return "reported elsewhere" if error.is_reported else "error"
     is_collective = isinstance(error, dist.DistError | ConnectionError) or (
-        isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _COLLECTIVE_ERRORS)
     )
     return "collective" if is_collective else "error"

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.training.launch.failure import describe_failure
 from megatrain.training.launch.rank_watch import RankWatch
 from megatrain.training.launch.watch_server import WatchServer
 
@@ -20,6 +21,20 @@ def orphaned_store() -> dist.Store:
     store = dist.HashStore()
     store.set("watch", json.dumps({"port": port, "token": "x", "location": {}}))
     return store
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"), "collective"),
+        (RuntimeError("Application timeout caused pair closure"), "collective"),
+        (RuntimeError("NCCL communicator was aborted"), "collective"),
+        (RuntimeError("CUDA out of memory"), "error"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_failed_collective_is_no_root_cause(error: Exception, kind: str) -> None:
+    assert describe_failure(error, LaunchEnvironment(rank=1, world_size=2)).kind == kind
 
 
 def test_a_rank_that_cannot_connect_names_the_address(orphaned_store) -> None:
