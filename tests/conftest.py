@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 GOLDEN = Path(__file__).with_name("golden")
-GROUPS = {"tests/distributed/": "distributed", "tests/test_docs_commands.py": "docs"}
+GROUPS = {
+    "tests/distributed/model/": "layers over ranks",
+    "tests/distributed/parallel/": "layers over ranks",
+    "tests/distributed/test_dying_ranks.py": "dying ranks",
+    "tests/distributed/test_not_finite.py": "not finite",
+    "tests/distributed/": "distributed",
+    "tests/test_docs_commands.py": "docs",
+}
 """Groups of tests that share slow set-up, such as a pool of ranks, by the beginning of their names."""
 
 

@@ -1,6 +1,6 @@
-"""A pool of eight ranks shared by all tests in this folder: they run in one xdist process, one after the other."""
+"""A pool of eight ranks shared by the tests of this folder that run in the same xdist process (tests/conftest.py, GROUPS)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -8,7 +8,6 @@ from megatrain.tools.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")
-def pool(made_once: Callable[[str], None]) -> Iterator[WorkerPool]:
-    made_once("pool")
+def pool() -> Iterator[WorkerPool]:
     with WorkerPool(8, timeout_seconds=300) as made:
         yield made
