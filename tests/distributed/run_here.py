@@ -3,8 +3,10 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatrain.config import parse, resolve
@@ -31,6 +33,7 @@ LAYOUTS = {
     "dp4": (4, []),
     "pp4": (4, "--pipeline-model-parallel-size 4".split()),
     "dp2 pp2 zero0": (4, "--pipeline-model-parallel-size 2 --no-use-distributed-optimizer".split()),
+    "tp2 dp2": (4, _TP2.split()),
     "tp2 dp2 pp2": (8, f"{_TP2} --pipeline-model-parallel-size 2".split()),
 }
 
@@ -67,6 +70,24 @@ def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
             phases=Phases(Console(is_quiet=rank != 0)),
         )
     )
+
+
+class UnbrokenRuns(dict[str, Path]):
+    """The folder of an unbroken run by name; a run trains when its folder is first requested.
+
+    Args:
+        train: trains a run into a folder and returns the exit codes of its ranks.
+    """
+
+    def __init__(self, train: Callable[[str, Path], set[int]], folders: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.train, self.folders = train, folders
+
+    def __missing__(self, name: str) -> Path:
+        folder = self.folders.mktemp("unbroken")
+        assert self.train(name, folder) == {0}
+        self[name] = folder
+        return folder
 
 
 def folder_flags(folder: Path) -> list[str]:

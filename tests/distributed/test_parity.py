@@ -134,7 +134,10 @@ def test_number_formats_differ_by_rounding_only(
         pytest.param("weights of one layer used before their all-gather", marks=pytest.mark.nightly),
     ],
 )
-@pytest.mark.parametrize(("precision", "formats"), [("bf16", "sumsbf16 momentsbf16"), ("fp16", "")])
+@pytest.mark.parametrize(
+    ("precision", "formats"),
+    [("bf16", "sumsbf16 momentsbf16"), pytest.param("fp16", "", marks=pytest.mark.nightly)],
+)
 def test_a_planted_fault_exceeds_rounding_in_other_formats(
     low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, formats: str, fault: str
 ) -> None:
@@ -145,7 +148,7 @@ def test_a_planted_fault_exceeds_rounding_in_other_formats(
 @pytest.mark.parametrize(
     "fault",
     [
-        "dropped all-reduce",
+        pytest.param("dropped all-reduce", marks=pytest.mark.nightly),
         "missing gradient sum of a norm under sp",
         pytest.param("gradient reduction of one bucket skipped", marks=pytest.mark.nightly),
         pytest.param("stale gather", marks=pytest.mark.nightly),
@@ -158,7 +161,7 @@ def test_a_planted_fault_exceeds_rounding(
     assert not low_precision["bf16"].compare(Layout.of(FAULTS[fault].layout), fault=fault).is_good
 
 
-@pytest.mark.parametrize("experts", ["", " mixtral ep2 alltoall"])
+@pytest.mark.parametrize("experts", ["", pytest.param(" mixtral ep2 alltoall", marks=pytest.mark.nightly)])
 def test_the_order_comparison_finds_a_fault_that_the_exact_one_misses(
     low_precision: dict[Precision, LowPrecisionComparer], experts: str
 ) -> None:

@@ -1,12 +1,13 @@
 """Resuming runs with further state: a batch size ramp, a loss scale, momentum, expert biases, a pretrained checkpoint."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_here import folder_flags, train_here
+from run_here import UnbrokenRuns, folder_flags, train_here
 from test_resume import metrics
 
 from megatrain.checkpoint.find import newest_valid
@@ -65,23 +66,9 @@ def state(folder: Path) -> dict[str, Any]:
     return dict(read_manifest(newest.path).state)
 
 
-class UnbrokenRuns(dict[str, Path]):
-    """Folders of unbroken runs by name; each run trains when its folder is first requested."""
-
-    def __init__(self, pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> None:
-        super().__init__()
-        self.pool, self.tmp_path_factory = pool, tmp_path_factory
-
-    def __missing__(self, name: str) -> Path:
-        folder = self.tmp_path_factory.mktemp("whole")
-        assert train(self.pool, name, folder) == {0}
-        self[name] = folder
-        return folder
-
-
 @pytest.fixture(scope="session")
 def whole(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> UnbrokenRuns:
-    return UnbrokenRuns(pool, tmp_path_factory)
+    return UnbrokenRuns(functools.partial(train, pool), tmp_path_factory)
 
 
 ALWAYS = ("ramp", "fp16", "experts ep2 dp2 pp2")
@@ -102,6 +89,7 @@ def test_stopped_twice_and_resumed_equals_never_stopped(
     assert state(tmp_path) == state(whole[name])
 
 
+@pytest.mark.nightly
 def test_muon_resumes_under_another_layout(pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path) -> None:
     name = "muon tp2 dp2"
     assert train(pool, name, tmp_path, "--exit-interval", "10") == {75}
@@ -147,6 +135,7 @@ def test_moments_are_stored_in_their_dtype_and_may_become_fp32_again(
     assert {tensor.kinds["exp_avg_sq"].dtype for tensor in tensors} == {"F32"}
 
 
+@pytest.mark.nightly
 def test_optimizer_state_may_move_to_the_host_and_back(
     pool: WorkerPool, whole: UnbrokenRuns, tmp_path: Path
 ) -> None:
@@ -158,7 +147,7 @@ def test_optimizer_state_may_move_to_the_host_and_back(
     assert hashes(tmp_path) == hashes(whole[name])
 
 
-@pytest.mark.parametrize("name", ["fp16", "fp16 tp2 dp2"])
+@pytest.mark.parametrize("name", ["fp16", pytest.param("fp16 tp2 dp2", marks=pytest.mark.nightly)])
 def test_steps_that_overflow_are_skipped_and_not_scheduled(whole: UnbrokenRuns, name: str) -> None:
     steps = [line for line in metrics(whole[name]) if "lm_loss" in line]
     assert steps[0]["loss_scale"] == 8e6
