@@ -38,6 +38,8 @@ class Derived(CheckedSection):
     """Sizes of each layer."""
     attention_scale: float | None = INVALID
     """Factor of attention scores; None: 1 / sqrt(kv channels)."""
+    transformer_impl: Literal["local", "transformer_engine"] = INVALID
+    """Implementation of the layers; `local` supplies what Transformer Engine lacks."""
     attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math", "transformer_engine"] = INVALID
     """Attention kernel."""
     cp_comm_types: tuple[str, ...] = INVALID

@@ -49,5 +49,7 @@ class Request:
             self.known(f"parallel.{name}_parallel_size") or 1
             for name in ("tensor_model", "context", "pipeline_model", "expert_model")
         )
+        if self.known("experts.num_experts") is None:
+            return int(tp * cp * pp)
         etp = self.known("parallel.expert_tensor_parallel_size") or tp
         return math.lcm(tp * cp * pp, etp * ep * pp)

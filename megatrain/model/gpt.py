@@ -91,7 +91,9 @@ def build_model(
     def leaves_of(layer: int) -> Leaves:
         context = ContextAttention.of(cp_comm_types[layer % len(cp_comm_types)], grid)
         if implementation == "transformer_engine":
-            return TransformerEngineLeaves(tp, cp, dtype, spec.norm, seed, context)
+            return TransformerEngineLeaves(
+                tp, cp, dtype, spec.norm, seed, attention, context, spec.is_residual_fp32
+            )
         return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, context)
 
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, device), dtype)

@@ -294,7 +294,7 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
         num_experts=sizes.num_experts,
         top_k=sizes.top_k,
         score_function=experts.moe_router_score_function,
-        is_pre_softmax=experts.moe_router_pre_softmax,
+        is_pre_softmax=experts.moe_router_pre_softmax and experts.moe_router_score_function == "softmax",
         num_groups=experts.moe_router_num_groups,
         group_top_k=experts.moe_router_group_topk,
         scaling_factor=experts.moe_router_topk_scaling_factor,

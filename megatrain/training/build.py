@@ -46,7 +46,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         device=device,
         seed=config.training.seed,
         # Plans build on the meta device, where nothing is computed: Transformer Engine is not imported.
-        implementation="local" if device.type == "meta" else config.model.transformer_impl,
+        implementation="local" if device.type == "meta" else plan.derived.transformer_impl,
         attention=plan.derived.attention_backend,
         cp_comm_types=plan.derived.cp_comm_types or ("p2p",),
         recompute=_recompute(plan),

@@ -6,7 +6,12 @@ import pytest
 
 from megatrain.config.parity_features.feature import RefusedPair
 from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
-from megatrain.config.parity_features.table import OPTIONS, features_are_verified, features_of
+from megatrain.config.parity_features.table import (
+    OPTIONS,
+    features_are_supported_together,
+    features_of,
+    unlisted_values,
+)
 from megatrain.config.schema.tree import settings
 
 EXCLUDED = {
@@ -38,6 +43,7 @@ EXCLUDED = {
     "training.manual_gc": "frees memory",
     "training.manual_gc_eval": "frees memory",
     "training.device": "selects the device",
+    "training.require_parity": "decides between a note and an error",
     "training.dry_run": "computes nothing",
 }
 """Choices that no option of parity varies, and the reason."""
@@ -63,29 +69,28 @@ def test_options_name_existing_settings():
 def test_a_refused_pair_is_named_with_its_flags(plan_of):
     refused = (RefusedPair(("zero0", "sgd"), "the reason.", "use --optimizer adam"),)
     plan = plan_of("--optimizer sgd --no-use-distributed-optimizer")
-    (problem,) = features_are_verified(plan, refused=refused)
+    (problem,) = features_are_supported_together(plan, refused=refused)
     assert all(
         words in problem.text
         for words in ("--no-use-distributed-optimizer", "--optimizer sgd", "the reason.")
     )
     assert problem.fix == "use --optimizer adam"
-    assert list(features_are_verified(plan_of("--optimizer sgd"), refused=refused)) == []
+    assert list(features_are_supported_together(plan_of("--optimizer sgd"), refused=refused)) == []
 
 
 def test_a_feature_without_effect_is_in_no_refused_pair(plan_of):
     refused = (RefusedPair(("sp", "adam"), "the reason", ""),)
     assert "sp" not in features_of(plan_of("--sequence-parallel"))
-    assert list(features_are_verified(plan_of("--sequence-parallel"), refused=refused)) == []
+    assert list(features_are_supported_together(plan_of("--sequence-parallel"), refused=refused)) == []
 
 
-def test_a_value_that_is_not_in_the_table_is_refused(plan_of):
+def test_a_value_that_is_not_in_the_table_is_found(plan_of):
     options = [
         dataclasses.replace(option, features=option.features[:1]) if option.name == "optimizer" else option
         for option in OPTIONS
     ]
-    (problem,) = features_are_verified(plan_of("--optimizer sgd"), options)
-    assert problem.text.startswith("--optimizer sgd ")
-    assert problem.fix == "use --optimizer adam"
+    assert list(unlisted_values(plan_of("--optimizer sgd"), options)) == ["--optimizer sgd"]
+    assert list(unlisted_values(plan_of("--optimizer sgd"))) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from transformer_engine_stand_in import stand_in
 
 import pretrain
-from megatrain.config.rules.transformer_engine import TRANSFORMER_ENGINE_RULES
+from megatrain.config.plan import DerivedValue
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --qk-layernorm"
@@ -24,11 +24,14 @@ ENDED, STOPPED = 0, 75
 
 @pytest.fixture(autouse=True)
 def engine() -> Iterator[None]:
-    """Remove the rules that refuse Transformer Engine on a CPU and in fp64."""
+    """Use the stand-in where --transformer-impl names the library, although it needs a GPU and 16 bits."""
     module = importlib.import_module("megatrain.config.resolve")
-    others = tuple(rule for rule in module.RULES if rule not in TRANSFORMER_ENGINE_RULES)
-    assert len(others) < len(module.RULES)
-    with stand_in(), mock.patch.object(module, "RULES", others):
+    path = "derived.transformer_impl"
+    derivations = {
+        **dict(module.DERIVATIONS),
+        path: lambda draft: DerivedValue(draft.config.model.transformer_impl, "as given"),
+    }
+    with stand_in(), mock.patch.object(module, "DERIVATIONS", tuple(derivations.items())):
         yield
 
 

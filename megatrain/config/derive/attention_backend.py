@@ -6,8 +6,6 @@ names of kernels        flash4 (flash-attn-4), flash2 and cudnn (torch's), sdpa 
 All layers use one kernel, which supports the features of each. A named kernel that cannot be used is an error.
 """
 
-import re
-import sys
 from collections.abc import Iterator
 from typing import Final
 
@@ -20,6 +18,8 @@ from megatrain.config.derive.attention_features import (
     has_windows,
     layers_with_eager_attention,
 )
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, why_local_attention
+from megatrain.config.derive.versions import version_key
 from megatrain.config.errors import Problem
 from megatrain.config.plan import DerivedValue, Draft
 
@@ -44,7 +44,6 @@ _LACKS: Final = {
     "sdpa": ("documents", "windows", *_NEED_LSE),
 }
 """Features that GPU kernels lack. torch's own choice needs mask tensors and does not return the log-sum-exp."""
-_TRANSFORMER_ENGINE: Final = "transformer_engine"
 _GPU_KERNELS: Final = ("flash4", "flash2", "cudnn")
 _LIBRARY: Final = "flash-attn-4"
 _MIN_VERSION: Final = "4.0.0b36"
@@ -60,9 +59,9 @@ _GENERATIONS: Final = {"flash4": (9, 10, 11), "cudnn": range(8, 100), "flash2": 
 def attention_backend(draft: Draft) -> DerivedValue:
     """Derive the kernel of all layers, except --spec layers with logit softcapping or attention dropout."""
     words = f"--attention-backend {draft.config.model.attention_backend}"
-    if draft.config.model.transformer_impl == _TRANSFORMER_ENGINE:
-        version = draft.facts.libraries.get(_TRANSFORMER_ENGINE, "(not installed here)")
-        return DerivedValue(_TRANSFORMER_ENGINE, f"{words}: chosen by Transformer Engine {version}")
+    if draft.derived.transformer_impl == TRANSFORMER_ENGINE and not any(why_local_attention(draft)):
+        version = draft.facts.libraries.get(TRANSFORMER_ENGINE, "(not installed here)")
+        return DerivedValue(TRANSFORMER_ENGINE, f"{words}: chosen by Transformer Engine {version}")
     kernel, why = _chosen(draft)
     if kernel != "math" and layers_with_eager_attention(draft) == "some":
         why += f"; layers with {eager_attention_cause(draft)} store all scores"
@@ -196,11 +195,3 @@ def _features(draft: Draft) -> list[str]:
         "context ranks": draft.config.parallel.context_parallel_size > 1,
     }
     return [feature for feature, is_used in features.items() if is_used]
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    """Return a sort key for versions such as 4.0.0b36: a beta precedes its release."""
-    release, _, beta = version.partition("b")
-    numbers = [int(number) for number in re.findall(r"\d+", release)[:3]]
-    found = re.match(r"\d+", beta)
-    return (*numbers, *[0] * (3 - len(numbers)), int(found[0]) if found else sys.maxsize)

@@ -255,10 +255,8 @@ def recompute_norms(draft: Draft) -> DerivedValue:
     training, model = draft.config.training, draft.config.model
     if training.device != "cuda":
         return DerivedValue(False, "not on a GPU")
-    if model.transformer_impl != "local":
-        return DerivedValue(
-            False, f"--transformer-impl {model.transformer_impl} keeps the outputs of its norms"
-        )
+    if draft.derived.transformer_impl != "local":
+        return DerivedValue(False, "Transformer Engine keeps the outputs of its norms")
     if model.norm_position == "post":
         return DerivedValue(False, "no norm precedes a linear layer")
     if training.recompute_granularity is not None or training.recompute_activations:

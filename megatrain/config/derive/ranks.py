@@ -62,9 +62,19 @@ def data_parallel_size(draft: Draft) -> DerivedValue:
 
 def expert_tensor_parallel_size(draft: Draft) -> DerivedValue:
     given = draft.config.parallel.expert_tensor_parallel_size
-    if given is not None:
+    if given is not None and draft.config.experts.num_experts is not None:
         return DerivedValue(given, "--expert-tensor-parallel-size")
     return DerivedValue(draft.config.parallel.tensor_model_parallel_size, "--tensor-model-parallel-size")
+
+
+def flex_is_alltoall(draft: Draft) -> DerivedValue | None:
+    """Override the dispatcher that needs DeepEP or HybridEP by the one that sends the same tokens."""
+    if draft.config.experts.moe_token_dispatcher_type != "flex":  # noqa: S105 (no password)
+        return None
+    return DerivedValue(
+        "alltoall",
+        "--moe-token-dispatcher-type flex runs as alltoall, with the same result: DeepEP and HybridEP are not used",
+    )
 
 
 def startup_timeout_seconds(draft: Draft) -> DerivedValue:

@@ -47,6 +47,7 @@ from megatrain.config.derive.ranks import (
     device,
     distributed_backend,
     expert_tensor_parallel_size,
+    flex_is_alltoall,
     gloo_without_gpu,
     master_dtype,
     model_parallel_size,
@@ -74,6 +75,7 @@ from megatrain.config.derive.training_length import (
     train_iters,
     train_samples,
 )
+from megatrain.config.derive.transformer_engine import transformer_impl
 from megatrain.config.plan import DerivedValue, Draft
 
 DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
@@ -99,6 +101,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("precision.params_dtype", params_dtype),
     ("derived.master_dtype", master_dtype),
     ("derived.cp_comm_types", cp_comm_types),
+    ("derived.transformer_impl", transformer_impl),
     ("derived.attention_backend", attention_backend),
     ("training.recompute_norms", recompute_norms),
     ("derived.world_size", world_size),
@@ -135,6 +138,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
 
 OVERRIDES: Final[tuple[tuple[str, Callable[[Draft], DerivedValue | None]], ...]] = (
     ("model.spec", plain_gpt_layers),
+    ("experts.moe_token_dispatcher_type", flex_is_alltoall),
     ("model.mup_output_mult", mup_output_mult_of_one),
     ("parallel.distributed_backend", gloo_without_gpu),
     ("parallel.use_distributed_optimizer", nothing_is_sharded),

@@ -35,7 +35,7 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted(
         "the loss is always computed in fp32",
-        "--output-logit-dtype=fp32",
+        "--output-logit-dtype=fp32 --fp16-lm-cross-entropy",
     ),
     accepted(
         "the implementation decides which operations are fused; only rounding may differ",
@@ -55,6 +55,10 @@ ACCEPTED_FLAGS: Final = (
         "every feature has its own flag",
         "--enable-experimental",
     ),
+    accepted(
+        "--position-embedding-type alone names the position embedding (none: there is none)",
+        "--no-position-embedding",
+    ),
     # Experts
     accepted(
         "expert GEMMs are always grouped in bf16, and run one by one in other dtypes",
@@ -65,7 +69,39 @@ ACCEPTED_FLAGS: Final = (
         "the implementation decides which expert operations are fused; only rounding may differ",
         "--moe-permute-fusion --moe-router-fusion --use-fused-weighted-squared-relu",
     ),
+    accepted(
+        "only GEMMs in fp8 need padded rows",
+        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8",
+    ),
     # Parallelism
+    accepted(
+        "the all-gather and the reduction in the backward pass of a column-parallel layer always overlap with its"
+        " GEMMs",
+        "--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad"
+        " --disable-tp-comm-bulk-wgrad",
+    ),
+    accepted(
+        "NCCL is configured by its own environment variables",
+        "--nccl-communicator-config-path=* --use-nccl-ub --use-sharp --sharp-enabled-group=*"
+        " --high-priority-stream-groups=+* --disable-symmetric-registration --create-all-gather-group"
+        " --symmetric-ar-type=* --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend=*"
+        " --use-ring-exchange-p2p",
+    ),
+    accepted(
+        "the PyTorch flight recorder is configured by its own environment variables (TORCH_NCCL_TRACE_BUFFER_SIZE)",
+        "--flight-recorder-dump-path=* --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size=*"
+        " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
+        " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
+        " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
+    ),
+    accepted(
+        "the model is always built after the process groups",
+        "--lazy-mpu-init",
+    ),
+    accepted(
+        "the PyTorch allocator keeps freed memory for the next step (PYTORCH_CUDA_ALLOC_CONF configures it)",
+        "--empty-unused-memory-level=*",
+    ),
     accepted(
         "Muon always gathers whole matrices on one rank, under any layout",
         "--muon-tp-mode=duplicated|distributed",
@@ -174,12 +210,16 @@ ACCEPTED_FLAGS: Final = (
         "checkpoints have megatrain's own format (safetensors and a JSON manifest), which every layout can load",
         "--ckpt-format=torch_dist|torch|torch_dcp|fsdp_dtensor --dist-ckpt-format=torch_dist|torch|torch_dcp|zarr"
         " --use-dist-ckpt --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable"
-        " --distrib-optim-fully-reshardable-mem-efficient",
+        " --distrib-optim-fully-reshardable-mem-efficient --ckpt-fully-parallel-load-exchange-algo=*"
+        " --ckpt-fully-parallel-load-per-rank-objects --ckpt-fully-parallel-load-process-group=*"
+        " --ckpt-fully-parallel-save-process-group=* --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path=*"
+        " --ckpt-drop-redundant-extra-state --dist-ckpt-workers=* --no-ckpt-load-validate-sharding-integrity"
+        " --disable-ckpt-load-validate-sharding-integrity",
         instead="remove the flag, or use torch_dist",
     ),
     accepted(
         "each rank always writes only its own shards and reads only what it needs",
-        "--ckpt-fully-parallel-save --ckpt-fully-parallel-load",
+        "--ckpt-fully-parallel-save --no-ckpt-fully-parallel-save --ckpt-fully-parallel-load",
     ),
     accepted(
         "the layout determines what each rank saves, and there is no plan to cache",
@@ -204,6 +244,22 @@ ACCEPTED_FLAGS: Final = (
     ),
     # The run
     accepted(
+        "messages have no levels",
+        "--logging-level=*",
+    ),
+    accepted(
+        "metrics.jsonl and status.json in --save always have progress and memory of every iteration",
+        "--log-progress --log-memory-interval=* --log-device-memory-used",
+    ),
+    accepted(
+        "the plan printed at start and config.yaml in --save have the whole configuration",
+        "--dump-param-to-param-group-map=* --config-logger-dir=*",
+    ),
+    accepted(
+        "it is for Megatron-LM's own tests",
+        "--test-mode",
+    ),
+    accepted(
         "SIGTERM, SIGINT and SIGUSR1 always save a checkpoint and exit",
         "--exit-signal-handler --exit-signal-handler-for-training",
     ),
@@ -221,6 +277,6 @@ ACCEPTED_FLAGS: Final = (
     ),
     accepted(
         "Megatron-LM does not read it either",
-        "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014",
+        "--max-tokens-to-oom=* --dist-ckpt-save-pre-mcore-014 --onnx-safe=*",
     ),
 )

@@ -134,6 +134,17 @@ def docs_differences() -> str:
     lines += _rows(flag for flag in flags if flag.answer.kind == "accepted")
     lines += [
         "",
+        "## Without effect so far",
+        "",
+        "The features behind these flags are missing. Results are the same without them; the plan has a note about each flag",
+        "that is given.",
+        "",
+        "| flags | missing | so far |",
+        "|---|---|---|",
+    ]
+    lines += _rows(flag for flag in flags if flag.answer.kind == "pending")
+    lines += [
+        "",
         "## Refused",
         "",
         "Each is refused by name. A value that is shown is accepted, since it asks for the behavior of megatrain.",
@@ -153,7 +164,8 @@ def _rows(flags: Iterable[MegatronFlag]) -> list[str]:
     rows = []
     for group in by_answer.values():
         answer = group[0].answer
-        cells = [", ".join(f"`{_with_values(flag)}`" for flag in group), answer.text]
+        cells = [", ".join(f"`{_with_values(flag)}`" for flag in group)]
+        cells += [answer.feature, answer.text] if answer.kind == "pending" else [answer.text]
         if answer.kind == "refused":
             cells.append(answer.instead)
         rows.append(f"| {' | '.join(cells)} |")

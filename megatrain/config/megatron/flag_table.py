@@ -1,6 +1,7 @@
 """Flags of Megatron-LM (core 0.20.0) that are not settings of megatrain, and choices of settings that are not available.
 
 accepted_flags.py     ignored, with a note
+pending_flags.py      ignored so far, with a note: the feature is missing, and results are the same without it
 unsupported_flags.py  refused: the feature is missing
 refused_flags.py      refused by design
 removed_flags.py      flags that Megatron-LM has removed
@@ -11,11 +12,12 @@ from typing import Final
 
 from megatrain.config.megatron.accepted_flags import ACCEPTED_FLAGS
 from megatrain.config.megatron.answer import Alias
+from megatrain.config.megatron.pending_flags import PENDING_FLAGS
 from megatrain.config.megatron.refused_flags import REFUSED_FLAGS
 from megatrain.config.megatron.removed_flags import REMOVED_FLAGS
 from megatrain.config.megatron.unsupported_flags import UNSUPPORTED_FLAGS
 
-ANSWERS: Final = (*ACCEPTED_FLAGS, *UNSUPPORTED_FLAGS, *REFUSED_FLAGS, *REMOVED_FLAGS)
+ANSWERS: Final = (*ACCEPTED_FLAGS, *PENDING_FLAGS, *UNSUPPORTED_FLAGS, *REFUSED_FLAGS, *REMOVED_FLAGS)
 
 ALIASES: Final[Mapping[str, Alias]] = {
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),

@@ -1,8 +1,9 @@
 """Answers to Megatron-LM's flags that are not settings: a note if the flag is ignored, a problem if it is refused.
 
     --use-mcore-models          note: --use-mcore-models is ignored: megatrain has one model definition
-    --wgrad-deferral-limit 0    note: --wgrad-deferral-limit 0 has no effect: overlapping ... is not supported
-    --wgrad-deferral-limit 4    problem: --wgrad-deferral-limit 4: overlapping ... is not supported
+    --async-save                note: --async-save has no effect so far: asynchronous saving is missing, and ...
+    --mtp-num-layers 0          note: --mtp-num-layers 0 has no effect: multi-token prediction (MTP) is not supported
+    --mtp-num-layers 1          problem: --mtp-num-layers 1: multi-token prediction (MTP) is not supported
 
 Notation of the flags in the tables (`flag_table.py`); a setting of the same name takes precedence over its entry:
 
@@ -79,7 +80,7 @@ def given_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str
 def closest_flag(word: str) -> str | None:
     """Return the flag that a mistyped one most likely means. Refused flags must be more similar than others."""
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
-    helpful |= {name for name, flag in megatron_flags().items() if flag.answer.kind == "accepted"}
+    helpful |= {name for name, flag in megatron_flags().items() if flag.answer.kind != "refused"}
     near = closest_name(word, helpful)
     refused = closest_name(word, megatron_flags().keys() - helpful, similarity=0.85)
     return closest_name(word, filter(None, (near, refused)))
@@ -131,6 +132,8 @@ def _answer(given: GivenFlag) -> str | Problem:
 
 
 def _note(flag: MegatronFlag) -> str:
+    if flag.answer.kind == "pending":
+        return f" has no effect so far: {flag.answer.feature} is missing, and {flag.answer.text}"
     effect = "is ignored" if flag.answer.kind == "accepted" else "has no effect"
     return f" {effect}: {flag.answer.text}"
 

@@ -10,13 +10,6 @@ from megatrain.config.megatron.answer import refused
 REFUSED_FLAGS: Final = (
     # Other names and old names
     refused(
-        "the all-gather and the reduction in the backward pass of a column-parallel layer always overlap with its"
-        " GEMMs",
-        "--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad"
-        " --disable-tp-comm-bulk-wgrad",
-        instead="remove the flag; results are bitwise equal",
-    ),
-    refused(
         "this is an old name",
         "--batch-size=",
         instead="use --micro-batch-size, the samples of one rank per pass",
@@ -45,41 +38,19 @@ REFUSED_FLAGS: Final = (
         instead="remove the flag; norms and biases have no weight decay",
     ),
     refused(
-        "it does not name a position embedding",
-        "--no-position-embedding",
-        instead="use --position-embedding-type none, or remove the flag and use --position-embedding-type rope",
-    ),
-    refused(
         "the YAML files of Megatron-LM are not supported, since megatrain has its own sections and names",
         "--yaml-cfg=",
         instead="use --config FILE",
     ),
-    refused(
-        "Megatron-LM does not read it",
-        "--onnx-safe=",
-    ),
     # Different by design
     refused(
-        "the loss is always computed in fp32",
-        "--fp16-lm-cross-entropy",
+        "checkpoints of Megatron-LM are not written",
+        "--ckpt-convert-format= --ckpt-convert-save= --ckpt-convert-update-legacy-dist-opt-format",
     ),
     refused(
         "all replicas always start from the same weights",
         "--data-parallel-random-init",
         instead="remove the flag, and use --seed for other weights",
-    ),
-    refused(
-        "each rank always writes only its own shards",
-        "--no-ckpt-fully-parallel-save",
-    ),
-    refused(
-        "it configures the checkpoint format of Megatron-LM",
-        "--ckpt-fully-parallel-load-exchange-algo= --ckpt-fully-parallel-load-per-rank-objects"
-        " --ckpt-fully-parallel-load-process-group= --ckpt-fully-parallel-save-process-group="
-        " --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path= --ckpt-drop-redundant-extra-state"
-        " --dist-ckpt-workers= --no-ckpt-load-validate-sharding-integrity"
-        " --disable-ckpt-load-validate-sharding-integrity --ckpt-convert-format= --ckpt-convert-save="
-        " --ckpt-convert-update-legacy-dist-opt-format",
     ),
     refused(
         "the vocabulary is always padded",
@@ -92,37 +63,9 @@ REFUSED_FLAGS: Final = (
         instead="use --tokenizer-type and --tokenizer-model",
     ),
     refused(
-        "the plan printed at start has this information",
-        "--dump-param-to-param-group-map= --config-logger-dir=",
-    ),
-    refused(
         "nothing is sent to NVIDIA services",
         "--one-logger-async --one-logger-project= --one-logger-run-name= --app-tag-run-name="
         " --app-tag-run-version= --adlr-autoresume --adlr-autoresume-interval= --run-workload-inspector-server",
-    ),
-    refused(
-        "NCCL is configured by its own environment variables",
-        "--nccl-communicator-config-path= --use-nccl-ub --use-sharp --sharp-enabled-group="
-        " --high-priority-stream-groups=+ --disable-symmetric-registration --create-all-gather-group"
-        " --symmetric-ar-type= --ddp-pad-buckets-for-high-nccl-busbw --pipeline-model-parallel-comm-backend="
-        " --use-ring-exchange-p2p",
-        instead="remove the flag; set NCCL_... for all ranks if NCCL needs tuning",
-    ),
-    refused(
-        "the PyTorch flight recorder is configured by its own environment variables",
-        "--flight-recorder-dump-path= --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size="
-        " --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout"
-        " --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec"
-        " --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active",
-        instead="remove the flag; set TORCH_NCCL_TRACE_BUFFER_SIZE and related variables",
-    ),
-    refused(
-        "the model is always built after the process groups are initialized",
-        "--lazy-mpu-init",
-    ),
-    refused(
-        "it is for Megatron-LM's own tests",
-        "--test-mode",
     ),
     # Not part of megatrain
     refused(

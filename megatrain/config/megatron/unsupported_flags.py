@@ -15,28 +15,6 @@ UNSUPPORTED_FLAGS: Final = (
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
     refused(
-        "overlapping expert communication with computation is not supported",
-        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm"
-        " --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release"
-        " --high-priority-a2a-comm-stream",
-        instead="remove the flag; results are the same, and steps take longer",
-    ),
-    refused(
-        "token dispatchers other than allgather and alltoall are not supported",
-        "--moe-flex-dispatcher-backend= --moe-flex-dispatcher-num-sms= --moe-enable-deepep --moe-deepep-num-sms="
-        " --moe-hybridep-num-sms= --moe-hybridep-num-sms-preprocessing= --moe-hybridep-num-blocks-permute="
-        " --moe-hybridep-num-blocks-unpermute= --moe-hybridep-pad-uneven-dispatch-inputs"
-        " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy --moe-expert-rank-capacity-factor="
-        " --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
-        instead="use --moe-token-dispatcher-type alltoall",
-    ),
-    refused(
-        "storing expert activations outside the PyTorch allocator is not supported",
-        "--moe-paged-stash --moe-paged-stash-page-size= --moe-paged-stash-buffer-size-factor-cpu="
-        " --moe-paged-stash-buffer-size-factor-cuda=",
-        instead="use --recompute-granularity selective --recompute-modules moe_act, or moe",
-    ),
-    refused(
         "recomputing whole MoE layers has another flag",
         "--moe-layer-recompute",
         instead="use --recompute-granularity selective --recompute-modules moe",
@@ -47,43 +25,15 @@ UNSUPPORTED_FLAGS: Final = (
         " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),
     refused(
+        "a limit on the tokens of an expert rank, and other dtypes of dispatched tokens, are not supported",
+        "--moe-expert-rank-capacity-factor= --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
+    ),
+    refused(
         "recording or forcing routing decisions is not supported",
         "--moe-router-force-biased= --moe-enable-routing-replay --moe-router-quantile-balancing-ema=0|0.0"
         " --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits"
         " --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-path="
-        " --moe-per-layer-logging --save-tokens-per-expert-interval=",
-    ),
-    refused(
-        "fp8 experts and CUDA graphs of experts are not supported",
-        "--moe-router-padding-for-quantization --moe-router-padding-for-fp8"
-        " --moe-pad-experts-for-cuda-graph-inference",
-        instead="remove the flag and train in bf16",
-    ),
-    refused(
-        "overlapping tensor-parallel communication within one GEMM, and thus in the forward pass, is not"
-        " supported",
-        "--tp-comm-overlap --tp-comm-overlap-cfg= --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend="
-        " --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs"
-        " --disable-tp-comm-overlap-rs --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs"
-        " --disable-tp-comm-split-rs",
-        instead=(
-            "remove the flag; the backward pass overlaps the input all-gather and the gradient reduction of a layer"
-            " with its GEMMs anyway, and results are the same"
-        ),
-    ),
-    refused(
-        "overlapping pipeline communication with computation, such as delayed weight gradients, is not supported",
-        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=0"
-        " --overlap-p2p-communication-warmup-flush",
-        instead="remove the flag; results are the same, and steps take longer",
-    ),
-    refused(
-        "several model chunks per stage and uneven stages are not supported",
-        "--num-layers-per-virtual-pipeline-stage= --num-virtual-stages-per-pipeline-rank=1"
-        " --microbatch-group-size-per-virtual-pipeline-stage= --decoder-first-pipeline-num-layers="
-        " --decoder-last-pipeline-num-layers= --account-for-embedding-in-pipeline-split"
-        " --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout= --mtp-standalone",
-        instead="remove the flag; --pipeline-model-parallel-size splits the layers into equal stages",
+        " --save-tokens-per-expert-interval=",
     ),
     refused(
         "this way of splitting work across ranks is not supported",
@@ -117,7 +67,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     refused(
         "multi-token prediction (MTP) is not supported",
-        "--mtp-num-layers=0 --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
+        "--mtp-num-layers=0 --mtp-standalone --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
         " --mtp-hybrid-override-pattern=",
     ),
     refused(
@@ -222,30 +172,10 @@ UNSUPPORTED_FLAGS: Final = (
         instead="use --recompute-granularity; --sequence-parallel shards what is saved anyway",
     ),
     refused(
-        "offloading activations to the host is not supported",
-        "--cpu-offloading-num-layers=0 --cpu-offloading-retain-pinned-cpu-buffers"
-        " --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads="
-        " --activation-offload-fraction= --offload-modules=+ --delay-offload-until-cuda-graph"
-        " --delta-offload-bytes-across-pp-ranks=0 --min-offloaded-tensor-size=",
-        instead=(
-            "remove the flag; --recompute-granularity, --optimizer-cpu-offload, --use-distributed-optimizer and"
-            " --tensor-model-parallel-size save memory too"
-        ),
-    ),
-    refused(
-        "CUDA graphs are not supported",
-        "--cuda-graph-impl=none --cuda-graph-modules=+ --cuda-graph-scope=+ --cuda-graph-warmup-steps="
-        " --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph",
-    ),
-    refused(
         "choosing this kernel is not supported",
         "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend="
-        " --use-transformer-engine-op-fuser --disable-bf16-reduced-precision-matmul --batch-invariant-backend="
+        " --disable-bf16-reduced-precision-matmul --batch-invariant-backend="
         " --batch-invariant-mode --mlp-chunks-for-training=1",
-    ),
-    refused(
-        "freeing cached memory between steps is not supported",
-        "--empty-unused-memory-level=0",
     ),
     # Optimizer and schedule
     refused(
@@ -258,12 +188,6 @@ UNSUPPORTED_FLAGS: Final = (
         "--freeze-all-layers",
     ),
     # Checkpoints
-    refused(
-        "asynchronous saving is not supported",
-        "--async-save --use-persistent-ckpt-worker --async-strategy= --async-ckpt-cpu-priority="
-        " --async-ckpt-io-priority= --async-ckpt-use-cpu-shm",
-        instead="remove the flag; the run waits while it saves",
-    ),
     refused(
         "this way of starting from the weights of another run is not supported",
         "--load-main-params-from-ckpt",
@@ -278,10 +202,6 @@ UNSUPPORTED_FLAGS: Final = (
         "taking the model configuration from a checkpoint is not supported",
         "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
         instead="give --config FOLDER/config.yaml: every run writes that file to its --save folder",
-    ),
-    refused(
-        "removing older checkpoints is not supported",
-        "--save-retain-interval=",
     ),
     refused(
         "checkpoints in addition to those of --save are not supported",
@@ -301,11 +221,6 @@ UNSUPPORTED_FLAGS: Final = (
         instead="remove the flag; metrics.jsonl in --save (or --metrics-file) has the values",
     ),
     refused(
-        "logging this is not supported",
-        "--log-memory-interval= --log-device-memory-used --log-energy --log-progress --logging-level=",
-        instead="remove the flag; metrics.jsonl in --save has losses, norms, rates and times",
-    ),
-    refused(
         "this profiling option is not supported",
         "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack"
         " --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes --record-memory-history"
@@ -314,12 +229,6 @@ UNSUPPORTED_FLAGS: Final = (
     refused(
         "OpenTelemetry is not supported",
         "--otel-enabled --otel-service-name= --otel-span-groups=",
-    ),
-    refused(
-        "detecting faulty or slow hardware is not supported",
-        "--check-weight-hash-across-dp-replicas-interval= --gpu-sniff-test-interval= --log-straggler"
-        " --disable-straggler-on-startup --straggler-ctrlr-port= --straggler-minmax-count= --rerun-mode=disabled"
-        " --result-rejected-tracker-filename= --train-sync-interval=",
     ),
     refused(
         "skipping iterations is not supported",

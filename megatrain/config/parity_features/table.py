@@ -1,10 +1,11 @@
 """The features that `megatrain parity` compares with one another, and the pairs of them that are refused.
 
     OPTIONS ──> the rows of `megatrain parity`: every pair of words is in at least one row (tools/parity/rows.py)
-       └──────> a rule of `resolve`: a run uses only features of these tables, and no pair of REFUSED_PAIRS
+       ├──────> a line of the plan, if a run uses a value that these tables do not list (rules/unproven.py)
+       └──────> a rule of `resolve`: a run uses no pair of REFUSED_PAIRS
     NUMBER_FORMATS ──> additional rows in fp32, bf16 and fp16 (tools/parity/low_precision.py)
 
-One table thus decides both what is verified and what is allowed. It lists features, not sizes: tensor parallelism is
+One table thus decides both what is verified and what is named as unproven. It lists features, not sizes: tensor parallelism is
 verified for the sizes 2, 3, 4 and 8 and allowed for any.
 
 To add a value of an option, add one `Feature` with the flags that select it and a predicate on the resolved
@@ -55,17 +56,19 @@ def features_of(plan: PlanOrDraft, options: Sequence[Option] = OPTIONS) -> dict[
     }
 
 
-def features_are_verified(
+def unlisted_values(draft: Draft, options: Sequence[Option] = (*OPTIONS, *NUMBER_FORMATS)) -> Iterator[str]:
+    """Yield the flags of each option whose value the table does not list."""
+    for option in options:
+        if not any(feature.is_used(draft) for feature in option.features):
+            yield " ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in option.settings)
+
+
+def features_are_supported_together(
     draft: Draft,
     options: Sequence[Option] = (*OPTIONS, *NUMBER_FORMATS),
     refused: Sequence[RefusedPair] = REFUSED_PAIRS,
 ) -> Iterator[Problem]:
-    """Rule: every option has a value that the table lists, and no two features form a refused pair."""
-    for option in options:
-        if not any(feature.is_used(draft) for feature in option.features):
-            values = " ".join(f"{flag_of(path)} {draft.config.get(path)}" for path in option.settings)
-            known = " or ".join(feature.flags for feature in option.features if feature.flags)
-            yield Problem(f"{values} is not verified by `megatrain parity`", f"use {known}")
+    """Rule: no two features form a refused pair."""
     used = features_of(draft, options)
     for refused_pair in refused:
         first, second = (used.get(name) for name in refused_pair.pair)

@@ -143,15 +143,6 @@ def seed_is_in_range(draft: Draft) -> Problems:
         yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed from 0 to {largest}")
 
 
-def no_data_sharding_requires_cyclic(draft: Draft) -> Problems:
-    data = draft.config.data
-    if data.no_data_sharding and data.dataloader_type != "cyclic":
-        yield Problem(
-            f"--no-data-sharding has no effect with --dataloader-type {data.dataloader_type}",
-            "add --dataloader-type cyclic, or remove --no-data-sharding",
-        )
-
-
 def vocabulary_is_known(draft: Draft) -> Problems:
     tokenizer, facts = draft.config.tokenizer, draft.facts
     has_only_size = tokenizer == TokenizerConfig(vocab_size=tokenizer.vocab_size)
@@ -198,7 +189,6 @@ DATA_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     validation_sets_are_separate,
     document_ends_have_one_source,
     seed_is_in_range,
-    no_data_sharding_requires_cyclic,
     vocabulary_is_known,
     end_of_document_is_known,
     padded_vocabulary_holds_all_tokens,

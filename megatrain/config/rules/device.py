@@ -67,15 +67,6 @@ def cublas_is_deterministic(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def implementation_is_deterministic(draft: Draft) -> Iterator[Problem]:
-    implementation = draft.config.model.transformer_impl
-    if _is_deterministic(draft) and implementation != "local":
-        yield Problem(
-            f"--deterministic-mode is not supported together with --transformer-impl {implementation} on a GPU",
-            "use --transformer-impl local, or remove --deterministic-mode",
-        )
-
-
 def _is_deterministic(draft: Draft) -> bool:
     return draft.config.training.deterministic_mode and draft.config.training.device == "cuda"
 
@@ -87,5 +78,4 @@ DEVICE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     gpus_require_nccl,
     kernels_can_be_compiled,
     cublas_is_deterministic,
-    implementation_is_deterministic,
 )

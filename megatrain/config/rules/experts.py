@@ -1,6 +1,5 @@
 """Rules about experts: routing, load balancing, capacity, expert parallelism."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -8,30 +7,11 @@ from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.rules.sizes import divisor_near, multiple_near
-from megatrain.config.schema.experts import ExpertsConfig
-from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
 BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 _LOSSES: Final = BALANCING[:3]
-
-
-def expert_settings_have_an_effect(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.num_experts is not None:
-        return
-    given = [
-        flag_of(entry.name)
-        for entry in dataclasses.fields(ExpertsConfig)
-        if draft.is_given(f"experts.{entry.name}")
-        and getattr(experts, entry.name) not in (entry.default, None)
-    ]
-    if given:
-        yield Problem(
-            f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect without --num-experts",
-            f"add --num-experts, or remove {' '.join(given)}",
-        )
 
 
 def expert_layers_are_valid(draft: Draft) -> Problems:
@@ -120,15 +100,6 @@ def expert_groups_are_valid(draft: Draft) -> Problems:
         )
 
 
-def pre_softmax_requires_softmax(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.moe_router_pre_softmax and experts.moe_router_score_function != "softmax":
-        yield Problem(
-            f"--moe-router-pre-softmax has no effect with --moe-router-score-function {experts.moe_router_score_function}",
-            "remove --moe-router-pre-softmax, or use --moe-router-score-function softmax",
-        )
-
-
 def load_balancing_is_valid(draft: Draft) -> Problems:
     experts = draft.config.experts
     kinds, factors = experts.moe_router_load_balancing_type, experts.moe_aux_loss_coeff
@@ -149,12 +120,6 @@ def load_balancing_is_valid(draft: Draft) -> Problems:
             f"--moe-router-load-balancing-type has {len(kinds)} values and --moe-aux-loss-coeff has {len(factors)}",
             f"give one coefficient per loss, such as --moe-aux-loss-coeff {' '.join(['1e-2'] * len(kinds))}",
         )
-    elif not set(kinds) & set(_LOSSES) and any(factors):
-        yield Problem(
-            f"--moe-aux-loss-coeff {' '.join(map(str, factors))} has no effect with --moe-router-load-balancing-type"
-            f" {' '.join(kinds)}",
-            "remove --moe-aux-loss-coeff, or use --moe-router-load-balancing-type aux_loss",
-        )
     if any(factor < 0 for factor in factors):
         yield Problem(
             f"--moe-aux-loss-coeff {' '.join(map(str, factors))} is negative and would reward an uneven load",
@@ -170,15 +135,9 @@ def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
             " Megatron-LM",
             "use --moe-router-score-function sigmoid, or remove --moe-router-enable-expert-bias",
         )
-    if experts.moe_router_bias_update_rate != 1e-3 and not experts.moe_router_enable_expert_bias:
-        yield Problem(
-            f"--moe-router-bias-update-rate {experts.moe_router_bias_update_rate:g} has no effect without"
-            " --moe-router-enable-expert-bias",
-            "add --moe-router-enable-expert-bias, or remove --moe-router-bias-update-rate",
-        )
 
 
-def sinkhorn_settings_have_an_effect(draft: Draft) -> Problems:
+def sinkhorn_excludes_expert_bias(draft: Draft) -> Problems:
     experts = draft.config.experts
     if "sinkhorn" not in experts.moe_router_load_balancing_type:
         return
@@ -187,56 +146,6 @@ def sinkhorn_settings_have_an_effect(draft: Draft) -> Problems:
             "--moe-router-load-balancing-type sinkhorn is not supported together with --moe-router-enable-expert-bias: both"
             " balance the routing",
             "remove one of them",
-        )
-        return
-    without_effect = {
-        "--moe-router-topk-scaling-factor": experts.moe_router_topk_scaling_factor is not None,
-        "--moe-router-num-groups": experts.moe_router_num_groups is not None,
-        f"--moe-router-score-function {experts.moe_router_score_function}": experts.moe_router_score_function
-        != "softmax",
-    }
-    given = [flag for flag, is_given in without_effect.items() if is_given]
-    if given:
-        yield Problem(
-            f"{' '.join(given)} {'have' if len(given) > 1 else 'has'} no effect with --moe-router-load-balancing-type sinkhorn",
-            f"remove {' '.join(given)}, or use --moe-router-load-balancing-type aux_loss",
-        )
-
-
-def capacity_settings_have_an_effect(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.moe_expert_capacity_factor is not None:
-        return
-    given = [
-        flag
-        for flag, is_given in (
-            ("--moe-pad-expert-input-to-capacity", experts.moe_pad_expert_input_to_capacity),
-            ("--moe-token-drop-policy position", experts.moe_token_drop_policy != "probs"),  # noqa: S105 (no password)
-        )
-        if is_given
-    ]
-    if given:
-        yield Problem(
-            f"{' and '.join(given)} {'have' if len(given) > 1 else 'has'} no effect without --moe-expert-capacity-factor,"
-            " since no assignment is dropped",
-            f"add --moe-expert-capacity-factor, such as 1.25, or remove {' and '.join(given)}",
-        )
-
-
-def shared_expert_has_a_size(draft: Draft) -> Problems:
-    experts = draft.config.experts
-    if experts.moe_shared_expert_gate and experts.moe_shared_expert_intermediate_size is None:
-        yield Problem(
-            "--moe-shared-expert-gate has no effect without --moe-shared-expert-intermediate-size",
-            "add --moe-shared-expert-intermediate-size, or remove --moe-shared-expert-gate",
-        )
-
-
-def dispatcher_is_supported(draft: Draft) -> Problems:
-    if draft.config.experts.moe_token_dispatcher_type == "flex":  # noqa: S105 (no password)
-        yield Problem(
-            "--moe-token-dispatcher-type flex is not supported: it requires DeepEP or HybridEP, which megatrain does not use",
-            "use --moe-token-dispatcher-type alltoall",
         )
 
 
@@ -310,13 +219,12 @@ def shared_expert_divides_over_tp_ranks(draft: Draft) -> Problems:
 
 
 def expert_ranks_have_experts(draft: Draft) -> Problems:
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-        size = draft.config.get(f"parallel.{name}")
-        if draft.config.experts.num_experts is None and size is not None and size > 1:
-            yield Problem(
-                f"{flag_of(name)} {size} has no effect without --num-experts",
-                f"add --num-experts, or remove {flag_of(name)}",
-            )
+    size = draft.config.parallel.expert_model_parallel_size
+    if draft.config.experts.num_experts is None and size > 1:
+        yield Problem(
+            f"--expert-model-parallel-size {size} requires --num-experts",
+            "add --num-experts, or remove --expert-model-parallel-size",
+        )
 
 
 def experts_divide_over_ep_ranks(draft: Draft) -> Problems:
@@ -341,22 +249,17 @@ def expert_width_divides_over_etp_ranks(draft: Draft) -> Problems:
 
 
 EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
-    expert_settings_have_an_effect,
     expert_layers_are_valid,
     experts_have_a_width,
     topk_fits_num_experts,
     top1_routing_has_a_gradient,
     expert_groups_are_valid,
-    pre_softmax_requires_softmax,
     load_balancing_is_valid,
     expert_bias_requires_sigmoid,
-    sinkhorn_settings_have_an_effect,
-    capacity_settings_have_an_effect,
-    shared_expert_has_a_size,
+    sinkhorn_excludes_expert_bias,
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,
-    dispatcher_is_supported,
     experts_have_no_biases,
     experts_require_uniform_layers,
     experts_require_sequence_parallel,

@@ -12,7 +12,7 @@ from megatrain.config.schema.tree import flag_of
 Problems = Iterator[Problem]
 
 _DENSE_MODULES: Final = ("core_attn", "mlp", "layernorm")
-_EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
+EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
 
 
 def mlp_has_one_activation(draft: Draft) -> Problems:
@@ -23,18 +23,13 @@ def mlp_has_one_activation(draft: Draft) -> Problems:
         yield Problem(f"{' and '.join(given)} each select the activation of the MLP", "give one of them")
 
 
-def gate_settings_have_an_effect(draft: Draft) -> Problems:
+def clamp_is_of_quick_geglu(draft: Draft) -> Problems:
     model = draft.config.model
     if model.activation_func_clamp_value is not None and not model.quick_geglu:
         yield Problem(
             f"--activation-func-clamp-value {model.activation_func_clamp_value} has no effect without --quick-geglu,"
             " as in Megatron-LM",
             "remove --activation-func-clamp-value, or add --quick-geglu",
-        )
-    if model.glu_linear_offset and not (model.swiglu or model.geglu or model.quick_geglu):
-        yield Problem(
-            f"--glu-linear-offset {model.glu_linear_offset} has no effect on an MLP without a gate",
-            "remove --glu-linear-offset, or add --quick-geglu, --swiglu or --geglu",
         )
 
 
@@ -47,20 +42,6 @@ def learned_positions_have_a_length(draft: Draft) -> Problems:
         yield Problem(
             f"--position-embedding-type learned_absolute{origin} requires --max-position-embeddings",
             f"add --max-position-embeddings {draft.config.data.seq_length}, or use --position-embedding-type rope",
-        )
-
-
-def rotary_settings_have_an_effect(draft: Draft) -> Problems:
-    model, kind = draft.config.model, draft.config.model.position_embedding_type
-    if model.use_rope_scaling and kind != "rope":
-        yield Problem(
-            f"--use-rope-scaling has no effect with --position-embedding-type {kind}",
-            "remove --use-rope-scaling, or use --position-embedding-type rope",
-        )
-    if model.no_rope_freq is not None and kind not in ("rope", "yarn"):
-        yield Problem(
-            f"--no-rope-freq {model.no_rope_freq} has no effect with --position-embedding-type {kind}",
-            "remove --no-rope-freq, or use --position-embedding-type rope",
         )
 
 
@@ -116,50 +97,15 @@ def window_is_causal(draft: Draft) -> Problems:
             f"--window-size: {error}",
             "give the tokens to the left and 0 to the right, such as --window-size 128,0",
         )
-    if model.window_attn_skip_freq is not None and model.window_size is None:
-        yield Problem(
-            f"--window-attn-skip-freq {model.window_attn_skip_freq} has no effect without --window-size",
-            "add --window-size, or remove --window-attn-skip-freq",
-        )
 
 
 def all_heads_norm_is_rms(draft: Draft) -> Problems:
     model = draft.config.model
-    if model.qk_layernorm_width != "all_heads":
-        return
-    if not model.qk_layernorm:
-        yield Problem(
-            "--qk-layernorm-width all_heads has no effect without --qk-layernorm",
-            "add --qk-layernorm, or remove --qk-layernorm-width",
-        )
-    elif model.normalization != "RMSNorm":
+    is_whole = model.qk_layernorm and model.qk_layernorm_width == "all_heads"
+    if is_whole and model.normalization != "RMSNorm":
         yield Problem(
             f"--qk-layernorm-width all_heads is not supported together with --normalization {model.normalization}",
             "use --normalization RMSNorm, or --qk-layernorm-width head",
-        )
-
-
-def mup_settings_have_an_effect(draft: Draft) -> Problems:
-    model = draft.config.model
-    neutral = {
-        "mup_base_hidden_size": None,
-        "mup_width_mult": 1.0,
-        "mup_base_head_dim": None,
-        "mup_attn_scale_power": 1.0,
-        "mup_embedding_mult": 1.0,
-        "mup_output_mult": 1.0,
-    }
-    if not model.use_mup:
-        for name, value in neutral.items():
-            if getattr(model, name) != value:
-                yield Problem(
-                    f"{flag_of(name)} {getattr(model, name)} has no effect without --use-mup",
-                    f"add --use-mup, or remove {flag_of(name)}",
-                )
-    elif model.softmax_scale is not None and model.mup_base_head_dim is not None:
-        yield Problem(
-            f"--mup-base-head-dim {model.mup_base_head_dim:g} has no effect with --softmax-scale {model.softmax_scale:g}",
-            "give one of them",
         )
 
 
@@ -203,54 +149,28 @@ def recomputation_is_complete(draft: Draft) -> Problems:
             f"--recompute-granularity full requires {missing}",
             "add --recompute-method uniform --recompute-num-layers 1, which recomputes every layer",
         )
-    for flag, value in (("--recompute-method", method), ("--recompute-num-layers", layers)):
-        if kind != "full" and value is not None:
-            yield Problem(
-                f"{flag} {value} has no effect without --recompute-granularity full",
-                f"add --recompute-granularity full, or remove {flag}",
-            )
-    if kind == "full" and training.recompute_norms:
-        yield Problem(
-            "--recompute-norms has no effect with --recompute-granularity full, which recomputes norms anyway",
-            "remove one of them",
-        )
 
 
 def recompute_modules_are_supported(draft: Draft) -> Problems:
     training = draft.config.training
-    is_selective = training.recompute_granularity == "selective" or training.recompute_activations
-    if training.recompute_modules and not is_selective:
-        yield Problem(
-            f"--recompute-modules {' '.join(training.recompute_modules)} has no effect without --recompute-granularity"
-            " selective",
-            "add --recompute-granularity selective, or remove --recompute-modules",
-        )
-    known = (*_DENSE_MODULES, *_EXPERT_MODULES)
+    known = (*_DENSE_MODULES, *EXPERT_MODULES)
     unknown = [name for name in training.recompute_modules if name not in known]
     if unknown:
         yield Problem(
             f"--recompute-modules {' '.join(unknown)} is not supported",
             f"use one or more of --recompute-modules {' '.join(known)}",
         )
-    expert_modules = [name for name in training.recompute_modules if name in _EXPERT_MODULES]
-    if expert_modules and is_selective and draft.config.experts.num_experts is None:
-        yield Problem(
-            f"--recompute-modules {' '.join(expert_modules)} has no effect without --num-experts",
-            f"remove {' '.join(expert_modules)}, or use mlp",
-        )
 
 
 MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     mlp_has_one_activation,
-    gate_settings_have_an_effect,
+    clamp_is_of_quick_geglu,
     learned_positions_have_a_length,
-    rotary_settings_have_an_effect,
     yarn_has_an_original_length,
     rotary_channels_are_even,
     layer_patterns_are_valid,
     window_is_causal,
     all_heads_norm_is_rms,
-    mup_settings_have_an_effect,
     mup_width_mult_matches_sizes,
     recomputation_is_complete,
     recompute_modules_are_supported,

@@ -7,8 +7,11 @@ from typing import Final
 from megatrain.config.derive.attention_features import layers_with_eager_attention
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.transformer_engine import local_leaves
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume import changed_settings
+from megatrain.config.rules.unproven import unproven
+from megatrain.config.rules.without_effect import expert_modules_without_effect, settings_without_effect
 from megatrain.config.schema.tree import flag_of
 
 
@@ -165,11 +168,22 @@ def attention_kernel(draft: Draft) -> Iterator[str]:
 
 
 def memory_is_planned_with_local(draft: Draft) -> Iterator[str]:
-    if draft.config.training.dry_run and draft.config.model.transformer_impl != "local":
+    if draft.config.training.dry_run and draft.derived.transformer_impl != "local":
         yield (
-            "the memory plan assumes --transformer-impl local, since the activations saved by"
-            f" {draft.config.model.transformer_impl} are unknown without a GPU"
+            "the memory plan assumes --transformer-impl local, since the activations that Transformer Engine saves are"
+            " unknown without a GPU"
         )
+
+
+def layers_of_local(draft: Draft) -> Iterator[str]:
+    """Name the leaves of `local` under --transformer-impl transformer_engine."""
+    if draft.config.model.transformer_impl == "local":
+        return
+    if draft.derived.transformer_impl == "local":
+        yield draft.origins["derived.transformer_impl"].detail
+    leaves = [f"{leaf} ({reason})" for leaf, reason in local_leaves(draft).items()]
+    if leaves:
+        yield f"--transformer-impl transformer_engine: local supplies {', '.join(leaves)}"
 
 
 def custom_layers_are_used(draft: Draft) -> Iterator[str]:
@@ -271,6 +285,9 @@ def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
 
 
 NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
+    unproven,
+    settings_without_effect,
+    expert_modules_without_effect,
     dropout_by_default,
     float32_by_default,
     sequence_parallel_has_no_effect,
@@ -291,6 +308,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     rotary_positions_are_relative,
     attention_kernel,
     memory_is_planned_with_local,
+    layers_of_local,
     custom_layers_are_used,
     mup_base_is_this_model,
     mup_output_layer_lr_differs,

@@ -152,12 +152,6 @@ def restarts_keep_training_state(draft: Draft) -> Iterator[Problem]:
         )
 
 
-def finetune_requires_load(draft: Draft) -> Iterator[Problem]:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.finetune and checkpoint.load is None:
-        yield Problem("--finetune requires --load", "add --load FOLDER, or remove --finetune")
-
-
 def changed_settings(draft: Draft) -> Iterator[str]:
     """Yield one note per class of change since the checkpoint, with changes such as `--lr 0.001 -> 0.002`."""
     by_label: dict[str, list[str]] = {}
@@ -231,23 +225,12 @@ def _as_flag(path: str, value: Any) -> str:
     return f"without {flag}" if value is None or value == [] else f"{flag} {_as_text(value)}"
 
 
-def save_interval_has_a_folder(draft: Draft) -> Iterator[Problem]:
-    checkpoint = draft.config.checkpoint
-    if checkpoint.save_interval is not None and checkpoint.save is None:
-        yield Problem(
-            f"--save-interval {checkpoint.save_interval} requires --save",
-            "add --save FOLDER, or remove --save-interval",
-        )
-
-
 def missing_checkpoint_has_one_answer(draft: Draft) -> Iterator[Problem]:
     checkpoint = draft.config.checkpoint
     if checkpoint.load_or_start and checkpoint.exit_on_missing_checkpoint:
         yield Problem(
             "--load-or-start and --exit-on-missing-checkpoint contradict each other", "remove one of them"
         )
-    if checkpoint.load_or_start and checkpoint.load is None:
-        yield Problem("--load-or-start requires --load", "add --load FOLDER, or remove --load-or-start")
 
 
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
@@ -258,7 +241,5 @@ RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     schedules_match_checkpoint,
     checkpoint_has_optimizer_state,
     restarts_keep_training_state,
-    finetune_requires_load,
-    save_interval_has_a_folder,
     missing_checkpoint_has_one_answer,
 )

@@ -100,7 +100,7 @@ SAFE: Final = ResumeClass(
     " training: micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule"
     " decrease_batch_size_if_needed train_iters train_samples calculate_per_token_loss check_for_nan_in_loss_and_grad check_for_large_grads check_for_spiky_loss"
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_at_start deterministic_mode"
-    " compile manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
+    " compile require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations recompute_norms device;"
     " checkpoint: save save_interval no_save_optim;"
     " logging: log_interval metrics_file print_config log_throughput log_params_norm log_num_zeros_in_grad"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from megatrain.config.errors import Problem
-from megatrain.config.parity_features.table import features_are_verified
+from megatrain.config.parity_features.table import features_are_supported_together
 from megatrain.config.plan import Draft
 from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 from megatrain.config.rules.data import DATA_RULES
@@ -22,7 +22,7 @@ from megatrain.config.rules.resume import RESUME_RULES
 from megatrain.config.rules.schedule import SCHEDULE_RULES
 from megatrain.config.rules.sizes import SIZE_RULES
 from megatrain.config.rules.training import TRAINING_RULES
-from megatrain.config.rules.transformer_engine import TRANSFORMER_ENGINE_RULES
+from megatrain.config.rules.unproven import parity_is_required
 
 RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *SIZE_RULES,
@@ -30,7 +30,6 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *CONTEXT_PARALLEL_RULES,
     *MODEL_RULES,
     *LAYER_RULES,
-    *TRANSFORMER_ENGINE_RULES,
     *EXPERT_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,
@@ -38,5 +37,6 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *DEVICE_RULES,
     *LOGGING_RULES,
     *RESUME_RULES,
-    features_are_verified,
+    features_are_supported_together,
+    parity_is_required,
 )

@@ -51,11 +51,6 @@ def decoupled_rates_are_in_order(draft: Draft) -> Problems:
     optimizer, floor = draft.config.optimizer, draft.config.schedule.min_lr
     top, bottom = optimizer.decoupled_lr, optimizer.decoupled_min_lr
     if top is None:
-        if bottom is not None:
-            yield Problem(
-                f"--decoupled-min-lr {bottom} has no effect without --decoupled-lr",
-                "add --decoupled-lr, or remove --decoupled-min-lr",
-            )
         return
     lowest, flag = (floor, "--min-lr") if bottom is None else (bottom, "--decoupled-min-lr")
     if lowest > top:
@@ -92,13 +87,8 @@ def weight_decay_schedule_is_complete(draft: Draft) -> Problems:
     schedule = draft.config.schedule
     start, end = schedule.start_weight_decay, schedule.end_weight_decay
     if schedule.weight_decay_incr_style == "constant":
-        for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
-            if value is not None:
-                yield Problem(
-                    f"{flag} {value} has no effect with --weight-decay-incr-style constant",
-                    f"use --weight-decay-incr-style linear or cosine, or remove {flag} and use --weight-decay",
-                )
-    elif start is None or end is None:
+        return
+    if start is None or end is None:
         yield Problem(
             f"--weight-decay-incr-style {schedule.weight_decay_incr_style} requires a start and an end",
             "add --start-weight-decay and --end-weight-decay",

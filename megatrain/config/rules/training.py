@@ -96,27 +96,6 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
             )
 
 
-def moments_require_adam(draft: Draft) -> Problems:
-    optimizer = draft.config.optimizer
-    given = {"--exp-avg-dtype": optimizer.exp_avg_dtype, "--exp-avg-sq-dtype": optimizer.exp_avg_sq_dtype}
-    for flag, dtype in given.items():
-        if optimizer.optimizer == "sgd" and dtype != "fp32":
-            yield Problem(
-                f"{flag} {dtype} has no effect with --optimizer sgd, which has no such state",
-                f"remove {flag}, or use --optimizer adam",
-            )
-
-
-def offload_fraction_requires_offload(draft: Draft) -> Problems:
-    optimizer = draft.config.optimizer
-    if not optimizer.optimizer_cpu_offload and optimizer.optimizer_offload_fraction != 1:
-        yield Problem(
-            f"--optimizer-offload-fraction {optimizer.optimizer_offload_fraction} has no effect without"
-            " --optimizer-cpu-offload",
-            "add --optimizer-cpu-offload, or remove --optimizer-offload-fraction",
-        )
-
-
 def dtypes_agree(draft: Draft) -> Problems:
     precision = draft.config.precision
     if precision.bf16 and precision.fp16:
@@ -159,8 +138,6 @@ TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     samples_fill_a_batch,
     batch_sizes_are_valid,
     changing_batches_require_samples,
-    moments_require_adam,
-    offload_fraction_requires_offload,
     dtypes_agree,
     loss_scale_is_in_range,
     exit_signal_is_valid,

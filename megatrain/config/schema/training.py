@@ -48,6 +48,8 @@ class TrainingConfig(CheckedSection):
     """Also evaluate before the first iteration, on the samples of the first evaluation. Not in Megatron-LM."""
     deterministic_mode: bool = False
     """Use only deterministic operations, although some are slower. Always so on a CPU."""
+    require_parity: bool = False
+    """Treat settings whose result is not proven equal under every layout as errors. Off: as notes. Not in Megatron-LM."""
     compile: bool = True
     """On GPUs, use kernels that Triton and flash-attn-4 compile at run time. --no-compile: torch's own operations, which are slower. Not in Megatron-LM."""
     manual_gc: bool = False

@@ -10,7 +10,7 @@ from megatrain.kernels import activations
 from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
-from megatrain.model.implementations.leaves import CoreAttention, Pointwise
+from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.local import (
     CastToWeightDtype,
     LocalActivationRowLinear,
@@ -45,31 +45,31 @@ class LocalLeaves:
     context: ContextAttention | None = None
     """Attention over the ranks of `cp`; None: a ring of them."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> LocalNorm:
+    def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
         return LocalNorm(weights, spec, self.dtype)
 
-    def split_norm(self, weights: Weights, spec: NormSpec) -> LocalSplitRmsNorm:
+    def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
         return LocalSplitRmsNorm(weights, spec, self.dtype, self.tp)
 
     def column_linear(
         self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
-    ) -> LocalColumnLinear:
+    ) -> ColumnLinear:
         return LocalColumnLinear(
             self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
         )
 
     def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:
-        return CastToWeightDtype(self.dtype) if norm is None else self.norm(norm, self.norms)
+        return CastToWeightDtype(self.dtype) if norm is None else LocalNorm(norm, self.norms, self.dtype)
 
     def grouped_mlp(
         self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_local_experts: int
     ) -> LocalGroupedMlp:
         return LocalGroupedMlp(_activation(spec), fc1, fc2, num_local_experts, self.dtype)
 
-    def row_linear(self, linear: Weights) -> LocalRowLinear:
+    def row_linear(self, linear: Weights) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype)
 
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> LocalRowLinear:
+    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
         return LocalActivationRowLinear(linear, self.tp, self.dtype, _activation(spec))
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
-from megatrain.kernels.random import stream_key
-from megatrain.model.implementations.leaves import CoreAttention, GroupedMlp, Pointwise, ResidualNorm
-from megatrain.model.implementations.local import LocalDropout
+from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
+from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
@@ -36,57 +35,38 @@ from megatrain.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
-class TransformerEngineLeaves:
-    """Builder of the leaves of one rank. Rules of the configuration refuse what the library cannot do."""
+class TransformerEngineLeaves(LocalLeaves):
+    """Builder of the leaves of one rank. `local` supplies those that the library lacks (`derive/transformer_engine.py`)."""
 
-    tp: TensorParallel
-    cp: ContextParallel
-    dtype: torch.dtype
-    norms: NormSpec
-    seed: int
-    """Seed of dropout."""
-    context: ContextAttention
-    """Attention over the ranks of `cp`."""
+    is_residual_fp32: bool = False
+    """The residual stream is in the accumulation dtype, which the library's norms do not read."""
 
-    def norm(self, weights: Weights, spec: NormSpec) -> TENorm:
+    def norm(self, weights: Weights, spec: NormSpec) -> Pointwise:
+        if self.is_residual_fp32:
+            return super().norm(weights, spec)
         return TENorm(weights, spec, self.dtype)
-
-    def split_norm(self, weights: Weights, spec: NormSpec) -> Pointwise:  # noqa: ARG002
-        raise _refused("a norm over heads of several ranks")
 
     def column_linear(
         self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
-    ) -> TEColumnLinear:
-        if recompute_norm and norm is not None:
-            raise _refused("norms that are recomputed in the backward pass")
+    ) -> ColumnLinear:
+        if self.is_residual_fp32 or (recompute_norm and norm is not None):
+            return super().column_linear(norm, linear, recompute_norm=recompute_norm)
         return TEColumnLinear(self, norm, linear)
 
-    def row_linear(self, linear: Weights) -> TERowLinear:
+    def row_linear(self, linear: Weights) -> RowLinear:
         return TERowLinear(self, linear)
 
-    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> TERowLinear:
-        if (
-            spec.activation_fn is not None
-            or spec.clamp is not None
-            or spec.offset
-            or spec.activation not in _ACTIVATIONS
-        ):
-            raise _refused(f"the activation of {spec}")
+    def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear:
+        is_plain = spec.activation_fn is None and spec.clamp is None and not spec.offset
+        if not is_plain or spec.activation not in _ACTIVATIONS:
+            return super().activation_row_linear(spec, linear)
         return TERowLinear(self, linear, _ACTIVATIONS[spec.activation])
 
-    def residual_norm(self, norm: Weights | None) -> ResidualNorm:  # noqa: ARG002
-        raise _refused("layers of experts")
-
-    def grouped_mlp(self, *_: Any) -> GroupedMlp:
-        raise _refused("layers of experts")
-
-    def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:  # noqa: ARG002
-        if spec.softcap is not None or spec.sink != "none" or spec.dropout:
-            raise _refused(f"the attention of {spec}")
+    def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
+        if self.attention != "transformer_engine":
+            return super().core_attention(spec, sink, name)
+        assert self.context is not None, "the builder of the model gives it"
         return TECoreAttention(spec, self.tp, _context_options(self.cp, self.context))
-
-    def dropout(self, p: float, name: str) -> Pointwise:
-        return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
 
 
 _ACTIVATIONS = {
@@ -113,13 +93,6 @@ def library() -> Any:
             fix="install a build of it for this torch and CUDA, or use --transformer-impl local",
         ) from error
     return te
-
-
-def _refused(what: str) -> ConfigError:
-    """Return the error for a custom layer; rules check what flags describe."""
-    return ConfigError(
-        f"--transformer-impl transformer_engine does not have {what}", fix="use --transformer-impl local"
-    )
 
 
 class TEModuleAdapter:

@@ -18,7 +18,6 @@ from megatrain.tools.parity.measure import LOW_PRECISIONS, Job, Precision, plan_
 from megatrain.tools.parity.rows import (
     MAX_RANKS,
     QUICK_ROWS,
-    WITHOUT_EXPERTS,
     WORDS,
     Layout,
     all_pairs,
@@ -125,31 +124,21 @@ def _implementation_rows(max_ranks: int) -> list[Layout]:
 
 
 def _rows_of(arguments: argparse.Namespace, layouts: Sequence[Layout]) -> list[Row]:
-    """Return the rows among these layouts that another implementation than `local` supports, in bf16.
+    """Return the rows of these layouts for another implementation than `local`, in bf16.
 
     Raises:
-        ConfigError: it supports none.
+        ConfigError: `local` would supply all layers.
     """
     precision: Precision = arguments.precision or "bf16"
 
-    def job(layout: Layout) -> Job:
-        return Job(layout, precision, arguments.device, arguments.transformer_impl)
-
-    def is_computed(layout: Layout) -> bool:
-        try:
-            plan_of(job(layout), layout.world_size)
-        except ConfigError:
-            return False  # a rule refuses it for this implementation
-        return True
-
-    plan_of(job(Layout.of("tokens")), 1)
-    plain = f"tokens {WITHOUT_EXPERTS}"  # no other implementation supports experts
-    asked = list(dict.fromkeys(one.but(plain) for one in layouts))
-    found = [layout for layout in asked if is_computed(layout)]
-    print(
-        f"{arguments.transformer_impl} supports {len(found)} of {len(asked)} rows; it lacks a feature of the others"
-    )
-    return [(precision, layout) for layout in found]
+    job = Job(Layout.of("tokens"), precision, arguments.device, arguments.transformer_impl)
+    plan = plan_of(job, 1)
+    if plan.derived.transformer_impl != arguments.transformer_impl:
+        raise ConfigError(
+            plan.origins["derived.transformer_impl"].detail,
+            fix="use --transformer-impl local, or a machine where the library runs",
+        )
+    return [(precision, layout) for layout in dict.fromkeys(one.but("tokens") for one in layouts)]
 
 
 def _slice_of(arguments: argparse.Namespace) -> tuple[int, int]:

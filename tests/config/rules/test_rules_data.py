@@ -61,10 +61,6 @@ CASES = {
     "seed_is_in_range": [
         (f"--seed {2**32}", "", None, ("--seed 4294967296",), ("4294967295",)),
     ],
-    "no_data_sharding_requires_cyclic": [
-        ("--no-data-sharding", "", None,
-         ("--no-data-sharding", "--dataloader-type single"), ("--dataloader-type cyclic", "--no-data-sharding")),
-    ],
     "vocabulary_is_known": [
         ("--tokenizer-type HuggingFaceTokenizer", "", None,
          ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model"), ("--tokenizer-model",)),

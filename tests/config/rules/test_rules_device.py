@@ -30,11 +30,6 @@ CASES = {
         ("--deterministic-mode", "", Facts(device="cuda", cublas_workspace=":0:0"),
          ("--deterministic-mode", ":0:0"), ("unset CUBLAS_WORKSPACE_CONFIG", ":4096:8")),
     ],
-    "implementation_is_deterministic": [
-        ("--deterministic-mode --transformer-impl transformer_engine --bf16", "", Facts(device="cuda", libraries={"transformer_engine": "2.20.2"}),
-         ("--deterministic-mode", "--transformer-impl transformer_engine"),
-         ("--transformer-impl local", "--deterministic-mode")),
-    ],
 }  # fmt: skip
 
 

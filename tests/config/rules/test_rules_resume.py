@@ -343,16 +343,9 @@ CASES = {
          ("--no-load-optim", "--save", "--load"), ("--load", "--no-load-optim")),
         ("--save r --load r --finetune", "", None, ("--finetune", "--save", "--load"), ("--load", "--finetune")),
     ],
-    "finetune_requires_load": [
-        ("--finetune", "", None, ("--finetune", "--load"), ("--load", "--finetune")),
-    ],
-    "save_interval_has_a_folder": [
-        ("--save-interval 5", "", None, ("--save-interval 5", "--save"), ("--save", "--save-interval")),
-    ],
     "missing_checkpoint_has_one_answer": [
         ("--load a --load-or-start --exit-on-missing-checkpoint", "", None,
          ("--load-or-start", "--exit-on-missing-checkpoint"), ("one of them",)),
-        ("--load-or-start", "", None, ("--load-or-start", "--load"), ("--load", "--load-or-start")),
     ],
 }  # fmt: skip
 

@@ -21,8 +21,6 @@ CASES = {
         ("--lr-warmup-init 1", "", None, ("--lr-warmup-init 1.0", "--lr 0.001"), ("--lr-warmup-init 0.001",)),
     ],
     "decoupled_rates_are_in_order": [
-        ("--decoupled-min-lr 0.1", "", None,
-         ("--decoupled-min-lr 0.1", "--decoupled-lr"), ("--decoupled-lr", "--decoupled-min-lr")),
         ("--decoupled-lr 1e-4 --min-lr 5e-4", "", None,
          ("--min-lr 0.0005", "--decoupled-lr 0.0001"), ("--decoupled-min-lr 0.0001",)),
         ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-3", "", None,
@@ -39,9 +37,6 @@ CASES = {
          ("40 samples", "sample 20"), ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")),
     ],
     "weight_decay_schedule_is_complete": [
-        ("--start-weight-decay 0.1", "", None,
-         ("--start-weight-decay 0.1", "--weight-decay-incr-style constant"),
-         ("--weight-decay-incr-style linear", "--start-weight-decay", "--weight-decay")),
         ("--weight-decay-incr-style linear", "", None,
          ("--weight-decay-incr-style linear",), ("--start-weight-decay", "--end-weight-decay")),
         ("--weight-decay-incr-style linear --start-weight-decay 0.2 --end-weight-decay 0.1", "", None,

@@ -37,15 +37,6 @@ CASES = {
         ("--step-batch-size-schedule 0:4,1k:8 --train-samples 99 --lr-warmup-iters 1", "--train-iters", None,
          ("--lr-warmup-iters 1", "--step-batch-size-schedule"), ("--lr-warmup-samples",)),
     ],
-    "moments_require_adam": [
-        ("--optimizer sgd --exp-avg-sq-dtype bf16", "", None,
-         ("--exp-avg-sq-dtype bf16", "--optimizer sgd"), ("--exp-avg-sq-dtype", "--optimizer adam")),
-    ],
-    "offload_fraction_requires_offload": [
-        ("--optimizer-offload-fraction 0.5", "", None,
-         ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload"),
-         ("--optimizer-cpu-offload", "--optimizer-offload-fraction")),
-    ],
     "dtypes_agree": [
         ("--bf16 --params-dtype float32", "", None, ("--bf16", "--params-dtype float32"), ("one of them",)),
         ("--params-dtype bfloat16", "", None, ("--params-dtype bfloat16", "--bf16"), ("--bf16",)),

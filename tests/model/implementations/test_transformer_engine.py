@@ -70,9 +70,13 @@ def library() -> Iterator[ModuleType]:
 
 
 def built(spec: GptSpec, implementation: str) -> Model:
+    attention = spec.layers[0].mixer
+    assert attention is not None
+    is_plain = attention.softcap is None and attention.sink == "none" and not attention.dropout
     return build_model(
         spec, build_grid(GridShape(), 0), seq_length=SEQ, sequence_parallel=False, dtype=torch.float64,
         device=CPU, implementation=implementation,
+        attention=implementation if implementation == "transformer_engine" and is_plain else "sdpa",
     )  # fmt: skip
 
 
@@ -164,30 +168,35 @@ def test_a_renamed_argument_is_found(library: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "mlp"),
+    ("attention", "mlp", "leaf"),
     [
-        ({"softcap": 20.0}, {}),
-        ({"sink": "zero"}, {}),
-        ({"dropout": 0.1}, {}),
-        ({"qk_norm": "all_heads"}, {}),
-        ({}, {"activation": "gelu"}),
-        ({}, {"clamp": 7.0}),
-        ({}, {"offset": 1.0}),
+        ({"softcap": 20.0}, {}, "LocalContextAttention"),
+        ({"sink": "zero"}, {}, "LocalContextAttention"),
+        ({"dropout": 0.1}, {}, "LocalContextAttention"),
+        ({"qk_norm": "all_heads"}, {}, "LocalSplitRmsNorm"),
+        ({}, {"activation": "gelu"}, "LocalActivationRowLinear"),
+        ({}, {"clamp": 7.0}, "LocalActivationRowLinear"),
+        ({}, {"offset": 1.0}, "LocalActivationRowLinear"),
     ],
 )
-def test_a_layer_that_the_library_lacks_is_not_built(
+def test_local_supplies_a_leaf_that_the_library_lacks(
     library: ModuleType,
     attention: dict[str, object],
     mlp: dict[str, object],
+    leaf: str,
 ) -> None:
     spec = spec_of(
         AttentionSpec(**{**_ATTENTION, **attention}),  # type: ignore[arg-type]
         MlpSpec(**{"ffn_hidden_size": 24, **mlp}),  # type: ignore[arg-type]
     )
-    with pytest.raises(
-        ConfigError, match=r"--transformer-impl transformer_engine .*\n  fix: use --transformer-impl local"
-    ):
-        built(spec, "transformer_engine")
+    loss, gradients = trained(spec, "local")
+    found_loss, found = trained(spec, "transformer_engine")
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-9, atol=1e-11, msg=parameter)
+    names = {type(module).__name__ for module in built(spec, "transformer_engine").segments[1].modules()}
+    assert leaf in names
+    assert {name for name in names if name.startswith("TE")}, "all other leaves are the library's"
 
 
 def test_a_library_that_cannot_be_imported_is_reported_with_a_fix() -> None:

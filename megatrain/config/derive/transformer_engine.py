@@ -1,0 +1,116 @@
+"""`--transformer-impl transformer_engine`: the leaves that Transformer Engine supplies, and those that `local` supplies.
+
+`local` supplies a leaf where Transformer Engine lacks an option, or where its result would depend on the layout. Both
+implementations have the same parameters, so that leaves of both work together. The plan names the leaves and the reasons.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from megatrain.config.derive.attention_features import (
+    eager_attention_cause,
+    has_documents,
+    has_sinks,
+    layers_with_eager_attention,
+)
+from megatrain.config.derive.context_parallel import head_exchanges
+from megatrain.config.derive.versions import version_key
+from megatrain.config.plan import DerivedValue, Draft
+
+TRANSFORMER_ENGINE: Final = "transformer_engine"
+_FLAG: Final = "--transformer-impl transformer_engine"
+_MIN_VERSION: Final = "2.20"
+"""First version with the module signatures that megatrain uses."""
+
+
+def transformer_impl(draft: Draft) -> DerivedValue:
+    """Derive the implementation of the layers: `local` where Transformer Engine cannot run."""
+    if draft.config.model.transformer_impl == "local":
+        return DerivedValue("local", "--transformer-impl local")
+    if why_not := _why_not(draft):
+        return DerivedValue(
+            "local", f"{_FLAG}: local supplies all layers, since Transformer Engine {why_not}"
+        )
+    return DerivedValue(TRANSFORMER_ENGINE, _FLAG)
+
+
+def _why_not(draft: Draft) -> str:
+    """Return why the library cannot run, to follow its name; empty: it can. A dry run does not need the library."""
+    if draft.config.training.device != "cuda":
+        return "needs a GPU"
+    dtype = draft.config.precision.params_dtype
+    if dtype not in ("bfloat16", "float16"):
+        return f"is used in bf16 and fp16 only, and --params-dtype is {dtype}"
+    version = draft.facts.libraries.get(TRANSFORMER_ENGINE)
+    if draft.config.training.dry_run:
+        return ""
+    if version is None:
+        return "is not installed (pip install --no-build-isolation transformer_engine[pytorch])"
+    if version_key(version) < version_key(_MIN_VERSION):
+        return f"{version} is older than {_MIN_VERSION}"
+    return ""
+
+
+def local_leaves(draft: Draft) -> dict[str, str]:
+    """Return the leaves that `local` supplies although Transformer Engine runs, with the flags that are the reason."""
+    if draft.derived.transformer_impl != TRANSFORMER_ENGINE:
+        return {}
+    leaves = {
+        "core attention": ", ".join(why_local_attention(draft)),
+        "activations": ", ".join(_missing_in_activations(draft)),
+        "norms": ", ".join(_missing_in_norms(draft)),
+        "norms of queries and keys": _missing_in_head_norms(draft),
+        "experts": "their GEMMs are grouped in one kernel" if _has_experts(draft) else "",
+    }
+    return {leaf: reason for leaf, reason in leaves.items() if reason}
+
+
+def why_local_attention(draft: Draft) -> Iterator[str]:
+    """Yield the reasons for which core attention is that of `local`."""
+    model, cp = draft.config.model, draft.config.parallel.context_parallel_size
+    if model.attention_backend != "auto":
+        yield f"--attention-backend {model.attention_backend}"
+    if layers_with_eager_attention(draft) != "none":
+        yield eager_attention_cause(draft)
+    if has_sinks(draft):
+        yield "sinks in the softmax"
+    if draft.config.training.deterministic_mode:
+        yield "--deterministic-mode"
+    if cp > 1 and has_documents(draft):
+        yield f"documents with --context-parallel-size {cp}"
+    if "a2a+all_gather" in draft.derived.cp_comm_types:
+        yield "--cp-comm-type a2a+all_gather"
+    if any(each.groups % each.ranks for each in head_exchanges(draft)):
+        yield f"fewer query groups than ranks with --cp-comm-type {' '.join(draft.derived.cp_comm_types)}"
+
+
+def _missing_in_activations(draft: Draft) -> Iterator[str]:
+    model, custom = draft.config.model, draft.facts.custom_layers
+    if draft.derived.activation == "gelu":
+        yield "exact GELU"
+    if model.activation_func_clamp_value is not None:
+        yield f"--activation-func-clamp-value {model.activation_func_clamp_value}"
+    if model.glu_linear_offset:
+        yield f"--glu-linear-offset {model.glu_linear_offset}"
+    if custom is not None:
+        yield "activations of --spec that the library lacks"
+
+
+def _missing_in_norms(draft: Draft) -> Iterator[str]:
+    model, training = draft.config.model, draft.config.training
+    if model.fp32_residual_connection:
+        yield "--fp32-residual-connection"
+    if "layernorm" in training.recompute_modules:
+        yield "--recompute-modules layernorm"
+    elif training.recompute_norms:
+        yield "--recompute-norms"
+
+
+def _missing_in_head_norms(draft: Draft) -> str:
+    model = draft.config.model
+    is_split = model.qk_layernorm and model.qk_layernorm_width == "all_heads"
+    return "--qk-layernorm-width all_heads" if is_split else ""
+
+
+def _has_experts(draft: Draft) -> bool:
+    return any(layer.experts is not None for layer in draft.derived.layer_table.layers)

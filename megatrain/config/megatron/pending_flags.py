@@ -1,0 +1,104 @@
+"""Flags of Megatron-LM for speed, memory or supervision that have no effect so far. Results are the same without them.
+
+`flags.py` defines the notation. Remove a flag here when a setting of its name is added.
+"""
+
+from typing import Final
+
+from megatrain.config.megatron.answer import pending
+
+PENDING_FLAGS: Final = (
+    pending(
+        "asynchronous saving",
+        "the run waits while it saves",
+        "--async-save --use-persistent-ckpt-worker --async-strategy=* --async-ckpt-cpu-priority=*"
+        " --async-ckpt-io-priority=* --async-ckpt-use-cpu-shm",
+    ),
+    pending(
+        "retention of checkpoints",
+        "all checkpoints are kept",
+        "--save-retain-interval=*",
+    ),
+    pending(
+        "interleaved and uneven pipeline stages",
+        "each stage runs one chunk of equally many layers, with a larger bubble",
+        "--num-layers-per-virtual-pipeline-stage=* --num-virtual-stages-per-pipeline-rank=*"
+        " --microbatch-group-size-per-virtual-pipeline-stage=* --decoder-first-pipeline-num-layers=*"
+        " --decoder-last-pipeline-num-layers=* --account-for-embedding-in-pipeline-split"
+        " --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout=*",
+    ),
+    pending(
+        "overlapped pipeline communication and delayed weight gradients",
+        "stages wait for their messages",
+        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*"
+        " --overlap-p2p-communication-warmup-flush",
+    ),
+    pending(
+        "overlapped tensor-parallel communication",
+        "only the backward pass overlaps its all-gathers and reductions with GEMMs",
+        "--tp-comm-overlap --tp-comm-overlap-cfg=* --tp-comm-overlap-rs-dgrad --tp-comm-bootstrap-backend=*"
+        " --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs"
+        " --disable-tp-comm-overlap-rs --no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs"
+        " --disable-tp-comm-split-rs",
+    ),
+    pending(
+        "overlapped expert communication",
+        "layers wait for the all-to-all of their experts",
+        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm"
+        " --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release"
+        " --high-priority-a2a-comm-stream",
+    ),
+    pending(
+        "DeepEP and HybridEP",
+        "tokens are sent to their experts by an all-to-all",
+        "--moe-flex-dispatcher-backend=* --moe-flex-dispatcher-num-sms=* --moe-enable-deepep --moe-deepep-num-sms=*"
+        " --moe-hybridep-num-sms=* --moe-hybridep-num-sms-preprocessing=* --moe-hybridep-num-blocks-permute=*"
+        " --moe-hybridep-num-blocks-unpermute=* --moe-hybridep-pad-uneven-dispatch-inputs"
+        " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy",
+    ),
+    pending(
+        "CUDA graphs",
+        "the host launches every kernel",
+        "--cuda-graph-impl=* --cuda-graph-modules=+* --cuda-graph-scope=+* --cuda-graph-warmup-steps=*"
+        " --enable-cuda-graph --external-cuda-graph --optimizer-cuda-graph"
+        " --moe-pad-experts-for-cuda-graph-inference",
+    ),
+    pending(
+        "activations in host memory",
+        "activations stay on the GPU; --recompute-granularity and --optimizer-cpu-offload save memory too",
+        "--cpu-offloading-num-layers=* --cpu-offloading-retain-pinned-cpu-buffers"
+        " --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads=*"
+        " --activation-offload-fraction=* --offload-modules=+* --delay-offload-until-cuda-graph"
+        " --delta-offload-bytes-across-pp-ranks=* --min-offloaded-tensor-size=*",
+    ),
+    pending(
+        "expert activations outside the PyTorch allocator",
+        "they are allocated like all others; --recompute-modules moe_act saves memory too",
+        "--moe-paged-stash --moe-paged-stash-page-size=* --moe-paged-stash-buffer-size-factor-cpu=*"
+        " --moe-paged-stash-buffer-size-factor-cuda=*",
+    ),
+    pending(
+        "fused operations of Transformer Engine",
+        "its layers run as modules",
+        "--use-transformer-engine-op-fuser",
+    ),
+    pending(
+        "detection of faulty or slow hardware",
+        "a step that is not finite is computed again, and other faults are not looked for",
+        "--check-weight-hash-across-dp-replicas-interval=* --gpu-sniff-test-interval=* --log-straggler"
+        " --disable-straggler-on-startup --straggler-ctrlr-port=* --straggler-minmax-count=*"
+        " --rerun-mode=disabled|validate_results|report_stats --result-rejected-tracker-filename=*"
+        " --train-sync-interval=*",
+        instead="use --rerun-mode validate_results",
+    ),
+    pending(
+        "measurement of energy",
+        "power is not read",
+        "--log-energy",
+    ),
+    pending(
+        "loads of single MoE layers in logs",
+        "logs have the means over layers",
+        "--moe-per-layer-logging",
+    ),
+)

@@ -1,0 +1,78 @@
+"""Combinations that are right, but whose result is not the same under every layout, or not proven to be.
+
+Each is a line of the plan. --require-parity turns these lines into errors.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.custom_layers import layer_function
+from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE
+from megatrain.config.errors import Problem
+from megatrain.config.parity_features.table import unlisted_values
+from megatrain.config.plan import Draft
+
+_COMMAND: Final = "megatrain parity"
+
+
+def values_outside_the_table(draft: Draft) -> Iterator[str]:
+    for values in unlisted_values(draft):
+        yield f"{values} has no row in `{_COMMAND}`"
+
+
+def layers_of_transformer_engine(draft: Draft) -> Iterator[str]:
+    if draft.derived.transformer_impl == TRANSFORMER_ENGINE:
+        yield (
+            "the layers of Transformer Engine are compared on GPUs only"
+            f" (`{_COMMAND} --device cuda --transformer-impl transformer_engine`)"
+        )
+
+
+def custom_layers(draft: Draft) -> Iterator[str]:
+    function = layer_function(draft.config.model.spec)
+    if function is not None:
+        yield f"the layers of --spec {function} have no row in `{_COMMAND}`"
+
+
+def loss_of_global_loads(draft: Draft) -> Iterator[str]:
+    experts = draft.config.experts
+    if experts.num_experts is not None and "global_aux_loss" in experts.moe_router_load_balancing_type:
+        yield (
+            "--moe-router-load-balancing-type global_aux_loss depends on the number of replicas, as in Megatron-LM: it"
+            " uses the loads of the micro-batches so far"
+        )
+
+
+def means_of_context_ranks(draft: Draft) -> Iterator[str]:
+    parallel = draft.config.parallel
+    if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:
+        yield "--context-parallel-chunk-means makes the loss depend on --context-parallel-size"
+
+
+UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
+    values_outside_the_table,
+    layers_of_transformer_engine,
+    custom_layers,
+    loss_of_global_loads,
+    means_of_context_ranks,
+)
+
+
+def unproven(draft: Draft) -> Iterator[str]:
+    """Yield one line of the plan per combination."""
+    if draft.config.training.require_parity:
+        return  # problems, see below
+    for rule in UNPROVEN:
+        yield from (f"not proven equal under every layout: {line}" for line in rule(draft))
+
+
+def parity_is_required(draft: Draft) -> Iterator[Problem]:
+    """Rule: with --require-parity every combination is proven."""
+    if not draft.config.training.require_parity:
+        return
+    for rule in UNPROVEN:
+        for line in rule(draft):
+            yield Problem(
+                f"--require-parity: {line}",
+                "change this setting, or remove --require-parity to run with a note",
+            )

@@ -1,0 +1,187 @@
+"""Notes about given settings that have no effect in this combination, as in Megatron-LM."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Final
+
+from megatrain.config.plan import Draft
+from megatrain.config.rules.model import EXPERT_MODULES
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.tree import flag_of
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Settings that have an effect only under a condition."""
+
+    reason: str
+    """Text after `has no effect`."""
+    holds: Callable[[Draft], bool]
+    paths: tuple[str, ...]
+
+
+def _settings(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+_OF_EXPERTS: Final = tuple(
+    f"experts.{entry.name}" for entry in fields(ExpertsConfig) if entry.name != "num_experts"
+)
+
+CONDITIONS: Final = (
+    Condition(
+        "without --num-experts",
+        lambda d: d.config.experts.num_experts is not None,
+        (*_OF_EXPERTS, "parallel.expert_tensor_parallel_size"),
+    ),
+    Condition(
+        "unless --moe-router-score-function is softmax",
+        lambda d: d.config.experts.moe_router_score_function == "softmax",
+        _settings("experts", "moe_router_pre_softmax"),
+    ),
+    Condition(
+        "without --moe-router-enable-expert-bias",
+        lambda d: d.config.experts.moe_router_enable_expert_bias,
+        _settings("experts", "moe_router_bias_update_rate"),
+    ),
+    Condition(
+        "with --moe-router-load-balancing-type sinkhorn",
+        lambda d: "sinkhorn" not in d.config.experts.moe_router_load_balancing_type,
+        _settings(
+            "experts",
+            "moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_score_function",
+        ),
+    ),
+    Condition(
+        "unless --moe-router-load-balancing-type names a loss",
+        lambda d: any("aux_loss" in kind for kind in d.config.experts.moe_router_load_balancing_type),
+        _settings("experts", "moe_aux_loss_coeff"),
+    ),
+    Condition(
+        "without --moe-expert-capacity-factor, since no assignment is dropped",
+        lambda d: d.config.experts.moe_expert_capacity_factor is not None,
+        _settings("experts", "moe_pad_expert_input_to_capacity moe_token_drop_policy"),
+    ),
+    Condition(
+        "without --moe-shared-expert-intermediate-size",
+        lambda d: d.config.experts.moe_shared_expert_intermediate_size is not None,
+        _settings("experts", "moe_shared_expert_gate"),
+    ),
+    Condition(
+        "on an MLP without a gate",
+        lambda d: d.config.model.swiglu or d.config.model.geglu or d.config.model.quick_geglu,
+        _settings("model", "glu_linear_offset"),
+    ),
+    Condition(
+        "unless --position-embedding-type is rope",
+        lambda d: d.config.model.position_embedding_type == "rope",
+        _settings("model", "use_rope_scaling rope_scaling_factor"),
+    ),
+    Condition(
+        "without RoPE",
+        lambda d: d.config.model.position_embedding_type in ("rope", "yarn"),
+        _settings(
+            "model",
+            "no_rope_freq rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
+        ),
+    ),
+    Condition(
+        "without --window-size",
+        lambda d: d.config.model.window_size is not None,
+        _settings("model", "window_attn_skip_freq"),
+    ),
+    Condition(
+        "without --qk-layernorm",
+        lambda d: d.config.model.qk_layernorm,
+        (*_settings("model", "qk_layernorm_width"), *_settings("optimizer", "apply_wd_to_qk_layernorm")),
+    ),
+    Condition(
+        "without --use-mup",
+        lambda d: d.config.model.use_mup,
+        _settings(
+            "model",
+            "mup_base_hidden_size mup_width_mult mup_base_head_dim mup_attn_scale_power mup_embedding_mult mup_output_mult",
+        ),
+    ),
+    Condition(
+        "with --softmax-scale",
+        lambda d: d.config.model.softmax_scale is None,
+        _settings("model", "mup_base_head_dim"),
+    ),
+    Condition(
+        "without --recompute-granularity full",
+        lambda d: d.config.training.recompute_granularity == "full",
+        _settings("training", "recompute_method recompute_num_layers"),
+    ),
+    Condition(
+        "without --recompute-granularity selective",
+        lambda d: (
+            d.config.training.recompute_granularity == "selective" or d.config.training.recompute_activations
+        ),
+        _settings("training", "recompute_modules"),
+    ),
+    Condition(
+        "with --recompute-granularity full, which recomputes norms anyway",
+        lambda d: d.config.training.recompute_granularity != "full",
+        _settings("training", "recompute_norms"),
+    ),
+    Condition(
+        "without --decoupled-lr",
+        lambda d: d.config.optimizer.decoupled_lr is not None,
+        _settings("optimizer", "decoupled_min_lr"),
+    ),
+    Condition(
+        "with --weight-decay-incr-style constant",
+        lambda d: d.config.schedule.weight_decay_incr_style != "constant",
+        _settings("schedule", "start_weight_decay end_weight_decay"),
+    ),
+    Condition(
+        "with --optimizer sgd, which has no such state",
+        lambda d: d.config.optimizer.optimizer != "sgd",
+        _settings("optimizer", "exp_avg_dtype exp_avg_sq_dtype adam_beta1 adam_beta2 adam_eps"),
+    ),
+    Condition(
+        "without --optimizer-cpu-offload",
+        lambda d: d.config.optimizer.optimizer_cpu_offload,
+        _settings("optimizer", "optimizer_offload_fraction"),
+    ),
+    Condition(
+        "without --dataloader-type cyclic",
+        lambda d: d.config.data.dataloader_type == "cyclic",
+        _settings("data", "no_data_sharding"),
+    ),
+    Condition(
+        "without --load",
+        lambda d: d.config.checkpoint.load is not None,
+        _settings("checkpoint", "finetune load_or_start exit_on_missing_checkpoint no_load_optim"),
+    ),
+    Condition(
+        "without --save",
+        lambda d: d.config.checkpoint.save is not None,
+        _settings("checkpoint", "save_interval no_save_optim"),
+    ),
+)
+
+
+def settings_without_effect(draft: Draft) -> Iterator[str]:
+    """Yield one note per condition that does not hold, about the settings that are given and not at their defaults."""
+    defaults = type(draft.config)()
+    for condition in CONDITIONS:
+        given = [path for path in condition.paths if draft.is_given(path)]
+        changed = [path for path in given if draft.config.get(path) not in (defaults.raw(path), None, False)]
+        if changed and not condition.holds(draft):
+            flags = ", ".join(f"{flag_of(path)}{_value(draft.config.get(path))}" for path in changed)
+            yield f"{flags} {'have' if len(changed) > 1 else 'has'} no effect {condition.reason}"
+
+
+def expert_modules_without_effect(draft: Draft) -> Iterator[str]:
+    """Name the parts of experts that a dense model is asked to recompute."""
+    names = [name for name in draft.config.training.recompute_modules if name in EXPERT_MODULES]
+    if names and draft.config.experts.num_experts is None:
+        yield f"--recompute-modules {' '.join(names)} has no effect without --num-experts"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return ""
+    return " " + (" ".join(map(str, value)) if isinstance(value, tuple) else str(value))

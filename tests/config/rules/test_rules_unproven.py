@@ -1,0 +1,49 @@
+"""A combination that is right but not proven runs with a line in the plan; --require-parity makes it an error."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.unproven import UNPROVEN
+
+GPU = Facts(device="cuda", libraries={"transformer_engine": "2.20.2"})
+CASES = {
+    "layers_of_transformer_engine": (
+        "--transformer-impl transformer_engine --bf16",
+        GPU,
+        "Transformer Engine",
+    ),
+    "loss_of_global_loads": (
+        "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+        None,
+        "global_aux_loss",
+    ),
+    "means_of_context_ranks": (
+        "--context-parallel-chunk-means --context-parallel-size 2",
+        Facts(world_size=2),
+        "--context-parallel-chunk-means",
+    ),
+}
+ELSEWHERE = {
+    "custom_layers": "tests/model/test_custom_layers.py has files of layers",
+    "values_outside_the_table": "the table lists every value today; tests/config/test_parity_features.py",
+}
+
+
+@pytest.mark.parametrize(("flags", "facts", "words"), CASES.values(), ids=CASES)
+def test_it_runs_with_a_line_in_the_plan(plan_of, problems_of, flags, facts, words):
+    (line,) = [note for note in plan_of(flags, facts=facts).notes if note.startswith("not proven equal")]
+    assert words in line
+    (problem,) = problems_of(f"{flags} --require-parity", facts=facts)
+    assert problem.startswith("--require-parity: ")
+    assert words in problem
+
+
+def test_a_proven_run_has_no_such_line(plan_of):
+    plan = plan_of(
+        "--require-parity --tensor-model-parallel-size 2 --sequence-parallel", facts=Facts(world_size=2)
+    )
+    assert not any("not proven" in note for note in plan.notes)
+
+
+def test_every_rule_has_a_case():
+    assert {*CASES, *ELSEWHERE} == {rule.__name__ for rule in UNPROVEN}

@@ -1,0 +1,74 @@
+"""A given setting that has no effect is a note, as it is in Megatron-LM; the run has the same configuration otherwise."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.without_effect import CONDITIONS
+
+CASES = [
+    ("--no-data-sharding", "", ("--no-data-sharding", "--dataloader-type cyclic")),
+    ("--moe-router-topk 4", "", ("--moe-router-topk 4", "--num-experts")),
+    ("--expert-tensor-parallel-size 4", "", ("--expert-tensor-parallel-size 4", "--num-experts")),
+    ("--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid", "",
+     ("--moe-router-pre-softmax", "--moe-router-score-function")),
+    ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-2", "",
+     ("--moe-aux-loss-coeff 0.01", "--moe-router-load-balancing-type")),
+    ("--num-experts 4 --moe-router-bias-update-rate 0.01", "",
+     ("--moe-router-bias-update-rate 0.01", "--moe-router-enable-expert-bias")),
+    ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk-scaling-factor 2.5", "",
+     ("--moe-router-topk-scaling-factor 2.5", "sinkhorn")),
+    ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "",
+     ("--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position", "--moe-expert-capacity-factor")),
+    ("--num-experts 4 --moe-shared-expert-gate", "",
+     ("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")),
+    ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without a gate")),
+    ("--position-embedding-type none --use-rope-scaling", "", ("--use-rope-scaling", "--position-embedding-type")),
+    ("--position-embedding-type none --no-rope-freq 4", "", ("--no-rope-freq 4", "RoPE")),
+    ("--window-attn-skip-freq 2", "", ("--window-attn-skip-freq 2", "--window-size")),
+    ("--qk-layernorm-width all_heads", "", ("--qk-layernorm-width all_heads", "--qk-layernorm")),
+    ("--mup-embedding-mult 2", "", ("--mup-embedding-mult 2.0", "--use-mup")),
+    ("--use-mup --mup-base-head-dim 8 --softmax-scale 0.5", "", ("--mup-base-head-dim 8", "--softmax-scale")),
+    ("--recompute-method block --recompute-granularity selective", "",
+     ("--recompute-method block", "--recompute-granularity full")),
+    ("--recompute-norms --recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "",
+     ("--recompute-norms", "--recompute-granularity full")),
+    ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity selective")),
+    ("--recompute-activations --recompute-modules mlp moe_act", "", ("--recompute-modules moe_act", "--num-experts")),
+    ("--finetune", "", ("--finetune", "--load")),
+    ("--save-interval 5", "", ("--save-interval 5", "--save")),
+    ("--decoupled-min-lr 0.1", "", ("--decoupled-min-lr 0.1", "--decoupled-lr")),
+    ("--start-weight-decay 0.1", "", ("--start-weight-decay 0.1", "--weight-decay-incr-style constant")),
+    ("--optimizer sgd --exp-avg-sq-dtype bf16", "", ("--exp-avg-sq-dtype bf16", "--optimizer sgd")),
+    ("--optimizer-offload-fraction 0.5", "", ("--optimizer-offload-fraction 0.5", "--optimizer-cpu-offload")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "without", "named"), CASES)
+def test_a_setting_without_effect_is_a_note(plan_of, flags, without, named):
+    notes = [note for note in plan_of(flags, without=without).notes if "no effect" in note]
+    assert any(all(words in note for words in named) for note in notes), notes
+
+
+def test_every_condition_has_a_case(plan_of):
+    notes = [note for flags, without, _ in CASES for note in plan_of(flags, without=without).notes]
+    for condition in CONDITIONS:
+        assert any(note.endswith(f"no effect {condition.reason}") for note in notes), condition.reason
+
+
+def test_defaults_have_no_note(plan_of):
+    assert not any("no effect" in note for note in plan_of().notes)
+    assert not any("no effect" in note for note in plan_of("--no-finetune --moe-router-topk 2").notes)
+
+
+def test_expert_tensor_parallelism_without_experts_does_not_change_the_ranks(plan_of):
+    plan = plan_of(
+        "--expert-tensor-parallel-size 4 --tensor-model-parallel-size 2", facts=Facts(world_size=2)
+    )
+    assert plan.derived.expert_tensor_parallel_size == 2
+
+
+def test_the_flex_dispatcher_is_the_all_to_all_one(plan_of):
+    plan = plan_of("--num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep")
+    assert plan.config.experts.moe_token_dispatcher_type == "alltoall"
+    assert any("--moe-token-dispatcher-type flex" in note for note in plan.notes)
+    assert any("--moe-enable-deepep has no effect so far" in note for note in plan.notes)
