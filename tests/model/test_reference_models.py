@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from copied_weights import CopiedWeights
 from torch import Tensor
 from torch.nn import functional as F
 from transformers_weights import (
@@ -35,7 +36,6 @@ from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
-from megatrain.parallel.layout import BoxRange, ParamLayout
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.rank_lists import GridShape
@@ -64,20 +64,6 @@ GQA = "--group-query-attention --num-query-groups 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
-class Copied:
-    """Weights of another program, complete and by canonical name."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-        self.used: set[str] = set()
-
-    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
-        whole = self.weights[box.piece.name]
-        assert whole.shape == box.piece.shape, box.piece.name
-        out.copy_(whole[tuple(slice(*edge) for edge in box.box)])
-        self.used.add(box.piece.name)
-
-
 class Ours:
     """Our model with the weights of theirs."""
 
@@ -91,9 +77,9 @@ class Ours:
             self.model.registry, grid=self.grid, weight_dtype=torch.float32, grad_dtype=torch.float32,
             device=torch.device("cpu"),
         )  # fmt: skip
-        source = Copied(weights)
+        source = CopiedWeights(weights)
         fill_weights(self.buffers, source)
-        left = {name for name in set(weights) - source.used if name != "output_layer.weight"}
+        left = source.unused - {"output_layer.weight"}
         assert not left, f"not used: {left}"
 
         self.info = PassInfo()
