@@ -40,8 +40,8 @@ NOT_RUN = {
     "bash scripts/quickstart.sh": "it has run before, on a smaller corpus and for fewer iterations",
     "bash scripts/test.sh": "it runs this test",
     "megatrain parity --self-test": "tests/distributed/test_parity.py plants the same faults",
-    "python scripts/benchmark_data.py": "it takes minutes, 10 billion tokens and 64 MB of text",
-    "python scripts/benchmark_initialization.py": "it draws a billion weights",
+    "python scripts/benchmarks/data.py": "it takes minutes, 10 billion tokens and 64 MB of text",
+    "python scripts/benchmarks/initialization.py": "it draws a billion weights",
     "pip install": "it needs a network",
 }
 """Commands that begin with these words, and why."""
@@ -49,7 +49,7 @@ NOT_RUN = {
 NEED_GPUS = (
     "bash scripts/gpu_check.sh",
     "python scripts/benchmark.py",
-    "python scripts/benchmark_memory.py",
+    "python scripts/benchmarks/memory.py",
     "python scripts/part_rates.py",
     "megatrain parity --device cuda",
 )

@@ -8,7 +8,7 @@ from typing import Literal
 class Answer:
     """One answer, shared by several flags."""
 
-    kind: Literal["accepted", "pending", "refused"]
+    kind: Literal["accepted", "pending", "missing", "refused"]
     text: str
     """The reason. The message puts the flag before it."""
     instead: str = ""
@@ -17,6 +17,10 @@ class Answer:
     """The flags, separated by spaces, in the notation of `flags.py`."""
     feature: str = ""
     """The missing feature of a pending flag."""
+
+    @property
+    def is_refusal(self) -> bool:
+        return self.kind in ("missing", "refused")
 
 
 @dataclass(frozen=True)
@@ -38,5 +42,10 @@ def pending(feature: str, text: str, flags: str, *, instead: str = "") -> Answer
 
 
 def refused(text: str, flags: str, *, instead: str = "remove the flag") -> Answer:
-    """Refuse these flags."""
+    """Refuse these flags by design."""
     return Answer(kind="refused", text=text, flags=flags, instead=instead)
+
+
+def missing(text: str, flags: str, *, instead: str = "remove the flag") -> Answer:
+    """Refuse these flags until their feature is there."""
+    return Answer(kind="missing", text=text, flags=flags, instead=instead)

@@ -136,7 +136,7 @@ def docs_differences() -> str:
         "",
         "## Without effect so far",
         "",
-        "The features behind these flags are missing. Results are the same without them; the plan has a note about each flag",
+        "The features of these flags are missing. Results are the same without them; the plan has a note about each flag",
         "that is given.",
         "",
         "| flags | missing | so far |",
@@ -152,7 +152,7 @@ def docs_differences() -> str:
         "| flags | reason | remedy |",
         "|---|---|---|",
     ]
-    lines += _rows(flag for flag in flags if flag.answer.kind == "refused")
+    lines += _rows(flag for flag in flags if flag.answer.is_refusal)
     return "\n".join(lines) + "\n"
 
 
@@ -166,7 +166,7 @@ def _rows(flags: Iterable[MegatronFlag]) -> list[str]:
         answer = group[0].answer
         cells = [", ".join(f"`{_with_values(flag)}`" for flag in group)]
         cells += [answer.feature, answer.text] if answer.kind == "pending" else [answer.text]
-        if answer.kind == "refused":
+        if answer.is_refusal:
             cells.append(answer.instead)
         rows.append(f"| {' | '.join(cells)} |")
     return rows

@@ -15,7 +15,7 @@ Notation of the flags in the tables (`flag_table.py`); a setting of the same nam
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,13 +44,11 @@ class GivenFlag:
 
     flag: MegatronFlag
     words: tuple[str, ...]
-    place: str = ""
-    """`file:line: ` in a YAML file; empty on the command line."""
+    shown: str = ""
+    """Place, name and words in a YAML file; empty on the command line."""
 
     def __str__(self) -> str:
-        if self.place:
-            return f"{self.place}{self.flag.flag[2:].replace('-', '_')}: {' '.join(self.words)}"
-        return " ".join((self.flag.flag, *self.words))
+        return self.shown or " ".join((self.flag.flag, *self.words))
 
 
 @functools.cache
@@ -71,16 +69,10 @@ def aliases() -> dict[str, Alias]:
     return {flag: alias for flag, alias in {**ALIASES, **disabling}.items() if flag not in taken}
 
 
-def given_flag(flag: MegatronFlag, value: str | Sequence[str] | None, place: str = "") -> GivenFlag:
-    """Return the flag with its values; `value` None means that there are none."""
-    words = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    return GivenFlag(flag, words, place)
-
-
 def closest_flag(word: str) -> str | None:
     """Return the flag that a mistyped one most likely means. Refused flags must be more similar than others."""
     helpful = {*_flags_of_settings(), *aliases(), "--config", "--help", "--version"}
-    helpful |= {name for name, flag in megatron_flags().items() if flag.answer.kind != "refused"}
+    helpful |= {name for name, flag in megatron_flags().items() if not flag.answer.is_refusal}
     near = closest_name(word, helpful)
     refused = closest_name(word, megatron_flags().keys() - helpful, similarity=0.85)
     return closest_name(word, filter(None, (near, refused)))
@@ -110,7 +102,7 @@ def _flags_of_settings() -> set[str]:
 def _parse_entry(word: str, answer: Answer) -> MegatronFlag:
     name, sign, values = word.partition("=")
     if not sign:
-        return MegatronFlag(name, "nothing", () if answer.kind == "refused" else None, answer)
+        return MegatronFlag(name, "nothing", () if answer.is_refusal else None, answer)
     takes: Literal["one", "several"] = "several" if values.startswith("+") else "one"
     values = values.removeprefix("+")
     return MegatronFlag(
@@ -139,7 +131,7 @@ def _note(flag: MegatronFlag) -> str:
 
 
 def _refusal(flag: MegatronFlag) -> Problem:
-    if flag.answer.kind == "refused":
+    if flag.answer.is_refusal:
         return Problem(f": {flag.answer.text}", flag.answer.instead)
     values = " or ".join(flag.accepted or ()).replace(",", " ")
     return Problem(

@@ -37,11 +37,6 @@ REFUSED_FLAGS: Final = (
         "--no-weight-decay-cond-type=",
         instead="remove the flag; norms and biases have no weight decay",
     ),
-    refused(
-        "the YAML files of Megatron-LM are not supported, since megatrain has its own sections and names",
-        "--yaml-cfg=",
-        instead="use --config FILE",
-    ),
     # Different by design
     refused(
         "checkpoints of Megatron-LM are not written",
@@ -68,6 +63,40 @@ REFUSED_FLAGS: Final = (
         " --app-tag-run-version= --adlr-autoresume --adlr-autoresume-interval= --run-workload-inspector-server",
     ),
     # Not part of megatrain
+    refused(
+        "fault injection is not supported",
+        "--error-injection-rate=0 --error-injection-type= --fault-injector-delay-start-iteration="
+        " --fault-injector-fault-delay= --fault-injector-fault-probabilities= --fault-injector-fault-types="
+        " --fault-injector-mtti-seconds= --fault-injector-num-ranks= --fault-injector-offset-seconds="
+        " --fault-injector-ranks= --fault-injector-seed=",
+    ),
+    refused(
+        "restarting within a process is not supported",
+        "--inprocess-active-world-size= --inprocess-barrier-timeout= --inprocess-completion-timeout="
+        " --inprocess-empty-cuda-cache --inprocess-granularity= --inprocess-hard-timeout="
+        " --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= --inprocess-last-call-wait="
+        " --inprocess-max-iterations= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
+        " --inprocess-progress-watchdog-interval= --inprocess-restart --inprocess-soft-timeout="
+        " --inprocess-termination-grace-time= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
+        instead="remove the flag; torchrun --max-restarts restarts the run, which resumes from its last checkpoint",
+    ),
+    refused(
+        "distillation from logits is not supported",
+        "--logits-load-decode-threads= --logits-load-dir= --logits-load-ignore-errors"
+        " --logits-load-kd-loss-alpha= --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor="
+        " --logits-save-dir= --logits-save-dtype= --logits-save-top-k= --logits-save-top-p="
+        " --logits-save-top-p-min-k=",
+    ),
+    refused(
+        "reading from an object store is not supported",
+        "--object-storage-cache-path= --enable-msc",
+        instead="remove the flag, and copy the data to a file system",
+    ),
+    refused(
+        "simulating process groups is not supported",
+        "--fake-process-group",
+        instead="use --dry-run with --world-size",
+    ),
     refused(
         "a checkpoint must hold exactly the tensors of the model",
         "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",

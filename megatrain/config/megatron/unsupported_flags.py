@@ -5,72 +5,67 @@
 
 from typing import Final
 
-from megatrain.config.megatron.answer import refused
+from megatrain.config.megatron.answer import missing
 
 UNSUPPORTED_FLAGS: Final = (
     # Parallelism
-    refused(
+    missing(
         "context parallelism with a different number of ranks per sample is not supported",
         "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank=",
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
-    refused(
+    missing(
         "recomputing whole MoE layers has another flag",
         "--moe-layer-recompute",
         instead="use --recompute-granularity selective --recompute-modules moe",
     ),
-    refused(
-        "this variant of expert layers is not supported",
+    missing(
+        "latent experts, upcycling and interleaved gates of experts are not supported",
         "--moe-latent-size= --moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
         " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),
-    refused(
+    missing(
         "a limit on the tokens of an expert rank, and other dtypes of dispatched tokens, are not supported",
         "--moe-expert-rank-capacity-factor= --moe-dispatch-fwd-dtype=bf16 --moe-combine-bwd-dtype=bf16",
     ),
-    refused(
+    missing(
         "recording or forcing routing decisions is not supported",
         "--moe-router-force-biased= --moe-enable-routing-replay --moe-router-quantile-balancing-ema=0|0.0"
         " --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits"
         " --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-path="
         " --save-tokens-per-expert-interval=",
     ),
-    refused(
+    missing(
         "this way of splitting work across ranks is not supported",
         "--tensor-parallel-num-weight-shards=1 --expert-tensor-parallel-num-weight-shards=1"
         " --gtp-expert-remat-nccl-ub --gtp-remat-nccl-ub --gtp-remat-opt-in-modules=+"
         " --gtp-remat-reduce-scatter-with-fp32-accumulation",
         instead="remove the flag; use --tensor-model-parallel-size and --pipeline-model-parallel-size",
     ),
-    refused(
+    missing(
         "keeping gathered weights between forward and backward, or sharding them across instances, is not"
         " supported",
         "--torch-fsdp2-no-reshard-after-forward --enable-full-sharding-in-hsdp",
         instead="remove the flag, or use --data-parallel-sharding-strategy optim_grads, which does not shard weights",
     ),
-    refused(
+    missing(
         "choosing the arithmetic of the gradient reduction is not supported",
         "--ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-patterns-for-fp32-local-accumulation=+",
         instead="remove the flag; gradients are summed in fp32",
     ),
-    refused(
-        "simulating process groups is not supported",
-        "--fake-process-group",
-        instead="use --dry-run with --world-size",
-    ),
     # The model
-    refused(
+    missing(
         "multi-latent attention (MLA) is not supported",
         "--multi-latent-attention --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim="
         " --v-head-dim= --cache-mla-latents --mla-down-proj-fusion --rope-type=",
         instead="remove the flag; --group-query-attention also makes keys and values smaller",
     ),
-    refused(
+    missing(
         "multi-token prediction (MTP) is not supported",
         "--mtp-num-layers=0 --mtp-standalone --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
         " --mtp-hybrid-override-pattern=",
     ),
-    refused(
+    missing(
         "Mamba and linear-attention layers are not supported",
         "--hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --mamba-num-heads="
         " --mamba-head-dim= --mamba-num-groups= --mamba-state-dim= --mamba-training-ssm-states-dtype="
@@ -79,7 +74,7 @@ UNSUPPORTED_FLAGS: Final = (
         " --gdp-num-chunk-states-to-recompute= --gdp-num-householder= --experimental-attention-variant=",
         instead="remove the flag; all --num-layers layers have attention and an MLP",
     ),
-    refused(
+    missing(
         "sparse attention is not supported",
         "--dsa-indexer-head-dim= --dsa-indexer-k-norm-epsilon= --dsa-indexer-k-norm-fp32"
         " --dsa-indexer-loss-coeff= --dsa-indexer-n-heads= --dsa-indexer-rope-interleaved"
@@ -87,74 +82,69 @@ UNSUPPORTED_FLAGS: Final = (
         " --disable-dsa-indexer-scoring-relu --dsa-indexer-skip-topk-offset= --dsa-indexer-topk="
         " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
     ),
-    refused(
-        "this attention variant is not supported",
+    missing(
+        "QK L2 norm, QK clipping and gated attention output are not supported",
         "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --attention-output-gate"
         " --log-max-attention-logit",
     ),
-    refused(
+    missing(
         "this position embedding is not supported",
         "--mrope-section=+ --relative-attention-max-distance= --relative-attention-num-buckets=",
         instead="remove the flag, and use --position-embedding-type rope",
     ),
-    refused(
+    missing(
         "this kind of MLP is not supported",
         "--openai-gelu --use-te-activation-func --use-grouped-gemm-for-dense-mlp",
         instead="remove the flag, and use --swiglu",
     ),
-    refused(
+    missing(
         "this kind of norm or residual connection is not supported",
         "--apply-residual-connection-post-layernorm --fused-residual-rmsnorm --enable-mhc-connections"
         " --mhc-init-gating-factor= --mhc-num-residual-streams= --mhc-recompute-layer-num="
         " --mhc-sinkhorn-iterations=",
     ),
-    refused(
+    missing(
         "this weight initialization is not supported",
         "--init-method-xavier-uniform --no-initialization",
         instead="remove the flag, and use --init-method-std",
     ),
     # Data and tokenizers
-    refused(
+    missing(
         "fill-in-the-middle data is not supported",
         "--fim-data --fim-rate= --fim-spm-rate= --fim-eod-token= --fim-fragment-rate= --fim-middle-token="
         " --fim-no-prefix= --fim-pad-token= --fim-prefix-token= --fim-split-sample= --fim-suffix-token=",
     ),
-    refused(
+    missing(
         "supervised fine-tuning on conversations is not supported",
         "--sft --sft-tokenizer-prompt-format= --chat-template=",
     ),
-    refused(
+    missing(
         "this shortcut for faster startup is not supported",
         "--dataloader-defer-npy-index-mmap --dataloader-fast-cache-load --per-dataset-sequences-path=",
         instead="remove the flag; sample indices are cached in --data-cache-path",
     ),
-    refused(
+    missing(
         "changing the data during a run is not supported",
         "--phase-transition-iterations=",
     ),
-    refused(
-        "reading from an object store is not supported",
-        "--object-storage-cache-path= --enable-msc",
-        instead="remove the flag, and copy the data to a file system",
-    ),
-    refused(
+    missing(
         "naming validation sets is not supported",
         "--validation-set-names=+",
         instead="remove the flag; validation sets are named by their paths",
     ),
-    refused(
+    missing(
         "a separate micro-batch size for evaluation is not supported",
         "--eval-micro-batch-size=",
     ),
-    refused(
+    missing(
         "this tokenizer option is not supported",
         "--tokenizer-sentencepiece-legacy --vocab-extra-ids=0"
         " --no-tokenizer-sentencepiece-ignore-extra-whitespaces"
         " --disable-tokenizer-sentencepiece-ignore-extra-whitespaces",
     ),
     # Precision, memory, speed
-    refused(
-        "fp8 and fp4 are not supported",
+    missing(
+        "FP8 and FP4 are not supported",
         "--fp8-format= --fp8-recipe= --fp8-param-gather --fp8-amax-compute-algo= --fp8-amax-history-len="
         " --fp8-interval= --fp8-margin= --fp8-output-proj --fp8-quantizer-factory= --no-fp8-wgrad"
         " --disable-fp8-wgrad --first-last-layers-bf16 --num-layers-at-end-in-bf16= --num-layers-at-start-in-bf16="
@@ -162,100 +152,76 @@ UNSUPPORTED_FLAGS: Final = (
         " --keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
         instead="use --bf16",
     ),
-    refused(
+    missing(
         "master weights and gradient sums in a dtype other than fp32 are not supported",
         "--main-grads-dtype=fp32 --main-params-dtype=fp32",
     ),
-    refused(
+    missing(
         "sharding saved activations across tensor-parallel ranks is not supported",
         "--distribute-saved-activations",
         instead="use --recompute-granularity; --sequence-parallel shards what is saved anyway",
     ),
-    refused(
+    missing(
         "choosing this kernel is not supported",
         "--flash-attention-version= --use-kitchen-attention --kitchen-attention-backend="
         " --disable-bf16-reduced-precision-matmul --batch-invariant-backend="
         " --batch-invariant-mode --mlp-chunks-for-training=1",
     ),
     # Optimizer and schedule
-    refused(
+    missing(
         "this optimizer is not supported",
         "--lion-beta1= --lion-beta2=",
         instead="remove the flag, and use --optimizer adam or sgd",
     ),
-    refused(
+    missing(
         "freezing weights is not supported",
         "--freeze-all-layers",
     ),
     # Checkpoints
-    refused(
+    missing(
         "this way of starting from the weights of another run is not supported",
         "--load-main-params-from-ckpt",
         instead="use --load with --finetune",
     ),
-    refused(
+    missing(
         "choosing the iteration to load, or overriding its number, is not supported",
         "--ckpt-step= --override-ckpt-iteration=",
         instead="remove the flag; the newest complete checkpoint is loaded",
     ),
-    refused(
+    missing(
         "taking the model configuration from a checkpoint is not supported",
         "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
         instead="give --config FOLDER/config.yaml: every run writes that file to its --save folder",
     ),
-    refused(
+    missing(
         "checkpoints in addition to those of --save are not supported",
         "--non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-algo="
         " --non-persistent-local-ckpt-dir= --non-persistent-save-interval= --replication --replication-factor="
         " --replication-jump=",
         instead="use --save and --save-interval",
     ),
-    refused(
+    missing(
         "saving gradients, activations or weights separately is not supported",
         "--save-activations-interval= --save-dgrads-interval= --save-params-interval= --save-wgrads-interval=",
     ),
     # The run and its logs
-    refused(
+    missing(
         "this TensorBoard option is not supported",
         "--disable-log-loss-scale-to-tensorboard",
         instead="remove the flag; metrics.jsonl in --save (or --metrics-file) has the values",
     ),
-    refused(
+    missing(
         "this profiling option is not supported",
         "--memory-snapshot-path= --nvtx-ranges --pytorch-profiler-collect-callstack"
         " --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes --record-memory-history"
         " --record-shapes",
     ),
-    refused(
+    missing(
         "OpenTelemetry is not supported",
         "--otel-enabled --otel-service-name= --otel-span-groups=",
     ),
-    refused(
+    missing(
         "skipping iterations is not supported",
         "--iterations-to-skip=+",
-    ),
-    refused(
-        "fault injection is not supported",
-        "--error-injection-rate=0 --error-injection-type= --fault-injector-delay-start-iteration="
-        " --fault-injector-fault-delay= --fault-injector-fault-probabilities= --fault-injector-fault-types="
-        " --fault-injector-mtti-seconds= --fault-injector-num-ranks= --fault-injector-offset-seconds="
-        " --fault-injector-ranks= --fault-injector-seed=",
-    ),
-    refused(
-        "restarting within a process is not supported",
-        "--inprocess-active-world-size= --inprocess-barrier-timeout= --inprocess-completion-timeout="
-        " --inprocess-empty-cuda-cache --inprocess-granularity= --inprocess-hard-timeout="
-        " --inprocess-heartbeat-interval= --inprocess-heartbeat-timeout= --inprocess-last-call-wait="
-        " --inprocess-max-iterations= --inprocess-monitor-process-interval= --inprocess-monitor-thread-interval="
-        " --inprocess-progress-watchdog-interval= --inprocess-restart --inprocess-soft-timeout="
-        " --inprocess-termination-grace-time= --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters=",
-        instead="remove the flag; torchrun --max-restarts restarts the run, which resumes from its last checkpoint",
-    ),
-    refused(
-        "distillation from logits is not supported",
-        "--logits-load-decode-threads= --logits-load-dir= --logits-load-ignore-errors"
-        " --logits-load-kd-loss-alpha= --logits-load-msc-prefetch-depth= --logits-load-prefetch-factor="
-        " --logits-save-dir= --logits-save-dtype= --logits-save-top-k= --logits-save-top-p="
-        " --logits-save-top-p-min-k=",
     ),
 )

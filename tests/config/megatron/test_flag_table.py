@@ -43,7 +43,7 @@ def test_no_setting_is_in_the_tables():
 
 def test_every_answer_has_a_reason_and_a_remedy():
     assert all(answer.flags.split() for answer in ANSWERS), "delete answers without flags"
-    assert all(answer.text and (answer.instead or answer.kind != "refused") for answer in ANSWERS)
+    assert all(answer.text and (answer.instead or not answer.is_refusal) for answer in ANSWERS)
     paths = {setting.path: setting for setting in settings()}
     for alias in ALIASES.values():
         assert alias.value is None or load_value(paths[alias.path], alias.value) is not None

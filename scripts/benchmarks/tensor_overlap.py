@@ -1,6 +1,6 @@
 """Time a column-parallel layer, forward and backward, with communication overlapped with matrix products and before them.
 
-    python -m torch.distributed.run --nproc-per-node 2 scripts/benchmark_tensor_overlap.py       one process per GPU
+    python -m torch.distributed.run --nproc-per-node 2 scripts/benchmarks/tensor_overlap.py       one process per GPU
 
 The overlap depends on CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads when it starts: with 1, communication kernels run first.
 """

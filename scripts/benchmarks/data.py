@@ -1,4 +1,4 @@
-"""Time the data pipeline: `python scripts/benchmark_data.py [section ...] [--tokenizer PATH]`, all sections by default.
+"""Time the data pipeline: `python scripts/benchmarks/data.py [section ...] [--tokenizer PATH]`, all sections by default.
 
 preprocess   preprocess_data.py against encode_batch of the tokenizers library, on the same text and cores
 index        10 million documents, 10 billion tokens, s 2048, one epoch: open and index them, with and without the cache
@@ -40,7 +40,7 @@ from megatrain.data.samples.sources import inspect_datasets
 UINT16 = 8
 """The element code of .idx files."""
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TEXT_BYTES = 64_000_000
 DOCUMENT_CHARS = (1_000, 20_000)
 

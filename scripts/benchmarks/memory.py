@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compare the memory that --dry-run plans with the measured peak of a GPU, for shapes with different kinds of peaks.
 
-    python3 scripts/benchmark_memory.py
-    python3 scripts/benchmark_memory.py --shape a1 gpt2-64 -- --recompute-granularity selective
+    python3 scripts/benchmarks/memory.py
+    python3 scripts/benchmarks/memory.py --shape a1 gpt2-64 -- --recompute-granularity selective
 
 Each shape is planned and trained for three iterations in separate processes; flags after `--` are passed to both. The
 measured peak is `torch.cuda.max_memory_allocated`; reserved is the allocator's memory at the end. The exit code is 1 if
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 0.05
 
 A1 = "--config configs/benchmarks/a1.yaml"

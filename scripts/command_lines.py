@@ -1,0 +1,170 @@
+"""The table of docs/from-megatron.md: which command lines of Megatron-LM's functional tests start here.
+
+    python scripts/command_lines.py      rewrites the table and tests/golden/command-lines/starting.txt
+
+Each line is resolved as on a machine with H100s and Transformer Engine, with the number of ranks of its case. It starts,
+starts without the effect of some flags so far, waits for a missing feature, or never starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from megatrain.config import ConfigError, Facts, parse, resolve
+from megatrain.config.megatron.flag_table import ANSWERS
+
+FILES: Final = ("gpt", "moe", "mixtral", "nemotron")
+_ROOT: Final = Path(__file__).parents[1]
+PAGE: Final = _ROOT / "docs" / "from-megatron.md"
+_FOLDER: Final = _ROOT / "tests" / "golden" / "command-lines"
+STARTING: Final = _FOLDER / "starting.txt"
+"""Cases that start; a test holds that none is lost."""
+_BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
+_LIBRARIES: Final = {
+    "torch": "2.11.0",
+    "transformer_engine": "2.20.2",
+    "flash-attn-4": "4.0.0",
+    "tensorboard": "2.20",
+    "wandb": "0.20",
+}
+_RULES: Final = {
+    r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
+    r"--recompute-modules .*mla_up_proj": "multi-latent attention (MLA)",
+    r"--spec \S*hybrid": "Mamba and linear-attention layers",
+}
+"""Missing features that cause problems of rules."""
+
+Status = Literal["starts", "starts, in part", "waits", "never"]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """A recorded training case."""
+
+    case: str
+    world_size: int
+    flags: tuple[str, ...]
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of a machine on which the case would run."""
+        return Facts(
+            world_size=self.world_size,
+            device="cuda",
+            device_name="NVIDIA H100 80GB HBM3",
+            device_capability=(9, 0),
+            libraries=_LIBRARIES,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result for a command line."""
+
+    case: str
+    status: Status
+    reasons: tuple[str, ...]
+    """Features without effect so far, missing features, or problems."""
+
+
+def recorded_command_lines(folder: Path = _FOLDER) -> Iterator[CommandLine]:
+    """Read the recorded command lines; `{save}` and similar words become folders."""
+    for name in FILES:
+        for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+            recorded = json.loads(line)
+            flags = tuple(re.sub(r"\{(\w+)\}", r"/tmp/megatrain/\1", word) for word in recorded["flags"])
+            yield CommandLine(recorded["case"], recorded["world_size"], flags)
+
+
+def outcome_of(line: CommandLine) -> Outcome:
+    """Resolve a command line. Other errors than ConfigError are faults of megatrain, and are raised."""
+    try:
+        plan = resolve(parse(line.flags), line.facts)
+    except ConfigError as error:
+        texts = [problem.text for problem in error.problems]
+        missing = [_missing_feature(text) for text in texts]
+        never = [_refusal(text) for text, feature in zip(texts, missing, strict=True) if feature is None]
+        reasons = tuple(dict.fromkeys([*never, *filter(None, missing)]))
+        return Outcome(line.case, "never" if never else "waits", reasons)
+    pending = tuple(
+        answer.feature
+        for answer in ANSWERS
+        if answer.kind == "pending"
+        and any(f"has no effect so far: {answer.feature} is missing" in note for note in plan.notes)
+    )
+    return Outcome(line.case, "starts, in part" if pending else "starts", pending)
+
+
+def _missing_feature(text: str) -> str | None:
+    """Return the feature whose lack is this problem; None: it is another problem."""
+    for answer in ANSWERS:
+        if answer.kind == "missing" and text.endswith(answer.text):
+            return re.sub(r" (is|are) not supported( yet)?$", "", answer.text)
+    return next((feature for pattern, feature in _RULES.items() if re.search(pattern, text)), None)
+
+
+def _refusal(text: str) -> str:
+    """Return the reason of a refused flag, or the problem itself."""
+    refused = (
+        answer.text for answer in ANSWERS if answer.kind == "refused" and text.endswith(f": {answer.text}")
+    )
+    return next(refused, text)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Return the section as Markdown."""
+    counts = Counter(outcome.status for outcome in outcomes)
+    start = counts["starts"] + counts["starts, in part"]
+    summary = (
+        f"Of {len(outcomes)} recorded command lines {start} start ({start / len(outcomes):.0%}):"
+        f" {counts['starts']} with all their flags, {counts['starts, in part']} with flags for speed, memory or"
+        f" supervision that have no effect so far (results are the same); {counts['waits']} wait for a missing"
+        f" feature, {counts['never']} never start."
+    )
+    lines = [
+        summary,
+        "",
+        "| without effect so far | lines |",
+        "|---|---|",
+    ]
+    lines += _counts(outcomes, "starts, in part")
+    lines += ["", "| missing | lines |", "|---|---|", *_counts(outcomes, "waits")]
+    lines += ["", "| never | lines |", "|---|---|", *_counts(outcomes, "never")]
+    lines += ["", "<details><summary>Every line</summary>", "", "| case | result |", "|---|---|"]
+    for outcome in outcomes:
+        reasons = f": {'; '.join(outcome.reasons)}" if outcome.reasons else ""
+        lines.append(f"| `{outcome.case}` | {outcome.status}{reasons} |")
+    return "\n".join([*lines, "", "</details>"])
+
+
+def starting(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the cases that start."""
+    return [outcome.case for outcome in outcomes if outcome.status in ("starts", "starts, in part")]
+
+
+def _counts(outcomes: Sequence[Outcome], status: Status) -> list[str]:
+    counts = Counter(reason for outcome in outcomes if outcome.status == status for reason in outcome.reasons)
+    return [f"| {reason} | {count} |" for reason, count in counts.most_common()]
+
+
+def page_with(text: str, page: str) -> str:
+    """Return the page with this section between its markers."""
+    before, rest = page.split(_BEGIN)
+    return f"{before}{_BEGIN}\n{text}\n{_END}{rest.split(_END)[1]}"
+
+
+def main() -> None:
+    """Rewrite the table of the page, and the list of cases that start."""
+    outcomes = [outcome_of(line) for line in recorded_command_lines()]
+    PAGE.write_text(page_with(table(outcomes), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    STARTING.write_text("".join(f"{name}\n" for name in starting(outcomes)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
