@@ -248,7 +248,9 @@ def _status(file: Path) -> str:
     try:
         status = json.loads(file.read_text(encoding="utf-8"))
         code = status["exit_code"]
-        return str(status["reason"]) if code is None else f"{status['reason']} (exit code {code})"
+        end = str(status["reason"]) if code is None else f"{status['reason']} (exit code {code})"
+        refused = status.get("refused_start")
+        return f"{end}; a later start was refused: {refused['reason']}" if refused else end
     except (OSError, ValueError, KeyError, TypeError):
         return "unknown"
 

@@ -219,7 +219,7 @@ class Trainer:
             with self.phases.phase("preparing the data"):
                 self.batches = build_batches(self.ranks, self.plan, self._print)
         except MegatrainError as error:  # nothing was started: the exit code stays that of wrong input
-            self.status.write(error.exit_code, error.problems[0].text)
+            self.status.record_refused_start(error.exit_code, error.problems[0].text)
             raise
 
     def _open_outputs(self) -> None:

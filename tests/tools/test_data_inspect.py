@@ -157,6 +157,8 @@ def test_a_dataset_without_documents_is_inspected(tmp_path: Path, capsys: pytest
     assert (found["documents"], found["document_lengths"], found["smallest_id"]) == (0, None, None)
     assert main(["data", "inspect", prefix]) == 0
     assert "ids          none: there are no tokens" in capsys.readouterr().out
+    described = write(tmp_path / "described", [], description={"eod": 9, "eod_count": 0})
+    assert main(["data", "inspect", described]) == 0
 
 
 def test_block_sizes_do_not_change_the_result(

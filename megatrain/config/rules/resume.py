@@ -48,7 +48,7 @@ def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if stored is None:
         return
-    fix = "use the data of the stored run, or start from scratch without --load and with another --save"
+    fix = "use the data of the stored run, or add --finetune and another --save to start a new run from these weights"
     before, now = _trained_on(stored.datasets), _trained_on(draft.facts.datasets)
     if not before or not now:
         return

@@ -198,7 +198,12 @@ def _require_files(prefix: str) -> None:
     else:
         names = sorted(file.stem for file in path.parent.glob("*.idx"))
         near = difflib.get_close_matches(path.name, names, n=3, cutoff=0.4) or names[:3]
-        fix = f"correct the path: {path.parent} contains {', '.join(near) or 'no .idx file'}"
+        fix = f"correct the path: {path.parent} contains {', '.join(near)}"
+        if not names:
+            fix = (
+                f"give the prefix of .bin and .idx files: the folder {path.parent.resolve()} contains none;"
+                " preprocess_data.py makes them"
+            )
     raise InputError(
         f"{prefix}{missing[0]}: {_absence(prefix + missing[0])}" + (" (nor .idx)" if missing[1:] else ""),
         fix=fix,

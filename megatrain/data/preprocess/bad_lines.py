@@ -53,7 +53,7 @@ class BadLines:
             if self._policy == "stop":
                 raise InputError(
                     str(bad),
-                    fix="correct the line, or skip such lines with --on-bad-line skip (or quarantine)",
+                    fix=f"{bad.fix}, or skip such lines with --on-bad-line skip (or quarantine)",
                 )
             self.num_lines += 1
             self._log_line(bad)

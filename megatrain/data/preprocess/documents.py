@@ -45,6 +45,7 @@ class BadLine:
     offset: int = 0
     num_bytes: int = 0
     """Position of the line in the uncompressed file, for lines without content."""
+    fix: str = "correct the line"
 
     def __str__(self) -> str:
         return f"{self.file}:{'row ' * self.is_row}{self.number}: {self.reason}"
@@ -82,6 +83,10 @@ class Chunk:
 class InvalidDocumentError(Exception):
     """A line or row that contains no document; the message is the reason."""
 
+    def __init__(self, reason: str, *, fix: str = "correct the line") -> None:
+        super().__init__(reason)
+        self.fix = fix
+
 
 def parse_line(line: bytes) -> Row:
     """Parse a line. If a key occurs twice, its last value counts, as usual in JSON."""
@@ -118,7 +123,13 @@ def _sentences(document: Row, key: str) -> list[str]:
         value = document[key]
     except KeyError:
         present = ", ".join(repr(name) for name in list(document)[:8]) or "nothing"
-        raise InvalidDocumentError(f"key {key!r} is missing; the keys are {present}") from None
+        texts = [name for name, text in document.items() if isinstance(text, str | list)][:8]
+        raise InvalidDocumentError(
+            f"key {key!r} is missing; the keys are {present}",
+            fix=f"name the key of the text with --json-keys ({' or '.join(texts)}), or correct the line"
+            if texts
+            else "correct the line",
+        ) from None
     sentences = value if isinstance(value, list) else [value]
     for sentence in sentences:
         if not isinstance(sentence, str):

@@ -88,20 +88,20 @@ class ChunkEncoder:
         """Return the token ids of the valid documents, and the reasons of the bad lines."""
         contents = chunk.split()
         documents: dict[int, Document] = {}
-        reasons: dict[int, str] = {}
+        invalid: dict[int, InvalidDocumentError] = {}
         for index, content in enumerate(contents):
             try:
                 documents[index] = self._sentences(content)
             except InvalidDocumentError as error:
-                reasons[index] = str(error)
+                invalid[index] = error
         try:
             keys = self._encode(list(documents.values()))
         except Exception:  # noqa: BLE001 - each tokenizer raises its own; encode documents one by one to find it
             rejected = self._rejected(documents)
-            reasons |= rejected
+            invalid |= rejected
             documents = {index: document for index, document in documents.items() if index not in rejected}
             keys = self._encode(list(documents.values()))
-        bad = [self._bad_line(chunk, index, contents[index], reasons[index]) for index in sorted(reasons)]
+        bad = [self._bad_line(chunk, index, contents[index], invalid[index]) for index in sorted(invalid)]
         if chunk.too_long:
             bad.append(chunk.too_long)
         return EncodedChunk(keys, bad, len(documents), chunk.end)
@@ -137,18 +137,20 @@ class ChunkEncoder:
         largest = int(elements.max()) if total else -1
         return EncodedKey(elements, lengths, counts, largest, int(np.count_nonzero(elements == eod)))
 
-    def _rejected(self, documents: dict[int, Document]) -> dict[int, str]:
-        """Return the reason for each document that the tokenizer rejects."""
-        reasons = {}
+    def _rejected(self, documents: dict[int, Document]) -> dict[int, InvalidDocumentError]:
+        """Return an error for each document that the tokenizer rejects."""
+        rejected = {}
         for index, document in documents.items():
             try:
                 self._encode([document])
             except Exception as error:  # noqa: BLE001 - each tokenizer raises its own
-                reasons[index] = f"rejected by the tokenizer: {error}"
-        return reasons
+                rejected[index] = InvalidDocumentError(f"rejected by the tokenizer: {error}")
+        return rejected
 
-    def _bad_line(self, chunk: Chunk, index: int, content: bytes | Row, reason: str) -> BadLine:
-        bad = BadLine(chunk.file, chunk.first + index, reason, chunk.is_rows)
+    def _bad_line(
+        self, chunk: Chunk, index: int, content: bytes | Row, error: InvalidDocumentError
+    ) -> BadLine:
+        bad = BadLine(chunk.file, chunk.first + index, str(error), chunk.is_rows, fix=error.fix)
         if not self._settings.keep_bad_lines:
             return bad
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()

@@ -74,7 +74,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> PreprocessSettings:
     return PreprocessSettings(
         **{name: value for name, value in loaded.items() if name in fields},
         tokenizer=TokenizerConfig(**tokenizer),
-        without_effect=tuple(flag_of(name) for name in _WITHOUT_EFFECT if name in given),
+        without_effect=tuple(flag for flag in WITHOUT_EFFECT if flag[2:].replace("-", "_") in given),
     )
 
 
@@ -168,10 +168,16 @@ _FLAGS: Final[dict[str, dict[str, tuple[str | None, str]]]] = {
         "--log-interval": ("N", "documents between progress lines; at most one line per second is printed"),
         "--partitions": ("N", "without effect: workers share all files"),
         "--keep-sequential-samples": (None, "without effect: output always has the order of the input"),
+        "--dataset-impl": ("{mmap}", "without effect: there is one format of output files"),
     },
 }
 """By title: every flag, its metavar (None: a flag without value), and its help."""
-_WITHOUT_EFFECT: Final = ("partitions", "keep_sequential_samples")
+WITHOUT_EFFECT: Final = {
+    "--partitions": "workers share all files",
+    "--keep-sequential-samples": "the output always has the order of the input",
+    "--dataset-impl": "there is one format of .bin and .idx files, Megatron-LM's mmap",
+}
+"""Flags that are accepted and change nothing, and the reason."""
 
 
 def _text(name: str, *, choices: tuple[str, ...] = (), is_list: bool = False) -> Setting:
@@ -203,6 +209,7 @@ _SETTINGS: Final = {
         _count("workers"),
         _count("log_interval"),
         _count("partitions"),
+        _text("dataset_impl", choices=("mmap",)),
     )
 }
 """The flags with a value, without those of the tokenizer."""

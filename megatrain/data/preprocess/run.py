@@ -16,14 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from megatrain.config.errors import ConfigError, MegatrainError, Problem, describe
+from megatrain.config.errors import ConfigError, InputError, MegatrainError, Problem, describe
 from megatrain.config.schema.tokenizer import missing_end_of_document
 from megatrain.data.files import log_to_stderr
 from megatrain.data.indexed.writer import token_dtype
 from megatrain.data.preprocess.bad_lines import BadLines
 from megatrain.data.preprocess.documents import CHUNK_BYTES, Chunk, Position
 from megatrain.data.preprocess.encoder import EncoderSettings, make_encoder
-from megatrain.data.preprocess.flags import PreprocessSettings, parse_settings
+from megatrain.data.preprocess.flags import WITHOUT_EFFECT, PreprocessSettings, parse_settings
 from megatrain.data.preprocess.inputs import InputFile, find_inputs
 from megatrain.data.preprocess.outputs import JOURNAL_SECONDS, Journal, Outputs, files_of_run, output_prefixes
 from megatrain.data.preprocess.progress import Progress
@@ -70,9 +70,7 @@ def preprocess(
         MegatrainError: a worker died, or the output cannot be written.
     """
     for flag in settings.without_effect:
-        log_to_stderr(
-            f"{flag} has no effect: output always has the order of the input, and workers share all files"
-        )
+        log_to_stderr(f"{flag} has no effect: {WITHOUT_EFFECT[flag]}")
     reader = ChunkReader(
         files=find_inputs(settings.input),
         json_keys=settings.json_keys,
@@ -105,6 +103,7 @@ def preprocess(
                     for chunk in workers.map(chunks, size=_num_bytes, max_bytes=max_bytes):
                         outputs.add(chunk)
                         progress.add(chunk.num_documents, bytes_read=chunk.end.bytes_read)
+            _require_tokens(outputs)
             outputs.finish(_description(settings, tokenizer, reader.files))
     _log_summary(progress, outputs)
 
@@ -172,6 +171,19 @@ def _require_distinct_files(files: Sequence[InputFile], paths: Iterable[Path]) -
 def _require_eod(settings: PreprocessSettings, tokenizer: Tokenizer) -> None:
     if settings.append_eod and tokenizer.eod is None:
         raise ConfigError.of([missing_end_of_document(settings.tokenizer, needed_by="--append-eod")])
+
+
+def _require_tokens(outputs: Outputs) -> None:
+    """Raise InputError if a dataset would have no tokens: training could not read it."""
+    for key, output in outputs.keys.items():
+        if output.writer.num_tokens:
+            continue
+        found = f"{output.writer.num_documents:,} documents, and none has a token under key {key!r}"
+        skipped = f" (bad lines skipped: {outputs.bad_lines.num_lines:,})" * bool(outputs.bad_lines.num_lines)
+        raise InputError(
+            f"{output.writer.prefix} would be empty: --input has {found}{skipped}",
+            fix="give --input files with text, and --json-keys its keys",
+        )
 
 
 def _fingerprint(settings: PreprocessSettings, reader: ChunkReader, tokenizer: Tokenizer) -> dict[str, Any]:

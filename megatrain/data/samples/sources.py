@@ -92,7 +92,7 @@ def inspect_datasets(
                     dataset = seen[prefix] = _facts_of(prefix)
                     problems += _description_problems(dataset, vocab_size, tokenizer_fingerprint, eod)
                 except ConfigError as error:
-                    problems += [_with_weight_hint(problem, prefix) for problem in error.problems]
+                    problems += [_with_blend_hint(problem, prefix) for problem in error.problems]
             found = seen[prefix]
             if found is not None:
                 weight = blend.weights[number] if blend.weights is not None else None
@@ -153,11 +153,17 @@ def _report_read_errors(prefix: str) -> Iterator[None]:
         ) from error
 
 
-def _with_weight_hint(problem: Problem, prefix: str) -> Problem:
-    """Extend the fix if the prefix is a number, which is often a misplaced weight."""
-    if parse_weight(prefix) is None or os.path.lexists(f"{prefix}.idx"):
+def _with_blend_hint(problem: Problem, prefix: str) -> Problem:
+    """Extend the fix if the prefix looks like a part of a blend, or like several parts in one text."""
+    if os.path.lexists(f"{prefix}.idx"):
         return problem
-    hint = f"if {prefix} is a weight: give each dataset a weight before its prefix, such as 0.3 a 0.7 b"
+    parts = prefix.split()
+    if len(parts) > 1:
+        hint = f"if {prefix!r} is a blend: give a list in YAML, [{', '.join(parts)}], or separate words after the flag"
+    elif parse_weight(prefix) is not None:
+        hint = f"if {prefix} is a weight: give each dataset a weight before its prefix, such as 0.3 a 0.7 b"
+    else:
+        return problem
     return Problem(problem.text, f"{hint}; if it is a prefix: {problem.fix}")
 
 

@@ -113,7 +113,10 @@ def _problems(
     tokenizer: Tokenizer | None,
 ) -> Iterator[Problem]:
     described = description or {}
-    for name in (*_DESCRIBED, *(["eod_count"] if described.get("eod") == found["eod"] else [])):
+    for name in (
+        *_DESCRIBED,
+        *(["eod_count"] if found["tokens"] and described.get("eod") == found["eod"] else []),
+    ):
         if described.get(name) is not None and described[name] != found[name]:
             yield Problem(
                 f"{dataset.prefix}.json: {name} is {described[name]}, but the files contain {found[name]}",

@@ -28,7 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
-from megatrain.training.logging.status_file import write_status
+from megatrain.training.logging.status_file import write_refused_start
 
 _SECONDS_TO_EXIT: Final = 10.0
 _SAME_COMMAND: Final = "start all ranks with the same command line and the same files"
@@ -215,10 +215,10 @@ def _reported_elsewhere(exit_code: int) -> MegatrainError:
 
 
 def _write_failure(request: Request, error: MegatrainError) -> None:
-    """Write `status.json` of a run that did not start, if the folder of --save exists."""
+    """Record in `status.json` that the run did not start, if the folder of --save exists."""
     save = request.known("checkpoint.save")
     if save is not None and Path(save).is_dir():
-        write_status(Path(save), exit_code=error.exit_code, reason=error.problems[0].text, iteration=None)
+        write_refused_start(Path(save), exit_code=error.exit_code, reason=error.problems[0].text)
 
 
 def print_error(error: MegatrainError) -> None:

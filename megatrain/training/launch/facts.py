@@ -52,7 +52,7 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
     found, problems = _input_facts(request)
     problems += _path_problems(request)
     stored = stored_run(request) if not problems else None
-    problems += _save_folder_problems(request, stored)
+    problems += _save_folder_problems(request)
     has_cuda = torch.cuda.is_available()
     facts = Facts(
         world_size=environment.world_size,
@@ -213,16 +213,16 @@ def _path_problems(request: Request) -> Iterator[Problem]:
         yield Problem(f"--metrics-file {path} has other content, which would be lost", "name another file")
 
 
-def _save_folder_problems(request: Request, stored: StoredRun | None) -> Iterator[Problem]:
+def _save_folder_problems(request: Request) -> Iterator[Problem]:
     """Yield a problem if --save has checkpoints that the run does not continue: a resume would load them."""
-    save = request.known("checkpoint.save")
+    save, load = request.known("checkpoint.save"), request.known("checkpoint.load")
     if save is None or not Path(save).is_dir():
         return
     newest = newest_valid(Path(save))
     is_continued = (
-        stored is not None
-        and not stored.is_start
-        and Path(stored.path).parent.resolve() == Path(save).resolve()
+        load is not None
+        and Path(load).resolve() == Path(save).resolve()
+        and not request.known("checkpoint.finetune")
     )
     if newest is not None and not is_continued:
         yield Problem(

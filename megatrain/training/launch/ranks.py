@@ -79,8 +79,11 @@ def report_errors(run: Callable[[], int]) -> int:
     except BaseException as error:
         if not (isinstance(error, Exception) or dist.is_initialized()):
             raise
-        _print_traceback()  # any other error: traceback, and an exit code for the launcher
         exit_code = exit_code_of(error)
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        else:  # any other error: traceback, and an exit code for the launcher
+            _print_traceback()
     if dist.is_initialized():
         # Destroying the process groups would wait for peers that are blocked in a collective with this rank.
         sys.stderr.flush()

@@ -1,4 +1,7 @@
-"""`status.json` in the `--save` folder: whether the run is active, and how it ended. The first end that is recorded is kept."""
+"""`status.json` in the `--save` folder: whether the run is active, and how it ended. The first end that is recorded is kept.
+
+A later start that is refused does not replace the end of the run: it is recorded as `refused_start`, until a run starts.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from megatrain.training.launch.failure import Failure
 
@@ -31,6 +35,11 @@ class StatusFile:
         if self.folder is not None and self.folder.is_dir():
             write_status(self.folder, exit_code=exit_code, reason=reason, iteration=self.iteration())
 
+    def record_refused_start(self, exit_code: int, reason: str) -> None:
+        """Record that this run did not start."""
+        if self.folder is not None and self.folder.is_dir():
+            write_refused_start(self.folder, exit_code=exit_code, reason=reason)
+
     def record_peer_failure(self, failure: Failure) -> None:
         """Record another rank's failure as the end of the run; later ends of this rank are its consequences."""
         with self._lock:
@@ -45,20 +54,39 @@ class StatusFile:
 
 
 def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration: int | None) -> None:
-    """Write `status.json`.
+    """Write the status of a run.
 
     Args:
         exit_code: the exit code of pretrain.py, which launchers such as torchrun hide; None while the run is active.
         iteration: completed iterations; None for a run that did not start.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    status = {
+    _write(folder, _entry(exit_code=exit_code, reason=reason) | {"iteration": iteration})
+
+
+def write_refused_start(folder: Path, *, exit_code: int, reason: str) -> None:
+    """Record a start that was refused: next to the status of an earlier run, or as the status if there is none."""
+    try:
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        has_run = status["iteration"] is not None
+    except (OSError, ValueError, KeyError, TypeError):
+        has_run = False
+    if has_run:
+        _write(folder, status | {"refused_start": _entry(exit_code=exit_code, reason=reason)})
+    else:
+        write_status(folder, exit_code=exit_code, reason=reason, iteration=None)
+
+
+def _entry(*, exit_code: int | None, reason: str) -> dict[str, Any]:
+    return {
         "exit_code": exit_code,
         "reason": reason,
-        "iteration": iteration,
         "pid": os.getpid(),
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
+
+
+def _write(folder: Path, status: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / "status.json.tmp"
     temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
     temporary.replace(folder / "status.json")

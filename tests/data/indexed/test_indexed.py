@@ -196,6 +196,9 @@ def test_a_missing_dataset_names_similar_ones(prefix):
         IndexedDataset(f"{prefix}.bin")
     with pytest.raises(InputError, match="deeper does not exist"):
         IndexedDataset(prefix / "deeper" / "data")
+    (prefix.parent / "bare").mkdir()
+    with pytest.raises(InputError, match=r"fix: give the prefix .* preprocess_data\.py"):
+        IndexedDataset(prefix.parent / "bare" / "data")
 
 
 def test_reads_outside_a_sequence_are_errors(prefix):

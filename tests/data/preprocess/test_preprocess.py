@@ -184,10 +184,33 @@ def test_a_truncated_last_line_is_a_bad_line(tmp_path, capsys):
     assert f"{source}:2: not JSON: Unterminated string" in capsys.readouterr().err
 
 
-def test_an_empty_input_is_valid(tmp_path):
-    source = numbers(tmp_path / "in.jsonl", [])
-    assert run("--input", source, *NULL, prefix=tmp_path / "out") == 0
-    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 0
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [([], "0 documents"), (['{"text": ""}'], "1 documents"), (['{"body": "1"}'] * 2, "bad lines skipped: 2")],
+)
+def test_a_dataset_without_tokens_is_an_error(tmp_path, capsys, lines, found):
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(line + "\n" for line in lines))
+    assert run("--input", source, *NULL, "--on-bad-line", "skip", prefix=tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "out_text_document would be empty" in message
+    assert found in message
+    assert re.search("fix: .*--input .*--json-keys", message)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_one_empty_file_among_several_is_valid(tmp_path):
+    empty, full = numbers(tmp_path / "a.jsonl", []), numbers(tmp_path / "b.jsonl", ["1"])
+    assert run("--input", empty, full, *NULL, prefix=tmp_path / "out") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 1
+
+
+def test_a_wrong_key_is_answered_with_the_keys_of_the_line(tmp_path, capsys):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"body": "1", "id": 7, "parts": ["1"]}\n')
+    assert run("--input", source, *NULL, prefix=tmp_path / "out") == 2
+    assert "fix: name the key of the text with --json-keys (body or parts)" in capsys.readouterr().err
+    assert run("--input", source, *NULL, "--json-keys", "body", prefix=tmp_path / "out") == 0
 
 
 def test_progress_lines_have_speed_and_time_left(texts, tmp_path, capsys, monkeypatch):
@@ -289,11 +312,14 @@ def test_every_field_of_the_tokenizer_is_a_flag(capsys):
 
 def test_flags_without_effect_are_accepted_and_reported(tmp_path, capsys):
     source = numbers(tmp_path / "in.jsonl", ["1"])
-    flags = ["--partitions", 4, "--keep-sequential-samples"]
+    flags = ["--partitions", 4, "--keep-sequential-samples", "--dataset-impl", "mmap"]
     assert run("--input", source, *NULL, *flags, prefix=tmp_path / "out") == 0
     printed = capsys.readouterr().err
     assert "--partitions has no effect" in printed
     assert "--keep-sequential-samples has no effect" in printed
+    assert "--dataset-impl has no effect" in printed
+    assert run("--input", source, *NULL, "--dataset-impl", "lazy", prefix=tmp_path / "out") == 2
+    assert "fix: give --dataset-impl mmap" in capsys.readouterr().err
 
 
 def test_invalid_keys_and_newlines_without_splitting_are_errors(capsys):
@@ -343,7 +369,8 @@ def test_append_eod_needs_an_end_of_document_token(tmp_path, capsys, monkeypatch
 def test_bad_lines_can_be_quarantined_without_loss(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     lines = [*BAD_LINES, b'{"n": "\x80\xff"}\r', "{é".encode()]
-    source.write_bytes(b"".join(line + b"\n" for line in lines))
+    good = b'{"text": "1"}'
+    source.write_bytes(b"".join(line + b"\n" for line in (*lines, good)))
     arguments = ["--input", source, *NULL, "--on-bad-line", "quarantine"]
     assert run(*arguments, prefix=tmp_path / "out") == 0
     path = tmp_path / "out.bad_lines.jsonl"
@@ -364,7 +391,7 @@ def test_bad_lines_can_be_quarantined_without_loss(tmp_path, capsys):
 
 def test_a_quarantine_file_of_an_earlier_run_is_removed(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
-    source.write_text("bad\n")
+    source.write_text('bad\n{"text": "1"}\n')
     arguments = ["--input", source, *NULL, "--on-bad-line"]
     assert run(*arguments, "quarantine", prefix=tmp_path / "out") == 0
     assert "1 bad lines were quarantined to " in capsys.readouterr().err
@@ -375,7 +402,7 @@ def test_a_quarantine_file_of_an_earlier_run_is_removed(tmp_path, capsys):
 
 def test_only_the_first_bad_lines_are_logged(tmp_path, capsys):
     source = tmp_path / "in.jsonl"
-    source.write_text("bad\n" * 100)
+    source.write_text("bad\n" * 100 + '{"text": "1"}\n')
     assert run("--input", source, *NULL, "--on-bad-line", "skip", prefix=tmp_path / "out") == 0
     printed = capsys.readouterr().err
     assert printed.count("skipped: ") == 21

@@ -140,6 +140,13 @@ def test_every_problem_is_reported_once(names, tmp_path):
     assert missing not in [dataset.prefix for dataset in facts]
 
 
+def test_a_blend_in_one_text_is_answered_with_a_list():
+    _, (problem,) = inspect_datasets(
+        {"all": Blend(("0.7 a 0.3 b",))}, vocab_size=None, tokenizer_fingerprint=None
+    )
+    assert "[0.7, a, 0.3, b]" in problem.fix
+
+
 def test_another_tokenizer_is_reported_instead_of_its_ids(names):
     describe(names[0], tokenizer_fingerprint="other", largest_id=VOCAB)
     _, (problem,) = inspect_datasets(

@@ -160,3 +160,64 @@ def test_the_saved_configuration_reproduces_the_run(tmp_path: Path) -> None:
         for folder in (first, second)
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("module", ["yaml", "torch"])
+def test_an_interrupt_while_the_program_is_imported_leaves_no_traceback(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    words = [sys.executable, "pretrain.py", *command_line({})]
+    ended = subprocess.run(
+        words, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupt_of_the_start_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatrain.training.launch.agreement.gather_facts", interrupted)
+    assert pretrain.main(command_line({})) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_refused_start_keeps_the_status_of_the_run(tmp_path: Path) -> None:
+    run: dict[str, str | None] = {"--save": str(tmp_path / "run"), "--load": str(tmp_path / "run")}
+    assert pretrain.main(command_line(run)) == 0
+    before = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert pretrain.main(command_line({**run, "--seed": "5"})) == 2
+    after = json.loads((tmp_path / "run" / "status.json").read_text())
+    refused = after.pop("refused_start")
+    assert after == before
+    assert refused["exit_code"] == 2
+    assert "--seed" in refused["reason"]
+    assert pretrain.main(command_line(run)) == 0
+    assert "refused_start" not in json.loads((tmp_path / "run" / "status.json").read_text())
+
+
+def test_a_start_that_is_refused_first_is_the_status(tmp_path: Path) -> None:
+    assert pretrain.main(command_line({"--save": str(tmp_path), "--lr": "fast"})) == 2
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["exit_code"], status["iteration"]) == (2, None)
+    assert "--lr" in status["reason"]
+
+
+@pytest.mark.parametrize(
+    "missing", [{"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": "/nosuch.json"},
+                {"--mock-data": None, "--data-path": "/nosuch"}]
+)  # fmt: skip
+def test_a_missing_input_does_not_hide_that_the_run_continues(
+    missing: dict[str, str | None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: dict[str, str | None] = {"--save": str(tmp_path / "run"), "--load": str(tmp_path / "run")}
+    assert pretrain.main(command_line(run)) == 0
+    capsys.readouterr()
+    assert pretrain.main(command_line({**run, **missing})) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("fix:") == 1
+    assert "/nosuch" in errors
+    assert pretrain.main(command_line({**run, **missing, "--finetune": ""})) == 2
+    assert "which this run does not continue" in capsys.readouterr().err
