@@ -10,15 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from transformer_engine_stand_in import differences
 
 from megatrain.tools.main import main
-from megatrain.tools.parity import rows
-from megatrain.tools.parity.low_precision import LowPrecisionComparer, LowPrecisionVerdict
+from megatrain.tools.parity.low_precision import LowPrecisionComparer
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 
@@ -30,7 +28,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # warnings of the library's dependencies
 ]
 ROOT = Path(__file__).parents[2]
-GPT2 = "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +50,11 @@ def _differences(_rank: int, _world_size: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "words",
-    ["llama", "llama documents", "llama tied selective", "mup", "puzzle", "tp2", "tp2 sp", "tp2 sp mup tied"],
+    [
+        *("llama", "llama documents", "llama tied selective", "mup", "puzzle", "tp2", "tp2 sp", "tp2 sp mup tied"),
+        *("gpt2", "olmo2", "gemma2", "gpt-oss", "qwen", "mixtral", "deepseek"),  # with leaves of local
+        *("tp2 gpt2", "tp2 sp mixtral", "cp2 llama", "cp2 documents"),
+    ],
 )
 def test_losses_and_gradients_match_local_within_rounding(comparer: LowPrecisionComparer, words: str) -> None:
     layout = Layout.of(words)
@@ -61,29 +62,6 @@ def test_losses_and_gradients_match_local_within_rounding(comparer: LowPrecision
         pytest.skip(f"needs {layout.world_size} GPUs")
     verdict = comparer.compare(layout)
     assert verdict.is_good, verdict
-
-
-def test_gpt2_without_attention_dropout_matches_local_within_rounding(comparer: LowPrecisionComparer) -> None:
-    (verdict,) = comparer.pool.run(1, _gpt2)
-    assert verdict.is_good, verdict
-
-
-def _gpt2(_rank: int, _world_size: int) -> LowPrecisionVerdict:
-    """Compare in one worker, since each worker looks parity models up by name."""
-    with mock.patch.dict(rows.MODELS, gpt2=GPT2):
-        comparer = LowPrecisionComparer(_OneRankPool(), "bf16", "transformer_engine")  # type: ignore[arg-type]
-        return comparer.compare(Layout.of("gpt2"))
-
-
-class _OneRankPool:
-    """A pool of one rank in this process."""
-
-    device = "cuda"
-
-    def run(self, world_size: int, function: object, *arguments: object) -> list[object]:
-        assert world_size == 1
-        assert callable(function)
-        return [function(0, 1, *arguments)]
 
 
 def test_a_checkpoint_resumes_in_either_implementation(tmp_path: Path) -> None:
@@ -97,6 +75,20 @@ def test_a_checkpoint_resumes_in_either_implementation(tmp_path: Path) -> None:
         options = ["--transformer-impl", implementation, "--train-iters", str(5 * number)]
         subprocess.run([sys.executable, "pretrain.py", *flags, *options], cwd=ROOT, check=True)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "15"
+
+
+def test_deterministic_mode_gives_the_same_bits() -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 2"
+        " --ffn-hidden-size 1536 --normalization RMSNorm --swiglu --position-embedding-type rope --seq-length 1024"
+        " --mock-data --tokenizer-type NullTokenizer --vocab-size 4000 --micro-batch-size 4 --global-batch-size 16"
+        " --train-iters 8 --lr 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1 --bf16 --eval-iters 2"
+        " --transformer-impl transformer_engine"
+    ).split()
+    command = [sys.executable, "scripts/check_determinism.py", "--", *flags]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical bits" in done.stdout
 
 
 def test_the_parity_command_runs_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
