@@ -1,4 +1,4 @@
-"""Find the checkpoints in a folder.
+"""Find the checkpoints in a folder, or the one checkpoint FOLDER/iter_0000100.
 
 <save>/iter_0000100/                            a checkpoint, if its manifest and file sizes are valid
 <save>/iter_0000100.old-<id>/                   a checkpoint that a new one of the same iteration is replacing
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
-from megatrain.checkpoint.manifest import Manifest, read_manifest
+from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.tensor_file import check_size
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -36,6 +36,11 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def base_folder(path: Path) -> Path:
+    """Return FOLDER for FOLDER/iter_0000100, and other paths as they are."""
+    return path.parent if _chosen_iteration(path) is not None else path
+
+
 def find_checkpoints(folder: Path) -> list[Candidate]:
     """Return all checkpoints in `folder`, valid or not, newest first; tensor data is not read."""
     return [
@@ -53,9 +58,14 @@ def newest_valid(folder: Path) -> Candidate | None:
 def list_candidates(folder: Path) -> list[Candidate]:
     """Return all candidates by name, newest first. If the tracker names a missing iteration, it counts as invalid.
 
+    For FOLDER/iter_0000100 that one alone, if it exists.
+
     Raises:
         CheckpointError: the folder cannot be read.
     """
+    chosen = _chosen_iteration(folder)
+    if chosen is not None:
+        return [Candidate(chosen, folder)] if folder.exists() else []
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
@@ -79,6 +89,12 @@ def leftovers(folder: Path) -> Iterator[Path]:
     yield from (path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name))
 
 
+def is_of_megatron(path: Path) -> bool:
+    """Return whether Megatron-LM wrote the checkpoint at `path`, by the names of its files. None of them is opened."""
+    names = (".metadata", "common.pt", "mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
+    return not (path / MANIFEST_NAME).exists() and any((path / name).exists() for name in names)
+
+
 def check_folder(path: Path, iteration: int) -> Manifest:
     """Check the manifest and file sizes of a checkpoint, and return the manifest.
 
@@ -99,11 +115,19 @@ def check_folder(path: Path, iteration: int) -> Manifest:
 
 
 def _problem_of(candidate: Candidate) -> str | None:
+    if is_of_megatron(candidate.path):
+        return "a checkpoint of Megatron-LM, which is not read"
     try:
         check_folder(candidate.path, candidate.iteration)
     except (DamagedError, MismatchError) as error:
         return error.problems[0].text
     return None
+
+
+def _chosen_iteration(path: Path) -> int | None:
+    """Return the iteration of a path FOLDER/iter_0000100; None for other paths."""
+    match = _FOLDER.fullmatch(path.name)
+    return int(match[1]) if match and path.name == folder_name(int(match[1])) else None
 
 
 def _tracked_iteration(folder: Path) -> int | None:

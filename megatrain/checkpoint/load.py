@@ -44,10 +44,13 @@ def load_checkpoint(
     grid: RankGrid,
     *,
     with_optimizer: bool = True,
+    also: Sequence[Path] = (),
 ) -> Loaded:
     """Load the newest intact checkpoint in `folder` into the optimizer's weights and state; all ranks call it.
 
     Args:
+        folder: the folder, or FOLDER/iter_0000100 for that one alone.
+        also: more folders with checkpoints of the run.
         with_optimizer: also load optimizer state and step count.
 
     Raises:
@@ -55,7 +58,7 @@ def load_checkpoint(
         MismatchError: an intact checkpoint is of another model.
     """
     skipped: list[tuple[Candidate, str]] = []
-    for candidate in _agreed_candidates(folder, grid):
+    for candidate in _agreed_candidates((folder, *also), grid):
         try:
             manifest = _load_candidate(candidate, optimizer, grid, with_optimizer=with_optimizer)
         except DamagedError as error:
@@ -149,19 +152,21 @@ def load_shards(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_o
         optimizer.step_count = reader.manifest.optimizer_step_count
 
 
-def _agreed_candidates(folder: Path, grid: RankGrid) -> list[Candidate]:
-    """Return the candidates that rank 0 sees, on all ranks."""
+def _agreed_candidates(folders: Sequence[Path], grid: RankGrid) -> list[Candidate]:
+    """Return the candidates that rank 0 sees, newest first, on all ranks."""
 
     def listed() -> list[tuple[int, str, str | None]]:
         if not grid.world.is_first:
             return []
         return [
-            (candidate.iteration, candidate.path.name, candidate.problem)
+            (candidate.iteration, str(candidate.path), candidate.problem)
+            for folder in folders
             for candidate in list_candidates(folder)
         ]
 
     found = agree(listed, grid.messages, then=lambda answers: answers[0])
-    return [Candidate(number, folder / name, problem) for number, name, problem in found]
+    candidates = [Candidate(number, Path(path), problem) for number, path, problem in found]
+    return sorted(candidates, key=lambda candidate: -candidate.iteration)
 
 
 def _load_candidate(

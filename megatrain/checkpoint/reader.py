@@ -18,12 +18,13 @@ from torch import Tensor
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, StoredTensor, read_manifest
+from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import TensorFile, check_size
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout, box_shape, intersect
 
 
 class CheckpointReader:
-    """The tensors of the checkpoint in one folder, as a context manager: it keeps a file open.
+    """The tensors of the checkpoint in one folder, as a context manager: retention keeps the checkpoint while it is open.
 
     Raises:
         DamagedError: on opening or reading, if data differs from what was written.
@@ -32,9 +33,14 @@ class CheckpointReader:
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
-        self.manifest = manifest or read_manifest(path)
         self._file: TensorFile | None = None
         self._last: tuple[Chunk, Tensor] | None = None
+        self._hold = hold(path)
+        try:
+            self.manifest = manifest or read_manifest(path)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -47,6 +53,8 @@ class CheckpointReader:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._hold is not None:
+            self._hold.close()
 
     def source(self, kind: str) -> CheckpointSource:
         """Return the source of one kind of optimizer state, for `fill_shards`."""

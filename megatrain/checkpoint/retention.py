@@ -1,0 +1,121 @@
+"""Remove older checkpoints once a newer one is committed and verified.
+
+newest first   400 ── 300 ── 200 ── 100
+               just committed: its manifest and file sizes are read again
+                      newest older one that is valid: always kept
+                              multiple of --save-retain-interval, or among the --keep-last newest: kept
+                                     removed: renamed away, then deleted, so that no half checkpoint remains
+
+Nothing here raises an error: a checkpoint that cannot be removed stays, and a line says so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from megatrain.checkpoint.disk import Disk, open_regular_file
+from megatrain.checkpoint.errors import CheckpointError, DamagedError
+from megatrain.checkpoint.find import Candidate, check_folder, folder_name, list_candidates
+from megatrain.checkpoint.manifest import MANIFEST_NAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """The checkpoints that stay in a folder. Counts include the newest one."""
+
+    keep_last: int | None = None
+    """Number of valid checkpoints to keep; None: all, except those that `retain_interval` removes."""
+    retain_interval: int | None = None
+    """Checkpoints at multiples of this many iterations always stay. Without `keep_last`, each save removes only the checkpoint
+    that it makes the third newest, so that a changed interval never removes checkpoints that were retained before. Megatron-LM
+    removes the second newest."""
+
+    @property
+    def removes(self) -> bool:
+        return self.keep_last is not None or self.retain_interval is not None
+
+
+def remove_older(folder: Path, newest: int, rule: Retention, disk: Disk) -> list[str]:
+    """Remove the checkpoints that `rule` does not keep after iteration `newest` was committed; return a line for each."""
+    if not rule.removes:
+        return []
+    try:
+        check_folder(folder / folder_name(newest), newest)
+        older = [candidate for candidate in list_candidates(folder) if candidate.iteration < newest]
+    except CheckpointError as error:
+        return [f"no older checkpoint is removed: {error.problems[0].text}"]
+    return [_remove(candidate, disk) for candidate in superseded(older, rule)]
+
+
+def superseded(older: Sequence[Candidate], rule: Retention) -> Iterator[Candidate]:
+    """Yield the checkpoints that `rule` does not keep, of those `older` than the newest one, newest first."""
+    is_narrow = rule.keep_last is None
+    num_valid, keep = 1, rule.keep_last or 2
+    for candidate in older:
+        if num_valid < keep:
+            num_valid += _is_valid(candidate)
+            continue
+        is_retained = rule.retain_interval is not None and candidate.iteration % rule.retain_interval == 0
+        if not is_retained and candidate.path.exists():
+            yield candidate
+        if is_narrow:
+            return
+
+
+def hold(path: Path) -> FileIO | None:
+    """Mark the checkpoint at `path` as being read, until the returned file is closed.
+
+    Returns:
+        None if the storage has no locks: the checkpoint is not protected then.
+    """
+    try:
+        file = open_regular_file(path / MANIFEST_NAME)
+    except DamagedError:
+        return None
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def _remove(candidate: Candidate, disk: Disk) -> str:
+    path = candidate.path
+    if path.is_symlink():
+        return f"{path} is a link, and stays"
+    if _is_held(path):
+        return f"{path} is being read, and stays"
+    away = path.with_name(f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
+    try:
+        disk.rename(path, away)
+        disk.remove(away)  # if this is interrupted, the next save removes the rest
+    except OSError as error:
+        return f"{path} could not be removed: {error.strerror} (errno {error.errno})"
+    return f"removed {path}"
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with (path / MANIFEST_NAME).open(
+            "r+b"
+        ) as file:  # NFS locks exclusively only what is open for writing
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _is_valid(candidate: Candidate) -> bool:
+    try:
+        check_folder(candidate.path, candidate.iteration)
+    except CheckpointError:
+        return False
+    return True
