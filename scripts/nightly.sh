@@ -13,7 +13,7 @@ folder=${1:-runs/nightly-$(git rev-parse --short HEAD)}
 slices=${2:-$(($(nproc) >= 8 ? $(nproc) / 4 : 1))}
 mkdir -p "$folder"
 code=0
-"$PYTHON" -m pytest -n 2 --nightly 2>&1 | tee "$folder/tests.log" || code=1
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 2 --nightly 2>&1 | tee "$folder/tests.log" || code=1
 
 jobs=()
 for slice in $(seq "$slices"); do

@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh [PYTEST ARGUMENTS]     for example: scripts/test.sh tests/data -k blend
 #
-# Stops at the first failing step with its exit code. Tests that start ranks set OMP_NUM_THREADS=1 themselves.
+# Stops at the first failing step with its exit code. Two processes run the tests with one thread each.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,4 +12,4 @@ source scripts/setup.sh dev
 "$PYTHON" -m ruff check
 "$PYTHON" -m ruff format --check
 "$PYTHON" -m mypy
-"$PYTHON" -m pytest -n 2 "$@"
+OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 2 "$@"
