@@ -10,27 +10,37 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
 from megatrain.config.errors import Problem
-from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, given_flag, megatron_flags
+from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, megatron_flags
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import Config, Origin, Setting, closest_name, flag_of, settings
 from megatrain.config.schema.values import AUTO, INVALID, is_resolved
 
+MEGATRON_SECTIONS: Final = ("language_model", "model_parallel", "MODEL_ARGS")
+"""Sections of Megatron-LM's YAML files, which `megatron_yaml.py` reads."""
+
 
 def read_yaml(file: str) -> list[Given | GivenFlag | Problem]:
     """Read a file: its values, Megatron-LM flags that set nothing here, and problems."""
-    try:
-        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except OSError as error:
-        return [Problem(f"--config {file}: {error.strerror}", "give a readable YAML file")]
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        return [_syntax_problem(file, error)]
+    root = compose(file, "--config")
+    if isinstance(root, Problem):
+        return [root]
     return list(_Reader(file).values(root)) if root is not None else []
+
+
+def compose(file: str, flag: str) -> yaml.Node | Problem | None:
+    """Read a file into nodes, which have line numbers; None: it is empty. `flag` is the flag that names it."""
+    try:
+        return yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        return Problem(f"{flag} {file}: {error.strerror}", "give a readable YAML file")
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        return _syntax_problem(file, error)
 
 
 def to_yaml(config: Config, origins: Mapping[str, Origin] | None = None) -> str:
@@ -71,7 +81,7 @@ class _Reader:
                 yield self.megatron_field(key, node) or self.unknown_section(key, sections)
             elif isinstance(node, yaml.MappingNode):
                 yield from self.section_values(key.value, node)
-            elif not _is_null(node):
+            elif not is_null(node):
                 yield Problem(
                     f"{self.place(key)}: {key.value} is a section, not {_shown(node)}",
                     "indent its fields below it, such as `  name: value`",
@@ -100,10 +110,11 @@ class _Reader:
         if spelling not in megatron_flags():
             return None
         if isinstance(node, yaml.SequenceNode):
-            words = [_shown(item) for item in node.value]
+            words = tuple(_shown(item) for item in node.value)
         else:
-            words = ["null" if _is_null(node) else _shown(node)]
-        return given_flag(megatron_flags()[spelling], words, f"{self.place(key)}: ")
+            words = ("null" if is_null(node) else _shown(node),)
+        shown = f"{self.place(key)}: {key.value}: {' '.join(words)}"
+        return GivenFlag(megatron_flags()[spelling], words, shown)
 
     def value(self, setting: Setting, key: yaml.Node, node: yaml.Node) -> Iterator[Given | Problem]:
         value = INVALID
@@ -138,6 +149,8 @@ class _Reader:
         near = closest_name(key.value, sections)
         if owners:
             fix = f"move {key.value} below `{owners[0]}:`"
+        elif key.value in MEGATRON_SECTIONS:
+            fix = "read Megatron-LM's files with --yaml-cfg"
         elif near:
             fix = f"did you mean {near}?"
         else:
@@ -166,10 +179,10 @@ def _raw(setting: Setting, node: yaml.Node) -> RawValue:
     fix = f"give {setting.name} {accepted_values(setting)}"
     if isinstance(node, yaml.MappingNode):
         raise BadValueError("is not one value", fix=fix)
-    if _is_null(node):
+    if is_null(node):
         return None
     if isinstance(node, yaml.SequenceNode):
-        if not all(isinstance(item, yaml.ScalarNode) and not _is_null(item) for item in node.value):
+        if not all(isinstance(item, yaml.ScalarNode) and not is_null(item) for item in node.value):
             raise BadValueError("has other entries than plain values", fix=fix)
         return [item.value for item in node.value]
     if setting.kind is str and not setting.choices and node.tag.endswith(":bool"):
@@ -178,7 +191,8 @@ def _raw(setting: Setting, node: yaml.Node) -> RawValue:
     return text
 
 
-def _is_null(node: yaml.Node) -> bool:
+def is_null(node: yaml.Node) -> bool:
+    """Return whether a node is null or has no text."""
     return bool(node.tag == "tag:yaml.org,2002:null")
 
 

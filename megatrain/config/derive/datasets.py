@@ -85,6 +85,23 @@ def split_fractions(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
+def split_problems(split: str) -> Sequence[Problem]:
+    """Return what is wrong with a split string. Separators other than spaces, commas, semicolons and slashes are mistakes."""
+    words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
+    if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
+        return [
+            Problem(
+                f"--split {split!r} has an entry that is not a number of 0 or more",
+                "give up to three numbers for training, validation and test, such as --split 969,30,1",
+            )
+        ]
+    try:
+        split_fractions(split)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def split_ranges(split: str, num_sequences: int) -> tuple[range | None, range | None, range | None]:
     """Return the sequence numbers of train, valid and test. None: the fraction is 0. Rounding may leave a range empty."""
     fractions = split_fractions(split)

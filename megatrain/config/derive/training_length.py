@@ -4,6 +4,7 @@ import dataclasses
 import os.path
 
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes, parse_steps
+from megatrain.config.derive.datasets import split_problems
 from megatrain.config.derive.lr_schedule import ScheduleValues, group_learning_rates
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import DerivedValue, Draft
@@ -24,9 +25,9 @@ def data_cache_path(draft: Draft) -> DerivedValue:
 
 
 def even_split_of_mock_data(draft: Draft) -> DerivedValue | None:
-    """Override --split for mock data."""
+    """Override --split for mock data; a split that is not valid stays, and is reported."""
     given = draft.config.data.split
-    if not draft.config.data.mock_data or given == "1,1,1":
+    if not draft.config.data.mock_data or given == "1,1,1" or split_problems(given):
         return None
     return DerivedValue(
         "1,1,1", f"--split {given} has no effect: mock data is split 1,1,1, as in Megatron-LM"

@@ -1,10 +1,15 @@
 """Rules about data, tokenizers and the files on disk."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.datasets import SPLIT_NAMES, parse_blend, require_sequences, split_fractions
+from megatrain.config.derive.datasets import (
+    SPLIT_NAMES,
+    parse_blend,
+    require_sequences,
+    split_fractions,
+    split_problems,
+)
 from megatrain.config.errors import ConfigError, Problem
 from megatrain.config.plan import Draft
 from megatrain.config.schema.tokenizer import TokenizerConfig, missing_end_of_document, tokenizer_problems
@@ -65,25 +70,14 @@ def blends_have_positive_weights(draft: Draft) -> Problems:
 
 
 def split_is_valid(draft: Draft) -> Problems:
-    split = draft.config.data.split
-    words = [word for word in re.split(r"[\s,;/]+", split.strip()) if word]
-    if not all(re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", word) for word in words):
-        yield Problem(
-            f"--split {split!r} has an entry that is not a number of 0 or more",
-            "give up to three numbers for training, validation and test, such as --split 969,30,1",
-        )
-        return
-    try:
-        split_fractions(split)
-    except ConfigError as error:
-        yield from error.problems
+    yield from split_problems(draft.config.data.split)
 
 
 def splits_hold_sequences(draft: Draft) -> Problems:
     shared = {
         dataset.prefix: dataset.num_sequences for dataset in draft.facts.datasets if dataset.split == "all"
     }
-    if not shared or list(split_is_valid(draft)):
+    if not shared or split_problems(draft.config.data.split):
         return
     split = draft.config.data.split
     plans = (draft.derived.train_plan, draft.derived.valid_plan, draft.derived.test_plan)

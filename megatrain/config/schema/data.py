@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range, several_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class DataConfig(CheckedSection):
     """Test datasets, as --train-data-path."""
     per_split_data_args_path: str | None = None
     """JSON file with the datasets of train, valid and test."""
-    split: str = AUTO
+    split: str = field(default=AUTO, metadata=several_words())
     """Proportions of training, validation and test data, such as 969,30,1. auto: 969, 30, 1 for files, 1,1,1 for mock data."""
     mock_data: bool = False
     """Train on synthetic token sequences instead of files."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, CheckedSection, in_range
+from megatrain.config.schema.values import AUTO, CheckedSection, in_range, several_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,7 @@ class ExpertsConfig(CheckedSection):
 
     num_experts: int | None = field(default=None, metadata=in_range(at_least=1))
     """Experts per MoE layer. none: a dense model."""
-    moe_layer_freq: str = "1"
+    moe_layer_freq: str = field(default="1", metadata=several_words())
     """MoE layers: a number N for the first and every Nth layer after it, or a list such as ([0]*3+[1]*45) with 1 for MoE layers."""
     moe_ffn_hidden_size: int | None = field(default=AUTO, metadata=in_range(at_least=1))
     """MLP width of each expert. auto: --ffn-hidden-size."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range
+from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, in_range, several_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +80,11 @@ class ModelConfig(CheckedSection):
     """YaRN: coefficient of the attention temperature in the denominator."""
     yarn_correction_range_round_to_int: bool = True
     """YaRN: round the boundaries between scaled and unscaled channels to whole channels."""
-    no_rope_freq: str | None = None
+    no_rope_freq: str | None = field(default=None, metadata=several_words())
     """Layers without RoPE: a number N for every Nth layer, or a list such as [0]*3+[1] with 1 for these layers."""
-    window_size: str | None = None
+    window_size: str | None = field(default=None, metadata=several_words())
     """Sliding window: tokens visible to the left and to the right, such as 128,0; -1 to the left: no limit."""
-    window_attn_skip_freq: str | None = None
+    window_attn_skip_freq: str | None = field(default=None, metadata=several_words())
     """Layers without --window-size: a number N for every Nth layer, or a list such as [1]*3+[0] with 0 for these layers."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Extra term in the softmax denominator of attention: none (vanilla), a logit of 0 (off-by-one), or a learned sink logit per head (learnable)."""

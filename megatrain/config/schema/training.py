@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatrain.config.schema.values import AUTO, REQUIRED, CheckedSection, alone_means, in_range
+from megatrain.config.schema.values import (
+    AUTO,
+    REQUIRED,
+    CheckedSection,
+    alone_means,
+    in_range,
+    several_words,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +23,7 @@ class TrainingConfig(CheckedSection):
     """Samples per iteration over all replicas. auto: one micro-batch per replica, or the last entry of --step-batch-size-schedule."""
     rampup_batch_size: tuple[str, ...] = ()
     """Batch size ramp: start size, increment, and number of samples over which the global batch grows to --global-batch-size."""
-    step_batch_size_schedule: str | None = None
+    step_batch_size_schedule: str | None = field(default=None, metadata=several_words())
     """Global batch sizes from given numbers of tokens on, such as '0:768 250B:1536 500B:3072'; K, M, B and T are powers of 1000."""
     decrease_batch_size_if_needed: bool = False
     """Round the global batch down to a multiple of micro-batch size * data-parallel size. Off: an error."""

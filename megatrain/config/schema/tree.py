@@ -109,6 +109,8 @@ class Setting:
     range: Range | None
     alone: str | None = None
     """Value of the flag given alone; None: the flag needs a value."""
+    joins_words: bool = False
+    """True if the value may be several words on the command line, which are joined by spaces."""
 
     @property
     def path(self) -> str:
@@ -194,4 +196,5 @@ def _setting(section: str, entry: "dataclasses.Field[Any]", hint: Any) -> Settin
         default=entry.default,
         range=entry.metadata.get("range"),
         alone=entry.metadata.get("alone"),
+        joins_words=entry.metadata.get("joins_words", False),
     )

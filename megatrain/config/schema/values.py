@@ -110,3 +110,8 @@ def in_range(
 def alone_means(value: str) -> Mapping[str, str]:
     """Return the metadata of a field whose flag needs no value: `value` is then used."""
     return {"alone": value}
+
+
+def several_words() -> Mapping[str, bool]:
+    """Return the metadata of a text that a command line may give as several words: `0:384 200B:768`."""
+    return {"joins_words": True}

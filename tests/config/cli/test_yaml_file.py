@@ -54,6 +54,7 @@ def test_an_empty_file_and_an_empty_section_say_nothing(written):
     [
         ("modell:\n  num_layers: 1\n", ":1: there is no section modell", "model?"),
         ("num_layers: 1\n", ":1: there is no section num_layers", "below `model:`"),
+        ("language_model:\n  num_layers: 1\n", ":1: there is no section language_model", "--yaml-cfg"),
         ("model:\n  num_layer: 1\n", ":2: section model has no field num_layer", "num_layers?"),
         ("model:\n  lr: 1\n", ":2: section model has no field lr", "below `optimizer:`"),
         ("model:\n  num_layers: 1\n  num_layers: 2\n", ":3: num_layers is given twice", "one of them"),

@@ -43,7 +43,6 @@ def test_the_last_value_of_a_repeated_flag_counts(notes_and_problems):
 
 NOT_SUPPORTED = {
     "--hybrid-context-parallel": "--sequence-parallel",
-    "--yaml-cfg run.yaml": "use --config FILE",
     "--torch-fsdp2-no-reshard-after-forward": "--data-parallel-sharding-strategy optim_grads",
     "--outer-dp-sharding-strategy optim": "--num-distributed-optimizer-instances",
     "--megatron-fsdp-grad-comm-dtype bf16": "--grad-reduce-in-bf16",

@@ -34,6 +34,8 @@ CASES = {
     ],
     "split_is_valid": [
         (f"{NULL} --data-path a --split 1,2,3,4", "--mock-data", None, ("--split '1,2,3,4'",), ("969,30,1",)),
+        ("--split 1,2,3,4", "", None, ("--split '1,2,3,4'",), ("969,30,1",)),
+        ("--split 9 a", "", None, ("--split '9 a'",), ("969,30,1",)),
         (f"{NULL} --data-path a --split 1,-2", "--mock-data", None, ("--split '1,-2'",), ("--split 969,30,1",)),
         (f"{NULL} --data-path a --split 0,0", "--mock-data", None, ("--split '0,0'",), ("969,30,1",)),
     ],
