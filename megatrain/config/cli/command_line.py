@@ -36,12 +36,10 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
         print(f"megatrain {__version__}")
         raise SystemExit(0)
     flags, stray = split_flags(argv)
-    found: list[_Found] = [Problem(f"{word} follows no flag", "put its flag before it") for word in stray]
-    for flag in flags:
-        if flag.flag in _FILES:
-            found += _file_values(flag)
-    for flag in {_target(flag): flag for flag in flags if flag.flag not in _FILES}.values():
-        found += flag_values(flag)
+    found = [
+        *_values(flags),
+        *(Problem(f"{word} follows no flag", "put its flag before it") for word in stray),
+    ]
     given = [item for item in found if isinstance(item, Given)]
     asked = {item.flag.flag: item for item in found if isinstance(item, GivenFlag)}
     notes, refusals = answers(asked.values())
@@ -56,6 +54,14 @@ def parse(argv: Sequence[str], *, program: str = "pretrain.py") -> Request:
         notes=tuple(notes),
         is_complete=not any(problem.text.startswith(f"{file} ") for problem in problems for file in _FILES),
     )
+
+
+def _values(flags: Sequence[FlagWords]) -> Iterator[_Found]:
+    for flag in flags:
+        if flag.flag in _FILES:
+            yield from _file_values(flag)
+    for flag in {_target(flag): flag for flag in flags if flag.flag not in _FILES}.values():
+        yield from flag_values(flag)
 
 
 def flag_values(flag: FlagWords) -> Iterator[_Found]:
@@ -100,11 +106,11 @@ def _file_values(flag: FlagWords) -> Iterator[_Found]:
 
 
 def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Iterator[str]:
-    """Name the flags that override a --yaml-cfg file: Megatron-LM ignores flags beside it."""
+    """Name the flags that override a --yaml-cfg file: Megatron-LM reads the file alone."""
     in_files = {item.path for item in given if item.origin.kind == "yaml"}
     over = [item.origin.detail for item in given if item.origin.kind == "flag" and item.path in in_files]
     if over and any(flag.flag == "--yaml-cfg" for flag in flags):
-        yield f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM ignores flags beside it"
+        yield f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM reads the file alone"
 
 
 def _target(flag: FlagWords) -> str:

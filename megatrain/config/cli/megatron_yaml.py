@@ -139,7 +139,7 @@ def _is_false(node: yaml.Node) -> bool:
 
 
 def _without_known(entries: Sequence[tuple[yaml.Node, yaml.Node]]) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Leave out `gated_linear_unit` beside `activation_func: swiglu`, which implies it."""
+    """Leave out `gated_linear_unit` if `activation_func: swiglu` implies it."""
     is_swiglu = any(key.value == "activation_func" and node.value == "swiglu" for key, node in entries)
     return [(key, node) for key, node in entries if not (is_swiglu and key.value == "gated_linear_unit")]
 

@@ -30,21 +30,26 @@ class BadValueError(Exception):
 
 def load_value(setting: Setting, raw: RawValue) -> Any:
     """Parse a raw value. Raises BadValueError if it is not valid."""
-    if raw is None:
-        if setting.is_optional:
-            return None
-        raise BadValueError("has no value", fix=f"give {setting.flag} {accepted_values(setting)}")
+    if raw is None or (setting.accepts_none and (raw == "none" or list(raw) == ["none"])):
+        return _no_value(setting)
     if setting.is_list:
         return tuple(_scalar(setting, text) for text in ((raw,) if isinstance(raw, str) else raw))
     if not isinstance(raw, str):
         raise BadValueError("is not one value", fix=f"give {setting.flag} {accepted_values(setting)}")
     if raw == "auto" and setting.is_derived_if_open:
         return AUTO
-    if raw == "none" and setting.is_optional:
-        return None
     if setting.choices:
         return _choice(setting, raw)
     return _scalar(setting, raw)
+
+
+def _no_value(setting: Setting) -> Any:
+    """Return the value of `none` on the command line and of null in YAML, which undo an earlier value."""
+    if not setting.accepts_none:
+        raise BadValueError("has no value", fix=f"give {setting.flag} {accepted_values(setting)}")
+    if setting.is_optional:
+        return None
+    return AUTO if setting.is_derived_if_open else ()
 
 
 def _scalar(setting: Setting, text: str) -> Any:
@@ -74,7 +79,8 @@ def accepted_values(setting: Setting) -> str:
     if setting.range and str(setting.range):
         words += f" {setting.range}"
     words += ", or no value" * (setting.alone is not None)
-    return words + ", or none" * setting.is_optional + ", or auto" * setting.is_derived_if_open
+    words += ", or none" * (setting.is_optional or setting.default == ())
+    return words + ", or auto" * setting.is_derived_if_open
 
 
 def _choice(setting: Setting, text: str) -> str:
