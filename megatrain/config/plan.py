@@ -48,6 +48,10 @@ class Derived(CheckedSection):
     """Standard deviation of initial matrices, before scaling by depth."""
     model_parallel_size: int = INVALID
     """Ranks of a model replica: tp * pp."""
+    pipeline_chunks: int = INVALID
+    """Model chunks of each pipeline rank."""
+    pipeline_layers: tuple[int, ...] = INVALID
+    """Layers of each virtual stage: pp * chunks."""
     kv_copies: int = INVALID
     """Number of tensor-parallel ranks with the same keys and values."""
     data_parallel_size: int = INVALID

@@ -1,12 +1,14 @@
 """Builder of the model: makes this rank's list of segments and the registry of their parameters from a spec.
 
-stage 0                stage 1 .. p - 2       stage p - 1
-embedding, layers      layers                 layers, head
+    virtual stage 0        stages 1 .. n - 2      stage n - 1
+    embedding, layers      layers                 layers, head
+
+A rank has one virtual stage, or several as model chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +32,7 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
+from megatrain.parallel.pipeline.schedule import Placement
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -43,6 +46,10 @@ class Model:
 
     spec: GptSpec
     segments: list[nn.Module]
+    chunks: list[range]
+    """Numbers of the segments of each model chunk."""
+    placement: Placement
+    """The ranks of the virtual stages."""
     registry: ParamRegistry
     tp: TensorParallel
     cp: ContextParallel
@@ -52,10 +59,10 @@ class Model:
     """Biases of the routers of all stages."""
 
 
-def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """Return the global numbers of a pipeline stage's layers."""
+def equal_stages(num_layers: int, num_stages: int) -> list[range]:
+    """Return the numbers of the layers of each virtual stage, for stages of equally many."""
     per_stage = num_layers // num_stages
-    return range(stage * per_stage, (stage + 1) * per_stage)
+    return [range(stage * per_stage, (stage + 1) * per_stage) for stage in range(num_stages)]
 
 
 def build_model(
@@ -72,6 +79,8 @@ def build_model(
     cp_comm_types: Sequence[str] = ("p2p",),
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
     dispatcher: DispatcherType = "allgather",
+    placement: Placement | None = None,
+    stages: Sequence[range] | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -85,7 +94,11 @@ def build_model(
         cp_comm_types: values of --cp-comm-type, one for all layers or one per layer.
         recompute: activations to recompute.
         dispatcher: token dispatcher, a value of --moe-token-dispatcher-type.
+        placement: virtual stages of the pipeline; None: one per rank.
+        stages: numbers of the layers of each virtual stage; None: equally many.
     """
+    placement = placement or Placement(grid.pp.size)
+    stages = stages or equal_stages(len(spec.layers), placement.num_stages)
     tp, cp = TensorParallel(grid.tp, grid.kv, sequence_parallel), ContextParallel(grid.cp)
 
     def leaves_of(layer: int) -> Leaves:
@@ -96,7 +109,6 @@ def build_model(
             )
         return LocalLeaves(tp, cp, dtype, spec.norm, seed, attention, context)
 
-    ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, device), dtype)
     ranks = ExpertRanks(
         split=TokenSplit(tp, cp),
         dp=grid.dp,
@@ -105,25 +117,64 @@ def build_model(
         dtype=dtype,
         seed=seed,
     )
-    hidden_dtype = accumulation_dtype(dtype) if spec.is_residual_fp32 else dtype
+    ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, device), dtype)
+    builder = _StageBuilder(spec, placement, grid.pp.rank, leaves_of, ranks, ropes, recompute)
     segments: list[nn.Module] = []
-    if grid.pp.is_first:
-        segments.append(_embedding(spec, grid, tp, leaves_of(0), dtype, hidden_dtype))
-    layers = [
-        _layer(spec, number, leaves_of(number), ranks, ropes.of(spec.layers[number].mixer), recompute)
-        for number in stage_layers(len(spec.layers), grid.pp.rank, grid.pp.size)
-    ]
-    segments += layer_segments(layers, recompute)
-    if grid.pp.is_last:
-        segments.append(_head(spec, grid, tp, leaves_of(0), dtype, segments[0]))
+    chunks: list[range] = []
+    for chunk in range(placement.num_chunks):
+        stage = placement.stage(grid.pp.rank, chunk)
+        own = builder.segments(stage, stages[stage], segments)
+        chunks.append(range(len(segments), len(segments) + len(own)))
+        segments += own
     biases = ExpertBiases(spec.routers, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
-    return Model(spec, segments, ParamRegistry.of(segments), tp, cp, hidden_dtype, biases)
+    registry = ParamRegistry.of(segments)
+    return Model(spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases)
+
+
+@dataclass(frozen=True)
+class _StageBuilder:
+    """Builder of the segments of this rank's virtual stages."""
+
+    spec: GptSpec
+    placement: Placement
+    rank: int
+    """Pipeline rank."""
+    leaves_of: Callable[[int], Leaves]
+    """Returns the leaves of a layer, by its number."""
+    ranks: ExpertRanks
+    ropes: _RotaryEmbeddings
+    recompute: Recompute
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Dtype of the residual stream."""
+        dtype = self.ranks.dtype
+        return accumulation_dtype(dtype) if self.spec.is_residual_fp32 else dtype
+
+    def segments(self, stage: int, layers: range, earlier: Sequence[nn.Module]) -> list[nn.Module]:
+        """Build the segments of a virtual stage; `earlier`: those of this rank's earlier stages."""
+        spec, tp, dtype = self.spec, self.ranks.split.tp, self.ranks.dtype
+        found: list[nn.Module] = []
+        if stage == 0:
+            leaves = self.leaves_of(0)
+            found.append(_embedding(spec, self.placement, tp, leaves, dtype, self.hidden_dtype))
+        modules = [
+            _layer(
+                spec, number, self.leaves_of(number), self.ranks, self.ropes.of(spec.layers[number].mixer), self.recompute
+            )
+            for number in layers
+        ]  # fmt: skip
+        found += layer_segments(modules, self.recompute)
+        if stage == self.placement.num_stages - 1:
+            first = next(iter([*earlier, *found]), None)
+            found.append(_head(spec, self.placement, self.rank, tp, self.leaves_of(0), dtype, first))
+        return found
 
 
 def _embedding(
     spec: GptSpec,
-    grid: RankGrid,
+    placement: Placement,
     tp: TensorParallel,
     leaves: Leaves,
     dtype: torch.dtype,
@@ -143,7 +194,9 @@ def _embedding(
         output.append(CastToDtype(hidden_dtype))
     if spec.hidden_dropout:
         output.append(leaves.dropout(spec.hidden_dropout, "embedding.hidden"))
-    return Embedding(_vocab_layout(spec, EMBEDDING_NAME, grid, tp), positions, Sequential(output), tp, dtype)
+    return Embedding(
+        _vocab_layout(spec, EMBEDDING_NAME, placement, tp), positions, Sequential(output), tp, dtype
+    )
 
 
 def _layer(
@@ -172,18 +225,24 @@ def _layer(
 
 
 def _head(
-    spec: GptSpec, grid: RankGrid, tp: TensorParallel, leaves: Leaves, dtype: torch.dtype, first: nn.Module
+    spec: GptSpec,
+    placement: Placement,
+    rank: int,
+    tp: TensorParallel,
+    leaves: Leaves,
+    dtype: torch.dtype,
+    first: nn.Module | None,
 ) -> Head:
     norm = leaves.norm(norm_weights("decoder.final_norm", spec.hidden_size, spec.norm, tp), spec.norm)
     assert isinstance(norm, nn.Module)
-    if spec.is_tied and grid.pp.is_first:
+    if spec.is_tied and placement.rank(0) == rank:
         assert isinstance(first, Embedding)
         return Head(norm, None, first, spec, tp, dtype)
-    layout = _vocab_layout(spec, EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME, grid, tp)
+    layout = _vocab_layout(spec, EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME, placement, tp)
     return Head(norm, layout, None, spec, tp, dtype)
 
 
-def _vocab_layout(spec: GptSpec, name: str, grid: RankGrid, tp: TensorParallel) -> ParamLayout:
+def _vocab_layout(spec: GptSpec, name: str, placement: Placement, tp: TensorParallel) -> ParamLayout:
     is_embedding = name == EMBEDDING_NAME
     std = spec.embedding_init_std if is_embedding else spec.head_init_std
     return vocab_layout(
@@ -193,7 +252,7 @@ def _vocab_layout(spec: GptSpec, name: str, grid: RankGrid, tp: TensorParallel) 
         spec.hidden_size,
         Init(std=spec.init_std if std is None else std),
         tp,
-        is_shared=spec.is_tied and grid.pp.size > 1,
+        is_shared=spec.is_tied and not placement.has_head(placement.rank(0)),
         kind="embedding" if is_embedding else "output",
     )
 

@@ -33,6 +33,8 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
         "world": everyone,
         "pp": shape.rank_lists("pp"),
         "pp_backward": shape.rank_lists("pp"),
+        "pp_down": shape.rank_lists("pp") if shape.num_chunks > 1 else [],
+        "pp_down_backward": shape.rank_lists("pp") if shape.num_chunks > 1 else [],
         "embedding": shape.embedding_lists(),
     }
     heads, rings = shape.context_levels()

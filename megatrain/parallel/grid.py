@@ -67,8 +67,12 @@ class RankGrid:
     pp: RankGroup
     pp_backward: RankGroup
     """The ranks of `pp` with a communicator for gradients, so that neither direction waits for the other."""
+    pp_down: RankGroup
+    """The ranks of `pp` with a communicator for messages to a later model chunk on an earlier rank; this rank alone with
+    one chunk per rank."""
+    pp_down_backward: RankGroup
     embedding: RankGroup
-    """First and last stage; this rank alone if it is neither, or if there is one stage."""
+    """First and last rank of `pp`; this rank alone if it is neither, or if they are the same."""
     tp: RankGroup
     kv: RankGroup
     """Ranks of `tp` with the same keys and values; this rank alone if each has its own."""

@@ -57,6 +57,8 @@ class GridShape:
     kv_copies: int = 1
     """Number of consecutive tensor ranks with the same keys and values, if there are fewer query groups than ranks."""
     order: str = DEFAULT_ORDER
+    num_chunks: int = 1
+    """Model chunks of each pipeline rank."""
     dp_copies: int = 1
     """Number of optimizer instances: runs of consecutive replicas that together hold all optimizer state."""
     expert_copies: int = 1

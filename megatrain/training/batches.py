@@ -23,6 +23,7 @@ from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
 from megatrain.parallel.batch import Batch
+from megatrain.training.build import build_pipeline
 from megatrain.training.launch.ranks import Ranks
 
 
@@ -169,7 +170,8 @@ def _build_in_turns(
     Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
     shared disk or on their host's.
     """
-    reads = ranks.grid.pp.is_first or ranks.grid.pp.is_last or _has_documents(plan)
+    placement, rank = build_pipeline(plan).placement, ranks.grid.pp.rank
+    reads = rank == placement.rank(0) or placement.has_head(rank) or _has_documents(plan)
     takes_turns = plan.config.data.data_cache_path is not None and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)

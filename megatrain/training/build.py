@@ -11,6 +11,7 @@ import dataclasses
 import torch
 
 from megatrain.config import Plan
+from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
@@ -24,6 +25,7 @@ from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, Placement
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -50,8 +52,20 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         attention=plan.derived.attention_backend,
         cp_comm_types=plan.derived.cp_comm_types or ("p2p",),
         recompute=_recompute(plan),
+        placement=build_pipeline(plan).placement,
+        stages=layer_ranges(plan.derived.pipeline_layers),
         dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
     )
+
+
+def build_pipeline(plan: Plan) -> PipelineSchedule:
+    """Return the schedules of the pipeline."""
+    parallel = plan.config.parallel
+    kind = parallel.pipeline_schedule
+    placement = Placement(
+        parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks, is_v=kind == "zb-v"
+    )
+    return PipelineSchedule(kind, placement, parallel.microbatch_group_size_per_virtual_pipeline_stage)
 
 
 def build_buffers(plan: Plan, model: Model, grid: RankGrid, device: torch.device) -> FlatBuffers:
@@ -109,6 +123,8 @@ def build_executor(
         dtype=model.hidden_dtype,
         device=device,
         hooks=data_parallel,
+        chunks=model.chunks,
+        placement=model.placement,
     )
 
 

@@ -23,7 +23,6 @@ from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
-from megatrain.parallel.pipeline.schedule import forward_only, one_forward_one_backward
 from megatrain.training.build import (
     build_buffers,
     build_data_parallel,
@@ -31,6 +30,7 @@ from megatrain.training.build import (
     build_loss_scaler,
     build_model_from_plan,
     build_optimizer,
+    build_pipeline,
 )
 from megatrain.training.routers import Routers
 from megatrain.training.step_report import Losses, PendingStep, StepMetrics, StepReport
@@ -56,6 +56,7 @@ class Engine:
         self.optimizer = build_optimizer(plan, self.data_parallel, grid)
         self.loss_scaler = build_loss_scaler(plan)
         self.routers = Routers(self.model, grid, device)
+        self.pipeline = build_pipeline(plan)
         self.executor = build_executor(plan, self.model, self.data_parallel, grid, device)
         self._were_finite: Tensor | None = None
         """bool []: all steps so far were finite; None before the first, or where the loss scaler may skip steps."""
@@ -154,9 +155,9 @@ class Engine:
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Losses:
         """Run forward and backward of all micro-batches and reduce gradients over ranks; return the global batch's losses."""
-        pp, batches = self.grid.pp, self.shard_batches(batches)
+        batches = self.shard_batches(batches)
         infos = self.pass_infos(batches, first_sample=first_sample)
-        self.executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+        self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
@@ -190,10 +191,11 @@ class Engine:
         scale = self.loss_scaler.scale
         if not self.plan.config.training.calculate_per_token_loss:
             return [scale / (len(batches) * self.grid.dp.size)] * len(batches)
-        if not self.grid.pp.is_last and not self.routers.have_losses:
-            return [scale] * len(batches)  # only the head, on the last stage, and routers read it
+        has_head = self.pipeline.placement.has_head(self.grid.pp.rank)
+        if not has_head and not self.routers.have_losses:
+            return [scale] * len(batches)  # only the head and routers read it
         factors = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
-        if self.grid.pp.is_last:
+        if has_head:
             tokens = torch.stack([batch.loss_mask.sum(dtype=torch.float64) for batch in batches]).sum()
             total = all_reduce(tokens, self.grid.replicas).clamp(min=1)
             factors = torch.stack([scale * batch.loss_denominator.double() / total for batch in batches])
@@ -203,10 +205,10 @@ class Engine:
 
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Return the sum of token losses and the number of tokens over the batch of all replicas, fp64 [2]."""
-        pp, batches = self.grid.pp, self.shard_batches(batches)
+        batches = self.shard_batches(batches)
         documents = [batch.documents for batch in batches]
         infos = [PassInfo(microbatch=n, documents=d, is_training=False) for n, d in enumerate(documents)]
-        self.executor.run(forward_only(pp.rank, pp.size, len(batches)), batches, infos)
+        self.executor.run(self.pipeline.evaluation(self.grid.pp.rank, len(batches)), batches, infos)
         return self._sum_over_ranks(infos, ["lm_loss", "tokens"])
 
     def _sum_over_ranks(self, infos: Sequence[PassInfo], names: Sequence[str]) -> Tensor:

@@ -51,7 +51,16 @@ def _differences(_rank: int, _world_size: int) -> list[str]:
 @pytest.mark.parametrize(
     "words",
     [
-        *("llama", "llama documents", "llama tied selective", "mup", "puzzle", "tp2", "tp2 sp", "tp2 sp mup tied"),
+        *(
+            "llama",
+            "llama documents",
+            "llama tied selective",
+            "mup",
+            "puzzle",
+            "tp2",
+            "tp2 sp",
+            "tp2 sp mup tied",
+        ),
         *("gpt2", "olmo2", "gemma2", "gpt-oss", "qwen", "mixtral", "deepseek"),  # with leaves of local
         *("tp2 gpt2", "tp2 sp mixtral", "cp2 llama", "cp2 documents"),
     ],

@@ -286,7 +286,7 @@ def test_a_layout_that_is_only_in_low_precision_rows_also_runs_in_fp64():
     [
         (
             ["--layouts", "tp2", "tp4"],
-            "--layouts tp2 tp4: these words form no layout\n  fix: the words are a2agather,",
+            "--layouts tp2 tp4: these words form no layout\n  fix: the words are 1f1b, a2agather,",
         ),
         (["--layouts", "tp2", "sq"], "--layouts tp2 sq: these words form no layout"),
         (["--layouts", "sp", "dp8"], "--layouts sp dp8: these words form no layout"),

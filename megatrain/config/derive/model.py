@@ -27,7 +27,7 @@ untied output layer with Adam.
 from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
-from megatrain.config.derive.layer_sizes import LayersError, LayerTable, condensed, layer_table
+from megatrain.config.derive.layer_sizes import LayersError, LayerSizes, LayerTable, condensed, layer_table
 from megatrain.config.plan import Activation, DerivedValue, Draft
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
@@ -242,13 +242,26 @@ def training_flops(
 ) -> int:
     """Return the FLOPs of forward and backward over documents of these lengths."""
     h = model.hidden_size
-    per_token, per_pair = h * model.padded_vocab_size, 0
-    for layer in table.layers:
-        q, k = layer.head_channels * layer.num_heads, layer.head_channels * layer.num_query_groups
-        matrices = 3 if layer.is_gated else 2
-        per_token += matrices * h * layer.active_width + h * (q + 2 * k) + q * h
-        per_pair += q
-    return 6 * (num_tokens * per_token + sum_of_squared_lengths * per_pair)
+    weights = h * model.padded_vocab_size + sum(_weights(h, layer) for layer in table.layers)
+    channels = sum(layer.head_channels * layer.num_heads for layer in table.layers)
+    return 6 * (num_tokens * weights + sum_of_squared_lengths * channels)
+
+
+def flops_per_token(draft: Draft) -> tuple[list[int], int]:
+    """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents."""
+    h, length = draft.config.model.hidden_size, draft.config.data.seq_length
+    layers = [
+        6 * (_weights(h, layer) + length * layer.head_channels * layer.num_heads)
+        for layer in draft.derived.layer_table.layers
+    ]
+    return layers, 6 * h * draft.config.model.padded_vocab_size
+
+
+def _weights(hidden_size: int, layer: LayerSizes) -> int:
+    """Return the weights of a layer's matrices that process each token."""
+    q, k = layer.head_channels * layer.num_heads, layer.head_channels * layer.num_query_groups
+    matrices = 3 if layer.is_gated else 2
+    return hidden_size * (matrices * layer.active_width + 2 * q + 2 * k)
 
 
 def recompute_norms(draft: Draft) -> DerivedValue:

@@ -40,6 +40,7 @@ from megatrain.config.derive.model import (
     spec_digest,
     vocab_size,
 )
+from megatrain.config.derive.pipeline import pipeline_chunks, pipeline_layers, pipeline_schedule
 from megatrain.config.derive.ranks import (
     collective_timeout_seconds,
     data_parallel_sharding_strategy,
@@ -132,6 +133,9 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.vocab_size", vocab_size),
     ("derived.eod_id", eod_id),
     ("model.padded_vocab_size", padded_vocab_size),
+    ("derived.pipeline_chunks", pipeline_chunks),
+    ("derived.pipeline_layers", pipeline_layers),
+    ("parallel.pipeline_schedule", pipeline_schedule),
     ("derived.tokens_per_iteration", tokens_per_iteration),
     ("derived.flops_per_iteration", flops_per_iteration),
 )

@@ -20,14 +20,6 @@ PENDING_FLAGS: Final = (
         "--save-retain-interval=*",
     ),
     pending(
-        "interleaved and uneven pipeline stages",
-        "each stage runs one chunk of equally many layers, with a larger bubble",
-        "--num-layers-per-virtual-pipeline-stage=* --num-virtual-stages-per-pipeline-rank=*"
-        " --microbatch-group-size-per-virtual-pipeline-stage=* --decoder-first-pipeline-num-layers=*"
-        " --decoder-last-pipeline-num-layers=* --account-for-embedding-in-pipeline-split"
-        " --account-for-loss-in-pipeline-split --pipeline-model-parallel-layout=*",
-    ),
-    pending(
         "overlapped pipeline communication and delayed weight gradients",
         "stages wait for their messages",
         "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*"

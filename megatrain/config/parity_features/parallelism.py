@@ -8,6 +8,8 @@ from megatrain.config.parity_features.feature import REPLICAS, Feature, Option, 
 
 _SHARDING, _INSTANCES = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
 _TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_SCHEDULE, _LAYOUT = "--pipeline-schedule", "--pipeline-model-parallel-layout"
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 _CP, _COMM = "--context-parallel-size", "--cp-comm-type"
 
 
@@ -39,6 +41,10 @@ def _strategy(plan: PlanOrDraft) -> str:
 
 def _instances(plan: PlanOrDraft) -> int:
     return plan.config.parallel.num_distributed_optimizer_instances
+
+
+def _schedule(plan: PlanOrDraft) -> str:
+    return plan.config.parallel.pipeline_schedule
 
 
 def _cp(plan: PlanOrDraft) -> int:
@@ -156,6 +162,35 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
                 _PP,
                 lambda p: p.config.parallel.pipeline_model_parallel_size > 1,
                 rows=option_sizes(_PP, "pp", 2, 4),
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "pipeline schedule",
+        (
+            "parallel.pipeline_schedule",
+            "parallel.num_virtual_stages_per_pipeline_rank",
+        ),
+        (
+            Feature("1f1b", "", lambda p: _schedule(p) == "1f1b"),
+            Feature("interleaved", _CHUNKS, lambda p: _schedule(p) == "interleaved", needs=("pp",)),
+            Feature("zbh1", f"{_SCHEDULE} zb-h1", lambda p: _schedule(p) == "zb-h1", needs=("pp",)),
+            Feature("zbv", f"{_SCHEDULE} zb-v", lambda p: _schedule(p) == "zb-v", needs=("pp",)),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "pipeline split",
+        ("parallel.pipeline_model_parallel_layout",),
+        (
+            Feature("equalstages", "", lambda p: len(set(p.derived.pipeline_layers)) == 1),
+            Feature(
+                "unevenstages",
+                _LAYOUT,
+                lambda p: len(set(p.derived.pipeline_layers)) > 1,
+                needs=("pp",),
+                rows={"uneven2": f"{_LAYOUT} Ettt|tL", "uneven4": f"{_LAYOUT} E|tt|t|tL"},
             ),
         ),
         is_layout=True,

@@ -5,6 +5,7 @@ from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
 from megatrain.config.derive.layer_sizes import LayersError, layer_table
+from megatrain.config.derive.pipeline import layer_ranges
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.rules.sizes import multiple_near
@@ -90,14 +91,12 @@ def spec_names_a_function(draft: Draft) -> Problems:
 
 def stages_are_not_empty(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
-    layers = draft.derived.layer_table.layers
-    size = len(layers) // pp
-    for stage in range(1, pp - 1):
-        own = layers[stage * size : (stage + 1) * size]
-        if not any(layer.num_heads or layer.has_mlp for layer in own):
+    layers, ranges = draft.derived.layer_table.layers, layer_ranges(draft.derived.pipeline_layers)
+    for stage, numbers in list(enumerate(ranges))[1:-1]:
+        if not any(layers[number].num_heads or layers[number].has_mlp for number in numbers):
             yield Problem(
                 f"{_source(draft)}: stage {stage} of --pipeline-model-parallel-size {pp} has only layers without parts,"
-                f" {stage * size} to {(stage + 1) * size - 1} (from 0)",
+                f" {numbers.start} to {numbers.stop - 1} (from 0)",
                 "use a smaller --pipeline-model-parallel-size",
             )
 

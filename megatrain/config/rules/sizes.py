@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
+from megatrain.config.derive.pipeline import pipeline_is_valid
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 
@@ -100,15 +101,6 @@ def ffn_size_is_positive(draft: Draft) -> Problems:
         yield Problem(
             f"--hidden-size {model.hidden_size} gives a gated MLP of width 0, rounded down to a multiple of 64",
             f"give a width, such as --ffn-hidden-size {4 * model.hidden_size}",
-        )
-
-
-def layers_divide_over_stages(draft: Draft) -> Problems:
-    layers, pp = draft.config.model.num_layers, draft.config.parallel.pipeline_model_parallel_size
-    if layers % pp:
-        yield Problem(
-            f"--num-layers {layers} is not divisible by --pipeline-model-parallel-size {pp}",
-            f"use --pipeline-model-parallel-size {divisor_near(layers, pp)}, or --num-layers {multiple_near(layers, pp)}",
         )
 
 
@@ -245,7 +237,7 @@ SIZE_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     hidden_size_divides_over_tp_ranks,
     ffn_size_divides_over_tp_ranks,
     ffn_size_is_positive,
-    layers_divide_over_stages,
+    pipeline_is_valid,
     ranks_hold_whole_replicas,
     ranks_hold_all_experts,
     expert_ranks_match_dense_ranks,

@@ -14,6 +14,26 @@ class ParallelConfig(CheckedSection):
     """Tensor-parallel size (tp): ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Pipeline-parallel size (pp): number of stages."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v"] = AUTO
+    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), or zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
+    num_virtual_stages_per_pipeline_rank: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Model chunks per pipeline rank (virtual stages)."""
+    num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Layers per model chunk, instead of --num-virtual-stages-per-pipeline-rank."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = field(
+        default=None, metadata=in_range(at_least=1)
+    )
+    """Micro-batches that one model chunk computes before the next. none: --pipeline-model-parallel-size."""
+    decoder_first_pipeline_num_layers: int | None = field(default=None, metadata=in_range(at_least=0))
+    """Layers of the first pipeline rank; the other ranks share the rest equally."""
+    decoder_last_pipeline_num_layers: int | None = field(default=None, metadata=in_range(at_least=0))
+    """Layers of the last pipeline rank."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer when layers are split into stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer as a layer when layers are split into stages."""
+    pipeline_model_parallel_layout: str | None = None
+    """Layers of each virtual stage, such as Ett|(tt|)*3tL: E embedding, t layer, L loss, | between stages, *N repetition. auto: balanced by FLOPs, head included."""
     context_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Context-parallel size (cp): ranks over which each sequence is split."""
     cp_comm_type: tuple[str, ...] = ()

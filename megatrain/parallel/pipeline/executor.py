@@ -1,4 +1,4 @@
-"""Runs a schedule over a model chunk: a list of segments with the autograd graph cut between them.
+"""Runs a schedule over the model chunks of a rank: lists of segments with the autograd graph cut between them.
 
     batch -> [embedding] | [layer] | [layer] | [head] -> loss          | marks a cut of the graph
 
@@ -10,7 +10,7 @@ no autograd hooks. The same code runs one stage and many, in training and in eva
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, begin_send, receive
 from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.pipeline.schedule import Action, ActionKind
+from megatrain.parallel.pipeline.schedule import Action, ActionKind, Placement
 
 
 class Segment(Protocol):
@@ -58,7 +58,7 @@ class SegmentHooks(Protocol):
 
 @dataclass
 class _InFlight:
-    """A micro-batch between its forward and its last backward action."""
+    """A micro-batch of one chunk, between its forward and its last backward action."""
 
     info: PassInfo
     inputs: list[Tensor | None] = field(default_factory=list)
@@ -73,11 +73,13 @@ class Executor:
     """Runs schedules over this rank's segments.
 
     Args:
-        segments: those of this pipeline stage, first to last.
-        grid: hidden states are sent over `pp`, their gradients over `pp_backward`.
-        hidden_shape: shape of the hidden states between stages, [s/tp, b, h] with sequence parallelism.
+        segments: those of this rank's chunks, first to last.
+        grid: hidden states are sent over `pp` and `pp_down`, their gradients over `pp_backward` and `pp_down_backward`.
+        hidden_shape: shape of the hidden states between chunks, [s/tp, b, h] with sequence parallelism.
         dtype, device: those of the hidden states.
         hooks: called around each pass.
+        chunks: numbers of the segments of each chunk; None: all segments are one chunk.
+        placement: virtual stages of the chunks; None: one chunk per rank.
     """
 
     def __init__(
@@ -89,9 +91,13 @@ class Executor:
         dtype: torch.dtype,
         device: torch.device,
         hooks: SegmentHooks,
+        chunks: Sequence[range] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.segments = segments
         self.grid = grid
+        self.chunks = chunks or [range(len(segments))]
+        self.placement = placement or Placement(grid.pp.size)
         self.hidden_shape = hidden_shape
         self.dtype = dtype
         self.device = device
@@ -99,44 +105,67 @@ class Executor:
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run a schedule; sums for the log remain in `infos`."""
-        microbatches = [_InFlight(info) for info in infos]
+        states = {
+            (n, chunk): _InFlight(info) for n, info in enumerate(infos) for chunk in range(len(self.chunks))
+        }
         num_done = [0] * len(self.segments)
-        forward_sends = _Sends(self.grid.pp, 1)
-        backward_sends = _Sends(self.grid.pp_backward, -1)
+        messages = _Messages(self.grid, self.placement)
         splits_backward = any(action.kind is ActionKind.WEIGHT for action in actions)
         for info in infos:
             info.splits_backward = splits_backward
-        self.hooks.on_schedule(segment_passes(actions, len(self.segments)))
+        self.hooks.on_schedule(segment_passes(actions, self.chunks))
         for action in actions:
-            state = microbatches[action.microbatch]
+            state, chunk = states[action.microbatch, action.chunk], self.chunks[action.chunk]
             match action.kind:
                 case ActionKind.RECV_FORWARD:
-                    state.received = self._receive(self.grid.pp, -1)
+                    state.received = messages.receive(action, self._empty())
                 case ActionKind.FORWARD:
-                    self._forward(state, batches[action.microbatch])
+                    self._forward(state, batches[action.microbatch], chunk)
+                    self._hand_over(states, action, state.outputs[-1])
                 case ActionKind.SEND_FORWARD:
-                    forward_sends.add(state.outputs[-1])
+                    messages.send(action, state.outputs[-1])
                     if not state.info.is_training:
                         state.outputs = []
                 case ActionKind.RECV_BACKWARD:
-                    state.gradient = self._receive(self.grid.pp_backward, 1)
+                    state.gradient = messages.receive(action, self._empty())
                 case ActionKind.BACKWARD:
-                    self._backward(state, num_done, len(batches))
+                    self._backward(state, chunk, num_done, len(batches))
+                    self._hand_over(states, action, state.gradient)
                 case ActionKind.SEND_BACKWARD:
                     assert state.gradient is not None
-                    backward_sends.add(state.gradient)
+                    messages.send(action, state.gradient)
                     state.gradient = None
                 case ActionKind.WEIGHT:
-                    self._weight_gradients(state, num_done, len(batches))
-        forward_sends.finish()
-        backward_sends.finish()
+                    self._weight_gradients(state, chunk, num_done, len(batches))
+        messages.finish()
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+
+    def _hand_over(
+        self, states: Mapping[tuple[int, int], _InFlight], action: Action, x: Tensor | None
+    ) -> None:
+        """Give the result of a pass to the next virtual stage, if it is a chunk of this rank."""
+        rank, is_forward = self.grid.pp.rank, action.kind is ActionKind.FORWARD
+        chunk = action.chunk + (1 if is_forward else -1)
+        if not 0 <= chunk < len(self.chunks):
+            return
+        distance = self.placement.stage(rank, chunk) - self.placement.stage(rank, action.chunk)
+        if abs(distance) != 1:
+            return
+        assert x is not None
+        if is_forward:
+            states[action.microbatch, chunk].received = x.detach()
+        else:
+            states[action.microbatch, chunk].gradient = x
 
     @record_function("forward")
-    def _forward(self, state: _InFlight, batch: Batch) -> None:
+    def _forward(self, state: _InFlight, batch: Batch, chunk: range) -> None:
         hidden = state.received
         state.received = None
         with torch.set_grad_enabled(state.info.is_training):
-            for number, segment in enumerate(self.segments):
+            for number in chunk:
+                segment = self.segments[number]
                 if hidden is not None and state.info.is_training:
                     hidden = hidden.detach().requires_grad_()
                 with self._pass(ActionKind.FORWARD, number):
@@ -149,9 +178,9 @@ class Executor:
             state.outputs = [output]  # for the next stage
 
     @record_function("backward")
-    def _backward(self, state: _InFlight, num_done: list[int], num_microbatches: int) -> None:
+    def _backward(self, state: _InFlight, chunk: range, num_done: list[int], num_microbatches: int) -> None:
         gradient = state.gradient
-        for number in reversed(range(len(self.segments))):
+        for number in reversed(chunk):
             state.info.deferred = [] if state.info.splits_backward else None
             with self._pass(ActionKind.BACKWARD, number):
                 run_backward(state.outputs.pop(), gradient)
@@ -165,8 +194,10 @@ class Executor:
         state.gradient = gradient
 
     @record_function("weight gradients")
-    def _weight_gradients(self, state: _InFlight, num_done: list[int], num_microbatches: int) -> None:
-        for number, deferred in zip(reversed(range(len(self.segments))), state.deferred, strict=True):
+    def _weight_gradients(
+        self, state: _InFlight, chunk: range, num_done: list[int], num_microbatches: int
+    ) -> None:
+        for number, deferred in zip(reversed(chunk), state.deferred, strict=True):
             with torch.no_grad(), self._pass(ActionKind.WEIGHT, number):
                 for compute in deferred:
                     compute()
@@ -184,37 +215,61 @@ class Executor:
         yield
         self.hooks.after(segment_pass)
 
-    def _receive(self, group: RankGroup, step: int) -> Tensor:
-        return receive(torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device), group, step)
 
-
-def segment_passes(actions: Sequence[Action], num_segments: int) -> list[SegmentPass]:
-    """Return the passes of a schedule through a stage's segments: up in forward passes, down in the others."""
+def segment_passes(actions: Sequence[Action], chunks: Sequence[range]) -> list[SegmentPass]:
+    """Return the passes of a schedule through a rank's segments: up in forward passes, down in the others."""
     passes: list[SegmentPass] = []
     for action in actions:
         if action.kind is ActionKind.FORWARD:
-            passes += [SegmentPass(action.kind, number) for number in range(num_segments)]
+            passes += [SegmentPass(action.kind, number) for number in chunks[action.chunk]]
         elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-            passes += [SegmentPass(action.kind, number) for number in reversed(range(num_segments))]
+            passes += [SegmentPass(action.kind, number) for number in reversed(chunks[action.chunk])]
     return passes
 
 
-class _Sends:
-    """The sends in flight in one direction, at most as many as stages: no schedule runs further ahead."""
+class _Messages:
+    """Messages between the chunks of different ranks.
 
-    def __init__(self, group: RankGroup, step: int) -> None:
-        self.group = group
-        self.step = step
-        self.in_flight: deque[Transfer] = deque()
+    Each direction between two ranks has a communicator of its own, so that no message waits for one of another direction.
+    At most as many sends are in flight per direction as there are virtual stages: no schedule runs further ahead.
+    """
 
-    def add(self, x: Tensor) -> None:
-        self.in_flight.append(begin_send(x.detach().contiguous(), self.group, self.step))
-        if len(self.in_flight) > self.group.size:
-            self.in_flight.popleft().wait()
+    def __init__(self, grid: RankGrid, placement: Placement) -> None:
+        self.grid = grid
+        self.placement = placement
+        self.in_flight: dict[str, deque[Transfer]] = {}
+
+    def send(self, action: Action, x: Tensor) -> None:
+        """Begin to send to the next virtual stage in the direction of the action."""
+        group, peer = self._channel(action)
+        sends = self.in_flight.setdefault(group.name, deque())
+        sends.append(begin_send(x.detach().contiguous(), group, peer - group.rank))
+        if len(sends) > self.placement.num_stages:
+            sends.popleft().wait()
+
+    def receive(self, action: Action, x: Tensor) -> Tensor:
+        """Fill `x` from the virtual stage before, in the direction of the action."""
+        group, peer = self._channel(action)
+        return receive(x, group, peer - group.rank)
 
     def finish(self) -> None:
-        for transfer in self.in_flight:
-            transfer.wait()
+        """Wait for all sends."""
+        for sends in self.in_flight.values():
+            for transfer in sends:
+                transfer.wait()
+
+    def _channel(self, action: Action) -> tuple[RankGroup, int]:
+        """Return the group and the rank in it at the other end."""
+        own = self.grid.pp.rank
+        stage = self.placement.stage(own, action.chunk)
+        is_forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
+        other = stage + (1 if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD) else -1)
+        peer = self.placement.rank(other)
+        upper, lower = (peer, own) if other > stage else (own, peer)
+        goes_down = upper < lower  # the later virtual stage is on an earlier rank
+        if is_forward:
+            return (self.grid.pp_down if goes_down else self.grid.pp), peer
+        return (self.grid.pp_down_backward if goes_down else self.grid.pp_backward), peer
 
 
 def run_backward(output: Tensor, gradient: Tensor | None) -> None:

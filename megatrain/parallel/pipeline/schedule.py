@@ -1,18 +1,29 @@
 """Schedules: the list of a pipeline rank's actions in a step.
 
-    1F1B, 2 stages, 3 micro-batches        stage 0   F0 >   F1 >   < B0 F2 >   < B1     < B2
-    (> sends, < receives)                  stage 1     < F0 B0 >  < F1 B1 >  < F2 B2 >
+    1F1B, 2 ranks, 3 micro-batches           rank 0   F0 >   F1 >   < B0 F2 >   < B1     < B2
+    (> sends, < receives)                    rank 1     < F0 B0 >  < F1 B1 >  < F2 B2 >
 
-Pure functions of the stage and the numbers of stages and micro-batches; `simulator.py` checks them.
+    interleaved, 2 ranks with 2 chunks       rank 0   F0 F1 f0 f1 b0 ...        virtual stages 0 and 2 (f, b)
+    each (capitals: the first chunk)         rank 1      F0 F1 f0 b0 f1 ...     virtual stages 1 and 3
 
-Source: Narayanan et al., arXiv:2104.04473, section 2.2 (1F1B, there PipeDream-Flush).
+    zero bubble: backward passes compute the gradient of the input only; weight gradients (W) fill the bubble
+
+A schedule is built in two steps: the passes of a rank in order, then the messages that they need (`with_messages`).
+Pure functions of the rank and the numbers of ranks, chunks and micro-batches; `simulator.py` checks them.
+
+Sources: Narayanan et al., arXiv:2104.04473, section 2.2 (1F1B, there PipeDream-Flush, and interleaving); Qi et al.,
+arXiv:2401.10241 (zero bubble).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 
 class ActionKind(Enum):
@@ -36,26 +47,198 @@ class Action:
     chunk: int = 0
 
 
-def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Return 1F1B: a stage runs ahead by one forward pass per later stage. One stage: F B F B ..."""
-    ahead = min(num_stages - stage - 1, num_microbatches)
-    actions: list[Action] = []
-    for microbatch in range(ahead):
-        actions += _forward(stage, num_stages, microbatch)
-    for microbatch in range(num_microbatches - ahead):
-        actions += _forward(stage, num_stages, microbatch + ahead)
-        actions += _backward(stage, num_stages, microbatch)
-    for microbatch in range(num_microbatches - ahead, num_microbatches):
-        actions += _backward(stage, num_stages, microbatch)
-    return actions
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of a pipeline's virtual stages. Each stage is one model chunk of its rank.
+
+    num_ranks 4, num_chunks 2    rank      0  1  2  3                  is_v    0  1  2  3
+                                 chunk 0   0  1  2  3  virtual stages          0  1  2  3
+                                 chunk 1   4  5  6  7                          7  6  5  4
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+    """Model chunks of each rank."""
+    is_v: bool = False
+    """Two chunks; the second ones are in reverse order, so that the first rank has the first and the last stage."""
+
+    @property
+    def num_stages(self) -> int:
+        """Number of virtual stages."""
+        return self.num_ranks * self.num_chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """Return the virtual stage of a rank's chunk."""
+        return chunk * self.num_ranks + (self.num_ranks - 1 - rank if self.is_v and chunk else rank)
+
+    def rank(self, stage: int) -> int:
+        """Return the rank of a virtual stage."""
+        chunk, index = divmod(stage, self.num_ranks)
+        return self.num_ranks - 1 - index if self.is_v and chunk else index
+
+    def has_head(self, rank: int) -> bool:
+        """Return whether a rank has the last virtual stage."""
+        return self.rank(self.num_stages - 1) == rank
 
 
-def forward_only(stage: int, num_stages: int, num_microbatches: int) -> list[Action]:
-    """Return the schedule of evaluation: every micro-batch forward, in order."""
-    return [action for i in range(num_microbatches) for action in _forward(stage, num_stages, i)]
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """The schedules of a run: training steps and evaluation, for any number of micro-batches."""
+
+    kind: Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
+    placement: Placement
+    group_size: int | None = None
+    """Micro-batches that one chunk computes before the next (interleaved)."""
+
+    def training(self, rank: int, num_microbatches: int) -> list[Action]:
+        """Return the actions of a rank in a training step."""
+        match self.kind:
+            case "1f1b":
+                return one_forward_one_backward(rank, self.placement.num_ranks, num_microbatches)
+            case "interleaved":
+                return interleaved(rank, self.placement, num_microbatches, group_size=self.group_size)
+            case "zb-h1" | "zb-v":
+                return zero_bubble(rank, self.placement, num_microbatches)
+
+    def evaluation(self, rank: int, num_microbatches: int) -> list[Action]:
+        """Return the actions of a rank in an evaluation."""
+        return forward_only(rank, self.placement, num_microbatches)
 
 
-def with_split_backward(actions: list[Action]) -> list[Action]:
+def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """Return 1F1B: a rank runs ahead by one forward pass per later rank. One rank: F B F B ..."""
+    return with_messages(
+        _one_forward_one_backward(rank, num_ranks, num_microbatches), rank, Placement(num_ranks)
+    )
+
+
+def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    ahead = min(num_ranks - rank - 1, num_microbatches)
+    forward = [Action(ActionKind.FORWARD, number) for number in range(num_microbatches)]
+    backward = [Action(ActionKind.BACKWARD, number) for number in range(num_microbatches)]
+    return _alternating(forward, backward, ahead)
+
+
+def interleaved(
+    rank: int, placement: Placement, num_microbatches: int, *, group_size: int | None = None
+) -> list[Action]:
+    """Return interleaved 1F1B over the chunks of a rank.
+
+    Args:
+        group_size: micro-batches that one chunk computes before the next chunk follows, at least the number of ranks;
+            None: the number of ranks. A rest of fewer micro-batches than ranks joins the first group.
+    """
+    ranks, chunks = placement.num_ranks, placement.num_chunks
+    group_size = group_size or ranks
+    groups = _groups(num_microbatches, group_size, ranks)
+    order = [(microbatch, chunk) for group in groups for chunk in range(chunks) for microbatch in group]
+    forward = [Action(ActionKind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
+    backward = [Action(ActionKind.BACKWARD, microbatch, chunks - 1 - chunk) for microbatch, chunk in order]
+    ahead = min(2 * (ranks - rank - 1) + (chunks - 1) * len(groups[0]), len(order))
+    return with_messages(_alternating(forward, backward, ahead), rank, placement)
+
+
+def _groups(num_microbatches: int, size: int, smallest: int) -> list[range]:
+    """Return consecutive micro-batches in groups of `size`; a rest below `smallest` joins the first group."""
+    rest = num_microbatches % size
+    first = min(size + rest, num_microbatches) if rest < smallest else size
+    starts = [0, *range(first, num_microbatches, size)]
+    return [range(a, b) for a, b in itertools.pairwise([*starts, num_microbatches])]
+
+
+def zero_bubble(rank: int, placement: Placement, num_microbatches: int) -> list[Action]:
+    """Return ZB-H1 for one chunk, ZB-V for two chunks in a V: weight gradients are deferred into the bubble.
+
+    The peak number of passes between forward and weight gradients is that of the first rank of 1F1B, per chunk.
+    """
+    passes = _zero_bubble(placement, num_microbatches)[rank]
+    return with_messages(passes, rank, placement)
+
+
+@functools.lru_cache(maxsize=4)
+def _zero_bubble(placement: Placement, num_microbatches: int) -> list[list[Action]]:
+    """Return the passes of all ranks."""
+    ranks = _ZeroBubbleRanks(placement, num_microbatches)
+    for time in itertools.count():
+        if ranks.num_left == 0:
+            break
+        for rank in range(placement.num_ranks):
+            ranks.run_first_possible(rank, time)
+    return ranks.passes
+
+
+class _ZeroBubbleRanks:
+    """Ranks that run passes with equal costs of F, B and W. Each runs the first pass of this list that it can:
+
+    forward passes of the last chunk to the first, backward passes of the first chunk to the last, weight gradients of
+    the last chunk to the first. So the first segment completes the gradient of a tied embedding.
+    """
+
+    def __init__(self, placement: Placement, num_microbatches: int) -> None:
+        self.placement = placement
+        self.num_microbatches = num_microbatches
+        self.passes: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+        self.num_left = 3 * num_microbatches * placement.num_stages
+        self._done = Counter[tuple[ActionKind, int]]()
+        """Number of passes by kind and virtual stage."""
+        self._ends: dict[tuple[ActionKind, int, int], int] = {}
+        """End of each pass, by kind, virtual stage and micro-batch."""
+        up, down = range(placement.num_chunks), range(placement.num_chunks - 1, -1, -1)
+        orders = {ActionKind.FORWARD: down, ActionKind.BACKWARD: up, ActionKind.WEIGHT: down}
+        self._order = [(kind, chunk) for kind, chunks in orders.items() for chunk in chunks]
+
+    def run_first_possible(self, rank: int, time: int) -> None:
+        """Run the first possible pass of a rank, if there is one."""
+        for kind, chunk in self._order:
+            stage = self.placement.stage(rank, chunk)
+            microbatch = self._done[kind, stage]
+            if self._has_input(kind, stage, microbatch, time) and self._has_room(kind, rank, stage):
+                self.passes[rank].append(Action(kind, microbatch, chunk))
+                self._ends[kind, stage, microbatch] = time + 1
+                self._done[kind, stage] += 1
+                self.num_left -= 1
+                return
+
+    def _has_input(self, kind: ActionKind, stage: int, microbatch: int, time: int) -> bool:
+        """Return whether the pass exists and those that it needs have ended."""
+        if microbatch == self.num_microbatches:
+            return False
+        match kind:
+            case ActionKind.FORWARD:
+                source = (ActionKind.FORWARD, stage - 1)
+            case ActionKind.BACKWARD if stage < self.placement.num_stages - 1:
+                source = (ActionKind.BACKWARD, stage + 1)
+            case ActionKind.BACKWARD:
+                source = (ActionKind.FORWARD, stage)
+            case _:
+                source = (ActionKind.BACKWARD, stage)
+        is_first = kind is ActionKind.FORWARD and stage == 0
+        return is_first or self._ends.get((*source, microbatch), time + 1) <= time
+
+    def _has_room(self, kind: ActionKind, rank: int, stage: int) -> bool:
+        """Return whether the rank may hold the activations of one more forward pass."""
+        if kind is not ActionKind.FORWARD:
+            return True
+        stages = [self.placement.stage(rank, chunk) for chunk in range(self.placement.num_chunks)]
+        held = sum(self._done[kind, each] - self._done[ActionKind.WEIGHT, each] for each in stages)
+        ahead = self._done[kind, stage] - self._done[ActionKind.BACKWARD, stage]
+        is_ahead = len(stages) == 1 and ahead >= self.placement.num_ranks - rank
+        return held < self.placement.num_stages and not is_ahead
+
+
+def forward_only(rank: int, placement: Placement, num_microbatches: int) -> list[Action]:
+    """Return the schedule of evaluation: every micro-batch forward, in order, one group of ranks after the other."""
+    ranks = placement.num_ranks
+    passes = [
+        Action(ActionKind.FORWARD, microbatch, chunk)
+        for first in range(0, num_microbatches, ranks)
+        for chunk in range(placement.num_chunks)
+        for microbatch in range(first, min(first + ranks, num_microbatches))
+    ]
+    return with_messages(passes, rank, placement)
+
+
+def with_split_backward(actions: Sequence[Action]) -> list[Action]:
     """Return the schedule with weight gradients as separate actions after each backward pass."""
     split: list[Action] = []
     for action in actions:
@@ -65,17 +248,37 @@ def with_split_backward(actions: list[Action]) -> list[Action]:
     return split
 
 
-def _forward(stage: int, num_stages: int, microbatch: int) -> Iterator[Action]:
-    if stage > 0:
-        yield Action(ActionKind.RECV_FORWARD, microbatch)
-    yield Action(ActionKind.FORWARD, microbatch)
-    if stage < num_stages - 1:
-        yield Action(ActionKind.SEND_FORWARD, microbatch)
+def with_messages(passes: Sequence[Action], rank: int, placement: Placement) -> list[Action]:
+    """Return a rank's passes with the messages to and from the neighbouring virtual stages."""
+    return [action for one in passes for action in _with_messages(one, rank, placement)]
 
 
-def _backward(stage: int, num_stages: int, microbatch: int) -> Iterator[Action]:
-    if stage < num_stages - 1:
-        yield Action(ActionKind.RECV_BACKWARD, microbatch)
-    yield Action(ActionKind.BACKWARD, microbatch)
-    if stage > 0:
-        yield Action(ActionKind.SEND_BACKWARD, microbatch)
+def _with_messages(action: Action, rank: int, placement: Placement) -> Iterator[Action]:
+    stage = placement.stage(rank, action.chunk)
+    before, after = (
+        0 <= other < placement.num_stages and placement.rank(other) != rank
+        for other in (stage - 1, stage + 1)
+    )
+    match action.kind:
+        case ActionKind.FORWARD:
+            receives, sends = before, after
+            kinds = ActionKind.RECV_FORWARD, ActionKind.SEND_FORWARD
+        case ActionKind.BACKWARD:
+            receives, sends = after, before
+            kinds = ActionKind.RECV_BACKWARD, ActionKind.SEND_BACKWARD
+        case _:
+            yield action
+            return
+    if receives:
+        yield Action(kinds[0], action.microbatch, action.chunk)
+    yield action
+    if sends:
+        yield Action(kinds[1], action.microbatch, action.chunk)
+
+
+def _alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> list[Action]:
+    """Return `ahead` forward passes, then one forward and one backward pass in turn, then the other backward passes."""
+    passes = [*forward[:ahead]]
+    for one_forward, one_backward in zip(forward[ahead:], backward, strict=False):
+        passes += [one_forward, one_backward]
+    return [*passes, *backward[len(forward) - ahead :]]

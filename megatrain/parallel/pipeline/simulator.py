@@ -1,7 +1,8 @@
-"""Simulates the schedules of all stages without tensors: deadlocks, bubble, peak activations.
+"""Simulates the schedules of all pipeline ranks without tensors: deadlocks, bubble, peak activations.
 
-Sends do not wait; a receive waits for its message. Messages between two stages arrive in the order in which they were
-sent: a receive that expects another message than the next one is an error, as it is between real ranks.
+Sends do not wait; a receive waits for its message. Messages between two ranks in one direction of the model arrive in the
+order in which they were sent: a receive that expects another message than the next one is an error, as it is between real
+ranks. Each pass must find its input: a backward pass follows its forward pass, a weight gradient its backward pass.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.parallel.pipeline.schedule import Action, ActionKind
+from megatrain.parallel.pipeline.schedule import Action, ActionKind, Placement
 
-_PEERS = {
+_STEPS = {
     ActionKind.SEND_FORWARD: 1,
     ActionKind.SEND_BACKWARD: -1,
     ActionKind.RECV_FORWARD: -1,
     ActionKind.RECV_BACKWARD: 1,
 }
+"""Distance to the virtual stage at the other end of a message."""
 _SENT_AS = {
     ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
     ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
 }
+_PASSES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
 
 
 class ScheduleError(AssertionError):
@@ -35,60 +38,120 @@ class Simulation:
     bubble_fraction: float
     """Fraction of all stages' time in which they wait."""
     peak_activations: tuple[int, ...]
-    """For each stage, the largest number of micro-batches between forward and backward."""
+    """For each rank, the largest number of passes (micro-batches of a chunk) between forward and backward."""
+    duration: float = 0.0
+    """Time until the last rank has ended, in units of the costs."""
 
 
 def simulate(
-    schedules: Sequence[Sequence[Action]], costs: Mapping[ActionKind, float] | None = None
+    schedules: Sequence[Sequence[Action]],
+    costs: Mapping[ActionKind, float] | None = None,
+    placement: Placement | None = None,
 ) -> Simulation:
-    """Simulate one schedule per stage. Costs default to F 1, B 2, W 0 and free messages.
+    """Simulate one schedule per rank.
+
+    Args:
+        costs: time of each kind of action; default: F 1 and B 2, or with weight gradients F, B and W 1; free messages.
+        placement: of the virtual stages; default: one per rank.
 
     Raises:
-        ScheduleError: a stage waits for a message that is never sent, or receives another one.
+        ScheduleError: a rank waits for a message that is never sent, receives another one, or lacks the input of a pass.
     """
-    costs = costs or {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
-    clocks = [0.0] * len(schedules)
-    busy = [0.0] * len(schedules)
-    positions = [0] * len(schedules)
-    held, peaks = [0] * len(schedules), [0] * len(schedules)
-    channels: dict[tuple[int, int, ActionKind], deque[tuple[Action, float]]] = {}
-    while any(position < len(schedule) for position, schedule in zip(positions, schedules, strict=True)):
-        has_moved = False
-        for stage, schedule in enumerate(schedules):
-            while positions[stage] < len(schedule):
-                action = schedule[positions[stage]]
-                if action.kind in _SENT_AS:
-                    arrived = _take(channels, stage, action)
-                    if arrived is None:
-                        break
-                    clocks[stage] = max(clocks[stage], arrived)
-                cost = costs.get(action.kind, 0.0)
-                clocks[stage] += cost
-                busy[stage] += cost if action.kind not in _PEERS else 0.0
-                held[stage] += (action.kind is ActionKind.FORWARD) - (action.kind is ActionKind.BACKWARD)
-                peaks[stage] = max(peaks[stage], held[stage])
-                if action.kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
-                    channel = channels.setdefault((stage, stage + _PEERS[action.kind], action.kind), deque())
-                    channel.append((action, clocks[stage]))
-                positions[stage] += 1
-                has_moved = True
-        if not has_moved:
-            waiting = {s: schedules[s][p] for s, p in enumerate(positions) if p < len(schedules[s])}
-            raise ScheduleError(f"deadlock: the stages wait at {waiting}")
-    unread = [message for channel in channels.values() for message in channel]
-    if unread:
-        raise ScheduleError(f"messages that no stage receives: {unread}")
-    total = max(clocks)
-    return Simulation(1 - sum(busy) / (total * len(schedules)) if total else 0.0, tuple(peaks))
+    costs = costs or _equal_costs(schedules)
+    for schedule in schedules:
+        _check_order(schedule)
+    network = _Network(placement or Placement(len(schedules)))
+    ranks = [_Rank(rank, schedule, costs) for rank, schedule in enumerate(schedules)]
+    while any(rank.has_actions for rank in ranks):
+        has_run = [rank.run(network) for rank in ranks]
+        if not any(has_run):
+            waiting = {rank.number: rank.schedule[rank.position] for rank in ranks if rank.has_actions}
+            raise ScheduleError(f"deadlock: the ranks wait at {waiting}")
+    if network.unread:
+        raise ScheduleError(f"messages that no rank receives: {network.unread}")
+    total = max(rank.clock for rank in ranks)
+    bubble = 1 - sum(rank.busy for rank in ranks) / (total * len(ranks)) if total else 0.0
+    return Simulation(bubble, tuple(rank.peak for rank in ranks), total)
 
 
-def _take(
-    channels: dict[tuple[int, int, ActionKind], deque[tuple[Action, float]]], stage: int, action: Action
-) -> float | None:
-    channel = channels.get((stage + _PEERS[action.kind], stage, _SENT_AS[action.kind]))
-    if not channel:
-        return None
-    sent, time = channel.popleft()
-    if sent.microbatch != action.microbatch:
-        raise ScheduleError(f"stage {stage} expects {action} and receives {sent}")
-    return time
+def _equal_costs(schedules: Sequence[Sequence[Action]]) -> dict[ActionKind, float]:
+    """Return costs of 1, with backward passes that include weight gradients of 2."""
+    has_weights = any(action.kind is ActionKind.WEIGHT for schedule in schedules for action in schedule)
+    return dict.fromkeys(_PASSES, 1.0) | ({} if has_weights else {ActionKind.BACKWARD: 2.0})
+
+
+class _Rank:
+    """A rank that runs its schedule."""
+
+    def __init__(self, number: int, schedule: Sequence[Action], costs: Mapping[ActionKind, float]) -> None:
+        self.number, self.schedule, self.costs = number, schedule, costs
+        self.position = self.held = self.peak = 0
+        self.clock = self.busy = 0.0
+
+    @property
+    def has_actions(self) -> bool:
+        return self.position < len(self.schedule)
+
+    def run(self, network: _Network) -> bool:
+        """Run until a message is missing; return whether an action has run."""
+        first = self.position
+        while self.has_actions:
+            action = self.schedule[self.position]
+            if action.kind in _SENT_AS:
+                arrived = network.receive(self.number, action)
+                if arrived is None:
+                    break
+                self.clock = max(self.clock, arrived)
+            cost = self.costs.get(action.kind, 0.0)
+            self.clock += cost
+            self.busy += cost if action.kind in _PASSES else 0.0
+            self.held += (action.kind is ActionKind.FORWARD) - (action.kind is ActionKind.BACKWARD)
+            self.peak = max(self.peak, self.held)
+            if action.kind in _SENT_AS.values():
+                network.send(self.number, action, self.clock)
+            self.position += 1
+        return self.position > first
+
+
+def _check_order(schedule: Sequence[Action]) -> None:
+    """Raise ScheduleError if a pass runs twice or before the pass that it needs."""
+    done: set[Action] = set()
+    needed = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}
+    for action in schedule:
+        before = needed.get(action.kind)
+        if action in done:
+            raise ScheduleError(f"{action} runs twice")
+        if before is not None and Action(before, action.microbatch, action.chunk) not in done:
+            raise ScheduleError(f"{action} runs before its {before.name.lower()} pass")
+        done.add(action)
+
+
+class _Network:
+    """The messages that were sent and not received, in order, by sender, receiver and direction."""
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.channels: dict[tuple[int, int, ActionKind], deque[tuple[int, int, float]]] = {}
+
+    @property
+    def unread(self) -> list[tuple[int, int, float]]:
+        """Micro-batch, virtual stage of the sender, and time of each message."""
+        return [message for channel in self.channels.values() for message in channel]
+
+    def send(self, rank: int, action: Action, time: float) -> None:
+        stage = self.placement.stage(rank, action.chunk)
+        peer = self.placement.rank(stage + _STEPS[action.kind])
+        self.channels.setdefault((rank, peer, action.kind), deque()).append((action.microbatch, stage, time))
+
+    def receive(self, rank: int, action: Action) -> float | None:
+        """Return the time at which the message was sent; None: it has not been sent yet."""
+        source = self.placement.stage(rank, action.chunk) + _STEPS[action.kind]
+        channel = self.channels.get((self.placement.rank(source), rank, _SENT_AS[action.kind]))
+        if not channel:
+            return None
+        microbatch, stage, time = channel.popleft()
+        if (microbatch, stage) != (action.microbatch, source):
+            raise ScheduleError(
+                f"rank {rank} expects {action} from virtual stage {source} and receives micro-batch {microbatch} from {stage}"
+            )
+        return time

@@ -104,6 +104,8 @@ _OF_EXPERTS = (
     "dispatcher",
     "model",
     "sequence parallelism",
+    "pipeline schedule",
+    "pipeline split",
     "rank order",
 )
 """Further options that decide whether experts fit."""
@@ -223,6 +225,8 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
+    if not _stages_fit(known):
+        return False
     if not {"a2aring", "a2agather"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
         return False
     used = {_FEATURE_OF[word].name: _FEATURE_OF[word] for word in words if word in _FEATURE_OF}
@@ -246,6 +250,16 @@ def _sizes_fit(sizes: Mapping[str, int], max_ranks: int) -> bool:
         return False
     groups = sizes.get("key-value replication", 0)
     return not groups or "tensor parallelism" not in sizes or (tp > groups and tp % groups == 0)
+
+
+def _stages_fit(known: Mapping[str, str | None]) -> bool:
+    """Return whether the known words split the four layers of a model into virtual stages."""
+    ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
+    schedule, split = known["pipeline schedule"], known["pipeline split"]
+    chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,)}.get(schedule, (1,))
+    stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
+    fitting = {None: (1, 2, 4), "uneven2": (2,), "uneven4": (4,)}.get(split, (1, 2, 4))
+    return not set(stages).isdisjoint(fitting)
 
 
 def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
 from megatrain.parallel.pipeline.executor import Executor, Segment, SegmentPass
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.training.engine import Engine
 from megatrain.training.launch.failure import format_ranks
 from megatrain.training.planning.model_tree import layer_numbers
@@ -133,7 +132,7 @@ class _SecondRun:
         ]
 
     def run(self, batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
-        engine, pp = self.engine, self.engine.grid.pp
+        engine = self.engine
         executor = Executor(
             self.segments,
             engine.grid,
@@ -141,15 +140,18 @@ class _SecondRun:
             dtype=engine.executor.dtype,
             device=engine.device,
             hooks=self,
+            chunks=engine.model.chunks,
+            placement=engine.model.placement,
         )
         with self.inputs:
-            executor.run(one_forward_one_backward(pp.rank, pp.size, len(batches)), batches, infos)
+            executor.run(engine.pipeline.training(engine.grid.pp.rank, len(batches)), batches, infos)
 
     def add_finding(self, stage: Stage, number: int, name: str, batch: Batch, info: PassInfo) -> None:
         """Add that segment `number` of this pipeline stage computed values that are not finite from finite input."""
-        pp, count = self.engine.grid.pp, len(self.segments)
-        depth = pp.rank * 10_000 + number
-        last = pp.size * 10_000 + count
+        model, placement = self.engine.model, self.engine.model.placement
+        chunk = next(index for index, segments in enumerate(model.chunks) if number in segments)
+        depth = placement.stage(self.engine.grid.pp.rank, chunk) * 10_000 + number
+        last = placement.num_stages * 10_000 + len(self.segments)
         order = info.microbatch * last + (depth if stage == "forward" else last - depth)
         text = f"the {stage} pass of {name} in micro-batch {info.microbatch}, {_sample_range(batch, info)}"
         rank, first_bad_input = self.engine.grid.rank, self.inputs.first_bad
@@ -279,7 +281,8 @@ def _segment_name(number: int, engine: Engine) -> str:
     layers = layer_numbers(ParamRegistry(entries))
     if layers:
         return f"decoder.layers.{layers[0]}" + (f" to {layers[-1]}" if len(layers) > 1 else "")
-    return "the head" if number else "the embedding" if engine.grid.pp.is_first else "the head"
+    is_embedding = number == 0 and engine.model.placement.rank(0) == engine.grid.pp.rank
+    return "the embedding" if is_embedding else "the head"
 
 
 def _sample_range(batch: Batch, info: PassInfo) -> str:

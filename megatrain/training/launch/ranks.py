@@ -176,6 +176,7 @@ def grid_shape(plan: Plan) -> GridShape:
         else 1,
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
+        num_chunks=plan.derived.pipeline_chunks,
         ep=parallel.expert_model_parallel_size,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,

@@ -16,8 +16,8 @@ from megatrain.config import ConfigError, Facts, Plan, Request, resolve
 from megatrain.config.derive.model import training_flops
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.pipeline.schedule import one_forward_one_backward
 from megatrain.parallel.pipeline.simulator import simulate
+from megatrain.training.build import build_pipeline
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import grid_shape
@@ -66,15 +66,22 @@ class RankLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Cost of the pipeline schedule, from the simulator: forward 1, backward 2, messages 0."""
+    """Cost of the pipeline schedule, from the simulator: forward 1, backward 2 (zero bubble: 1, and weight gradients 1),
+    messages 0.
+    """
 
     schedule: str
     num_stages: int
+    """Pipeline ranks."""
+    num_chunks: int
+    """Model chunks of each rank."""
+    layers: tuple[int, ...]
+    """Layers of each virtual stage."""
     num_microbatches: int
     bubble_share: float
     """Fraction of all stages' time spent waiting."""
     microbatches_in_flight: tuple[int, ...]
-    """Peak number by stage."""
+    """Peak number of forward passes of chunks whose backward pass has not run, by rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,10 +179,15 @@ def _device_memory(plan: Plan) -> int | None:
 
 def _pipeline(plan: Plan) -> Pipeline:
     stages, count = plan.config.parallel.pipeline_model_parallel_size, plan.derived.num_microbatches
-    simulation = simulate([one_forward_one_backward(stage, stages, count) for stage in range(stages)])
+    pipeline = build_pipeline(plan)
+    simulation = simulate(
+        [pipeline.training(rank, count) for rank in range(stages)], placement=pipeline.placement
+    )
     return Pipeline(
-        schedule="1F1B",
+        schedule=pipeline.kind,
         num_stages=stages,
+        num_chunks=pipeline.placement.num_chunks,
+        layers=plan.derived.pipeline_layers,
         num_microbatches=count,
         bubble_share=simulation.bubble_fraction,
         microbatches_in_flight=simulation.peak_activations,

@@ -207,10 +207,13 @@ def _pipeline(found: DryRun) -> Iterator[str]:
     if pipeline.num_stages == 1:
         yield f"pipeline: one stage, {pipeline.num_microbatches} micro-batches"
         return
+    chunks = f" of {pipeline.num_chunks} model chunks" if pipeline.num_chunks > 1 else ""
     yield (
-        f"pipeline: {pipeline.schedule}, {pipeline.num_stages} stages, {pipeline.num_microbatches} micro-batches,"
+        f"pipeline: {pipeline.schedule}, {pipeline.num_stages} stages{chunks}, {pipeline.num_microbatches} micro-batches,"
         f" bubble {pipeline.bubble_share:.1%} of the time"
     )
+    if len(set(pipeline.layers)) > 1:
+        yield f"  layers of the virtual stages: {' '.join(map(str, pipeline.layers))}"
 
 
 def _data(found: DryRun) -> Iterator[str]:

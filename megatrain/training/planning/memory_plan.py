@@ -233,9 +233,9 @@ class _ActivityHooks:
 def _num_microbatches(plan: Plan, engine: Engine, in_flight: int) -> int:
     """Return the smallest number of micro-batches that gives a step its full peak memory.
 
-    These are the micro-batches in flight and pending messages, at most as many as stages.
+    These are the micro-batches in flight and pending messages, at most as many as virtual stages.
     """
-    return min(plan.derived.num_microbatches, in_flight + engine.grid.pp.size + 1)
+    return min(plan.derived.num_microbatches, in_flight + engine.model.placement.num_stages + 1)
 
 
 def _linear_ranges(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[int]) -> list[range]:
@@ -247,6 +247,7 @@ def _linear_ranges(plan: Plan, engines: Sequence[Engine], in_flight: Sequence[in
     for stage, engine in enumerate(engines):
         last = ranges[-1] if ranges else range(0)
         is_steady = in_flight[stage] + engine.grid.pp.size < plan.derived.num_microbatches
+        is_steady &= len(engine.model.chunks) == 1
         if last and is_steady and _structure(engines[last.start]) == _structure(engine):
             steps = {in_flight[a] - in_flight[a + 1] for a in range(last.start, stage)}
             starts_steady = in_flight[last.start] + engine.grid.pp.size < plan.derived.num_microbatches

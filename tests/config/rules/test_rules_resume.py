@@ -88,7 +88,9 @@ def test_data_may_move_but_not_change(data_problems):
     (problem,) = data_problems((a, b), (dataset("a", "3", weight=1.0), b))
     assert problem.startswith("a is not the dataset that the checkpoint read (a)")
     assert "add --finetune and another --save" in problem
-    assert all(words in problem for words in ("contents differ", "900 sequences", "9000 tokens", "--finetune"))
+    assert all(
+        words in problem for words in ("contents differ", "900 sequences", "9000 tokens", "--finetune")
+    )
     (problem,) = data_problems((a, b), (a, dataset("b", "2", weight=3.0)))
     assert all(words in problem for words in ("weight of b", "has 2.0, this run 3.0", "--finetune"))
     (problem,) = data_problems((a, b), (a,))

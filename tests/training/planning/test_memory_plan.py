@@ -234,7 +234,7 @@ def test_interpolated_stages_equal_recorded_ones(*, is_few: bool) -> None:
     assert count == (8 if is_few else 20)
     shape = GridShape(pp=6)
     engines = [Engine(plan, build_grid(shape, stage), META) for stage in range(6)]
-    flights = simulate([one_forward_one_backward(stage, 6, count) for stage in range(6)]).peak_activations
+    flights = simulate([one_forward_one_backward(rank, 6, count) for rank in range(6)]).peak_activations
     found = planned_memory(plan, engines, flights)
     whole = [recorded(plan, engine.grid, META, count).memory() for engine in engines]
     assert found[:5] == whole[:5]
