@@ -8,6 +8,12 @@ from megatrain.config.plan import Draft
 
 
 def optional_packages_are_installed(draft: Draft) -> Iterator[Problem]:
+    if draft.config.training.dry_run is None:
+        yield from missing_packages(draft)
+
+
+def missing_packages(draft: Draft) -> Iterator[Problem]:
+    """Yield a problem for each package that the logging flags require; a dry run only notes it."""
     logging, libraries = draft.config.logging, draft.facts.libraries
     for flag, value, package in (
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),

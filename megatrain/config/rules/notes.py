@@ -9,6 +9,7 @@ from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.transformer_engine import local_leaves
 from megatrain.config.plan import Draft
+from megatrain.config.rules.logging import missing_packages
 from megatrain.config.rules.resume import changed_settings
 from megatrain.config.rules.unproven import unproven
 from megatrain.config.rules.without_effect import expert_modules_without_effect, settings_without_effect
@@ -167,6 +168,11 @@ def attention_kernel(draft: Draft) -> Iterator[str]:
         yield draft.origins["derived.attention_backend"].detail
 
 
+def packages_of_the_run_are_missing(draft: Draft) -> Iterator[str]:
+    if draft.config.training.dry_run is not None:
+        yield from (f"{problem.text} on this host" for problem in missing_packages(draft))
+
+
 def memory_is_planned_with_local(draft: Draft) -> Iterator[str]:
     if draft.config.training.dry_run and draft.derived.transformer_impl != "local":
         yield (
@@ -307,6 +313,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     end_of_document_was_guessed,
     rotary_positions_are_relative,
     attention_kernel,
+    packages_of_the_run_are_missing,
     memory_is_planned_with_local,
     layers_of_local,
     custom_layers_are_used,

@@ -133,6 +133,12 @@ class Setting:
     def is_derived_if_open(self) -> bool:
         return self.default is AUTO
 
+    @property
+    def accepts_none(self) -> bool:
+        """Return whether `none`, or null in YAML, leaves the setting without a value: None, an empty list, or AUTO."""
+        has_none = self.is_optional or self.is_derived_if_open or self.default == ()
+        return has_none and "none" not in self.choices
+
 
 def flag_of(name: str) -> str:
     """Return the flag of a field name or path."""

@@ -44,6 +44,15 @@ def test_flags_win_over_later_files_over_earlier_files_over_defaults(written):
     assert kinds == ["yaml", "yaml", "flag", "default"]
 
 
+def test_null_undoes_an_earlier_value(written):
+    first = written("data: {data_path: [a], split: '9,1'}\ncheckpoint: {save: x}\n", "first.yaml")
+    second = written("data: {data_path: null, split: null}\ncheckpoint: {save: null}\n", "second.yaml")
+    request = parse(["--config", first, "--config", second])
+    assert request.problems == ()
+    assert (request.config.data.data_path, request.config.data.split) == ((), AUTO)
+    assert request.config.checkpoint.save is None
+
+
 def test_an_empty_file_and_an_empty_section_say_nothing(written):
     assert parse(["--config", written("")]).problems == ()
     assert parse(["--config", written("model:\n")]).problems == ()

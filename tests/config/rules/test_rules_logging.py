@@ -27,5 +27,14 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
     assert_refused(flags, named, remedy, without=without, facts=facts)
 
 
+def test_a_dry_run_needs_no_package_and_notes_what_is_missing(plan_of):
+    notes = plan_of("--dry-run --tensorboard-dir tb --wandb-project p").notes
+    missing = [note for note in notes if "not installed on this host" in note]
+    assert ["--tensorboard-dir tb" in missing[0], "--wandb-project p" in missing[1]] == [True, True]
+    installed = Facts(libraries={"tensorboard": "2", "wandb": "0"})
+    notes = plan_of("--dry-run --tensorboard-dir tb --wandb-project p", facts=installed).notes
+    assert not [note for note in notes if "installed" in note]
+
+
 def test_every_rule_has_a_case():
     assert set(CASES) == {rule.__name__ for rule in LOGGING_RULES}
