@@ -64,6 +64,8 @@ class Rank:
         """Set values that depend on the canonical tensor, kind and seed only."""
         for number, kind in enumerate(self.optimizer.kinds):
             self.optimizer.fill(kind, InitialWeights(10 * seed + number))
+        for flat in self.optimizer.state("exp_avg_sq"):
+            flat.abs_()
         self.optimizer.step_count = seed
 
     def clear(self) -> None:
