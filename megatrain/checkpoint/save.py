@@ -1,6 +1,6 @@
 """Save a checkpoint: every rank writes its shards to a temporary folder, rank 0 commits it.
 
-    plan -> enough space? -> iter_0000100.tmp-<id>/ -> shards, fsync -> manifest, fsync -> fsync of the folder
+    plan -> state finite? -> enough space? -> iter_0000100.tmp-<id>/ -> shards, fsync -> manifest, fsync -> fsync of the folder
          -> rename to iter_0000100/ -> fsync of the parent -> tracker -> leftovers of failed saves are removed
 
 The rename is atomic: before it there is no new checkpoint, after it a complete one. An error on one rank is raised on all,
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
+from megatrain.checkpoint.finite import check_finite
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
 from megatrain.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -96,6 +97,10 @@ def save_checkpoint(
     save_id = grid.messages.broadcast(secrets.token_hex(4))
     temporary = final.with_name(f"{final.name}.tmp-{save_id}")
 
+    def check() -> int:
+        check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
+        return sum(chunk.num_bytes for chunk in plan)
+
     def begin(num_bytes: list[int]) -> None:
         begin_save(folder, temporary, sum(num_bytes), disk)
 
@@ -111,7 +116,7 @@ def save_checkpoint(
         commit_save(temporary, final, manifest, disk)
 
     try:
-        agree(lambda: sum(chunk.num_bytes for chunk in plan), grid.messages, then=begin)
+        agree(check, grid.messages, then=begin)
         agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.messages, then=commit)
     except CheckpointError as error:
         if is_leader:
