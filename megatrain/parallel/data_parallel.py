@@ -38,8 +38,8 @@ from megatrain.parallel.collectives import (
 )
 from megatrain.parallel.grid import FamilyGroups, RankGrid, RankGroup
 from megatrain.parallel.layout import ParamRegistry
+from megatrain.parallel.pipeline.actions import ActionKind
 from megatrain.parallel.pipeline.executor import SegmentPass
-from megatrain.parallel.pipeline.schedule import ActionKind
 
 
 class BucketMemory:

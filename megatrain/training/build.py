@@ -24,8 +24,9 @@ from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, FlatBuffers
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import PipelineSchedule, Placement
+from megatrain.parallel.pipeline.schedule import PipelineSchedule
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:

@@ -4,11 +4,9 @@ import random
 
 import pytest
 
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
 from megatrain.parallel.pipeline.schedule import (
-    Action,
-    ActionKind,
     PipelineSchedule,
-    Placement,
     forward_only,
     interleaved,
     one_forward_one_backward,

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, begin_send, receive
 from megatrain.parallel.grid import RankGrid, RankGroup
-from megatrain.parallel.pipeline.schedule import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
 
 
 class Segment(Protocol):
@@ -149,7 +149,7 @@ class Executor:
         rank, is_forward = self.grid.pp.rank, action.kind is ActionKind.FORWARD
         chunk = action.chunk + (1 if is_forward else -1)
         if not 0 <= chunk < len(self.chunks):
-            return
+            return  # as always with one chunk
         distance = self.placement.stage(rank, chunk) - self.placement.stage(rank, action.chunk)
         if abs(distance) != 1:
             return

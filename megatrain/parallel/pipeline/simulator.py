@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.parallel.pipeline.schedule import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
 
 _STEPS = {
     ActionKind.SEND_FORWARD: 1,
