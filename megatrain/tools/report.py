@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     output.write_text(text, encoding="utf-8")
     for one in runs:
         loss = one.summary["loss"]
-        suffix = f", loss {loss:.4f}" if loss is not None else ""
+        suffix = f", loss {loss:.4f} (mean of the last)" if loss is not None else ""
         print(f"{one.name}: {one.summary['iterations']:,} iterations{suffix}")
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, open it in a browser")
     return 0

@@ -39,6 +39,8 @@ ROUTER_CURVES: dict[str, Callable[[list[float]], float]] = {
 """Reduction of each router figure over the layers with experts."""
 MAX_BUCKETS = 500
 """Number of intervals of a long run. Each curve keeps its minimum and maximum in each interval, so that no spike is lost."""
+MAX_LAST_LOSSES = 100
+"""Iterations at the end of a run over which its loss is averaged; at most a tenth of the run."""
 Columns = dict[str, list[float | None]]
 _PATH_SETTINGS = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
 
@@ -234,7 +236,7 @@ def _summary(
     return {
         "iterations": last.get("iteration", 0),
         "tokens": last.get("consumed_tokens"),
-        "loss": _number(last.get("lm_loss")),
+        "loss": _last_loss(steps),
         "validation": losses[-1] if losses else None,
         "tokens_per_second_per_gpu": statistics.median(speeds) if speeds else None,
         "mfu": statistics.median(mfus) if mfus else None,
@@ -242,6 +244,13 @@ def _summary(
         "hours": sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6,
         "status": _status(status_file),
     }
+
+
+def _last_loss(steps: Sequence[dict[str, Any]]) -> float | None:
+    """Return the mean training loss at the end of a run: one iteration's is too noisy to compare with an evaluation's."""
+    losses = [_number(row.get("lm_loss")) for row in steps if not row.get("skipped")]
+    last = [loss for loss in losses[-max(1, min(MAX_LAST_LOSSES, len(losses) // 10)) :] if loss is not None]
+    return _number(statistics.fmean(last)) if last else None
 
 
 def _status(file: Path) -> str:

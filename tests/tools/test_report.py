@@ -21,6 +21,8 @@ from megatrain.tools.report_data import (
     run_names,
 )
 
+ROOT = Path(__file__).parents[2]
+
 
 def make_run(folder: Path, *, num_iterations: int = 4, lr: float = 0.001, name: str = "run") -> Path:
     """Write the folder of a finished run."""
@@ -59,6 +61,24 @@ def test_a_run_is_read_with_its_axes_and_evaluations(tmp_path: Path) -> None:
     assert run.summary["validation"] == 2.5
     assert run.summary["tokens_per_second_per_gpu"] == 300.0
     assert run.summary["status"] == "signal SIGTERM (exit code 75)"
+
+
+def test_the_loss_is_a_mean_over_the_end_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_iterations=30)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"iteration": 31, "lm_loss": 99.0, "skipped": 1}\n')
+    expected = (8 / 28 + 8 / 29 + 8 / 30) / 3
+    assert read_run(run, "run").summary["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_refused_start_is_shown_after_the_end_of_the_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    refused = {"exit_code": 2, "reason": "--seed cannot change"}
+    status = {"exit_code": 0, "reason": "the target is reached", "refused_start": refused}
+    (run / "status.json").write_text(json.dumps(status))
+    shown = read_run(run, "run").summary["status"]
+    assert shown.startswith("the target is reached (exit code 0)")
+    assert shown.endswith("--seed cannot change")
 
 
 def test_routers_have_curves_of_all_layers(tmp_path: Path) -> None:
@@ -117,7 +137,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     output = tmp_path / "pages" / "runs.html"
     runs = [str(make_run(tmp_path / name)) for name in ("a", "b")]
     assert main(["report", *runs, "--output", str(output)]) == 0
-    assert "a/run: 4 iterations, loss 2.0000\n" in capsys.readouterr().out
+    assert "a/run: 4 iterations, loss 2.0000 (mean of the last)\n" in capsys.readouterr().out
     content = embedded(output.read_text())
     assert [run["name"] for run in content["runs"]] == ["a/run", "b/run"]
 
@@ -187,6 +207,30 @@ def test_every_curve_has_a_chart(tmp_path: Path) -> None:
     text = page([read_run(make_run(tmp_path), "run")])
     charts = set(re.findall(r'\{ name: "(\w+)", title:', text))
     assert charts == {*CURVES, *ROUTER_CURVES, "validations"}
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1.38412, 1.38429, ["1.38415", "1.3842", "1.38425"]),
+        (0, 10, ["0", "2.5", "5", "7.5", "10"]),
+        (1e-4, 3e-4, ["1e-4", "1.5e-4", "2e-4", "2.5e-4", "3e-4"]),
+        (50_000, 50_020, ["50k", "50.005k", "50.01k", "50.015k", "50.02k"]),
+        (-2e9, 2e9, ["-2B", "-1B", "0", "1B", "2B"]),
+    ],
+)
+def test_ticks_differ_from_each_other(low: float, high: float, labels: list[str]) -> None:
+    script = (ROOT / "megatrain" / "tools" / "report.html").read_text(encoding="utf-8")
+    functions = [
+        re.search(rf"^(function {name}\(.*?^}}|const {name} = .*?;)$", script, re.MULTILINE | re.DOTALL)
+        for name in ("tick", "stepOf", "niceTicks")
+    ]
+    assert all(functions)
+    code = "\n".join(found[0] for found in functions if found is not None)
+    code += f"\nconst t = niceTicks({low}, {high}, 4); console.log(JSON.stringify(t.map((v) => tick(v, stepOf(t)))));"
+    ended = subprocess.run(["node", "-e", code], check=True, capture_output=True, text=True, timeout=60)
+    assert json.loads(ended.stdout) == labels
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
