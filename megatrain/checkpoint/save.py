@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
-from megatrain.checkpoint.finite import check_finite
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
+from megatrain.checkpoint.finite import check_finite
 from megatrain.checkpoint.manifest import (
     MANIFEST_NAME,
     Chunk,
