@@ -31,6 +31,7 @@ _MODULES = {
     "data": "megatrain.tools.data.cli",
     "generate": "megatrain.tools.generate",
     "parity": "megatrain.tools.parity.cli",
+    "plan": "megatrain.tools.plan.pipeline",
     "report": "megatrain.tools.report",
     "trace": "megatrain.tools.trace",
 }
@@ -85,6 +86,7 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
         help="sample from the K most likely tokens (default: 40)",
     )
     generate.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    _add_plan(commands)
     _add_report(commands)
     trace = _command(
         commands,
@@ -95,6 +97,31 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     trace.add_argument("file", metavar="FILE", help="trace that --profile wrote, such as rank1.json.gz")
     _add_data(commands, field_help() if with_help else {})
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _command(
+        commands,
+        "plan",
+        help="find the best pipeline schedule and split for given times",
+        description="Simulate every pipeline schedule and split of the layers; print a table, the fastest first.",
+    )
+    plan.add_argument("what", choices=("pipeline",), help="pipeline: schedules and splits")
+    plan.add_argument("--ranks", type=int, required=True, metavar="P", help="pipeline ranks")
+    plan.add_argument("--layers", type=int, required=True, metavar="L", help="layers of the model")
+    plan.add_argument("--microbatches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    times = {
+        "--forward": (1.0, "time of a layer's forward pass"),
+        "--backward": (1.0, "time of the gradients of a layer's input"),
+        "--weight-gradient": (1.0, "time of a layer's weight gradients"),
+        "--head": (0.0, "cost of the head, as a multiple of a layer's"),
+        "--transfer": (0.0, "time of a message between ranks"),
+    }
+    for flag, (default, text) in times.items():
+        plan.add_argument(
+            flag, type=float, default=default, metavar="T", help=f"{text} (default: {default:g})"
+        )
+    plan.add_argument("--output", metavar="FILE", help="SVG file for the timeline of the fastest")
 
 
 def _add_parity(commands: Any) -> None:

@@ -184,8 +184,8 @@ def _uneven(draft: Draft, chunks: int, first: int | None, last: int | None) -> t
 def parse_layout(layout: str) -> list[str]:
     """Return the stages of a --pipeline-model-parallel-layout as strings of E, t, m and L, with repetitions expanded."""
     text = re.sub(r"[\s,]", "", layout)
-    expanded = re.sub(r"\(([EtmL|]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), text)
-    expanded = re.sub(r"([EtmL|])\*(\d+)", lambda found: found[1] * int(found[2]), expanded)
+    expanded = re.sub(r"([EtmL|])\*(\d+)", lambda found: found[1] * int(found[2]), text)
+    expanded = re.sub(r"\(([EtmL|]*)\)\*(\d+)", lambda found: found[1] * int(found[2]), expanded)
     if not re.fullmatch(r"[EtmL|]+", expanded) or expanded.count("E") > 1 or expanded.count("L") > 1:
         raise PipelineError(
             f"--pipeline-model-parallel-layout {layout} is not of the form Ett|(tt|)*2tL",
@@ -224,6 +224,15 @@ def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
             f"use at most {len(layers) + 1} stages (--pipeline-model-parallel-size,"
             " --num-virtual-stages-per-pipeline-rank)",
         )
+    return balanced_split(layers, head, stages)
+
+
+def balanced_split(layers: Sequence[int], head: int, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage; see `_balanced`. There are at least stages - 1 layers.
+
+    Args:
+        layers, head: costs.
+    """
     starts = _balanced_starts([*layers, head], stages)
     counts = [b - a for a, b in pairwise([*starts, len(layers) + 1])]
     return (*counts[:-1], counts[-1] - 1)

@@ -26,12 +26,15 @@ from typing import Literal
 
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
 
+ScheduleKind = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
+"""Values of --pipeline-schedule."""
+
 
 @dataclass(frozen=True)
 class PipelineSchedule:
     """The schedules of a run: training steps and evaluation, for any number of micro-batches."""
 
-    kind: Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
+    kind: ScheduleKind
     placement: Placement
     group_size: int | None = None
     """Micro-batches that one chunk computes before the next (interleaved)."""

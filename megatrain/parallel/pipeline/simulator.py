@@ -8,7 +8,7 @@ ranks. Each pass must find its input: a backward pass follows its forward pass, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
@@ -32,6 +32,33 @@ class ScheduleError(AssertionError):
 
 
 @dataclass(frozen=True)
+class StageCosts:
+    """Times of the passes of each virtual stage, and of a message."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    """Gradients of the inputs."""
+    weight: Sequence[float]
+    """Weight gradients; part of the backward pass in schedules that do not defer them."""
+    transfer: float = 0.0
+    """Time from the end of a pass to the arrival of its result at another rank, which may compute meanwhile."""
+
+    @classmethod
+    def equal(cls, num_stages: int) -> StageCosts:
+        """Return costs of 1 for each pass, and free messages."""
+        return cls(*([1.0] * num_stages for _ in range(3)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A pass of a rank."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Simulation:
     """The cost of a schedule."""
 
@@ -39,29 +66,32 @@ class Simulation:
     """Fraction of all stages' time in which they wait."""
     peak_activations: tuple[int, ...]
     """For each rank, the largest number of passes (micro-batches of a chunk) between forward and backward."""
-    duration: float = 0.0
-    """Time until the last rank has ended, in units of the costs."""
+    duration: float
+    """Time until the last rank has ended, in units of the costs: the optimizer waits for all ranks."""
+    spans: tuple[tuple[Span, ...], ...]
+    """The passes of each rank."""
 
 
 def simulate(
     schedules: Sequence[Sequence[Action]],
-    costs: Mapping[ActionKind, float] | None = None,
+    costs: StageCosts | None = None,
     placement: Placement | None = None,
 ) -> Simulation:
     """Simulate one schedule per rank.
 
     Args:
-        costs: time of each kind of action; default: F 1 and B 2, or with weight gradients F, B and W 1; free messages.
+        costs: times of passes and messages; default: F, B and W 1 each, and free messages.
         placement: of the virtual stages; default: one per rank.
 
     Raises:
         ScheduleError: a rank waits for a message that is never sent, receives another one, or lacks the input of a pass.
     """
-    costs = costs or _equal_costs(schedules)
+    placement = placement or Placement(len(schedules))
+    costs = costs or StageCosts.equal(placement.num_stages)
     for schedule in schedules:
         _check_order(schedule)
-    network = _Network(placement or Placement(len(schedules)))
-    ranks = [_Rank(rank, schedule, costs) for rank, schedule in enumerate(schedules)]
+    network = _Network(placement, costs.transfer)
+    ranks = [_Rank(rank, schedule, costs, placement) for rank, schedule in enumerate(schedules)]
     while any(rank.has_actions for rank in ranks):
         has_run = [rank.run(network) for rank in ranks]
         if not any(has_run):
@@ -70,23 +100,23 @@ def simulate(
     if network.unread:
         raise ScheduleError(f"messages that no rank receives: {network.unread}")
     total = max(rank.clock for rank in ranks)
-    bubble = 1 - sum(rank.busy for rank in ranks) / (total * len(ranks)) if total else 0.0
-    return Simulation(bubble, tuple(rank.peak for rank in ranks), total)
-
-
-def _equal_costs(schedules: Sequence[Sequence[Action]]) -> dict[ActionKind, float]:
-    """Return costs of 1, with backward passes that include weight gradients of 2."""
-    has_weights = any(action.kind is ActionKind.WEIGHT for schedule in schedules for action in schedule)
-    return dict.fromkeys(_PASSES, 1.0) | ({} if has_weights else {ActionKind.BACKWARD: 2.0})
+    busy = sum(span.end - span.start for rank in ranks for span in rank.spans)
+    bubble = 1 - busy / (total * len(ranks)) if total else 0.0
+    spans = tuple(tuple(rank.spans) for rank in ranks)
+    return Simulation(bubble, tuple(rank.peak for rank in ranks), total, spans)
 
 
 class _Rank:
     """A rank that runs its schedule."""
 
-    def __init__(self, number: int, schedule: Sequence[Action], costs: Mapping[ActionKind, float]) -> None:
-        self.number, self.schedule, self.costs = number, schedule, costs
+    def __init__(
+        self, number: int, schedule: Sequence[Action], costs: StageCosts, placement: Placement
+    ) -> None:
+        self.number, self.schedule, self.costs, self.placement = number, schedule, costs, placement
+        self.defers_weights = any(action.kind is ActionKind.WEIGHT for action in schedule)
         self.position = self.held = self.peak = 0
-        self.clock = self.busy = 0.0
+        self.clock = 0.0
+        self.spans: list[Span] = []
 
     @property
     def has_actions(self) -> bool:
@@ -102,15 +132,25 @@ class _Rank:
                 if arrived is None:
                     break
                 self.clock = max(self.clock, arrived)
-            cost = self.costs.get(action.kind, 0.0)
-            self.clock += cost
-            self.busy += cost if action.kind in _PASSES else 0.0
+            if action.kind in _PASSES:
+                start, self.clock = self.clock, self.clock + self._cost(action)
+                self.spans.append(Span(action, start, self.clock))
             self.held += (action.kind is ActionKind.FORWARD) - (action.kind is ActionKind.BACKWARD)
             self.peak = max(self.peak, self.held)
             if action.kind in _SENT_AS.values():
                 network.send(self.number, action, self.clock)
             self.position += 1
         return self.position > first
+
+    def _cost(self, action: Action) -> float:
+        stage = self.placement.stage(self.number, action.chunk)
+        match action.kind:
+            case ActionKind.FORWARD:
+                return self.costs.forward[stage]
+            case ActionKind.WEIGHT:
+                return self.costs.weight[stage]
+            case _:
+                return self.costs.backward[stage] + (0 if self.defers_weights else self.costs.weight[stage])
 
 
 def _check_order(schedule: Sequence[Action]) -> None:
@@ -129,22 +169,24 @@ def _check_order(schedule: Sequence[Action]) -> None:
 class _Network:
     """The messages that were sent and not received, in order, by sender, receiver and direction."""
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    def __init__(self, placement: Placement, transfer: float) -> None:
+        self.placement, self.transfer = placement, transfer
         self.channels: dict[tuple[int, int, ActionKind], deque[tuple[int, int, float]]] = {}
 
     @property
     def unread(self) -> list[tuple[int, int, float]]:
-        """Micro-batch, virtual stage of the sender, and time of each message."""
+        """Micro-batch, virtual stage of the sender, and arrival of each message."""
         return [message for channel in self.channels.values() for message in channel]
 
     def send(self, rank: int, action: Action, time: float) -> None:
         stage = self.placement.stage(rank, action.chunk)
         peer = self.placement.rank(stage + _STEPS[action.kind])
-        self.channels.setdefault((rank, peer, action.kind), deque()).append((action.microbatch, stage, time))
+        self.channels.setdefault((rank, peer, action.kind), deque()).append(
+            (action.microbatch, stage, time + self.transfer)
+        )
 
     def receive(self, rank: int, action: Action) -> float | None:
-        """Return the time at which the message was sent; None: it has not been sent yet."""
+        """Return the time at which the message arrives; None: it has not been sent yet."""
         source = self.placement.stage(rank, action.chunk) + _STEPS[action.kind]
         channel = self.channels.get((self.placement.rank(source), rank, _SENT_AS[action.kind]))
         if not channel:

@@ -1,0 +1,1 @@
+"""`megatrain plan`: the best layout for given costs."""

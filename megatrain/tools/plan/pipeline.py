@@ -1,0 +1,138 @@
+"""`megatrain plan pipeline`: simulate every schedule and split for given times, print a table, draw the best one.
+
+times of a layer, of the head, of a message ─> schedules x chunks x splits ─> simulator ─> table, SVG
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.config.derive.pipeline import balanced_split
+from megatrain.config.errors import ConfigError
+from megatrain.parallel.pipeline.actions import Placement
+from megatrain.parallel.pipeline.schedule import PipelineSchedule, ScheduleKind
+from megatrain.parallel.pipeline.simulator import Simulation, StageCosts, simulate
+from megatrain.tools.plan.timeline import timeline_svg
+
+_UNITS = 10**6
+"""Cost of a layer in balanced splits, whose costs are integers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and times. Times are in any unit; those of the head are multiples of a layer's."""
+
+    ranks: int
+    layers: int
+    microbatches: int
+    forward: float
+    backward: float
+    weight: float
+    head: float
+    transfer: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with a split of the layers, and its simulation."""
+
+    schedule: PipelineSchedule
+    counts: tuple[int, ...]
+    """Layers of each virtual stage."""
+    simulation: Simulation
+
+    @property
+    def peak_layers(self) -> int:
+        """Upper bound of the layers whose activations a rank holds: passes in flight times layers of its largest chunk."""
+        placement = self.schedule.placement
+        largest = [
+            max(self.counts[placement.stage(rank, chunk)] for chunk in range(placement.num_chunks))
+            for rank in range(placement.num_ranks)
+        ]
+        return max(a * b for a, b in zip(self.simulation.peak_activations, largest, strict=True))
+
+    @property
+    def flags(self) -> str:
+        """The flags of pretrain.py."""
+        placement, chunks = self.schedule.placement, self.schedule.placement.num_chunks
+        words = [f"--pipeline-schedule {self.schedule.kind}"]
+        if self.schedule.kind == "interleaved":
+            words = [f"--num-virtual-stages-per-pipeline-rank {chunks}"]
+        if len(set(self.counts)) > 1:
+            stages = ["t" * count for count in self.counts]
+            stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+            words.append(f'--pipeline-model-parallel-layout "{_shortened(stages)}"')
+        return " ".join([f"--pipeline-model-parallel-size {placement.num_ranks}", *words])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit code."""
+    case = Case(
+        ranks=arguments.ranks,
+        layers=arguments.layers,
+        microbatches=arguments.microbatches,
+        forward=arguments.forward,
+        backward=arguments.backward,
+        weight=arguments.weight_gradient,
+        head=arguments.head,
+        transfer=arguments.transfer,
+    )
+    found = sorted(candidates(case), key=lambda one: (one.simulation.duration, one.peak_layers))
+    if not found:
+        raise ConfigError(
+            f"--layers {case.layers} are too few for --ranks {case.ranks}",
+            fix=f"use --ranks {case.layers + 1} or fewer",
+        )
+    print(f"{'time':>10}  {'bubble':>6}  {'layers held':>11}  flags")
+    for one in found:
+        simulation = one.simulation
+        print(
+            f"{simulation.duration:>10.4g}  {simulation.bubble_fraction:>6.1%}  {one.peak_layers:>11}  {one.flags}"
+        )
+    if arguments.output is not None:
+        best = found[0]
+        text = timeline_svg(best.simulation, best.flags)
+        Path(arguments.output).write_text(text, encoding="utf-8")
+        print(f"timeline of the first line: {arguments.output}")
+    return 0
+
+
+def candidates(case: Case) -> Iterator[Candidate]:
+    """Yield every schedule with an equal split, where there is one, and the balanced split."""
+    kinds: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
+    kinds += [("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)]
+    for kind, chunks in kinds:
+        placement = Placement(case.ranks, chunks, is_v=kind == "zb-v")
+        stages = placement.num_stages
+        if stages > case.layers + 1 or case.ranks == 1 < stages:
+            continue
+        splits = {balanced_split([_UNITS] * case.layers, round(_UNITS * case.head), stages)}
+        if case.layers % stages == 0:
+            splits.add((case.layers // stages,) * stages)
+        for counts in sorted(splits):
+            schedule = PipelineSchedule(kind, placement)
+            actions = [schedule.training(rank, case.microbatches) for rank in range(case.ranks)]
+            yield Candidate(schedule, counts, simulate(actions, _costs(case, counts), placement))
+
+
+def _costs(case: Case, counts: Sequence[int]) -> StageCosts:
+    units = [*counts[:-1], counts[-1] + case.head]
+    times = ([time * size for size in units] for time in (case.forward, case.backward, case.weight))
+    return StageCosts(*times, transfer=case.transfer)
+
+
+def _shortened(stages: Sequence[str]) -> str:
+    """Return the stages in the notation of --pipeline-model-parallel-layout, with `*N` for repeated letters and stages."""
+    parts: list[tuple[str, int]] = []
+    for stage in stages:
+        letters = stage.count("t")
+        text = stage.replace("t" * letters, f"t*{letters}") if letters > 3 else stage
+        if parts and parts[-1][0] == text:
+            parts[-1] = (text, parts[-1][1] + 1)
+        else:
+            parts.append((text, 1))
+    words = [f"{text}|" if count == 1 else f"({text}|)*{count}" for text, count in parts]
+    return "".join(words).removesuffix("|")

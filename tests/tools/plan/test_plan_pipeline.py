@@ -1,0 +1,55 @@
+"""`megatrain plan pipeline`: its flags give the simulated split, its table is sorted, its drawing has every pass."""
+
+import shlex
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megatrain.config import Facts, parse, resolve
+from megatrain.tools.main import main
+from megatrain.tools.plan.pipeline import Candidate, Case, candidates
+
+CASE = Case(ranks=4, layers=16, microbatches=8, forward=1, backward=1.2, weight=0.8, head=2.5, transfer=0.05)
+WORKING = (
+    "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --lr 1e-3 --micro-batch-size 1"
+    " --global-batch-size 8 --train-iters 10 --mock-data --vocab-size 100 --max-position-embeddings 128"
+)
+
+
+@pytest.mark.parametrize("found", candidates(CASE), ids=lambda one: one.flags)
+def test_the_flags_give_the_simulated_schedule_and_split(found: Candidate) -> None:
+    plan = resolve(parse([*WORKING.split(), *shlex.split(found.flags)]), Facts(world_size=4))
+    assert plan.derived.pipeline_layers == found.counts
+    assert plan.config.parallel.pipeline_schedule == found.schedule.kind
+    assert sum(found.counts) == 16
+
+
+def test_a_balanced_split_is_at_least_as_fast_as_an_equal_one() -> None:
+    times: dict[tuple[str, int], list[float]] = {}
+    for one in candidates(CASE):
+        key = (one.schedule.kind, one.schedule.placement.num_chunks)
+        times.setdefault(key, []).append(one.simulation.duration)
+    assert set(times) >= {("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)}
+    assert min(times["zb-v", 2]) < min(times["zb-h1", 1]) < min(times["1f1b", 1])
+
+
+def test_the_table_is_sorted_and_the_drawing_has_every_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawing = tmp_path / "timeline.svg"
+    words = f"plan pipeline --ranks 4 --layers 8 --microbatches 6 --head 1.5 --output {drawing}"
+    assert main(words.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    times = [float(line.split()[0]) for line in lines[1:-1]]
+    assert times == sorted(times)
+    assert "--pipeline-model-parallel-size 4" in lines[1]
+    root = ElementTree.fromstring(drawing.read_text())
+    chunks = 2 if "zb-v" in lines[1] else 1
+    boxes = [node for node in root if node.tag.endswith("rect") and node.get("stroke")]
+    assert len(boxes) == 4 * chunks * 6 * 3
+
+
+def test_too_many_ranks_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan pipeline --ranks 8 --layers 4 --microbatches 2".split()) == 2
+    assert "--ranks 5 or fewer" in capsys.readouterr().err
