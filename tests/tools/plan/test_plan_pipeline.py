@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -17,7 +17,7 @@ WORKING = (
 )
 
 
-@pytest.mark.parametrize("found", candidates(CASE), ids=lambda one: one.flags)
+@pytest.mark.parametrize("found", list(candidates(CASE)), ids=lambda one: one.flags)
 def test_the_flags_give_the_simulated_schedule_and_split(found: Candidate) -> None:
     plan = resolve(parse([*WORKING.split(), *shlex.split(found.flags)]), Facts(world_size=4))
     assert plan.derived.pipeline_layers == found.counts
@@ -44,7 +44,7 @@ def test_the_table_is_sorted_and_the_drawing_has_every_pass(
     times = [float(line.split()[0]) for line in lines[1:-1]]
     assert times == sorted(times)
     assert "--pipeline-model-parallel-size 4" in lines[1]
-    root = ElementTree.fromstring(drawing.read_text())
+    root = ET.fromstring(drawing.read_text())
     chunks = 2 if "zb-v" in lines[1] else 1
     boxes = [node for node in root if node.tag.endswith("rect") and node.get("stroke")]
     assert len(boxes) == 4 * chunks * 6 * 3
