@@ -25,13 +25,19 @@ def test_the_flags_give_the_simulated_schedule_and_split(found: Candidate) -> No
     assert sum(found.counts) == 16
 
 
-def test_a_balanced_split_is_at_least_as_fast_as_an_equal_one() -> None:
-    times: dict[tuple[str, int], list[float]] = {}
-    for one in candidates(CASE):
-        key = (one.schedule.kind, one.schedule.placement.num_chunks)
-        times.setdefault(key, []).append(one.simulation.duration)
-    assert set(times) >= {("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2)}
-    assert min(times["zb-v", 2]) < min(times["zb-h1", 1]) < min(times["1f1b", 1])
+def test_a_balanced_split_is_faster_than_an_equal_one() -> None:
+    """The head costs as much as two and a half layers."""
+    times = {
+        (
+            one.schedule.kind,
+            one.schedule.placement.num_chunks,
+            len(set(one.counts)) == 1,
+        ): one.simulation.duration
+        for one in candidates(CASE)
+    }
+    for kind, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2), ("interleaved", 4)):
+        assert times[kind, chunks, False] < times[kind, chunks, True]
+    assert times["zb-h1", 1, False] < times["1f1b", 1, False]
 
 
 def test_the_table_is_sorted_and_the_drawing_has_every_pass(
