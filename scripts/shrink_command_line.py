@@ -1,4 +1,4 @@
-"""Shrink a command line of Megatron-LM to a model of two layers on two ranks; all other flags stay.
+"""Shrink a command line of Megatron-LM to a model of two layers (four with virtual stages) on two ranks; all other flags stay.
 
     python scripts/shrink_command_line.py gpt/gpt3_mcore_te_tp2_pp2_cp2_1node     a recorded case (tests/golden/command-lines)
     python scripts/shrink_command_line.py --num-layers 12 --hidden-size 512 ...   any flags
@@ -81,6 +81,10 @@ _VIRTUAL_STAGES: Final = (
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
 )
+_COUNTED_AS_LAYERS: Final = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 
 Flags = dict[str, tuple[str, ...]]
 """Values of each flag, in the order of the command line; of a repeated flag the last ones."""
@@ -93,14 +97,15 @@ def shrink(words: Sequence[str]) -> list[str]:
     changes = {name: str(min(int(flags[name][0]), limit)) for name, limit in _LIMITS.items() if name in flags}
     changes |= {name: str(size) for name, size in grid.items() if name in flags}
     has_stages = grid["--pipeline-model-parallel-size"] > 1
-    if has_stages and any(name in flags for name in _VIRTUAL_STAGES):
-        changes["--num-layers"] = str(2 * NUM_RANKS)
-    changes |= _query_groups(flags, changes) | _layers(flags)
+    if has_stages:
+        changes["--num-layers"] = str(_num_layers(flags))
+    changes |= _query_groups(flags, changes) | _layers(flags) | _step_batch_sizes(flags) | _loss_scale(flags)
+    shrunk = flags | {name: tuple(value.split()) for name, value in changes.items()}
     return [
         word
-        for name, values in flags.items()
+        for name, values in shrunk.items()
         if has_stages or name not in _ONLY_WITH_STAGES
-        for word in (name, *([changes[name]] if name in changes else values))
+        for word in (name, *values)
     ]
 
 
@@ -124,9 +129,14 @@ def _grid(flags: Flags) -> dict[str, int]:
     grid["--expert-tensor-parallel-size"] = grid["--tensor-model-parallel-size"]
     # Two replicas are left only without an axis of several ranks.
     grid["--num-distributed-optimizer-instances"] = NUM_RANKS if kept is None else 1
-    return {
-        name: min(size, int(flags[name][0])) if name in flags else size for name, size in grid.items()
-    }
+    return {name: min(size, int(flags[name][0])) if name in flags else size for name, size in grid.items()}
+
+
+def _num_layers(flags: Flags) -> int:
+    """Return the smallest number of layers, two at least, that pipeline stages and their model chunks divide."""
+    chunks = NUM_RANKS * (2 if any(name in flags for name in _VIRTUAL_STAGES) else 1)
+    counted = sum(name in flags for name in _COUNTED_AS_LAYERS)
+    return next(layers for layers in range(2, 2 + chunks) if (layers + counted) % chunks == 0)
 
 
 def _query_groups(flags: Flags, changes: Mapping[str, str]) -> dict[str, str]:
@@ -146,6 +156,18 @@ def _layers(flags: Flags) -> dict[str, str]:
         has_mtp = "m" in flags["--pipeline-model-parallel-layout"][0]
         changes["--pipeline-model-parallel-layout"] = f"Et|t{'m' if has_mtp else ''}L"
     return changes
+
+
+def _step_batch_sizes(flags: Flags) -> dict[str, str]:
+    """Shrink the batches of a schedule by tokens; its steps are after the end."""
+    name = "--step-batch-size-schedule"
+    steps = [step.split(":") for step in flags.get(name, ())]
+    return {name: " ".join(f"{start}:{min(int(batch), _BATCH)}" for start, batch in steps)} if steps else {}
+
+
+def _loss_scale(flags: Flags) -> dict[str, str]:
+    """Start fp16 with a loss scale that it would otherwise take more iterations to find."""
+    return {"--initial-loss-scale": "4096"} if "--fp16" in flags else {}
 
 
 def main(words: Sequence[str]) -> None:

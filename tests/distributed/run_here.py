@@ -53,9 +53,14 @@ def train_here(rank: int, world_size: int, flags: list[str], seconds_to_live: fl
 
 
 def make_trainer(rank: int, world_size: int, flags: list[str]) -> Trainer:
+    """Build the trainer of a run of the tiny model."""
+    return trainer_of_command_line(rank, world_size, [*MODEL, *flags])
+
+
+def trainer_of_command_line(rank: int, world_size: int, words: list[str]) -> Trainer:
     """Build the trainer as `joined_ranks` and `pretrain.py` do, in a process whose process groups exist already."""
     environment = LaunchEnvironment(rank=rank, world_size=world_size)
-    request = parse([*MODEL, *flags])
+    request = parse(words)
     facts = gather_facts(request, environment)
     plan = resolve(request, facts)
     grid = build_grid(grid_shape(plan), rank, make_group)

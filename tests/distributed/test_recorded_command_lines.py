@@ -1,0 +1,97 @@
+"""Twenty of Megatron-LM's own command lines that start here train, shrunk to two layers on two ranks."""
+
+import importlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_here import trainer_of_command_line
+
+from megatrain.tools.worker_pool import WorkerPool
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+NUM_LINES, NUM_EVERYDAY = 20, 4
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[tuple[Any, Any]]:
+    """The modules that read and shrink recorded command lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield importlib.import_module("command_lines"), importlib.import_module("shrink_command_line")
+
+
+@pytest.fixture(scope="module")
+def chosen(scripts: tuple[Any, Any]) -> dict[str, list[str]]:
+    """Shrunk command lines by case: each is the one with the most flags, with their values, that none before it has."""
+    recorded, shrink_command_line = scripts
+    starting = set(recorded.STARTING.read_text(encoding="utf-8").split())
+    lines = {
+        line.case: shrink_command_line.shrink(line.flags)
+        for line in recorded.recorded_command_lines()
+        if line.case in starting
+    }
+    covered: set[tuple[str, ...]] = set()
+    found = {}
+    for _ in range(NUM_LINES):
+        case = max(lines, key=lambda case: len(settings(lines[case]) - covered))
+        covered |= settings(lines[case])
+        found[case] = lines.pop(case)
+    return found
+
+
+def settings(words: Sequence[str]) -> set[tuple[str, ...]]:
+    """Return the flags of a command line, each with its values."""
+    starts = [number for number, word in enumerate(words) if word.startswith("--")]
+    return {tuple(words[a:b]) for a, b in zip(starts, [*starts[1:], len(words)], strict=True)}
+
+
+def train_command_line(rank: int, world_size: int, words: list[str]) -> int:
+    """Train on one rank; return the exit code."""
+    trainer = trainer_of_command_line(rank, world_size, words)
+    trainer.resume()
+    return trainer.train()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(n, marks=[] if n < NUM_EVERYDAY else pytest.mark.nightly) for n in range(NUM_LINES)],
+)
+def test_a_recorded_command_line_trains(
+    chosen: dict[str, list[str]], pool: WorkerPool, tmp_path: Path, number: int
+) -> None:
+    case, words = list(chosen.items())[number]
+    metrics = tmp_path / "metrics.jsonl"
+    words = [word.replace("/tmp/megatrain", str(tmp_path)) for word in words]
+    words += ["--device", "cpu", "--metrics-file", str(metrics)]
+    assert pool.run(2, train_command_line, words) == [0, 0], case
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if "lm_loss" in line]
+    losses = [step["lm_loss"] for step in steps]
+    assert [step["iteration"] for step in steps] == [1, 2, 3, 4, 5], case
+    assert all(step["grad_norm"] > 0 and not step["skipped"] for step in steps), case
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3), case
+    assert min(losses[2:]) < min(losses[:2]), case
+
+
+def test_shrinking_changes_sizes_and_the_grid_only(scripts: tuple[Any, Any]) -> None:
+    words = (
+        "--num-layers 12 --hidden-size 512 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128 --swiglu "
+        "--tensor-model-parallel-size 4 --context-parallel-size {cp} --lr 0.1 --spec module function "
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3 --lr-decay-style=cosine"
+    )
+    shrunk = (
+        "--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --num-query-groups 2 --kv-channels 8 --swiglu "
+        "--tensor-model-parallel-size 1 --context-parallel-size {cp} --lr 0.1 --spec module function "
+    )
+    _, script = scripts
+    stages = (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --lr-decay-style cosine"
+    )
+    with_stages = (shrunk + stages).format(layers=4, cp=1)
+    without = (shrunk + "--pipeline-model-parallel-size 1 --lr-decay-style cosine").format(layers=2, cp=2)
+    assert script.shrink(words.format(cp=1).split()) == with_stages.split()
+    assert script.shrink(words.format(cp=2).split()) == without.split()
