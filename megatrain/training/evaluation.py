@@ -5,6 +5,8 @@ evaluation sets ─> micro-batches ─> Engine.evaluate ─> mean loss ─> RunL
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatrain.config import Plan
@@ -12,6 +14,7 @@ from megatrain.config.derive.data_plans import evaluations
 from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine, mean_losses
 from megatrain.training.garbage import GarbageCollection
+from megatrain.training.iterations import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
@@ -49,10 +52,15 @@ class Evaluation:
         self.schedule = evaluations(plan)
 
     def run_if_due(self) -> str | None:
-        """Evaluate if this iteration asks for it; return the reason to stop if the evaluation is incomplete."""
+        """Evaluate if this iteration asks for it; return the reason to stop if the evaluation is incomplete.
+
+        Raises:
+            NotFiniteError: see `run`; the evaluation is pending, so that a resumed run repeats it.
+        """
         if not self.schedule.is_due(self.progress.iteration):
             return None
         is_last = self.progress.iteration >= self.plan.derived.train_iters
+        self.progress.is_evaluation_pending = True
         with self.garbage.evaluation():
             reason = self.run(("valid", "test") if is_last else ("valid",))
         self.log.restart_clock()
@@ -62,7 +70,11 @@ class Evaluation:
         return reason
 
     def run(self, splits: tuple[str, ...]) -> str | None:
-        """Log the loss of these splits once all are complete; return the reason to stop if they are not."""
+        """Log the loss of these splits once all are complete; return the reason to stop if they are not.
+
+        Raises:
+            NotFiniteError: on all ranks; a loss is infinite or NaN.
+        """
         losses: dict[EvaluationSet, float] = {}
         with self.ranks.phases.heartbeat("evaluating"):
             for evaluation_set in self.sets:
@@ -79,6 +91,12 @@ class Evaluation:
                     loss=loss,
                     iteration=self.progress.iteration,
                     consumed_samples=self.progress.consumed_train_samples,
+                )
+        for evaluation_set, loss in losses.items():
+            if not math.isfinite(loss):
+                raise NotFiniteError(
+                    f"{evaluation_set.name} loss at iteration {self.progress.iteration} is {loss}",
+                    fix="resume from an older checkpoint with --ckpt-step N, and inspect the samples if the error repeats",
                 )
         return None
 

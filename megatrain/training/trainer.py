@@ -21,7 +21,7 @@ from megatrain.config import render_plan, to_yaml
 from megatrain.config.errors import MegatrainError
 from megatrain.config.rules.training import signal_number
 from megatrain.training.batches import RunBatches, build_batches
-from megatrain.training.checkpoints import resume_run, save_run
+from megatrain.training.checkpoints import remove_older_checkpoints, resume_run, save_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
@@ -122,7 +122,7 @@ class Trainer:
             if config.training.eval_at_start and start == 0:
                 evaluation.run(("valid",))
             if self.progress.is_evaluation_pending:
-                reason = evaluation.run_if_due()
+                reason = self._evaluate_if_due(evaluation)
                 self._save_if_due(is_stopping=True)
             if reason is None and not self._is_done:
                 reason = self._run_iterations(log, stop, evaluation)
@@ -156,10 +156,18 @@ class Trainer:
                 self._update_profile(profiling, log, is_stopping=reason is not None or self._is_done)
                 self.garbage.after_iteration(number)
                 if not iterations.pending:
-                    reason = evaluation.run_if_due() or reason
+                    reason = self._evaluate_if_due(evaluation) or reason
                     self._save_if_due(is_stopping=reason is not None)
         self._print(profiling.at_end(reason))
         return reason
+
+    def _evaluate_if_due(self, evaluation: Evaluation) -> str | None:
+        """Evaluate if it is due; return the reason to stop. After a loss that is not finite, save before the run ends."""
+        try:
+            return evaluation.run_if_due()
+        except NotFiniteError:
+            self._save_if_due(is_stopping=True)  # fails if the weights are not finite either
+            raise
 
     @property
     def _is_done(self) -> bool:
@@ -176,13 +184,19 @@ class Trainer:
         )
 
     def _save_if_due(self, *, is_stopping: bool) -> None:
-        is_due = self._is_save_due(self.progress.iteration) or is_stopping or self._is_done
-        if self.save_folder is not None and is_due:
+        checkpoint, iteration = self.plan.config.checkpoint, self.progress.iteration
+        if self.save_folder is None:
+            return
+        if is_stopping or self._is_done or _divides(checkpoint.save_interval, iteration):
             self.save(self.save_folder)
+        elif _divides(checkpoint.non_persistent_save_interval, iteration):
+            assert checkpoint.non_persistent_folder is not None
+            self.save(Path(checkpoint.non_persistent_folder))
 
     def _is_save_due(self, iteration: int) -> bool:
-        interval = self.plan.config.checkpoint.save_interval
-        return interval is not None and iteration % interval == 0
+        checkpoint = self.plan.config.checkpoint
+        intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval)
+        return any(_divides(interval, iteration) for interval in intervals)
 
     def save(self, folder: Path) -> None:
         """Save a checkpoint of this iteration in `folder`; all ranks call it."""
@@ -194,6 +208,7 @@ class Trainer:
         if self.log is not None:
             self.log.restart_clock()
         self._print(f"> committed {path} in {time.perf_counter() - start:.1f} s")
+        remove_older_checkpoints(folder, self.ranks, self.plan, self.progress)
 
     @contextmanager
     def _trace_on_failure(self, profiling: Profiling) -> Iterator[None]:
@@ -255,3 +270,7 @@ class Trainer:
         """Print text on the main rank, if there is any."""
         if text is not None:
             self.ranks.console.print(text)
+
+
+def _divides(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0

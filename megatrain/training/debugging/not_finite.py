@@ -34,7 +34,7 @@ _MAX_NAMES = 4
 _NEVER: Final = 1 << 30
 _ARITHMETIC_FIX = "resume from the last checkpoint with a smaller --lr or --clip-grad, or inspect the samples"
 _FIXES: Final[dict[str, str]] = {
-    "weight": "resume from the last checkpoint, or from an older one if the error repeats",
+    "weight": "resume from the last checkpoint, or from an older one with --ckpt-step N if the error repeats",
     "data": "inspect these samples, and resume from the last checkpoint",
     "nothing": "resume from the last checkpoint, and test the hardware if the error repeats",
 }
