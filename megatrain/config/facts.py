@@ -56,6 +56,10 @@ class StoredRun:
     """True if the checkpoint contains optimizer state."""
     is_start: bool = False
     """True if the run starts from these weights instead of resuming."""
+    sources: tuple[str, ...] = ()
+    """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that the run takes from the checkpoint (--use-checkpoint-args), by path."""
 
     @property
     def weights_only(self) -> StoredRun:
@@ -68,7 +72,15 @@ class StoredRun:
                 if name == "vocab_size"
             },
         }
-        return StoredRun(path=self.path, iteration=0, consumed_train_samples=0, config=stored, is_start=True)
+        return StoredRun(
+            path=self.path,
+            iteration=0,
+            consumed_train_samples=0,
+            config=stored,
+            is_start=True,
+            sources=self.sources,
+            settings=self.settings,
+        )
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], **values: Any) -> StoredRun:
@@ -132,6 +144,7 @@ class Facts:
         values = json.loads(text)
         if values["checkpoint"] is not None:
             stored = values["checkpoint"]
+            stored["sources"] = tuple(stored["sources"])
             stored["datasets"] = tuple(DatasetFacts(**dataset) for dataset in stored["datasets"])
             values["checkpoint"] = StoredRun(**stored)
         if values["custom_layers"] is not None:

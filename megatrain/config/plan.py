@@ -40,7 +40,7 @@ class Derived(CheckedSection):
     """Factor of attention scores; None: 1 / sqrt(kv channels)."""
     transformer_impl: Literal["local", "transformer_engine"] = INVALID
     """Implementation of the layers; `local` supplies what Transformer Engine lacks."""
-    attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "math", "transformer_engine"] = INVALID
+    attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"] = INVALID
     """Attention kernel."""
     cp_comm_types: tuple[str, ...] = INVALID
     """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""
@@ -131,6 +131,9 @@ class Draft:
 
     def is_given(self, path: str) -> bool:
         return self.origins[path].kind in ("flag", "yaml")
+
+    def is_given_or_stored(self, path: str) -> bool:
+        return self.is_given(path) or self.origins[path].kind == "checkpoint"
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class LoadedModel:
 
 
 def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Load the newest valid checkpoint in `folder`.
+    """Load the newest valid checkpoint in `folder`, or the one of FOLDER/iter_0000100.
 
     Raises:
         NoCheckpointError: the folder has none.
@@ -67,7 +67,8 @@ def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Loa
     if newest is None:
         raise NoCheckpointError(
             f"--load {folder} has no valid checkpoint",
-            fix="set --load to the --save folder of pretrain.py",
+            fix="set --load to the --save folder of pretrain.py, or to one of its iter_NNNNNNN folders; `megatrain checkpoint"
+            " ls FOLDER` lists them",
         )
     path, manifest = newest.path, read_manifest(newest.path)
     tokenizer = _tokenizer(

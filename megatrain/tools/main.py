@@ -66,7 +66,7 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
         help="generate text from a checkpoint",
         description="Load the newest valid checkpoint and continue a prompt.",
     )
-    generate.add_argument("--load", required=True, metavar="FOLDER", help="--save folder of a run")
+    generate.add_argument("--load", required=True, metavar="FOLDER", help="--save folder of a run, or one of its iter_NNNNNNN folders")
     generate.add_argument("--prompt", required=True, help="text to continue")
     generate.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"

@@ -9,7 +9,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
+from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.plan import continues_optimizer
@@ -33,14 +35,15 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
         return ranks.plan
     with_optimizer = continues_optimizer(config, ranks.facts)
     with ranks.phases.phase("loading the checkpoint"):
+        source, *others = map(Path, stored.sources)
         loaded = load_checkpoint(
-            Path(stored.path).parent, engine.optimizer, ranks.grid, with_optimizer=with_optimizer
+            source, engine.optimizer, ranks.grid, with_optimizer=with_optimizer, also=others
         )
     restore_expert_biases(engine.model, loaded.state, loaded.path)
     for line in loaded.skipped:
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
-    plan = ranks.plan if is_planned else _plan_again(ranks, loaded, is_start=stored.is_start)
+    plan = ranks.plan if is_planned else _plan_again(ranks, loaded, stored)
     if stored.is_start:
         say(f"> loaded the weights of {loaded.path}, iteration {loaded.iteration}; the run starts with them")
         return plan
@@ -57,7 +60,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     return plan
 
 
-def _plan_again(ranks: Ranks, loaded: Loaded, *, is_start: bool) -> Plan:
+def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
     """Return the plan for the loaded checkpoint: the newer one, for which `ranks.plan` was made, is damaged."""
     used = StoredRun.from_state(
         loaded.state,
@@ -65,12 +68,14 @@ def _plan_again(ranks: Ranks, loaded: Loaded, *, is_start: bool) -> Plan:
         iteration=loaded.iteration,
         consumed_train_samples=loaded.consumed_train_samples,
         config=loaded.config,
+        sources=planned.sources,
+        settings=planned.settings,
     )
-    used = used.weights_only if is_start else used
+    used = used.weights_only if planned.is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))
     for name in ("train_plan", "valid_plan", "test_plan"):
-        planned, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
-        if planned != now:
+        before, now = getattr(ranks.plan.derived, name), getattr(plan.derived, name)
+        if before != now:
             ranks.console.print(f"> {name} is {' '.join(map(str, now))} with this checkpoint")
     return plan
 
@@ -87,6 +92,17 @@ def save_run(folder: Path, ranks: Ranks, plan: Plan, engine: Engine, progress: P
         config=plan.config.to_dict(),
         with_optimizer=not plan.config.checkpoint.no_save_optim,
     )
+
+
+def remove_older_checkpoints(folder: Path, ranks: Ranks, plan: Plan, progress: Progress) -> None:
+    """Remove the checkpoints that are not kept after the one of this iteration in `folder`; rank 0 does it."""
+    checkpoint = plan.config.checkpoint
+    rule = Retention(keep_last=checkpoint.keep_last, retain_interval=checkpoint.save_retain_interval)
+    if str(folder) == checkpoint.non_persistent_folder:
+        rule = Retention(keep_last=1)
+    if ranks.is_main:
+        for line in remove_older(folder, progress.iteration, rule, Disk()):
+            ranks.console.print(f"> {line}")
 
 
 def _state(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> dict[str, Any]:

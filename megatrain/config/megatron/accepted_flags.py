@@ -230,6 +230,14 @@ ACCEPTED_FLAGS: Final = (
         "--dist-ckpt-strictness=assume_ok_unexpected|log_unexpected|log_all|raise_unexpected|raise_all",
     ),
     accepted(
+        "checkpoints have the fp32 master weights, which are always loaded",
+        "--load-main-params-from-ckpt",
+    ),
+    accepted(
+        "every rank always writes its own shards",
+        "--non-persistent-local-ckpt-algo=*",
+    ),
+    accepted(
         "checksums are always written, and verified on load",
         "--verify-integrity",
     ),
@@ -238,7 +246,7 @@ ACCEPTED_FLAGS: Final = (
         "--no-load-rng --no-save-rng",
     ),
     accepted(
-        "a checkpoint stores the fingerprint of its tokenizer, and flags name the tokenizer",
+        "a checkpoint stores the settings and the fingerprint of its tokenizer, not the files, and flags take precedence",
         "--no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args"
         " --no-save-tokenizer-assets --disable-save-tokenizer-assets",
     ),

@@ -29,6 +29,7 @@ ALIASES: Final[Mapping[str, Alias]] = {
 }
 
 UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "--non-persistent-ckpt-type": ("in_memory",),
     "--dataloader-type": ("external",),
     "--moe-router-load-balancing-type": ("quantile_balancing",),
     "--exp-avg-dtype": ("fp16", "fp8"),

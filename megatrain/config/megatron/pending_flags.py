@@ -15,9 +15,9 @@ PENDING_FLAGS: Final = (
         " --async-ckpt-io-priority=* --async-ckpt-use-cpu-shm",
     ),
     pending(
-        "retention of checkpoints",
-        "all checkpoints are kept",
-        "--save-retain-interval=*",
+        "copies of local checkpoints on other nodes",
+        "a local checkpoint is on one node alone",
+        "--replication --replication-factor=* --replication-jump=*",
     ),
     pending(
         "overlapped pipeline communication and delayed weight gradients",

@@ -179,26 +179,9 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # Checkpoints
     missing(
-        "this way of starting from the weights of another run is not supported",
-        "--load-main-params-from-ckpt",
-        instead="use --load with --finetune",
-    ),
-    missing(
-        "choosing the iteration to load, or overriding its number, is not supported",
-        "--ckpt-step= --override-ckpt-iteration=",
-        instead="remove the flag; the newest complete checkpoint is loaded",
-    ),
-    missing(
-        "taking the model configuration from a checkpoint is not supported",
-        "--use-checkpoint-args --use-mp-args-from-checkpoint-args",
-        instead="give --config FOLDER/config.yaml: every run writes that file to its --save folder",
-    ),
-    missing(
-        "checkpoints in addition to those of --save are not supported",
-        "--non-persistent-ckpt-type= --non-persistent-global-ckpt-dir= --non-persistent-local-ckpt-algo="
-        " --non-persistent-local-ckpt-dir= --non-persistent-save-interval= --replication --replication-factor="
-        " --replication-jump=",
-        instead="use --save and --save-interval",
+        "overriding the number of the loaded iteration is not supported",
+        "--override-ckpt-iteration=",
+        instead="remove the flag; --ckpt-step chooses the checkpoint, and --finetune starts at iteration 0",
     ),
     missing(
         "saving gradients, activations or weights separately is not supported",

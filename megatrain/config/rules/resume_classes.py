@@ -105,7 +105,8 @@ SAFE: Final = ResumeClass(
     " eval_interval eval_iters eval_global_batch_size start_eval_at_iter skip_train eval_at_start deterministic_mode"
     " compile require_parity manual_gc manual_gc_interval manual_gc_eval recompute_granularity recompute_method recompute_num_layers"
     " recompute_modules recompute_activations recompute_norms device;"
-    " checkpoint: save save_interval no_save_optim;"
+    " checkpoint: save save_interval no_save_optim save_retain_interval keep_last non_persistent_save_interval"
+    " non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir;"
     " logging: log_interval metrics_file print_config log_throughput log_params_norm log_num_zeros_in_grad"
     " timing_log_level timing_log_option tensorboard_dir tensorboard_log_interval tensorboard_queue_size"
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
@@ -117,7 +118,8 @@ SILENT: Final = ResumeClass(
     kind="silent",
     settings="model: padded_vocab_size heterogeneous_layers_config_path; parallel: world_size; data: num_workers data_cache_path;"
     " schedule: override_opt_param_scheduler use_checkpoint_opt_param_scheduler; training: dry_run;"
-    " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint",
+    " checkpoint: load exit_on_missing_checkpoint load_or_start no_load_optim finetune pretrained_checkpoint"
+    " ckpt_step use_checkpoint_args use_mp_args_from_checkpoint_args",
 )
 
 RESUME_CLASSES: Final = (SHAPE, VOCABULARY, FUNCTION, ORDER, OPTIMIZER_STATE, SCHEDULE, SAFE, SILENT)

@@ -10,6 +10,7 @@ from typing import Final
 from megatrain.config.errors import Problem
 from megatrain.config.parity_features.table import features_are_supported_together
 from megatrain.config.plan import Draft
+from megatrain.config.rules.checkpoint import CHECKPOINT_RULES
 from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 from megatrain.config.rules.data import DATA_RULES
 from megatrain.config.rules.device import DEVICE_RULES
@@ -36,6 +37,7 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *DATA_RULES,
     *DEVICE_RULES,
     *LOGGING_RULES,
+    *CHECKPOINT_RULES,
     *RESUME_RULES,
     features_are_supported_together,
     parity_is_required,

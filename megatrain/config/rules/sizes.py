@@ -50,7 +50,7 @@ def heads_divide_over_query_groups(draft: Draft) -> Problems:
 
 def query_groups_are_given(draft: Draft) -> Problems:
     """Check what the user gave, since a group count that cannot be derived is unresolved here."""
-    if draft.config.model.group_query_attention and not draft.is_given("model.num_query_groups"):
+    if draft.config.model.group_query_attention and not draft.is_given_or_stored("model.num_query_groups"):
         yield Problem(
             "--group-query-attention requires --num-query-groups, which is missing",
             "give --num-query-groups, the number of key and value heads; Megatron-LM's default is 1",
@@ -69,7 +69,7 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
 
 def hidden_size_divides_over_heads(draft: Draft) -> Problems:
     model = draft.config.model
-    if not draft.is_given("model.kv_channels") and model.hidden_size % model.num_attention_heads:
+    if not draft.is_given_or_stored("model.kv_channels") and model.hidden_size % model.num_attention_heads:
         size = multiple_near(model.hidden_size, model.num_attention_heads)
         yield Problem(
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}",

@@ -156,9 +156,38 @@ CONDITIONS: Final = (
         _settings("checkpoint", "finetune load_or_start exit_on_missing_checkpoint no_load_optim"),
     ),
     Condition(
+        "without --load or --pretrained-checkpoint",
+        lambda d: (
+            d.config.checkpoint.load is not None or d.config.checkpoint.pretrained_checkpoint is not None
+        ),
+        _settings("checkpoint", "ckpt_step use_checkpoint_args"),
+    ),
+    Condition(
+        "without --use-checkpoint-args",
+        lambda d: d.config.checkpoint.use_checkpoint_args,
+        _settings("checkpoint", "use_mp_args_from_checkpoint_args"),
+    ),
+    Condition(
+        "without --save-interval",
+        lambda d: d.config.checkpoint.save_interval is not None,
+        _settings("checkpoint", "save_retain_interval keep_last"),
+    ),
+    Condition(
+        "unless --non-persistent-ckpt-type is global",
+        lambda d: d.config.checkpoint.non_persistent_ckpt_type == "global",
+        _settings("checkpoint", "non_persistent_global_ckpt_dir"),
+    ),
+    Condition(
+        "unless --non-persistent-ckpt-type is local",
+        lambda d: d.config.checkpoint.non_persistent_ckpt_type == "local",
+        _settings("checkpoint", "non_persistent_local_ckpt_dir"),
+    ),
+    Condition(
         "without --save",
         lambda d: d.config.checkpoint.save is not None,
-        _settings("checkpoint", "save_interval no_save_optim"),
+        _settings(
+            "checkpoint", "save_interval no_save_optim non_persistent_save_interval non_persistent_ckpt_type"
+        ),
     ),
 )
 

@@ -90,9 +90,23 @@ class CheckpointConfig(CheckedSection):
     save: str | None = None
     """Folder for checkpoints."""
     load: str | None = None
-    """Folder from which to load the latest valid checkpoint. A missing checkpoint is an error."""
+    """Folder from which to load the latest valid checkpoint, or FOLDER/iter_0000100 for that one. A missing checkpoint is an error."""
+    ckpt_step: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Load the checkpoint of this iteration. none: the newest valid one."""
     save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
     """Iterations between checkpoints. none: one checkpoint, at the end."""
+    save_retain_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Keep the checkpoints at multiples of this many iterations and the newest two; each save removes the third newest otherwise. none: all are kept."""
+    keep_last: int | None = field(default=None, metadata=in_range(at_least=2))
+    """Keep this many of the newest checkpoints, and those of --save-retain-interval; each save removes all others. none: all are kept. Not in Megatron-LM."""
+    non_persistent_save_interval: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Iterations between non-persistent checkpoints. Only the newest is kept. --load resumes from the newer of both."""
+    non_persistent_ckpt_type: Literal["global", "local"] | None = None
+    """Storage of non-persistent checkpoints. global: a folder that all nodes share. local: a folder of one node."""
+    non_persistent_global_ckpt_dir: str | None = None
+    """Folder of global non-persistent checkpoints. none: `non_persistent` in --save."""
+    non_persistent_local_ckpt_dir: str | None = None
+    """Folder of local non-persistent checkpoints, such as one on a fast disk of the node."""
     exit_on_missing_checkpoint: bool = False
     """Exit if --load has no checkpoint. This is always so without --load-or-start."""
     load_or_start: bool = False
@@ -105,6 +119,31 @@ class CheckpointConfig(CheckedSection):
     """Load only weights and start at iteration 0, with the data and schedules of this command line."""
     pretrained_checkpoint: str | None = None
     """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint."""
+    use_checkpoint_args: bool = False
+    """Take the settings of the model, the sequence length and the tokenizer from the checkpoint, where they are not given."""
+    use_mp_args_from_checkpoint_args: bool = False
+    """With --use-checkpoint-args: take the parallel layout from the checkpoint too, where it is not given."""
+
+    @property
+    def non_persistent_folder(self) -> str | None:
+        """Folder of non-persistent checkpoints; None: there are none."""
+        return non_persistent_folder(
+            self.save,
+            self.non_persistent_ckpt_type,
+            self.non_persistent_global_ckpt_dir,
+            self.non_persistent_local_ckpt_dir,
+        )
+
+
+def non_persistent_folder(
+    save: str | None, kind: str | None, global_folder: str | None, local_folder: str | None
+) -> str | None:
+    """Return the folder of non-persistent checkpoints from the settings of `CheckpointConfig`; None: there are none."""
+    if kind == "local":
+        return local_folder
+    if kind is None or global_folder is not None or save is None:
+        return global_folder if kind is not None else None
+    return f"{save}/non_persistent"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,19 +78,19 @@ class Config:
         }
 
 
-OriginKind = Literal["flag", "yaml", "default", "derived"]
+OriginKind = Literal["flag", "yaml", "checkpoint", "default", "derived"]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a value. `detail`: the flag as typed, `file:line`, or the reason of a derived value."""
+    """Origin of a value. `detail`: the flag as typed, `file:line`, the checkpoint's path, or the reason of a derived value."""
 
     kind: OriginKind
     detail: str = ""
 
     def __str__(self) -> str:
         return {"flag": self.detail, "yaml": self.detail, "default": "default"}.get(
-            self.kind, f"derived: {self.detail}"
+            self.kind, f"{self.kind}: {self.detail}"
         )
 
 

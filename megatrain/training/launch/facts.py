@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint.find import find_checkpoints, newest_valid
-from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Facts, Request, StoredRun
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
@@ -25,9 +23,11 @@ from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
 from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import is_resolved
+from megatrain.config.stored_settings import with_stored_settings
 from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
 from megatrain.training.logging.metrics import is_metrics_file, metrics_path
 
 _LIBRARIES = (
@@ -49,10 +49,12 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
     Raises:
         NoCheckpointError: `--load` has no valid checkpoint, and a start from scratch is not allowed.
     """
+    request, stored = _with_checkpoint_args(request)
     found, problems = _input_facts(request)
-    problems += _path_problems(request)
-    stored = stored_run(request) if not problems else None
-    problems += _save_folder_problems(request)
+    problems += (*_path_problems(request), *step_problems(request))
+    if stored is None and not problems:
+        stored = stored_run(request)
+    problems += save_folder_problems(request)
     has_cuda = torch.cuda.is_available()
     facts = Facts(
         world_size=environment.world_size,
@@ -82,11 +84,12 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
     Output folders and the checkpoint's schedules are not checked. Without a valid checkpoint the facts are of a run from
     scratch, and `log` gets a line that says so.
     """
-    found, problems = _input_facts(request)
-    stored = None
     try:
-        stored = stored_run(request) if not problems else None
+        request, stored = _with_checkpoint_args(request)
+        found, problems = _input_facts(request)
+        stored = stored or (stored_run(request) if not problems else None)
     except NoCheckpointError as error:
+        stored, (found, problems) = None, _input_facts(request)
         log(f"{error.problems[0].text}: the samples below are of a run from scratch")
     facts = Facts(
         world_size=world_size,
@@ -98,54 +101,11 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
     return add_custom_layers(request, facts)
 
 
-def stored_run(request: Request) -> StoredRun | None:
-    """Return the newest valid checkpoint that the run continues or takes weights from, or None for a run from scratch.
-
-    Raises:
-        NoCheckpointError: a checkpoint is required and missing.
-    """
-    load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
-    if load is not None:
-        found = _newest_stored_run(Path(load))
-        if found is not None:
-            return found.weights_only if request.known("checkpoint.finetune") else found
-    if start is not None and not (load is not None and find_checkpoints(Path(load))):
-        found = _newest_stored_run(Path(start))
-        if found is None:
-            raise _no_checkpoint("--pretrained-checkpoint", start)
-        return found.weights_only
-    if load is None:
-        return None
-    candidates, save = find_checkpoints(Path(load)), request.known("checkpoint.save")
-    is_first_run = not candidates and save is not None and Path(save).resolve() == Path(load).resolve()
-    may_start = request.known("checkpoint.load_or_start") or is_first_run
-    if may_start and not candidates and not request.known("checkpoint.exit_on_missing_checkpoint"):
-        return None
-    raise _no_checkpoint("--load", load)
-
-
-def _newest_stored_run(folder: Path) -> StoredRun | None:
-    newest = newest_valid(folder)
-    if newest is None:
-        return None
-    manifest = read_manifest(newest.path)
-    return StoredRun.from_state(
-        manifest.state,
-        path=str(newest.path),
-        iteration=manifest.iteration,
-        consumed_train_samples=manifest.consumed_train_samples,
-        config=manifest.config,
-    )
-
-
-def _no_checkpoint(flag: str, folder: str) -> NoCheckpointError:
-    reasons = "".join(f"\n  {c.path}: {c.problem}" for c in find_checkpoints(Path(folder)))
-    start = ", or with --load-or-start" if flag == "--load" else ""
-    return NoCheckpointError(
-        f"{flag} {folder} has no valid checkpoint{reasons}",
-        fix="name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: without"
-        f" {flag}{start}",
-    )
+def _with_checkpoint_args(request: Request) -> tuple[Request, StoredRun | None]:
+    """Return the request with the settings of --use-checkpoint-args, and the checkpoint; without the flag, the request alone."""
+    is_wanted = request.known("checkpoint.use_checkpoint_args") and not any(step_problems(request))
+    stored = stored_run(request) if is_wanted else None
+    return with_stored_settings(request, stored), stored
 
 
 def _input_facts(request: Request) -> tuple[dict[str, Any], list[Problem]]:
@@ -211,25 +171,6 @@ def _path_problems(request: Request) -> Iterator[Problem]:
         yield Problem(f"--metrics-file {path} is a folder", "name a file")
     elif path is not None and not is_metrics_file(path):
         yield Problem(f"--metrics-file {path} has other content, which would be lost", "name another file")
-
-
-def _save_folder_problems(request: Request) -> Iterator[Problem]:
-    """Yield a problem if --save has checkpoints that the run does not continue: a resume would load them."""
-    save, load = request.known("checkpoint.save"), request.known("checkpoint.load")
-    if save is None or not Path(save).is_dir():
-        return
-    newest = newest_valid(Path(save))
-    is_continued = (
-        load is not None
-        and Path(load).resolve() == Path(save).resolve()
-        and not request.known("checkpoint.finetune")
-    )
-    if newest is not None and not is_continued:
-        yield Problem(
-            f"--save {save} has checkpoints up to iteration {newest.iteration}, which this run does not continue",
-            f"add --load {save} to continue them{', without --finetune' if request.known('checkpoint.finetune') else ''},"
-            " or name another --save folder",
-        )
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:

@@ -52,7 +52,7 @@ NOT_SUPPORTED = {
     "--no-pad-vocab-size": "--make-vocab-size-divisible-by 1",
     "--ckpt-format zarr": "use torch_dist",
     "--perform-rl-step": "remove the flag",
-    "--use-checkpoint-args": "--config FOLDER/config.yaml",
+    "--override-ckpt-iteration 5": "--ckpt-step",
 }
 
 

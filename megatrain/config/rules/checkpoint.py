@@ -1,0 +1,54 @@
+"""Rules about saving: which checkpoints are kept, and non-persistent checkpoints."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+
+
+def retained_checkpoints_are_saved(draft: Draft) -> Iterator[Problem]:
+    """As in Megatron-LM: otherwise no checkpoint, or only some, would fall on the interval."""
+    interval, retained = draft.config.checkpoint.save_interval, draft.config.checkpoint.save_retain_interval
+    if interval is not None and retained is not None and retained % interval:
+        yield Problem(
+            f"--save-retain-interval {retained} is not a multiple of --save-interval {interval}",
+            f"use --save-retain-interval {-(-retained // interval) * interval}",
+        )
+
+
+def non_persistent_checkpoints_have_a_folder(draft: Draft) -> Iterator[Problem]:
+    checkpoint = draft.config.checkpoint
+    interval, kind = checkpoint.non_persistent_save_interval, checkpoint.non_persistent_ckpt_type
+    if interval is not None and kind is None:
+        yield Problem(
+            f"--non-persistent-save-interval {interval} is given without --non-persistent-ckpt-type",
+            "add --non-persistent-ckpt-type global, or local with --non-persistent-local-ckpt-dir",
+        )
+    elif kind == "local" and checkpoint.non_persistent_local_ckpt_dir is None:
+        yield Problem(
+            "--non-persistent-ckpt-type local needs a folder",
+            "add --non-persistent-local-ckpt-dir with a folder on a fast disk of the node",
+        )
+    elif checkpoint.non_persistent_folder is not None and checkpoint.non_persistent_folder == checkpoint.save:
+        yield Problem(
+            f"non-persistent checkpoints and --save have the same folder {checkpoint.save}: only the newest would be kept",
+            "name another folder with --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir",
+        )
+
+
+def local_checkpoints_are_on_one_node(draft: Draft) -> Iterator[Problem]:
+    on_node, world = draft.facts.ranks_per_node, draft.derived.world_size
+    is_local = draft.config.checkpoint.non_persistent_ckpt_type == "local"
+    if is_local and on_node is not None and on_node < world:
+        yield Problem(
+            f"--non-persistent-ckpt-type local supports one node, but {world} ranks run on nodes of {on_node}",
+            "use --non-persistent-ckpt-type global, with --non-persistent-global-ckpt-dir on storage that all nodes share",
+        )
+
+
+CHECKPOINT_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
+    retained_checkpoints_are_saved,
+    non_persistent_checkpoints_have_a_folder,
+    local_checkpoints_are_on_one_node,
+)

@@ -1,0 +1,79 @@
+"""Settings that --use-checkpoint-args takes from a checkpoint, where neither the command line nor a YAML file gives them.
+
+    model, experts     all settings on which the weights or the function of the model depend, and dropout
+    data, tokenizer    the sequence length; the tokenizer, unless a flag names one
+    parallel           the layout, with --use-mp-args-from-checkpoint-args
+
+Code is never taken: a model of --spec needs the flag again. Settings with their default values are not listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from megatrain.config.facts import StoredRun
+from megatrain.config.request import Request
+from megatrain.config.rules.resume_classes import FUNCTION, SHAPE, paths_of
+from megatrain.config.schema.tree import Origin, settings
+
+_MODEL: Final = (
+    *paths_of(SHAPE),
+    *paths_of(FUNCTION),
+    "model.max_position_embeddings",
+    "model.make_vocab_size_divisible_by",
+    "model.hidden_dropout",
+    "model.attention_dropout",
+    "data.seq_length",
+)
+_LAYOUT: Final = tuple(
+    f"parallel.{name}"
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "num_layers_per_virtual_pipeline_stage",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+    )
+)
+
+
+def stored_settings(
+    stored: Mapping[str, Mapping[str, Any]], request: Request, *, with_layout: bool
+) -> dict[str, Any]:
+    """Return the settings to take from the configuration of a checkpoint, by path. Reading the checkpoint has checked them."""
+    names = {*_MODEL, *(_LAYOUT if with_layout else ())}
+    names_tokenizer = any(
+        path.startswith("tokenizer.") and _is_given(request, path) for path in request.origins
+    )
+    taken: dict[str, Any] = {}
+    for setting in settings():
+        is_wanted = setting.path in names or (setting.section == "tokenizer" and not names_tokenizer)
+        if not is_wanted or setting.name not in stored.get(setting.section, {}):
+            continue
+        value = stored[setting.section][setting.name]
+        if not _is_given(request, setting.path) and _as_setting(value) != setting.default:
+            taken[setting.path] = value
+    return taken
+
+
+def with_stored_settings(request: Request, stored: StoredRun | None) -> Request:
+    """Return the request with the settings of the checkpoint, which are empty without --use-checkpoint-args."""
+    if stored is None or not stored.settings:
+        return request
+    values = {path: _as_setting(value) for path, value in stored.settings.items()}
+    origins = dict.fromkeys(values, Origin("checkpoint", stored.path))
+    return replace(request, config=request.config.with_values(values), origins={**request.origins, **origins})
+
+
+def _is_given(request: Request, path: str) -> bool:
+    return request.origins[path].kind in ("flag", "yaml")
+
+
+def _as_setting(value: Any) -> Any:
+    """Return a JSON value as a setting has it."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,229 @@
+"""The checkpoint that a run continues, or whose weights it takes, and the settings that --use-checkpoint-args takes from it.
+
+--load FOLDER                                  newest valid checkpoint   ┐
+--load FOLDER/iter_0000100, --ckpt-step 100    that one                  ├─> StoredRun
+non-persistent checkpoints of the same run     if newer                  │
+--pretrained-checkpoint                        while --load has none     ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.find import (
+    Candidate,
+    base_folder,
+    find_checkpoints,
+    folder_name,
+    is_of_megatron,
+    newest_valid,
+)
+from megatrain.checkpoint.manifest import read_manifest
+from megatrain.config import Request, StoredRun
+from megatrain.config.errors import NoCheckpointError, Problem
+from megatrain.config.schema.training import non_persistent_folder
+from megatrain.config.stored_settings import stored_settings
+
+
+def stored_run(request: Request) -> StoredRun | None:
+    """Return the newest valid checkpoint that the run continues or takes weights from, or None for a run from scratch.
+
+    Raises:
+        NoCheckpointError: a checkpoint is required and missing.
+    """
+    found = _whole_run(request)
+    if found is None:
+        return None
+    settings = _taken_settings(request, found)
+    found = found.weights_only if found.is_start else found
+    return replace(found, settings=settings)
+
+
+def save_folder_problems(request: Request) -> Iterator[Problem]:
+    """Yield a problem for each output folder that has checkpoints which the run does not continue: a resume would load them."""
+    save, step = request.known("checkpoint.save"), _chosen_step(request)
+    finetune = request.known("checkpoint.finetune")
+    newest = newest_valid(Path(save)) if save is not None and Path(save).is_dir() else None
+    if newest is not None and not _continues_save_folder(request):
+        yield Problem(
+            f"--save {save} has checkpoints up to iteration {newest.iteration}, which this run does not continue",
+            f"add --load {save} to continue them{', without --finetune' if finetune else ''},"
+            " or name another --save folder",
+        )
+    elif newest is not None and step is not None and newest.iteration > step:
+        yield Problem(
+            f"--save {save} has checkpoints up to iteration {newest.iteration}: a run from iteration {step} would mix its own"
+            " with them, and a restart would load the newest",
+            f"name another --save folder, or move the checkpoints after iteration {step} away",
+        )
+    yield from _non_persistent_problems(request)
+
+
+def step_problems(request: Request) -> Iterator[Problem]:
+    """Yield a problem if --load names one checkpoint and --ckpt-step another."""
+    step = request.known("checkpoint.ckpt_step")
+    for name in ("load", "pretrained_checkpoint"):
+        path = request.known(f"checkpoint.{name}")
+        is_one = path is not None and base_folder(Path(path)) != Path(path)
+        if step is not None and path is not None and is_one and Path(path).name != folder_name(step):
+            flag = f"--{name.replace('_', '-')}"
+            yield Problem(
+                f"--ckpt-step {step} and {flag} {path} name two checkpoints",
+                "remove --ckpt-step, or give the folder alone",
+            )
+
+
+def _whole_run(request: Request) -> StoredRun | None:
+    """Return the checkpoint with its whole state; `is_start` if the run takes only its weights."""
+    load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
+    has_candidates = load is not None and bool(find_checkpoints(Path(load)))
+    if load is not None:
+        found = _newest_of(_sources(request, load))
+        if found is not None:
+            return replace(found, is_start=bool(request.known("checkpoint.finetune")))
+    if start is not None and not has_candidates:
+        source = _chosen(start, request.known("checkpoint.ckpt_step"))
+        found = _newest_of((source,))
+        if found is None:
+            raise _no_checkpoint("--pretrained-checkpoint", source)
+        return replace(found, is_start=True)
+    if load is None:
+        return None
+    save, chosen = request.known("checkpoint.save"), _chosen(load, request.known("checkpoint.ckpt_step"))
+    is_first_run = save is not None and Path(save).resolve() == Path(load).resolve()
+    may_start = request.known("checkpoint.load_or_start") or is_first_run
+    is_empty = chosen == base_folder(chosen) and not (has_candidates or _is_foreign(chosen))
+    if is_empty and may_start and not request.known("checkpoint.exit_on_missing_checkpoint"):
+        return None
+    raise _no_checkpoint("--load", chosen)
+
+
+def _sources(request: Request, load: str) -> tuple[Path, ...]:
+    """Return the chosen checkpoint alone, or all folders with checkpoints of the run."""
+    chosen = _chosen(load, request.known("checkpoint.ckpt_step"))
+    frequent = _non_persistent_folder(request)
+    if _chosen_step(request) is not None or frequent is None or _other_run(request) is not None:
+        return (chosen,)
+    return (chosen, frequent)
+
+
+def _chosen(path: str, step: int | None) -> Path:
+    return Path(path) if step is None else base_folder(Path(path)) / folder_name(step)
+
+
+def _chosen_step(request: Request) -> int | None:
+    """Return the iteration that --ckpt-step or --load names."""
+    load, step = request.known("checkpoint.load"), request.known("checkpoint.ckpt_step")
+    if load is not None and step is None and base_folder(Path(load)) != Path(load):
+        return int(Path(load).name.partition("_")[2])
+    return step
+
+
+def _newest_of(sources: Sequence[Path]) -> StoredRun | None:
+    found = [candidate for source in sources if (candidate := newest_valid(source)) is not None]
+    if not found:
+        return None
+    newest: Candidate = max(found, key=lambda candidate: candidate.iteration)
+    manifest = read_manifest(newest.path)
+    return StoredRun.from_state(
+        manifest.state,
+        path=str(newest.path),
+        iteration=manifest.iteration,
+        consumed_train_samples=manifest.consumed_train_samples,
+        config=manifest.config,
+        sources=tuple(map(str, sources)),
+    )
+
+
+def _taken_settings(request: Request, stored: StoredRun) -> dict[str, Any]:
+    if not request.known("checkpoint.use_checkpoint_args"):
+        return {}
+    with_layout = bool(request.known("checkpoint.use_mp_args_from_checkpoint_args"))
+    return stored_settings(stored.config, request, with_layout=with_layout)
+
+
+def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
+    folder = base_folder(path)
+    if _is_foreign(folder) or is_of_megatron(path):
+        return NoCheckpointError(
+            f"{flag} {path} has a checkpoint of Megatron-LM, whose format is not read",
+            fix=f"continue that run with Megatron-LM, or start a new one without {flag} and with another --save",
+        )
+    found = find_checkpoints(folder)
+    if folder != path:
+        valid = ", ".join(str(one.iteration) for one in reversed(found) if one.problem is None)
+        reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found if one.path == path)
+        return NoCheckpointError(
+            f"{path} is not a valid checkpoint; {folder} has iterations {valid or 'none'}{reasons}",
+            fix=f"choose one of these iterations with --ckpt-step, or give {flag} {folder} alone to load the newest",
+        )
+    reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found)
+    start = ", or with --load-or-start" if flag == "--load" else ""
+    return NoCheckpointError(
+        f"{flag} {folder} has no valid checkpoint{reasons}",
+        fix="name the folder that --save named (it has iter_NNNNNNN folders), or start from scratch: without"
+        f" {flag}{start}",
+    )
+
+
+def _is_foreign(folder: Path) -> bool:
+    """Return whether the folder has checkpoints of Megatron-LM, and none of ours."""
+    found = find_checkpoints(folder)
+    paths = [*(one.path for one in found), folder / "release"]
+    return any(map(is_of_megatron, paths)) and all(one.problem is not None for one in found)
+
+
+def _non_persistent_folder(request: Request) -> Path | None:
+    names = (
+        "save",
+        "non_persistent_ckpt_type",
+        "non_persistent_global_ckpt_dir",
+        "non_persistent_local_ckpt_dir",
+    )
+    path = non_persistent_folder(*(request.known(f"checkpoint.{name}") for name in names))
+    return None if path is None else Path(path)
+
+
+def _continues_save_folder(request: Request) -> bool:
+    save, load = request.known("checkpoint.save"), request.known("checkpoint.load")
+    if save is None or load is None or request.known("checkpoint.finetune"):
+        return False
+    return base_folder(Path(load)).resolve() == Path(save).resolve()
+
+
+def _other_run(request: Request) -> str | None:
+    """Return the --save folder of the run whose checkpoints the non-persistent folder has; None: this run's, or none."""
+    folder, save = _non_persistent_folder(request), request.known("checkpoint.save")
+    newest = newest_valid(folder) if folder is not None else None
+    if newest is None:
+        return None
+    stored = read_manifest(newest.path).config.get("checkpoint", {}).get("save")
+    was_started = save is not None and (
+        (Path(save) / "config.yaml").exists() or bool(find_checkpoints(Path(save)))
+    )
+    is_same = stored is not None and save is not None and Path(stored).resolve() == Path(save).resolve()
+    return None if is_same and was_started and _continues_save_folder(request) else str(stored)
+
+
+def _non_persistent_problems(request: Request) -> Iterator[Problem]:
+    other, folder, step = _other_run(request), _non_persistent_folder(request), _chosen_step(request)
+    if other is not None:
+        yield Problem(
+            f"{folder} has non-persistent checkpoints of the run in --save {other}, which this run does not continue and would"
+            " replace",
+            "remove the folder, or name another with --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir",
+        )
+        return
+    newest = newest_valid(folder) if folder is not None and step is not None else None
+    if (
+        newest is not None
+        and step is not None
+        and newest.iteration > step
+        and _continues_save_folder(request)
+    ):
+        yield Problem(
+            f"{newest.path} is newer than iteration {step}: a restart would load it", f"remove {newest.path}"
+        )
