@@ -8,6 +8,7 @@
 
 The first launcher with all its variables set is used; "by hand" precedes all but torchrun. MASTER_ADDR and MASTER_PORT
 have precedence for the rendezvous. Variables of a batch script alone (SLURM_* without SLURM_STEP_ID) are ignored.
+With MEGATRAIN_SECRET, ranks authenticate each other (`training/launch/handshake.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class LaunchEnvironment:
     """True if each process sees only its own GPU."""
     cublas_workspace: str | None = None
     """CUBLAS_WORKSPACE_CONFIG; None: not set."""
+    secret: str | None = field(default=None, repr=False)
+    """MEGATRAIN_SECRET: a secret of all ranks; None: not set."""
     description: str = ""
     """Variables in effect, for the log."""
     problems: tuple[Problem, ...] = ()
@@ -83,7 +86,12 @@ def read_environment(environment: Mapping[str, str] | None = None) -> LaunchEnvi
     if sources:
         _check(found, sources, variables)
     workspace = variables.values.get("CUBLAS_WORKSPACE_CONFIG")
-    return replace(found, cublas_workspace=workspace, problems=tuple(variables.problems))
+    return replace(
+        found,
+        cublas_workspace=workspace,
+        secret=variables.values.get("MEGATRAIN_SECRET") or None,
+        problems=tuple(variables.problems),
+    )
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Literal, get_args
 
 import torch.distributed as dist
 
+from megatrain.checkpoint.untrusted_json import integer, list_of, record, text
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
+from megatrain.training.launch.handshake import LOCATION
 
 _COLLECTIVE_ERRORS = ("gloo", "NCCL", "Application timeout caused pair closure")  # the last is gloo's too
 Kind = Literal["died", "error", "collective", "reported elsewhere"]
@@ -25,6 +27,15 @@ Kind = Literal["died", "error", "collective", "reported elsewhere"]
 
 _MAX_SUMMARY_CHARACTERS = 300
 _MAX_RANKS_SHOWN = 8
+_FAILURE: Final = record(
+    {
+        **LOCATION,
+        "kind": text(get_args(Kind)),
+        "summary": text(max_characters=2 * _MAX_SUMMARY_CHARACTERS),
+        "exit_code": integer(1, 255),
+        "unreported": list_of(integer()),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +107,24 @@ def describe_failure(error: BaseException, environment: LaunchEnvironment) -> Fa
         summary = f"sys.exit({error.code!r}) during the run"
     return Failure(
         kind=_kind(error),
-        summary=" ".join(summary.split())[:_MAX_SUMMARY_CHARACTERS],
+        summary=" ".join(_printable(summary).split())[:_MAX_SUMMARY_CHARACTERS],
         exit_code=exit_code_of(error),
         **process_location(environment),
     )
 
 
+def checked_failure(values: Any) -> Failure:
+    """Build a failure from a message of another rank or of the server. Raises ValueError; 0 is no exit code of a failure."""
+    _FAILURE(values, "failure")
+    return Failure(**{field.name: values[field.name] for field in fields(Failure)})
+
+
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit code of a process that ends with this exception; never 0."""
+    """Return the exit code of a process that ends with this exception: 1 to 255."""
     if isinstance(error, MegatrainError):
         return error.exit_code
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code or 1
+        return error.code % 256 or 1
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -115,6 +132,11 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure that caused the others; failures are in the order of their reports."""
     order: tuple[Kind, ...] = ("error", "collective", "reported elsewhere")
     return min(failures, key=lambda failure: order.index(failure.kind) if failure.kind in order else 0)
+
+
+def _printable(text: str) -> str:
+    """Replace halves of surrogate pairs, as in file names that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _kind(error: BaseException) -> Kind:

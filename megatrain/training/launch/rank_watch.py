@@ -21,13 +21,26 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch.distributed as dist
 
+from megatrain.checkpoint.untrusted_json import json_object, parse_json
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import MegatrainError
-from megatrain.training.launch.failure import Failure, describe_failure, process_location
+from megatrain.training.launch.failure import (
+    Failure,
+    checked_failure,
+    describe_failure,
+    process_location,
+)
+from megatrain.training.launch.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    is_proof,
+    new_nonce,
+    proof_of,
+    read_handshake,
+)
 from megatrain.training.launch.watch_server import WatchServer, keep_alive
 
 _SECONDS_TO_CONNECT = 60.0
@@ -40,10 +53,10 @@ class RankWatch:
 
     Args:
         environment: rank and host of this process.
-        store: store of all ranks, which has the server's port and token.
+        store: store of all ranks, which has the server's port, and without MEGATRAIN_SECRET also the key.
 
     Raises:
-        MegatrainError: the server cannot be reached.
+        MegatrainError: the server cannot be reached, or has another secret.
     """
 
     def __init__(self, environment: LaunchEnvironment, store: dist.Store) -> None:
@@ -52,12 +65,13 @@ class RankWatch:
         """Called, outside the main thread, before this rank exits because another one failed."""
         self._server = self._start_server(store) if environment.rank == 0 else None
         self._server_info = json.loads(store.get("watch"))
+        secret = environment.secret
+        self._key = secret.encode() if secret else bytes.fromhex(self._server_info["key"] or "")
         self._connection = self._connect()
         self._is_leaving = False
         self._cause: Failure | None = None
         self._may_print = threading.Event()
         self._may_exit = threading.Event()
-        self._send({"token": self._server_info["token"], "location": process_location(environment)})
         os.register_at_fork(after_in_child=self._close_in_child)
         threading.Thread(target=self._listen, name="rank-watch", daemon=True).start()
 
@@ -84,24 +98,58 @@ class RankWatch:
             self._server.close()
 
     def _start_server(self, store: dist.Store) -> WatchServer:
-        server = WatchServer(secrets.token_hex(16))
+        secret = self.environment.secret
+        key = secret.encode() if secret else secrets.token_bytes(32)
+        server = WatchServer(key, self.environment)
         server.start()
-        location = process_location(self.environment)
-        store.set("watch", json.dumps({"port": server.port, "token": server.token, "location": location}))
+        store.set("watch", json.dumps({"port": server.port, "key": None if secret else key.hex()}))
         return server
 
     def _connect(self) -> socket.socket:
+        """Connect and authenticate; try again if the server is full of unknown peers, which it disconnects."""
         address = (self.environment.host, self._server_info["port"])
+        deadline = time.monotonic() + _SECONDS_TO_CONNECT
         try:
-            connection = socket.create_connection(address, timeout=_SECONDS_TO_CONNECT)
+            while time.monotonic() < deadline:
+                with contextlib.ExitStack() as until_known:
+                    connection = until_known.enter_context(
+                        socket.create_connection(address, timeout=_SECONDS_TO_CONNECT)
+                    )
+                    answers = until_known.enter_context(connection.makefile("rb"))
+                    with contextlib.suppress(
+                        ConnectionResetError, BrokenPipeError, ValueError, RecursionError
+                    ):
+                        self._server_location = self._introduce(connection, answers)
+                        until_known.pop_all()
+                        connection.settimeout(None)
+                        keep_alive(connection)
+                        self._messages = answers  # may have read more than the handshake
+                        return connection
+                time.sleep(0.1)
+            raise ConnectionError("no valid answer")
         except OSError as error:
             raise MegatrainError(
                 f"rank {self.environment.rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}",
                 fix="allow connections between the hosts of the job on all ports, which collectives need too",
             ) from error
-        connection.settimeout(None)
-        keep_alive(connection)
-        return connection
+
+    def _introduce(self, connection: socket.socket, answers: BinaryIO) -> dict[str, Any]:
+        """Prove that this is a rank of the run; return the location of the server once it has proved the same."""
+        location = process_location(self.environment)
+        first = read_handshake(answers.readline(MAX_HANDSHAKE_BYTES), "server nonce")
+        nonces = (first["nonce"], new_nonce())
+        proof = proof_of(self._key, "rank", nonces, location)
+        message = {"nonce": nonces[1], "location": location, "proof": proof}
+        connection.sendall(json.dumps(message).encode() + b"\n")
+        line = answers.readline(MAX_HANDSHAKE_BYTES)
+        is_refused = json_object(parse_json(line, max_bytes=MAX_HANDSHAKE_BYTES), "it").get("refused")
+        server = read_handshake(line, "server") if not is_refused else None
+        if server is None or not is_proof(server["proof"], self._key, "server", nonces, server["location"]):
+            raise MegatrainError(
+                f"rank {self.environment.rank} and rank 0 have different secrets, or rank {self.environment.rank} runs twice",
+                fix="set the same MEGATRAIN_SECRET for all ranks, or for none, and start each rank once",
+            )
+        return dict(server["location"])
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the watch thread notices that the server is gone
@@ -109,13 +157,13 @@ class RankWatch:
 
     def _listen(self) -> None:
         """Read messages of the server until it closes the connection: main function of the watch thread."""
-        with contextlib.suppress(OSError):
-            for line in self._connection.makefile("rb"):
-                message = json.loads(line)
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            for line in self._messages:
+                message = json_object(json.loads(line), "the message")
                 if "leaving" in message:
                     return
                 if "cause" in message:
-                    self._cause = Failure(**message["cause"])
+                    self._cause = checked_failure(message["cause"])
                     threading.Thread(target=self._exit_with, args=(self._cause,), daemon=True).start()
                 elif "print" in message:
                     self._allow_print(self._cause)
@@ -125,7 +173,7 @@ class RankWatch:
             return
         self._may_exit.set()
         if self._cause is None:
-            self._exit_with(Failure(kind="died", **self._server_info["location"]))
+            self._exit_with(Failure(kind="died", **self._server_location))
 
     def _allow_print(self, cause: Failure | None) -> None:
         if cause is not None and cause.rank == self.environment.rank:

@@ -5,27 +5,45 @@
 
 The kernel closes the connections of a process that dies in any way, and keeps those of one that computes, holds Python's
 lock or is stopped in a debugger: a long pause is not a failure. Keep-alive packets detect a host that loses power.
+
+Anyone who reaches the port can connect. A peer is unknown until it proves that it has the key of the run (`handshake.py`): its
+message is small, its time is short, the number of such peers is bounded, and no verdict is sent to it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import selectors
 import socket
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.training.launch.failure import Failure, root_cause
+from megatrain.checkpoint.untrusted_json import json_object, parse_json
+from megatrain.config.environment import LaunchEnvironment
+from megatrain.training.launch.failure import Failure, checked_failure, process_location, root_cause
+from megatrain.training.launch.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    MAX_MESSAGE_BYTES,
+    is_proof,
+    new_nonce,
+    proof_of,
+    read_handshake,
+)
 
 SECONDS_FOR_ROOT_CAUSE = 3.0
 """Wait after a failed collective for a report of the rank that caused it."""
 SECONDS_TO_BECOME_QUIET = 3.0
 """Longest wait for the other ranks to stop printing."""
 SECONDS_TO_PRINT = 5.0
+SECONDS_FOR_HANDSHAKE = 10.0
+"""An unknown peer is disconnected after this time."""
+MIN_UNKNOWN_PEERS = 256
+"""As many unknown peers as this, or as there are ranks, may be connected; then the oldest one is disconnected."""
 _SECONDS_BETWEEN_STEPS = 0.05
-_MAX_LINE_BYTES = 1 << 16
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -36,13 +54,16 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
-    """Connection of one rank."""
+    """Connection of one rank, or of an unknown program."""
 
     connection: socket.socket
+    nonce: str = field(default_factory=new_nonce)
+    deadline: float = field(default_factory=lambda: time.monotonic() + SECONDS_FOR_HANDSHAKE)
+    """End of the time for the handshake."""
     location: dict[str, Any] | None = None
-    """Rank, host and process; None before its first message."""
+    """Rank, host and process; None: an unknown peer."""
     received: bytes = b""
     is_quiet: bool = False
 
@@ -52,15 +73,17 @@ class _Peer:
 
 
 class WatchServer:
-    """Finds the root cause of failures for all ranks, which connect with `port` and `token`.
+    """Finds the root cause of failures for all ranks, which connect to `port`.
 
     Args:
-        token: first message of a connection, so that other programs cannot join.
+        key: key that a peer must have to be a rank.
+        environment: rank and host of this process; the server listens at the address of the rendezvous.
     """
 
-    def __init__(self, token: str) -> None:
-        self.token = token
-        self._listener = _listener()
+    def __init__(self, key: bytes, environment: LaunchEnvironment) -> None:
+        self._key, self._environment = key, environment
+        self._listener = _listener(environment)
+        self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._wake_receiver, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -93,24 +116,49 @@ class WatchServer:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            for key, _ in self._selector.select(_SECONDS_BETWEEN_STEPS if self._failures else None):
+            for key, _ in self._selector.select(self._seconds_to_wait()):
                 if key.data is self._listener:
                     self._accept()
-                elif isinstance(key.data, _Peer):
+                elif isinstance(key.data, _Peer) and key.data in self._peers:
                     self._receive(key.data)
+            self._disconnect_late_peers()
             self._advance()
         self._broadcast({"leaving": True})
         for connection in (self._listener, *(peer.connection for peer in self._peers)):
             connection.close()
         self._selector.close()
 
+    def _seconds_to_wait(self) -> float | None:
+        if self._failures:
+            return _SECONDS_BETWEEN_STEPS
+        return 1.0 if self._unknown_peers() else None
+
+    def _unknown_peers(self) -> list[_Peer]:
+        return [peer for peer in self._peers if peer.location is None]
+
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        unknown = self._unknown_peers()
+        if len(unknown) >= max(MIN_UNKNOWN_PEERS, self._environment.world_size):
+            self._disconnect(unknown[0])
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # the peer has gone, or this process has too many open files
+            if unknown and unknown[0] in self._peers:
+                self._disconnect(unknown[0])
+            return
         connection.settimeout(1.0)
-        keep_alive(connection)
         peer = _Peer(connection)
         self._peers.append(peer)
         self._selector.register(connection, selectors.EVENT_READ, peer)
+        with contextlib.suppress(OSError):
+            keep_alive(connection)
+            _send(connection, {"nonce": peer.nonce})
+
+    def _disconnect_late_peers(self) -> None:
+        now = time.monotonic()
+        for peer in self._unknown_peers():
+            if now >= peer.deadline:
+                self._disconnect(peer)
 
     def _receive(self, peer: _Peer) -> None:
         try:
@@ -119,31 +167,51 @@ class WatchServer:
             chunk = b""
         peer.received += chunk
         *lines, peer.received = peer.received.split(b"\n")
-        for line in lines:
-            if not self._handle(peer, line):
-                self._disconnect(peer)
-                return
-        if not chunk or len(peer.received) > _MAX_LINE_BYTES:
+        try:
+            for line in lines:
+                if not self._handle(peer, line):
+                    self._disconnect(peer)
+                    return
+            is_over = not chunk or len(peer.received) > (
+                MAX_HANDSHAKE_BYTES if peer.location is None else MAX_MESSAGE_BYTES
+            )
+        except (ValueError, RecursionError):  # not a message
+            is_over = True
+        if is_over:
             self._disconnect(peer)
             if peer.location is not None:
                 self._record(Failure(kind="died", **peer.location))
 
     def _handle(self, peer: _Peer, line: bytes) -> bool:
-        """Act on a message; return False if the connection must be closed."""
-        try:
-            message = json.loads(line)
-        except ValueError:
-            return False
+        """Act on a message; return False if the connection must be closed.
+
+        Raises:
+            ValueError, RecursionError: it is not a message.
+        """
         if peer.location is None:
-            if not isinstance(message, dict) or message.get("token") != self.token:
-                return False
-            peer.location = message["location"]
-        elif "failure" in message:
-            self._record(Failure(**message["failure"]))
+            return self._introduce(peer, line)
+        message = json_object(parse_json(line, max_bytes=MAX_MESSAGE_BYTES), "the message")
+        if "failure" in message:
+            self._record(replace(checked_failure(message["failure"]), **peer.location))
         elif "quiet" in message:
             peer.is_quiet = True
         elif "leaving" in message:
             return False
+        return True
+
+    def _introduce(self, peer: _Peer, line: bytes) -> bool:
+        """Make an unknown peer a rank if it has the key, and prove that this is the server."""
+        message = read_handshake(line, "rank")
+        location, nonces = message["location"], (peer.nonce, message["nonce"])
+        is_rank = is_proof(message["proof"], self._key, "rank", nonces, location)
+        if not is_rank or any(other.rank == location["rank"] for other in self._peers):
+            with contextlib.suppress(OSError):
+                _send(peer.connection, {"refused": True})
+            return False
+        own = process_location(self._environment)
+        with contextlib.suppress(OSError):
+            _send(peer.connection, {"location": own, "proof": proof_of(self._key, "server", nonces, own)})
+        peer.location = location
         return True
 
     def _disconnect(self, peer: _Peer) -> None:
@@ -187,15 +255,25 @@ class WatchServer:
 
     def _broadcast(self, message: dict[str, Any]) -> None:
         """Send a message to all ranks; rank 0 comes last, as its process may exit."""
-        line = json.dumps(message).encode() + b"\n"
-        for peer in sorted(self._peers, key=lambda peer: peer.rank == 0):
-            try:
-                peer.connection.sendall(line)
-            except OSError:
-                continue  # the connection is closed; reading it reports that
+        ranks = [peer for peer in self._peers if peer.location is not None]
+        for peer in sorted(ranks, key=lambda peer: peer.rank == 0):
+            with contextlib.suppress(OSError):  # the connection is closed; reading it reports that
+                _send(peer.connection, message)
 
 
-def _listener() -> socket.socket:
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _listener(environment: LaunchEnvironment) -> socket.socket:
+    """Listen at the address of the rendezvous; on all addresses if the other hosts cannot use it, or it is not this host's."""
+    is_one_host = environment.local_world_size >= environment.world_size
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(environment.host, 0, type=socket.SOCK_STREAM):
+            # A host's own name is often a loopback address in its /etc/hosts.
+            if is_one_host or not ipaddress.ip_address(address[0]).is_loopback:
+                with contextlib.suppress(OSError):
+                    return socket.create_server(address[:2], family=family, backlog=1024)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)

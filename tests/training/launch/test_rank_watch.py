@@ -19,7 +19,7 @@ def orphaned_store() -> dist.Store:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store = dist.HashStore()
-    store.set("watch", json.dumps({"port": port, "token": "x", "location": {}}))
+    store.set("watch", json.dumps({"port": port, "key": "00"}))
     return store
 
 
@@ -45,7 +45,7 @@ def test_a_rank_that_cannot_connect_names_the_address(orphaned_store) -> None:
 
 def test_a_server_that_a_message_stops_is_closed() -> None:
     """Another rank disconnects between the order to close and the byte that wakes the thread."""
-    server = WatchServer("x")
+    server = WatchServer(b"x", LaunchEnvironment(world_size=2))
     server.start()
     waker = server._waker
 

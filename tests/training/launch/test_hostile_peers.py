@@ -1,0 +1,237 @@
+"""Programs that are no ranks, at the port of the watch server: they cannot stop it, block it, steer it or listen."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import pytest
+import torch.distributed as dist
+
+from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.config.errors import MegatrainError
+from megatrain.training.launch import watch_server
+from megatrain.training.launch.failure import Failure, checked_failure, exit_code_of
+from megatrain.training.launch.handshake import new_nonce, proof_of
+from megatrain.training.launch.rank_watch import RankWatch
+from megatrain.training.launch.watch_server import WatchServer
+
+KEY = b"of this run"
+LOCATION = {"rank": 1, "world_size": 2, "local_rank": 1, "host": "here", "pid": 5}
+FAILURE = Failure(kind="error", **LOCATION)
+
+
+@pytest.fixture
+def server() -> Iterator[WatchServer]:
+    server = WatchServer(KEY, LaunchEnvironment(world_size=2, local_world_size=2))
+    server.start()
+    yield server
+    assert server._thread.is_alive()
+    server.close()
+
+
+def stranger(server: WatchServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+class Peer:
+    """A program that speaks the protocol, with a key."""
+
+    def __init__(self, server: WatchServer, key: bytes, **location: object) -> None:
+        self.connection = stranger(server)
+        self.lines = self.connection.makefile("rb")
+        nonces = (json.loads(self.lines.readline())["nonce"], new_nonce())
+        own = {**LOCATION, **location}
+        self.send({"nonce": nonces[1], "location": own, "proof": proof_of(key, "rank", nonces, own)})
+        self.answer = self.receive()
+
+    def __del__(self) -> None:
+        self.lines.close()
+        self.connection.close()
+
+    def send(self, message: object) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, object]:
+        line = self.lines.readline()
+        return json.loads(line) if line else {}
+
+
+def assert_serves(server: WatchServer) -> None:
+    peer = Peer(server, KEY)
+    assert peer.answer["location"]["rank"] == 0
+    peer.send({"leaving": True})
+    assert peer.receive() == {}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"[" * 60_000 + b"\n",
+        b"[" * 4000 + b"\n",
+        b"x" * (1 << 20),
+        b'"\\ud800"\n',
+        b"\xff\n",
+        b"1\n",
+        b"null\n",
+        b"{}\n",
+        b'{"failure": {"exit_code": 0}}\n',
+        b'{"nonce": 1, "location": {}, "proof": "x"}\n',
+        json.dumps({"nonce": "1", "location": LOCATION, "proof": "\u00e9"}).encode() + b"\n",
+    ],
+    ids=lambda message: str(message[:30]),
+)
+def test_no_message_stops_the_server(server: WatchServer, message: bytes) -> None:
+    with stranger(server) as connection, contextlib.suppress(ConnectionError):
+        connection.recv(100)
+        connection.sendall(message)
+        while connection.recv(4096):
+            pass
+    assert_serves(server)
+
+
+def test_idle_connections_do_not_keep_ranks_out(server: WatchServer) -> None:
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(1500):
+            open_ones.enter_context(stranger(server))
+        assert_serves(server)
+        assert len(server._peers) <= watch_server.MIN_UNKNOWN_PEERS + 1
+
+
+def test_an_idle_stranger_is_disconnected(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_server, "SECONDS_FOR_HANDSHAKE", 0.5)
+    with stranger(server) as connection:
+        connection.recv(100)
+        assert connection.recv(100) == b""
+
+
+def test_a_peer_without_the_key_is_refused_and_gets_no_verdict(server: WatchServer) -> None:
+    listener = stranger(server)
+    listener.recv(100)
+    refused = Peer(server, b"guess")
+    assert refused.answer == {"refused": True}
+    assert refused.receive() == {}
+    rank = Peer(server, KEY)
+    rank.send({"failure": asdict(FAILURE)})
+    assert rank.receive()["cause"]["rank"] == 1
+    listener.settimeout(1)
+    with listener, pytest.raises(TimeoutError):
+        listener.recv(100)
+
+
+def test_a_second_peer_of_a_rank_is_refused(server: WatchServer) -> None:
+    first = Peer(server, KEY)
+    assert Peer(server, KEY).answer == {"refused": True}
+    assert "proof" in first.answer
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"exit_code": 0},
+        {"exit_code": 256},
+        {"exit_code": True},
+        {"kind": "x"},
+        {"rank": "1"},
+        {"summary": None},
+    ],
+    ids=str,
+)
+def test_an_impossible_failure_is_a_death_with_exit_code_1(
+    server: WatchServer, changed: dict[str, object]
+) -> None:
+    rank, sender = Peer(server, KEY, rank=0), Peer(server, KEY)
+    sender.send({"failure": {**asdict(FAILURE), **changed}})
+    cause = rank.receive()["cause"]
+    assert (cause["kind"], cause["rank"], cause["exit_code"]) == ("died", 1, 1)
+    with pytest.raises(ValueError, match=f"failure.{next(iter(changed))}"):
+        checked_failure({**asdict(FAILURE), **changed})
+
+
+def test_a_rank_reports_only_itself(server: WatchServer) -> None:
+    rank = Peer(server, KEY)
+    rank.send({"failure": {**asdict(FAILURE), "rank": 0, "host": "elsewhere"}})
+    cause = rank.receive()["cause"]
+    assert (cause["rank"], cause["host"]) == (1, "here")
+
+
+@pytest.mark.parametrize("code", [0, 256, 512, -256])
+def test_no_failed_process_exits_with_0(code: int) -> None:
+    assert exit_code_of(SystemExit(code)) == 1
+
+
+def test_the_server_listens_at_the_rendezvous_alone(server: WatchServer) -> None:
+    assert server._listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_other_hosts_reach_a_server_whose_name_is_a_loopback_address() -> None:
+    server = WatchServer(KEY, LaunchEnvironment(world_size=4, local_world_size=2, host="localhost"))
+    assert server._listener.getsockname()[0] in ("::", "0.0.0.0")
+    server.start()
+    server.close()
+
+
+def watch_of_rank_0(**options: object) -> tuple[RankWatch, dist.Store]:
+    store = dist.HashStore()
+    return RankWatch(LaunchEnvironment(world_size=2, local_world_size=2, **options), store), store
+
+
+def test_a_secret_does_not_pass_through_the_store() -> None:
+    watch, store = watch_of_rank_0(secret="s3cret")
+    stored = store.get("watch").decode()
+    assert "s3cret" not in stored
+    assert json.loads(stored)["key"] is None
+    assert "s3cret" not in repr(watch.environment)
+    other = RankWatch(LaunchEnvironment(rank=1, world_size=2, secret="s3cret"), store)
+    other.leave()
+    watch.leave()
+
+
+@pytest.mark.parametrize("secret", [None, "another"])
+def test_another_secret_is_named(secret: str | None) -> None:
+    watch, store = watch_of_rank_0(secret="s3cret")
+    with pytest.raises(MegatrainError, match=r"rank 1 and rank 0 .*(?s:.)*MEGATRAIN_SECRET"):
+        RankWatch(LaunchEnvironment(rank=1, world_size=2, secret=secret), store)
+    watch.leave()
+
+
+def test_a_false_server_is_not_believed() -> None:
+    """A program that takes the place of the server cannot prove that it has the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as false_server:
+        store = dist.HashStore()
+        store.set("watch", json.dumps({"port": false_server.getsockname()[1], "key": "00"}))
+        code = (
+            "import json, socket, sys\n"
+            "listener = socket.socket(fileno=int(sys.argv[1]))\n"
+            'c, _ = listener.accept(); c.sendall(b\'{"nonce": "0"}\\n\'); c.recv(4000)\n'
+            f"c.sendall(json.dumps({{'location': {LOCATION}, 'proof': '00'}}).encode() + b'\\n'); c.recv(1)\n"
+        )
+        words = [sys.executable, "-c", code, str(false_server.fileno())]
+        with (
+            subprocess.Popen(words, pass_fds=[false_server.fileno()]),
+            pytest.raises(MegatrainError, match="different secrets"),
+        ):
+            RankWatch(LaunchEnvironment(rank=1, world_size=2, secret="s3cret"), store)
+
+
+def test_ranks_wait_for_a_server_that_strangers_keep_busy() -> None:
+    watch, store = watch_of_rank_0()
+    assert watch._server is not None
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(300):
+            open_ones.enter_context(stranger(watch._server))
+        start = time.monotonic()
+        RankWatch(LaunchEnvironment(rank=1, world_size=2), store).leave()
+        assert time.monotonic() - start < 5
+    watch.leave()
+
+
+def test_the_secret_is_read_from_the_environment() -> None:
+    assert read_environment({"MEGATRAIN_SECRET": "x"}).secret == "x"
+    assert read_environment({"MEGATRAIN_SECRET": ""}).secret is None
+    assert "MEGATRAIN_SECRET" not in os.environ
