@@ -1,0 +1,109 @@
+"""Description of the values of a manifest that are not about tensors: counters, `state` and `config`.
+
+A checkpoint of which one of these values cannot be right counts as damaged. The configuration describes the run that wrote the
+checkpoint; nothing in it is executed, and --spec, which names code, is taken from the command line alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from megatrain.checkpoint.untrusted_json import (
+    InvalidError,
+    flag,
+    integer,
+    list_of,
+    map_of,
+    number,
+    optional,
+    record,
+    record_of,
+    text,
+)
+from megatrain.config.derive.lr_schedule import ScheduleValues
+from megatrain.config.facts import DatasetFacts
+from megatrain.config.schema.tree import section_types
+from megatrain.config.schema.values import Range
+from megatrain.optim.sharded import WEIGHT
+
+_COUNT: Final = integer(0, 1 << 50)
+_PLAN: Final = list_of(optional(_COUNT), most=1000)
+_LOSS_SCALE: Final = record(
+    {
+        "scale": number(Range(above=0.0, at_most=1e38)),
+        "finite_steps": _COUNT,
+        "patience": integer(-(1 << 50), 1 << 50),  # decreases with every step that is not finite
+    }
+)
+
+
+def _loss_scale(value: Any, name: str) -> None:
+    if value != {}:  # a constant loss scale has no state
+        _LOSS_SCALE(value, name)
+
+
+_STATE: Final = record(
+    {
+        "consumed_valid_samples": _COUNT,
+        "scheduled_samples": _COUNT,
+        "schedule": record_of(ScheduleValues, within=Range(at_least=0.0)),
+        "loss_scale": _loss_scale,
+        "expert_biases": map_of(list_of(number())),
+        "has_optimizer": flag,
+        "is_evaluation_left": flag,
+        "tokenizer_fingerprint": optional(text(max_characters=1000)),
+        "data_plans": record({"train": _PLAN, "valid": _PLAN, "test": _PLAN}),
+        "pass_size": integer(1, 1 << 50),
+        "datasets": list_of(record_of(DatasetFacts, within=Range(at_least=0.0))),
+    }
+)
+_CONFIG: Final = record(
+    {}, {name: record_of(section, is_complete=False) for name, section in section_types().items()}
+)
+_FIELDS: Final = {
+    "iteration": _COUNT,
+    "consumed_train_samples": _COUNT,
+    "optimizer_step_count": _COUNT,
+    "state": _STATE,
+    "config": _CONFIG,
+}
+_MAX_LAYERS_PER_TENSOR: Final = 10
+"""Layers may have no tensors, but few do."""
+
+
+def check_stored_values(content: Mapping[str, Any]) -> None:
+    """Check the values of a manifest that are not about tensors; `content["tensors"]` must be valid.
+
+    Raises:
+        InvalidError: a value is missing, has another type or range, or contradicts another one.
+    """
+    for name, check in _FIELDS.items():
+        if name not in content:
+            raise InvalidError(f"{name} is missing")
+        check(content[name], name)
+    for problem in _contradictions(content):
+        raise InvalidError(problem)
+
+
+def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
+    state, config, tensors = content["state"], content["config"], content["tensors"]
+    iteration, consumed = content["iteration"], content["consumed_train_samples"]
+    planned = sum(count or 0 for count in state["data_plans"]["train"])
+    is_repeated = config.get("data", {}).get("dataloader_type") == "cyclic"
+    if consumed < iteration or (consumed > planned and not is_repeated):
+        yield f"consumed_train_samples {consumed} at iteration {iteration}, with data for {planned} samples"
+    if state["scheduled_samples"] > consumed:
+        yield f"state.scheduled_samples {state['scheduled_samples']} of {consumed} consumed samples"
+    if content["optimizer_step_count"] > iteration:
+        yield f"optimizer_step_count {content['optimizer_step_count']} at iteration {iteration}"
+    expected = any(len(tensor["kinds"]) > 1 for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        kinds = tensor["kinds"]
+        has_optimizer = len(kinds) > 1
+        if WEIGHT not in kinds or has_optimizer > state["has_optimizer"] or has_optimizer != expected:
+            yield f"{name} has {', '.join(kinds) or 'nothing'}, and state.has_optimizer is {state['has_optimizer']}"
+    num_layers = config.get("model", {}).get("num_layers", 0)
+    num_experts = config.get("experts", {}).get("num_experts") or 0
+    if num_layers > _MAX_LAYERS_PER_TENSOR * len(tensors) or num_experts > len(tensors):
+        yield f"config has {num_layers} layers and {num_experts} experts, for {len(tensors)} tensors"
