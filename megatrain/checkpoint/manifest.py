@@ -1,17 +1,19 @@
 """The manifest of a checkpoint: its tensors and the files that store them. A folder with a valid manifest is a checkpoint.
 
     manifest.json   {"format": "megatrain", "version", "iteration", "consumed_train_samples", "optimizer_step_count",
-                     "state": {...}, "config": {...},
+                     "state": {...}, "config": {...}, "block_bytes",
                      "files":   {file: {"bytes", "header_crc32"}},
                      "tensors": {canonical name: {"shape", "kinds": {kind: {"dtype", "chunks": [
-                                    {"file", "key", "box": [[start, stop], ...], "crc32"}]}}}},
+                                    {"file", "key", "box": [[start, stop], ...], "crc32s"}]}}}},
                      "checksum": crc32 of the rest as canonical JSON (sorted keys, no spaces, ASCII)}
 
+`crc32s` has eight hexadecimal digits for each block of `block_bytes` of the chunk. In version 1, `crc32` is that of the whole chunk.
 A manifest is untrusted input: every value is checked, and no file name leads out of the folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -25,16 +27,25 @@ import torch
 
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
-from megatrain.parallel.layout import Box, box_shape, intersect
+from megatrain.checkpoint.shard_file import BLOCK_BYTES
+from megatrain.checkpoint.stored_values import check_stored_values
+from megatrain.checkpoint.untrusted_json import InvalidError, json_object, parse_json, shown
+from megatrain.parallel.layout import Box, box_shape
 
 MANIFEST_NAME = "manifest.json"
-FORMAT, VERSION = "megatrain", 1
+FORMAT, VERSION = "megatrain", 2
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by their safetensors names."""
 
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 29
 _MAX_ELEMENTS = 1 << 50
-_MAX_DIMS = 8
+_MAX_DIMS = 5
+_MAX_REASON = 500
+"""Characters of a reason, which may name what the manifest names."""
+_WHOLE_CHUNK = 1 << 62
+"""Bytes of a block in version 1: a chunk has one checksum."""
+_MIN_BLOCK_BYTES, _MAX_BLOCK_BYTES = 1 << 10, 1 << 30
+_CHECKSUMS = re.compile(r"([0-9a-f]{8})+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors")
 
 
@@ -45,7 +56,8 @@ class Chunk:
     file: str
     key: str
     box: Box
-    crc32: int
+    crc32s: str
+    """Crc32 of each block, eight hexadecimal digits each."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,8 @@ class Manifest:
     """The resolved configuration of the run."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
+    block_bytes: int = BLOCK_BYTES
+    """Bytes of a chunk's blocks, each with a checksum."""
     checksum: int = 0
     """Crc32 as read; 0 before the manifest is written."""
 
@@ -100,14 +114,18 @@ def read_manifest(path: Path) -> Manifest:
     text = read_small_file(file, max_bytes=_MAX_BYTES)
     try:
         return decode(text)
-    except (_InvalidManifestError, RecursionError, ValueError) as error:
-        raise DamagedError(f"{file}: {error}") from error
+    except (RecursionError, ValueError) as error:
+        raise DamagedError(f"{file}: {str(error)[:_MAX_REASON]}") from error
     except MismatchError as error:
         raise MismatchError(f"{file}: {error.problems[0].text}", fix=error.problems[0].fix) from error
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the content of `manifest.json`."""
+    """Return the content of `manifest.json`.
+
+    Raises:
+        InvalidError: `read_manifest` would call the checkpoint damaged.
+    """
     tensors = {
         name: {
             "shape": tensor.shape,
@@ -122,10 +140,11 @@ def encode(manifest: Manifest) -> bytes:
         name: {"bytes": file.num_bytes, "header_crc32": file.header_crc32}
         for name, file in manifest.files.items()
     }
-    own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config")
+    own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config", "block_bytes")
     content = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
     content |= {name: getattr(manifest, name) for name in own}
     content = json.loads(json.dumps(content))  # converts keys to strings before they are sorted
+    check_stored_values(content)
     text = _canonical(content | {"checksum": zlib.crc32(_canonical(content))})
     assert len(text) <= _MAX_BYTES, f"a manifest of {len(text)} bytes exceeds what `read_manifest` reads"
     return text
@@ -133,29 +152,35 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(text: bytes) -> Manifest:
     """Return the manifest that `encode` wrote; its errors do not name the file."""
-    content = _dict(json.loads(text), "the manifest")
+    content = json_object(parse_json(text, max_bytes=_MAX_BYTES), "the manifest")
     checksum = _int(content, "checksum")
     del content["checksum"]
     if checksum != zlib.crc32(_canonical(content)):
-        raise _InvalidManifestError("the checksum does not match the content")
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        found = f"format {content.get('format')!r}, version {content.get('version')!r}"
+        raise InvalidError("the checksum does not match the content")
+    version = content.get("version")
+    if content.get("format") != FORMAT or version not in (1, VERSION):
         raise MismatchError(
-            f"{found}; this program reads {FORMAT!r}, version {VERSION}", fix="use the program that wrote it"
+            f"format {shown(content.get('format'))}, version {shown(version)}; this program reads {FORMAT!r}, up to version {VERSION}",
+            fix="use the program that wrote it",
         )
+    block_bytes = _WHOLE_CHUNK if version == 1 else _int(content, "block_bytes", least=_MIN_BLOCK_BYTES)
+    if version != 1 and (block_bytes > _MAX_BLOCK_BYTES or block_bytes % 8):
+        raise InvalidError(f"block_bytes {block_bytes} is not a valid size of blocks")
     files = {
         _file_name(name): StoredFile(_int(file, "bytes"), _int(file, "header_crc32"))
         for name, file in _items(content, "files")
     }
-    tensors = {name: _tensor(name, tensor, files) for name, tensor in _items(content, "tensors")}
+    tensors = {name: _tensor(name, tensor, files, block_bytes) for name, tensor in _items(content, "tensors")}
+    check_stored_values(content)
     return Manifest(
-        iteration=_int(content, "iteration"),
-        consumed_train_samples=_int(content, "consumed_train_samples"),
-        optimizer_step_count=_int(content, "optimizer_step_count"),
-        state=_dict(content.get("state"), "state"),
-        config=_dict(content.get("config"), "config"),
+        iteration=content["iteration"],
+        consumed_train_samples=content["consumed_train_samples"],
+        optimizer_step_count=content["optimizer_step_count"],
+        state=content["state"],
+        config=content["config"],
         files=files,
         tensors=tensors,
+        block_bytes=block_bytes,
         checksum=checksum,
     )
 
@@ -163,96 +188,100 @@ def decode(text: bytes) -> Manifest:
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return why the boxes do not cover each element of the shape exactly once, or None if they do.
 
-    Boxes are sorted by their first dimension, so that only boxes that overlap in it are compared.
+    The corners of a box, with signs that alternate along each edge, are the mixed derivative of its indicator function. So the
+    boxes tile the shape exactly if their signed corners sum to those of the shape; time is linear in the number of boxes.
     """
     covered = sum(math.prod(box_shape(box)) for box in boxes)
     if covered != math.prod(shape):
         return f"chunks have {covered} elements, the tensor has {math.prod(shape)}"
-    open_boxes: list[Box] = []
-    for box in sorted(boxes):
-        open_boxes = [other for other in open_boxes if other[0][1] > box[0][0]]
-        for other in open_boxes:
-            if intersect(box, other):
-                return f"chunks {other} and {box} overlap"
-        open_boxes.append(box)
-    return None
-
-
-class _InvalidManifestError(Exception):
-    """An invalid value in a manifest."""
+    signs = [math.prod(edge) for edge in itertools.product((1, -1), repeat=len(shape))]
+    corners = dict(zip(itertools.product(*((0, size) for size in shape)), signs, strict=True))
+    for box in boxes:
+        for corner, sign in zip(itertools.product(*box), signs, strict=True):
+            corners[corner] = corners.get(corner, 0) - sign
+    wrong = min((corner for corner, count in corners.items() if count), default=None)
+    return f"chunks overlap at or near element {list(wrong)}" if wrong is not None else None
 
 
 def _canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _tensor(name: str, value: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
-    sizes = _list(_dict(value, name).get("shape"), f"{name}: shape")
+def _tensor(name: str, value: Any, files: Mapping[str, StoredFile], block_bytes: int) -> StoredTensor:
+    sizes = _list(json_object(value, name).get("shape"), f"{name}: shape")
     shape = tuple(_int({"size": size}, "size", least=1) for size in sizes)
     if not 1 <= len(shape) <= _MAX_DIMS or math.prod(shape) > _MAX_ELEMENTS:
-        raise _InvalidManifestError(f"{name}: shape {shape}")
-    kinds = {kind: _kind(f"{name}: {kind}", shape, stored, files) for kind, stored in _items(value, "kinds")}
+        raise InvalidError(f"{name}: shape {shape}")
+    kinds = {
+        kind: _kind(f"{name}: {kind}", shape, stored, files, block_bytes)
+        for kind, stored in _items(value, "kinds")
+    }
     return StoredTensor(shape, kinds)
 
 
-def _kind(where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile]) -> StoredKind:
+def _kind(
+    where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile], block_bytes: int
+) -> StoredKind:
     dtype = _text(value, "dtype")
     if dtype not in DTYPES:
-        raise _InvalidManifestError(f"{where}: dtype {dtype}")
+        raise InvalidError(f"{where}: dtype {dtype}")
+    num_in_block = block_bytes // DTYPES[dtype].itemsize
     chunks = tuple(
-        _chunk(where, shape, chunk, files) for chunk in _list(value.get("chunks"), f"{where}: chunks")
+        _chunk(where, shape, chunk, files, num_in_block)
+        for chunk in _list(value.get("chunks"), f"{where}: chunks")
     )
     problem = tiling_problem(shape, [chunk.box for chunk in chunks])
     if problem:
-        raise _InvalidManifestError(f"{where}: {problem}")
+        raise InvalidError(f"{where}: {problem}")
     return StoredKind(dtype, chunks)
 
 
-def _chunk(where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile]) -> Chunk:
+def _chunk(
+    where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile], num_in_block: int
+) -> Chunk:
     file = _text(value, "file")
     if file not in files:
-        raise _InvalidManifestError(f"{where}: {file!r} is not among the files")
+        raise InvalidError(f"{where}: {shown(file)} is not among the files")
     pairs = [_list(pair, f"{where}: box") for pair in _list(value.get("box"), f"{where}: box")]
     box = tuple((int(pair[0]), int(pair[1])) for pair in pairs if [type(n) for n in pair] == [int, int])
     is_inside = len(box) == len(pairs) == len(shape) and all(
         0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
     )
     if not is_inside:
-        raise _InvalidManifestError(f"{where}: box {pairs} of a tensor of shape {shape}")
-    return Chunk(file, _text(value, "key"), box, _int(value, "crc32"))
+        raise InvalidError(f"{where}: box {shown(pairs)} of a tensor of shape {shape}")
+    is_version_1 = num_in_block > _MAX_BLOCK_BYTES
+    crc32s = f"{_int(value, 'crc32'):08x}" if is_version_1 else _text(value, "crc32s")
+    num_blocks = -(-math.prod(box_shape(box)) // num_in_block)
+    if not _CHECKSUMS.fullmatch(crc32s) or len(crc32s) != 8 * num_blocks:
+        raise InvalidError(f"{where}: crc32s {crc32s[:80]!r} of {num_blocks} blocks")
+    return Chunk(file, _text(value, "key"), box, crc32s)
 
 
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name):
-        raise _InvalidManifestError(f"{name!r} is not a valid file name")
+        raise InvalidError(f"{shown(name)} is not a valid file name")
     return name
 
 
 def _items(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    yield from _dict(_dict(value, key).get(key), key).items()
-
-
-def _dict(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _InvalidManifestError(f"{what} is not a JSON object")
-    return value
+    yield from json_object(json_object(value, key).get(key), key).items()
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _InvalidManifestError(f"{what} is not a list")
+        raise InvalidError(f"{what} is not a list")
     return value
 
 
 def _text(value: Any, key: str) -> str:
-    found = _dict(value, key).get(key)
+    found = json_object(value, key).get(key)
     if not isinstance(found, str):
-        raise _InvalidManifestError(f"{key} {found!r} is not a string")
+        raise InvalidError(f"{key} {shown(found)} is not a string")
     return found
 
 
 def _int(value: Any, key: str, *, least: int = 0) -> int:
-    found = _dict(value, key).get(key)
+    found = json_object(value, key).get(key)
     if not isinstance(found, int) or isinstance(found, bool) or not least <= found < 1 << 63:
-        raise _InvalidManifestError(f"{key} {found!r} is not an integer of at least {least}")
+        raise InvalidError(f"{key} {shown(found)} is not an integer of at least {least}")
     return found

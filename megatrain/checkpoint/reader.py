@@ -98,7 +98,14 @@ class CheckpointReader:
             return self._last[1]
         self._last = None  # frees the last chunk before the next is read
         file = self._open(chunk.file)
-        values = file.read(chunk.key, dtype=dtype, shape=box_shape(chunk.box), crc32=chunk.crc32)
+        shape = box_shape(chunk.box)
+        values = file.read(
+            chunk.key,
+            dtype=dtype,
+            shape=shape,
+            crc32s=chunk.crc32s,
+            block_bytes=self.manifest.block_bytes,
+        ).view(shape)
         self._last = chunk, values
         return values
 

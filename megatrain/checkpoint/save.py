@@ -178,10 +178,19 @@ def write_rank_shards(
             disk, temporary / name, [(chunk.key, chunk.values.view(box_shape(chunk.box))) for chunk in part]
         )
         rows = [
-            (chunk.name, chunk.shape, chunk.kind, dtype_name(chunk.values.dtype), chunk.key, chunk.box, crc32)
-            for chunk, crc32 in zip(part, written.crc32s, strict=True)
+            (
+                chunk.name,
+                chunk.shape,
+                chunk.kind,
+                dtype_name(chunk.values.dtype),
+                chunk.key,
+                chunk.box,
+                crc32s,
+            )
+            for chunk, crc32s in zip(part, written.crc32s, strict=True)
         ]
-        reports.append({"name": name, "file": vars(written.file), "chunks": rows})
+        file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
+        reports.append({"name": name, "file": file, "chunks": rows})
     return reports
 
 
@@ -200,8 +209,8 @@ def merge_reports(
     chunks: dict[str, dict[tuple[str, str], list[Chunk]]] = {}
     for report in (report for rank_reports in reports for report in rank_reports):
         files[report["name"]] = StoredFile(**report["file"])
-        for name, shape, kind, dtype, key, box, crc32 in report["chunks"]:
-            chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), crc32)
+        for name, shape, kind, dtype, key, box, crc32s in report["chunks"]:
+            chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), crc32s)
             shapes[name] = tuple(shape)
             chunks.setdefault(name, {}).setdefault((kind, dtype), []).append(chunk)
     has_optimizer = any(len(kinds) > 1 for kinds in chunks.values())

@@ -1,11 +1,7 @@
-"""Files of chunks in the safetensors format, written and read one chunk at a time.
+"""Files of chunks as tensors: `shard_file.py` writes them, and here ranges of chunks are read and checked.
 
-    8 bytes   length of the header, little-endian
-    header    JSON: {key: {"dtype", "shape", "data_offsets": [start, stop]}}, padded with spaces
-    data      row-major values, one chunk after the other
-
-The safetensors library writes a file from memory at once, and reads with mmap, where truncation of the file kills the
-process. Here memory is bounded by one chunk, and every failure is an exception.
+The safetensors library reads with mmap, where truncation of the file kills the process. Here memory is bounded by one
+chunk, and every failure is an exception.
 """
 
 from __future__ import annotations
@@ -15,47 +11,49 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import Disk, errors_name_file, open_regular_file, read_into
+from megatrain.checkpoint.disk import Disk, open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
+from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, checksums, write_shard_file
 
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class WrittenFile:
-    """A written file: its manifest entry, and the crc32 of each chunk."""
-
-    file: StoredFile
-    crc32s: list[int]
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
 
 
-def write_tensor_file(disk: Disk, path: Path, chunks: Sequence[tuple[str, Tensor]]) -> WrittenFile:
-    """Write (key, tensor) chunks and fsync the data (not the file name); one chunk at a time is copied to the CPU."""
-    header = _header(chunks)
-    num_bytes, sums = len(header), []
-    with errors_name_file(path), disk.create(path) as file:
-        disk.write(file, header)
-        for _, tensor in chunks:
-            data = _bytes_of(tensor.detach().cpu().contiguous())
-            sums.append(zlib.crc32(data))
-            disk.write(file, data)
-            num_bytes += len(data)
-        disk.sync(file)
-    return WrittenFile(StoredFile(num_bytes, zlib.crc32(header)), sums)
+def write_tensor_file(
+    disk: Disk, path: Path, chunks: Sequence[tuple[str, Tensor]], *, verifies: bool = False
+) -> WrittenFile:
+    """Write (key, tensor) chunks, as `write_shard_file` does; one chunk at a time is copied to the CPU."""
+    return write_shard_file(
+        disk,
+        path,
+        [entry_of(key, tensor) for key, tensor in chunks],
+        (bytes_of(tensor.detach().cpu().contiguous()) for _, tensor in chunks),
+        verifies=verifies,
+    )
+
+
+def entry_of(key: str, tensor: Tensor) -> ChunkEntry:
+    """Return the entry of a tensor in the header of a file."""
+    return ChunkEntry(
+        key, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size()
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
@@ -81,12 +79,42 @@ class TensorFile:
     def close(self) -> None:
         self._file.close()
 
-    def read(self, key: str, *, dtype: str, shape: tuple[int, ...], crc32: int) -> Tensor:
-        """Return the chunk under `key`.
+    def read(
+        self,
+        key: str,
+        *,
+        dtype: str,
+        shape: tuple[int, ...],
+        crc32s: str,
+        block_bytes: int,
+        part: slice | None = None,
+        buffer: Tensor | None = None,
+    ) -> Tensor:
+        """Return elements of the chunk under `key`, flat; only the blocks that hold them are read and checked.
+
+        Args:
+            crc32s: crc32 of each block of the chunk.
+            part: range of elements in row-major order; None: the chunk.
+            buffer: uint8 [at least the bytes of the chunk], memory for the result; None: it is allocated.
 
         Raises:
-            DamagedError: it differs from its entry in the manifest.
+            DamagedError: the chunk differs from its entry in the manifest.
         """
+        start, size = self._find(key, dtype, shape)
+        itemsize = DTYPES[dtype].itemsize
+        part = part or slice(0, size // itemsize)
+        first = part.start * itemsize // block_bytes
+        low, high = first * block_bytes, min(-(-part.stop * itemsize // block_bytes) * block_bytes, size)
+        tensor = (torch.empty(high - low, dtype=torch.uint8) if buffer is None else buffer)[: high - low]
+        data = bytes_of(tensor)
+        read_into(self._file, data, self._data_start + start + low, self.path)
+        if checksums(data, block_bytes) != crc32s[8 * first : 8 * -(-high // block_bytes)]:
+            raise DamagedError(f"{self.path}: {key} does not match its checksum")
+        offset = part.start * itemsize - low
+        return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
+
+    def _find(self, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the first byte of a chunk, counted from the header, and its size."""
         entry = self._header.get(key)
         if entry is None:
             raise DamagedError(f"{self.path}: has no {key}")
@@ -99,12 +127,7 @@ class TensorFile:
             is_consistent = False
         if not is_consistent:
             raise DamagedError(f"{self.path}: {key} is not {dtype} of shape {shape}")
-        tensor = torch.empty(shape, dtype=DTYPES[dtype])
-        data = _bytes_of(tensor)
-        read_into(self._file, data, self._data_start + start, self.path)
-        if zlib.crc32(data) != crc32:
-            raise DamagedError(f"{self.path}: {key} does not match its checksum")
-        return tensor
+        return start, size
 
     def _read_header(self, stored: StoredFile) -> tuple[dict[str, Any], int]:
         length = bytearray(8)
@@ -129,24 +152,3 @@ def check_size(path: Path, num_bytes: int, stored: StoredFile) -> None:
     """Raise DamagedError if a file has another size than was written."""
     if num_bytes != stored.num_bytes:
         raise DamagedError(f"{path}: {num_bytes} bytes instead of {stored.num_bytes}")
-
-
-def _header(chunks: Sequence[tuple[str, Tensor]]) -> bytes:
-    entries: dict[str, Any] = {}
-    start = 0
-    for key, tensor in chunks:
-        assert key not in entries, f"two chunks {key}"
-        stop = start + tensor.numel() * tensor.element_size()
-        entries[key] = {
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, stop],
-        }
-        start = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data

@@ -18,6 +18,7 @@ from checkpoint_helpers import build_ranks, load, one_rank, run_ranks, save, sav
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
+from megatrain.checkpoint.manifest import StoredFile
 from megatrain.checkpoint.reader import verify
 from megatrain.checkpoint.tensor_file import TensorFile, write_tensor_file
 from megatrain.config.errors import NoCheckpointError
@@ -79,7 +80,8 @@ def test_a_header_that_only_looks_the_same_is_damage(tmp_path: Path) -> None:
     """A line break in place of a padding space is JSON too."""
     for length in range(8):
         path = tmp_path / f"{length}.safetensors"
-        stored = write_tensor_file(Disk(), path, [("k" * (length + 1), torch.ones(4))]).file
+        written = write_tensor_file(Disk(), path, [("k" * (length + 1), torch.ones(4))])
+        stored = StoredFile(written.num_bytes, written.header_crc32)
         changed = path.read_bytes().replace(b"} ", b"}\n")
         is_padded = changed != path.read_bytes()
         path.write_bytes(changed)
@@ -240,7 +242,13 @@ def first_chunk(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: first_chunk(c).update(box=[[-1, 3], [0, 16]]), "box"),
         (lambda c: first_chunk(c).update(box=[[0]]), "box"),
         (lambda c: first_chunk(c).update(key="nothing"), "has no nothing"),
-        (lambda c: first_chunk(c).update(crc32=0), "does not match its checksum"),
+        (lambda c: first_chunk(c).update(crc32s="00000000"), "does not match its checksum"),
+        (lambda c: first_chunk(c).update(crc32s=""), "crc32s '' of 1 blocks"),
+        (lambda c: first_chunk(c).update(crc32s="0" * 16), "of 1 blocks"),
+        (lambda c: first_chunk(c).update(crc32s="0000000G"), "of 1 blocks"),
+        (lambda c: c.update(block_bytes=8), "block_bytes 8 is not an integer of at least 1024"),
+        (lambda c: c.update(block_bytes=(1 << 20) + 1), "block_bytes 1048577"),
+        (lambda c: c.update(block_bytes=1 << 62), "block_bytes"),
     ],
 )
 def test_wrong_manifests_fall_back(folder: Path, edit: Callable[[dict[str, Any]], Any], reason: str) -> None:
@@ -255,8 +263,8 @@ def test_an_edit_without_the_checksum_falls_back(folder: Path) -> None:
 
 
 def test_a_newer_format_is_reported_and_not_skipped(folder: Path) -> None:
-    edited(folder / NEW, lambda content: content.update(version=2))
-    with pytest.raises(MismatchError, match="version 2; this program reads 'megatrain', version 1"):
+    edited(folder / NEW, lambda content: content.update(version=3))
+    with pytest.raises(MismatchError, match="version 3; this program reads 'megatrain', up to version 2"):
         load(folder, one_rank())
 
 

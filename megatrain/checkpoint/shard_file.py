@@ -1,0 +1,130 @@
+"""Write files of chunks in the safetensors format, with a checksum for each block of a chunk.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {key: {"dtype", "shape", "data_offsets": [start, stop]}}, padded with spaces
+    data      row-major values, one chunk after the other
+
+The safetensors library writes a file from memory at once; here memory is bounded by one chunk. This module does not import
+torch: the writer process of an asynchronous save uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.disk import Disk, errors_name_file, open_regular_file, read_into
+from megatrain.checkpoint.errors import CheckpointError
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of a chunk that share a checksum; the last block of a chunk may be smaller."""
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """A chunk in the header of a file."""
+
+    key: str
+    dtype: str
+    """Name of the dtype in safetensors."""
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file as it was written."""
+
+    num_bytes: int
+    header_crc32: int
+    crc32s: list[str]
+    """For each chunk, the crc32 of its blocks: eight hexadecimal digits each."""
+
+
+def write_shard_file(
+    disk: Disk,
+    path: Path,
+    chunks: Sequence[ChunkEntry],
+    data: Iterable[memoryview],
+    *,
+    verifies: bool = False,
+) -> WrittenFile:
+    """Write a file and fsync its data (not its name); checksums are computed while the disk writes.
+
+    Args:
+        data: the bytes of each chunk.
+        verifies: read the file again from the disk, and compare it with the checksums.
+
+    Raises:
+        OSError: the disk cannot write.
+        CheckpointError: the disk returns other data than was written.
+    """
+    header, crc32s = header_of(chunks), []
+    with errors_name_file(path), disk.create(path) as file, ThreadPoolExecutor(1) as pool:
+        disk.write(file, header)
+        for values in data:
+            sums = pool.submit(checksums, values)
+            disk.write(file, values)
+            crc32s.append(sums.result())
+        disk.sync(file)
+    num_bytes = len(header) + sum(chunk.num_bytes for chunk in chunks)
+    written = WrittenFile(num_bytes, zlib.crc32(header), crc32s)
+    if verifies:
+        problem = _problem_on_disk(path, len(header), chunks, written)
+        if problem is not None:
+            raise CheckpointError(
+                f"{path}: {problem} when it is read again (--verify-saves)",
+                fix="give --save a folder on other storage, and check the health of this one",
+            )
+    return written
+
+
+def header_of(chunks: Sequence[ChunkEntry]) -> bytes:
+    """Return the header of a file of these chunks, with its length."""
+    entries: dict[str, Any] = {}
+    start = 0
+    for chunk in chunks:
+        assert chunk.key not in entries, f"two chunks {chunk.key}"
+        stop = start + chunk.num_bytes
+        entries[chunk.key] = {"dtype": chunk.dtype, "shape": chunk.shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def blocks(data: memoryview, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+    """Yield the blocks of a chunk's bytes."""
+    for start in range(0, len(data), block_bytes):
+        yield data[start : start + block_bytes]
+
+
+def checksums(data: memoryview, block_bytes: int = BLOCK_BYTES) -> str:
+    """Return the crc32 of each block, eight hexadecimal digits each."""
+    return "".join(f"{zlib.crc32(block):08x}" for block in blocks(data, block_bytes))
+
+
+def _problem_on_disk(
+    path: Path, header_bytes: int, chunks: Sequence[ChunkEntry], written: WrittenFile
+) -> str | None:
+    """Read a file after its pages are dropped from the page cache; return what differs from what was written, or None."""
+    buffer = memoryview(bytearray(max(header_bytes, *(chunk.num_bytes for chunk in chunks))))
+    with open_regular_file(path) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        read_into(file, buffer[:header_bytes], 0, path)
+        if zlib.crc32(buffer[:header_bytes]) != written.header_crc32:
+            return "the header differs from what was written"
+        at = header_bytes
+        for chunk, crc32s in zip(chunks, written.crc32s, strict=True):
+            data = buffer[: chunk.num_bytes]
+            read_into(file, data, at, path)
+            if checksums(data) != crc32s:
+                return f"{chunk.key} differs from what was written"
+            at += chunk.num_bytes
+    return None
