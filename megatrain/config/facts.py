@@ -50,6 +50,8 @@ class StoredRun:
     data_plans: Mapping[str, Sequence[int | None]] = field(default_factory=dict)
     """Samples of each plan, by split."""
     datasets: tuple[DatasetFacts, ...] = ()
+    scheduled_samples: int | None = None
+    """Samples of the steps that were not skipped, by which schedules go; None: not known."""
     schedule: Mapping[str, Any] | None = None
     """Schedules of the saved run, from `ScheduleValues.to_dict`; None: they are not resumed."""
     has_optimizer: bool = True
@@ -92,6 +94,7 @@ class StoredRun:
             pass_size=state.get("pass_size"),
             data_plans=state.get("data_plans", {}),
             datasets=tuple(DatasetFacts(**dataset) for dataset in state.get("datasets", ())),
+            scheduled_samples=state.get("scheduled_samples"),
             schedule=state.get("schedule"),
             has_optimizer=state.get("has_optimizer", True),
             **values,

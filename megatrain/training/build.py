@@ -12,12 +12,13 @@ import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.pipeline import layer_ranges
+from megatrain.config.derive.schedule_formulas import WeightDecaySchedule
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import gpt_spec
 from megatrain.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScaler
-from megatrain.optim.lr_schedule import HyperparamSchedules, LrSchedule, WeightDecaySchedule
+from megatrain.optim.lr_schedule import HyperparamSchedules
 from megatrain.optim.muon import Muon, MuonRule
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule, SgdRule, UpdateRule
@@ -150,16 +151,7 @@ def build_loss_scaler(plan: Plan) -> LossScaler:
 def build_schedules(plan: Plan) -> HyperparamSchedules:
     """Build the schedules of learning rates and weight decay."""
     values = plan.derived.schedule
-    rate = LrSchedule(
-        style=values.lr_decay_style,
-        peak=values.lr,
-        floor=values.min_lr,
-        init=values.lr_warmup_init,
-        warmup_samples=values.lr_warmup_samples,
-        decay_samples=values.lr_decay_samples,
-        wsd_style=values.lr_wsd_decay_style,
-        wsd_samples=values.lr_wsd_decay_samples,
-    )
+    rate = values.rate
     of_kind = {kind: group for group in plan.derived.lr_groups.groups for kind in group.kinds}
     return HyperparamSchedules(
         lr=rate,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import Facts, StoredRun, parse, resolve
+from megatrain.config.derive.schedule_formulas import LrSchedule, WeightDecaySchedule
 from megatrain.config.plan import Plan
-from megatrain.optim.lr_schedule import LrSchedule, WeightDecaySchedule
 from megatrain.training.build import build_schedules
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "schedules.json").read_text())

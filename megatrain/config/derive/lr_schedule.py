@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
+from megatrain.config.derive.schedule_formulas import LrSchedule
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.optimizer import (
     LrDecayStyle,
@@ -63,7 +64,24 @@ class ScheduleValues:
     def __str__(self) -> str:
         decay = self.start_weight_decay
         increase = "" if decay == self.end_weight_decay else f" to {self.end_weight_decay:g}"
-        return f"{self.lr_decay_style}, lr {self.lr:g} to {self.min_lr:g}, weight decay {decay:g}{increase}"
+        end = "" if self.lr_decay_style == "constant" else f" at sample {self.lr_decay_samples}"
+        return (
+            f"{self.lr_decay_style}, lr {self.lr:g} to {self.min_lr:g}{end}, weight decay {decay:g}{increase}"
+        )
+
+    @property
+    def rate(self) -> LrSchedule:
+        """The schedule of the learning rate."""
+        return LrSchedule(
+            style=self.lr_decay_style,
+            peak=self.lr,
+            floor=self.min_lr,
+            init=self.lr_warmup_init,
+            warmup_samples=self.lr_warmup_samples,
+            decay_samples=self.lr_decay_samples,
+            wsd_style=self.lr_wsd_decay_style,
+            wsd_samples=self.lr_wsd_decay_samples,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores."""

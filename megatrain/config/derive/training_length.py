@@ -2,6 +2,8 @@
 
 import dataclasses
 import os.path
+from collections.abc import Mapping
+from typing import Any
 
 from megatrain.config.derive.batch_sizes import BatchSizes, batch_sizes, parse_steps
 from megatrain.config.derive.datasets import split_problems
@@ -130,16 +132,26 @@ def train_samples(draft: Draft) -> DerivedValue:
 
 
 def lr_decay_samples(draft: Draft) -> DerivedValue:
-    schedule = draft.config.schedule
+    schedule, stored = draft.config.schedule, _schedule_of_checkpoint(draft)
+    if "lr_decay_samples" in stored:
+        return DerivedValue(stored["lr_decay_samples"], "the checkpoint's")
     if schedule.lr_decay_samples is not None:
         return DerivedValue(schedule.lr_decay_samples, "--lr-decay-samples")
     if schedule.lr_decay_iters is not None:
         return _samples_of(draft, schedule.lr_decay_iters)
-    return DerivedValue(_samples_of_training(draft).value, "to the end of training")
+    samples, end = _samples_of_training(draft), draft.derived.train_samples
+    if (
+        schedule.lr_decay_style == "constant"
+        or abs(samples.value - end) < draft.config.training.global_batch_size
+    ):
+        return DerivedValue(samples.value, "to the end of training")
+    return DerivedValue(samples.value, f"{samples.reason}; training ends at sample {end}")
 
 
 def lr_warmup_samples(draft: Draft) -> DerivedValue:
-    schedule = draft.config.schedule
+    schedule, stored = draft.config.schedule, _schedule_of_checkpoint(draft)
+    if "lr_warmup_samples" in stored:
+        return DerivedValue(stored["lr_warmup_samples"], "the checkpoint's")
     if schedule.lr_warmup_fraction is not None:
         decay = draft.derived.lr_decay_samples
         return DerivedValue(
@@ -184,8 +196,8 @@ def schedule(draft: Draft) -> DerivedValue:
         weight_decay_incr_style=config.weight_decay_incr_style,
         weight_decay_incr_samples=_samples_of_training(draft).value,
     )
-    stored = draft.facts.checkpoint.schedule if draft.facts.checkpoint else None
-    if stored and draft.continues_optimizer and config.use_checkpoint_opt_param_scheduler:
+    stored = _schedule_of_checkpoint(draft)
+    if stored:
         return DerivedValue(dataclasses.replace(given, **stored), "the checkpoint's")
     return DerivedValue(given, "of this run")
 
@@ -194,6 +206,14 @@ def lr_groups(draft: Draft) -> DerivedValue:
     return DerivedValue(
         *group_learning_rates(draft.config.model, draft.config.optimizer, draft.derived.schedule)
     )
+
+
+def _schedule_of_checkpoint(draft: Draft) -> Mapping[str, Any]:
+    """Return the values of the checkpoint's schedules if the run uses them; empty: it uses its own."""
+    stored, is_wanted = draft.facts.checkpoint, draft.config.schedule.use_checkpoint_opt_param_scheduler
+    if stored is None or not (is_wanted and draft.continues_optimizer):
+        return {}
+    return stored.schedule or {}
 
 
 def _samples_of(draft: Draft, iterations: int) -> DerivedValue:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from megatrain.config.derive.attention_features import layers_with_eager_attention
+from megatrain.config.derive.attention_features import layers_with_softcap_or_dropout
 from megatrain.config.derive.context_parallel import ring_is_replaced
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.derive.transformer_engine import local_leaves
@@ -132,6 +132,19 @@ def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
         )
 
 
+def run_ends_before_the_decay(draft: Draft) -> Iterator[str]:
+    derived, schedule = draft.derived, draft.derived.schedule
+    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.skip_train
+    restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
+    end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
+    last_rate = schedule.rate.at(max(end - batch, 0))
+    if is_trained and schedule.lr_decay_style != "constant" and schedule.lr_decay_samples - end >= batch:
+        yield (
+            f"the run ends at sample {end}, before the decay of the learning rate ends at sample {schedule.lr_decay_samples}:"
+            f" the last iteration has {last_rate:.4g}, and --min-lr is {schedule.min_lr:g}"
+        )
+
+
 def split_has_no_effect(draft: Draft) -> Iterator[str]:
     is_separate = any(dataset.split != "all" for dataset in draft.facts.datasets)
     if is_separate and draft.is_given("data.split"):
@@ -164,7 +177,7 @@ def rotary_positions_are_relative(draft: Draft) -> Iterator[str]:
 
 def attention_kernel(draft: Draft) -> Iterator[str]:
     is_given = not draft.is_default("model.attention_backend")
-    if draft.config.training.device == "cuda" or is_given or layers_with_eager_attention(draft) != "none":
+    if draft.config.training.device == "cuda" or is_given or layers_with_softcap_or_dropout(draft) != "none":
         yield draft.origins["derived.attention_backend"].detail
 
 
@@ -308,6 +321,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     schedules_restart,
     schedules_are_the_checkpoints,
     batch_changed_on_resume,
+    run_ends_before_the_decay,
     split_has_no_effect,
     datasets_are_duplicated,
     end_of_document_was_guessed,

@@ -5,6 +5,7 @@ datasets, their weights, the tokenizer   ──> compared by content            
 schedules                                ──> compared by meaning             ──> a problem, unless a flag selects one
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -120,10 +121,15 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         differences = "; ".join(
             f"{name}: the checkpoint has {before}, this run {now}" for name, before, now in changes
         )
+        own = draft.derived.schedule
+        former = dataclasses.replace(own, **stored.schedule)
+        next_iteration, samples = stored.iteration + 1, stored.scheduled_samples
+        samples = stored.consumed_train_samples if samples is None else samples
         yield Problem(
-            f"the schedules differ from the checkpoint: {differences}",
-            "add --override-opt-param-scheduler to use the schedules of this run, or"
-            " --use-checkpoint-opt-param-scheduler to use those of the checkpoint",
+            f"the schedules differ from the checkpoint: {differences}\n  of the checkpoint: {former}\n  of this run: {own}",
+            "add --override-opt-param-scheduler to use the schedules of this run (learning rate"
+            f" {own.rate.at(samples):.4g} at iteration {next_iteration}), or --use-checkpoint-opt-param-scheduler to use those of"
+            f" the checkpoint (learning rate {former.rate.at(samples):.4g})",
         )
 
 

@@ -276,6 +276,63 @@ def test_another_schedule_requires_a_flag(plan_of, problems_of, stored, flags, w
     assert any(note.startswith("--no-load-optim: ") for note in restarted.notes)
 
 
+def test_a_longer_run_shows_what_each_schedule_does_to_the_learning_rate(assert_refused, stored):
+    """Linear decay of 1e-3 over 80 or 160 samples, 8 of them done."""
+    assert_refused(
+        f"{BASE} --train-iters 20",
+        (
+            "of the checkpoint: linear, lr 0.001 to 0 at sample 80",
+            "of this run: linear, lr 0.001 to 0 at sample 160",
+        ),
+        (
+            "--override-opt-param-scheduler",
+            "0.00095 at iteration 2",
+            "--use-checkpoint-opt-param-scheduler",
+            "0.0009",
+        ),
+        facts=stored,
+    )
+
+
+def test_skipped_steps_do_not_count_for_the_learning_rate(assert_refused, stored):
+    facts = dataclasses.replace(
+        stored, checkpoint=dataclasses.replace(stored.checkpoint, scheduled_samples=0)
+    )
+    assert_refused(f"{BASE} --lr 2e-3", (), ("0.002 at iteration 2", "learning rate 0.001)"), facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--lr-decay-iters 20", ("at sample 80", "at sample 160", "has 0.00055", "--min-lr is 0")),
+        ("--lr-decay-iters 11 --lr-decay-style cosine --min-lr 1e-4", ("at sample 80", "at sample 88", "--min-lr is 0.0001")),
+    ],
+)  # fmt: skip
+def test_a_run_that_ends_before_its_decay_is_noted(plan_of, flags, named):
+    (note,) = (note for note in plan_of(f"{BASE} {flags}").notes if "before the decay" in note)
+    assert all(words in note for words in named), note
+
+
+@pytest.mark.parametrize("flags", ["", "--lr-decay-iters 5", "--lr-decay-iters 20 --lr-decay-style constant"])
+def test_a_run_that_reaches_the_end_of_its_decay_is_not_noted(plan_of, flags):
+    assert not any("before the decay" in note for note in plan_of(f"{BASE} {flags}").notes)
+
+
+def test_the_plan_says_where_the_decay_ends_after_a_change_of_the_batch(plan_of, stored):
+    """Samples: 40 of the checkpoint, then 5 iterations of 16; this run's schedule counts 10 iterations of 16."""
+    half = dataclasses.replace(stored.checkpoint, iteration=5, consumed_train_samples=40)
+    stored = dataclasses.replace(stored, checkpoint=half)
+    changed = f"{BASE} --global-batch-size 16"
+    own = plan_of(f"{changed} {OWN}", facts=stored)
+    assert own.derived.lr_decay_samples == 160
+    assert "training ends at sample 120" in own.origins["derived.lr_decay_samples"].detail
+    kept = plan_of(f"{changed} --use-checkpoint-opt-param-scheduler", facts=stored)
+    assert kept.derived.lr_decay_samples == kept.derived.schedule.lr_decay_samples == 80
+    assert kept.origins["derived.lr_decay_samples"].detail == "the checkpoint's"
+    assert any("ends at sample 120, before the decay" in note for note in own.notes)
+    assert not any("before the decay" in note for note in kept.notes)
+
+
 def test_a_note_names_the_schedule_of_the_checkpoint(plan_of, stored):
     plan = plan_of(f"{BASE} --use-checkpoint-opt-param-scheduler --lr 2e-3", facts=stored)
     assert any("from the checkpoint (--lr 0.001, not 0.002)" in note for note in plan.notes)
