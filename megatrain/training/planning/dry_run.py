@@ -13,15 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from megatrain.config import ConfigError, Facts, Plan, Request, resolve
+from megatrain.config.derive.batch_sizes import batch_sizes
 from megatrain.config.derive.model import training_flops
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.pipeline.simulator import simulate
+from megatrain.parallel.pipeline.simulator import Simulation, simulate
 from megatrain.training.build import build_pipeline
 from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
+from megatrain.training.planning.memory_limit import memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
 from megatrain.training.planning.model_tree import ModelTree, model_tree
 
@@ -80,6 +82,10 @@ class Pipeline:
     num_microbatches: int
     bubble_share: float
     """Fraction of all stages' time spent waiting."""
+    first_num_microbatches: int
+    """Micro-batches of the first iteration: other than `num_microbatches` if the global batch grows."""
+    first_bubble_share: float
+    """Fraction of the time spent waiting in the first iteration."""
     microbatches_in_flight: tuple[int, ...]
     """Peak number of forward passes of chunks whose backward pass has not run, by rank."""
 
@@ -95,6 +101,8 @@ class DryRun:
     """Memory of one rank of each pipeline stage."""
     device_memory_bytes: int | None
     """Memory of this host's GPU; None: unknown."""
+    memory_warning: str | None
+    """The memory does not suffice; with the remedies."""
     ranks: RankLayout
     data: tuple[DatasetUse, ...]
     timeline: Timeline
@@ -117,6 +125,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         Engine(plan, build_grid(shape, rank), torch.device("meta")) for rank in shape.rank_lists("pp")[0]
     ]
     memory = planned_memory(plan, engines, pipeline.microbatches_in_flight)
+    device_bytes = _device_memory(plan)
     return DryRun(
         plan=plan,
         model=model_tree(
@@ -124,7 +133,8 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         ),
         flops=_flops(plan),
         memory=tuple(memory),
-        device_memory_bytes=_device_memory(plan),
+        device_memory_bytes=device_bytes,
+        memory_warning=memory_warning(plan, max(stage.total for stage in memory), device_bytes),
         ranks=_rank_layout(plan, reason),
         data=tuple(dataset_uses(plan, facts)),
         timeline=timeline_of(plan, facts),
@@ -180,9 +190,14 @@ def _device_memory(plan: Plan) -> int | None:
 def _pipeline(plan: Plan) -> Pipeline:
     stages, count = plan.config.parallel.pipeline_model_parallel_size, plan.derived.num_microbatches
     pipeline = build_pipeline(plan)
-    simulation = simulate(
-        [pipeline.training(rank, count) for rank in range(stages)], placement=pipeline.placement
-    )
+    sizes = batch_sizes(plan.config, data_parallel_size=plan.derived.data_parallel_size)
+    first = sizes.num_microbatches(plan.derived.start_consumed_samples)
+
+    def simulated(num_microbatches: int) -> Simulation:
+        actions = [pipeline.training(rank, num_microbatches) for rank in range(stages)]
+        return simulate(actions, placement=pipeline.placement)
+
+    simulation = simulated(count)
     return Pipeline(
         schedule=pipeline.kind,
         num_stages=stages,
@@ -190,6 +205,8 @@ def _pipeline(plan: Plan) -> Pipeline:
         layers=plan.derived.pipeline_layers,
         num_microbatches=count,
         bubble_share=simulation.bubble_fraction,
+        first_num_microbatches=first,
+        first_bubble_share=simulated(first).bubble_fraction,
         microbatches_in_flight=simulation.peak_activations,
     )
 

@@ -11,6 +11,7 @@ from megatrain.config import Request, render_plan
 from megatrain.config.environment import read_environment
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
+from megatrain.training.planning.memory_limit import comparison
 from megatrain.training.planning.memory_plan import StageMemory
 from megatrain.training.planning.model_tree import Block, StageTree
 
@@ -57,7 +58,8 @@ def as_text(found: DryRun) -> str:
         _timeline(found),
     )
     text = "\n\n".join("\n".join(lines) for lines in sections)
-    return f"{render_plan(found.plan)}\n{text}\n\n> dry run: nothing was started\n"
+    warning = f"warning: {found.memory_warning}\n\n" if found.memory_warning else ""
+    return f"{render_plan(found.plan)}\n{text}\n\n{warning}> dry run: nothing was started\n"
 
 
 def to_dict(found: DryRun) -> dict[str, Any]:
@@ -137,10 +139,10 @@ def _memory(found: DryRun) -> Iterator[str]:
     if any(stage.held.on_host for stage in found.memory):
         most = max(stage.held.on_host for stage in found.memory)
         yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of host memory per rank, not in the table"
-    limit, largest = found.device_memory_bytes, max(stage.total for stage in found.memory)
-    if limit is not None:
-        words = "fits into" if largest <= limit else "exceeds"
-        yield f"  the largest total {words} the {_gigabytes(limit)} GB of this host's GPU"
+    largest = max(stage.total for stage in found.memory)
+    compared = comparison(found.plan, largest, found.device_memory_bytes)
+    if compared is not None:
+        yield f"  {compared}"
 
 
 def _equal_stages(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMemory]]:
@@ -212,6 +214,11 @@ def _pipeline(found: DryRun) -> Iterator[str]:
         f"pipeline: {pipeline.schedule}, {pipeline.num_stages} stages{chunks}, {pipeline.num_microbatches} micro-batches,"
         f" bubble {pipeline.bubble_share:.1%} of the time"
     )
+    if pipeline.first_num_microbatches != pipeline.num_microbatches:
+        yield (
+            f"  first iteration: {pipeline.first_num_microbatches} micro-batches,"
+            f" bubble {pipeline.first_bubble_share:.1%} of the time"
+        )
     if len(set(pipeline.layers)) > 1:
         yield f"  layers of the virtual stages: {' '.join(map(str, pipeline.layers))}"
 

@@ -26,6 +26,7 @@ from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
 from megatrain.training.planning.dry_run import DryRun, examine
 from megatrain.training.planning.dry_run_output import as_text
+from megatrain.training.planning.memory_limit import comparison, memory_warning
 from megatrain.training.planning.memory_plan import resident_memory
 from megatrain.training.planning.meta_step import MetaOperations
 
@@ -76,6 +77,9 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(
     }  # fmt: skip
     # 1F1B: bubble (p - 1) / (m + p - 1); stage i has p - i micro-batches in flight.
     assert found["pipeline"]["bubble_share"] == pytest.approx(15 / (64 + 15))
+    # The ramp starts at 256 samples, 8 micro-batches of each of 32 replicas.
+    assert found["pipeline"]["first_num_microbatches"] == 8
+    assert found["pipeline"]["first_bubble_share"] == pytest.approx(15 / (8 + 15))
     assert found["pipeline"]["microbatches_in_flight"] == list(range(16, 0, -1))
     middle = found["memory"][1]
     parameters = model["stages"][1]["parameters"]
@@ -88,7 +92,7 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(
 def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, {})
     assert list(found) == [
-        "plan", "model", "flops", "memory", "device_memory_bytes", "ranks", "data", "timeline", "pipeline"
+        "plan", "model", "flops", "memory", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "pipeline"
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
         "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at"
@@ -228,6 +232,37 @@ def test_epochs_follow_from_samples_and_weights(tmp_path: Path) -> None:
         ("valid", "b"): (2, 960, pytest.approx(2 * 16 / 960)),
     }
     assert not list(tmp_path.glob("index_cache/*"))
+
+
+def test_a_ramp_shows_the_bubble_of_its_first_iteration() -> None:
+    assert "first iteration: 8 micro-batches, bubble 65.2% of the time" in as_text(large())
+    steady = {"--pipeline-model-parallel-size": "2", "--global-batch-size": "8"}
+    assert "first iteration" not in as_text(examined(steady))
+
+
+def test_a_rank_that_fits_into_no_gpu_is_a_warning_with_remedies() -> None:
+    tiny = examined({"--device": "cuda", "--world-size": "2"})
+    assert tiny.memory_warning is None
+    assert memory_warning(tiny.plan, 289 * 10**9, None) is not None
+    assert memory_warning(tiny.plan, 287 * 10**9, None) is None
+    assert "the 141 GB of a GPU such as the H200" in (comparison(tiny.plan, 100 * 10**9, None) or "")
+    warning = memory_warning(tiny.plan, 81 * 10**9, 80 * 10**9) or ""
+    assert "exceeds the 80.00 GB of this host's GPU" in warning
+    remedies = warning.partition("fix: ")[2]
+    order = ["--bf16", "--recompute-activations", "--tensor-model-parallel-size", "--optimizer-cpu-offload"]
+    assert [flag for flag in sorted(order, key=remedies.index) if flag in remedies] == order
+    assert "--micro-batch-size" not in remedies  # it is 1
+    assert f"warning: {warning}\n" in as_text(dataclasses.replace(tiny, memory_warning=warning))
+    on_cpu = examined({"--device": "cpu"})
+    assert memory_warning(on_cpu.plan, 10**12, None) is None
+
+
+@pytest.mark.parametrize("flags", ["--recompute-activations", "--sequence-parallel", "--bf16"])
+def test_a_remedy_that_is_used_is_not_named_again(flags: str) -> None:
+    plan = examined(
+        {"--device": "cuda", "--world-size": "2", "--tensor-model-parallel-size": "2", flags: ""}
+    ).plan
+    assert flags not in (memory_warning(plan, 10**12, None) or flags)
 
 
 def test_memory_is_compared_with_this_hosts_gpu() -> None:

@@ -1,0 +1,76 @@
+"""Compares the planned memory of a rank with that of a GPU, and lists the settings that reduce it.
+
+largest total, memory of this host's GPU (None: there is none) ─> a line for the memory table, or a warning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from megatrain.config import Plan
+
+COMMON_GPUS: Final = ((40, "A100"), (80, "H100"), (141, "H200"), (192, "B200"), (288, "B300"))
+"""Nominal memory in GB, ascending, and a GPU that has it."""
+
+
+def comparison(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
+    """Return how the memory of a rank compares with a GPU's; None for a run on CPUs.
+
+    Args:
+        needed: bytes of the rank that needs most.
+        device_bytes: memory of this host's GPU; None: unknown.
+    """
+    if plan.config.training.device == "cpu":
+        return None
+    if device_bytes is not None:
+        words = "fits into" if needed <= device_bytes else "exceeds"
+        return f"the largest total {words} the {device_bytes / 1e9:.2f} GB of this host's GPU"
+    for size, name in COMMON_GPUS:
+        if needed <= size * 1e9:
+            return f"the largest total fits into the {size} GB of a GPU such as the {name}; this host has none to compare with"
+    return f"the largest total exceeds the {COMMON_GPUS[-1][0]} GB of the largest GPU"
+
+
+def memory_warning(plan: Plan, needed: int, device_bytes: int | None) -> str | None:
+    """Return a warning if no step would fit into the GPU; without a GPU, if it would fit into none."""
+    limit = COMMON_GPUS[-1][0] * 1e9 if device_bytes is None else device_bytes
+    text = comparison(plan, needed, device_bytes)
+    if text is None or needed <= limit:
+        return None
+    remedies = list(memory_remedies(plan))
+    return f"{text}: the run would end with an out-of-memory error\n  fix: use, in this order, {', '.join(remedies)}"
+
+
+def memory_remedies(plan: Plan) -> Iterator[str]:
+    """Yield the settings that reduce memory and are not used yet, those that cost least speed first."""
+    config, parallel, training = plan.config, plan.config.parallel, plan.config.training
+    tp, pp, dp = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        plan.derived.data_parallel_size,
+    )
+    if config.precision.params_dtype == "float32":
+        yield "--bf16"
+    if dp > 1 and parallel.data_parallel_sharding_strategy == "no_shard":
+        yield "--use-distributed-optimizer"
+    if tp > 1 and not parallel.sequence_parallel:
+        yield "--sequence-parallel"
+    if training.micro_batch_size > 1:
+        yield "a smaller --micro-batch-size"
+    if training.recompute_granularity is None and not training.recompute_activations:
+        yield "--recompute-activations"
+    experts = config.experts.num_experts
+    if experts is not None and parallel.expert_model_parallel_size < experts:
+        yield "a larger --expert-model-parallel-size"
+    if tp < config.model.num_attention_heads:
+        yield "a larger --tensor-model-parallel-size"
+    if pp < config.model.num_layers:
+        yield "a larger --pipeline-model-parallel-size"
+    yield "more ranks"
+    if training.recompute_granularity != "full":
+        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if dp > 1 and parallel.data_parallel_sharding_strategy != "optim_grads_params":
+        yield "--data-parallel-sharding-strategy optim_grads_params"
+    if not config.optimizer.optimizer_cpu_offload:
+        yield "--optimizer-cpu-offload"
