@@ -109,6 +109,17 @@ CONDITIONS: Final = (
         _settings("model", "mup_base_head_dim"),
     ),
     Condition(
+        "with --pipeline-model-parallel-size 1",
+        lambda d: d.config.parallel.pipeline_model_parallel_size > 1,
+        _settings(
+            "parallel",
+            "pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage"
+            " microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers"
+            " decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split"
+            " account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
+        ),
+    ),
+    Condition(
         "without --recompute-granularity full",
         lambda d: d.config.training.recompute_granularity == "full",
         _settings("training", "recompute_method recompute_num_layers"),

@@ -90,8 +90,17 @@ def simulate(
     costs = costs or StageCosts.equal(placement.num_stages)
     for schedule in schedules:
         _check_order(schedule)
-    network = _Network(placement, costs.transfer)
     ranks = [_Rank(rank, schedule, costs, placement) for rank, schedule in enumerate(schedules)]
+    _run_to_the_end(ranks, _Network(placement, costs.transfer))
+    total = max(rank.clock for rank in ranks)
+    busy = sum(span.end - span.start for rank in ranks for span in rank.spans)
+    bubble = 1 - busy / (total * len(ranks)) if total else 0.0
+    spans = tuple(tuple(rank.spans) for rank in ranks)
+    return Simulation(bubble, tuple(rank.peak for rank in ranks), total, spans)
+
+
+def _run_to_the_end(ranks: Sequence[_Rank], network: _Network) -> None:
+    """Run all ranks; raise ScheduleError if they wait for one another, or if a message is left."""
     while any(rank.has_actions for rank in ranks):
         has_run = [rank.run(network) for rank in ranks]
         if not any(has_run):
@@ -99,11 +108,6 @@ def simulate(
             raise ScheduleError(f"deadlock: the ranks wait at {waiting}")
     if network.unread:
         raise ScheduleError(f"messages that no rank receives: {network.unread}")
-    total = max(rank.clock for rank in ranks)
-    busy = sum(span.end - span.start for rank in ranks for span in rank.spans)
-    bubble = 1 - busy / (total * len(ranks)) if total else 0.0
-    spans = tuple(tuple(rank.spans) for rank in ranks)
-    return Simulation(bubble, tuple(rank.peak for rank in ranks), total, spans)
 
 
 class _Rank:

@@ -34,6 +34,8 @@ CASES = [
      ("--recompute-norms", "--recompute-granularity full")),
     ("--recompute-modules mlp", "", ("--recompute-modules mlp", "--recompute-granularity selective")),
     ("--recompute-activations --recompute-modules mlp moe_act", "", ("--recompute-modules moe_act", "--num-experts")),
+    ("--num-layers-per-virtual-pipeline-stage 2", "",
+     ("--num-layers-per-virtual-pipeline-stage 2", "--pipeline-model-parallel-size 1")),
     ("--finetune", "", ("--finetune", "--load")),
     ("--save-interval 5", "", ("--save-interval 5", "--save")),
     ("--ckpt-step 5", "", ("--ckpt-step 5", "--load", "--pretrained-checkpoint")),

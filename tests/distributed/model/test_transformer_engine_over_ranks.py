@@ -48,8 +48,11 @@ def measured(rank: int, world_size: int, job: Job, implementation: str) -> Measu
 
     def changed(layout: Layout, world_size: int, *flags: str, **how: Any) -> Plan:
         plan = plan_of(layout, world_size, *flags, *NO_ATTENTION_DROPOUT, **how)
-        values = {"model.transformer_impl": implementation}  # a rule refuses it on a CPU and in fp64
-        return dataclasses.replace(plan, config=plan.config.with_values(values))
+        if implementation == "local":
+            return plan
+        # On a CPU and in fp64 `local` would supply all layers.
+        values = {"transformer_impl": implementation, "attention_backend": implementation}
+        return dataclasses.replace(plan, derived=plan.derived.replaced(values))
 
     with stand_in(), mock.patch.object(measure_module, "tiny_plan", changed):
         return measure(rank, world_size, job)
