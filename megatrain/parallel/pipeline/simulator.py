@@ -46,7 +46,8 @@ class StageCosts:
     @classmethod
     def equal(cls, num_stages: int) -> StageCosts:
         """Return costs of 1 for each pass, and free messages."""
-        return cls(*([1.0] * num_stages for _ in range(3)))
+        ones = [1.0] * num_stages
+        return cls(forward=ones, backward=ones, weight=ones)
 
 
 @dataclass(frozen=True)

@@ -120,8 +120,10 @@ def candidates(case: Case) -> Iterator[Candidate]:
 
 def _costs(case: Case, counts: Sequence[int]) -> StageCosts:
     units = [*counts[:-1], counts[-1] + case.head]
-    times = ([time * size for size in units] for time in (case.forward, case.backward, case.weight))
-    return StageCosts(*times, transfer=case.transfer)
+    forward, backward, weight = (
+        [time * size for size in units] for time in (case.forward, case.backward, case.weight)
+    )
+    return StageCosts(forward, backward, weight, case.transfer)
 
 
 def _shortened(stages: Sequence[str]) -> str:
