@@ -1,11 +1,15 @@
 """The printed plan: given and derived values with their sources, and notes."""
 
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
 from megatrain.config import Facts, parse, render_plan, resolve, to_yaml
+from megatrain.config.facts import DatasetFacts
 
+ROOT = Path(__file__).parents[3]
 PLAN = "--save /very/long/folder/name/for/checkpoints --sequence-parallel"
 
 
@@ -84,3 +88,19 @@ def test_what_megatron_fsdp_spreads_is_shown(plan_of):
         "   ", "  "
     )
     assert "data_parallel_sharding_strategy" not in render_plan(plan_of())
+
+
+def test_the_plan_on_the_page_is_the_plan_of_its_command():
+    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
+    shown = re.search(r"^    given by .*?(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    config = "configs/quickstart.yaml"
+    request = parse(f"--config {ROOT / config} --train-iters 60 --save runs/first --load runs/first".split())
+    dataset = DatasetFacts(
+        split="all", prefix="runs/quickstart/data/stdlib_text_document", weight=None,
+        num_sequences=1000, num_tokens=10**6, digest="",
+    )  # fmt: skip
+    plan = resolve(request, Facts(device="cpu", vocab_size=4096, datasets=(dataset,)))
+    printed = render_plan(plan).replace(str(ROOT / config), config).rstrip("\n")
+    printed = re.sub(r"^\d+ settings", "... settings", printed, flags=re.MULTILINE)
+    assert shown is not None
+    assert textwrap.dedent(shown[0]) == printed, f"show in docs/watching.md:\n{printed}"
