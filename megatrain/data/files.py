@@ -11,6 +11,7 @@ import fcntl
 import importlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,42 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of `data`."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file durably and as a whole: after a failure its former content is there. Links are replaced, not followed."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def describe_write_error(error: OSError, path: Path, *, needed_bytes: int | None = None) -> str:
+    """Return path, reason and errno of a failed write, with the bytes that it needed and that are free."""
+    text = f"{error.filename or path}: {error.strerror or error} (errno {error.errno})"
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return text
+    with contextlib.suppress(OSError):
+        needed = "" if needed_bytes is None else f"{needed_bytes} bytes needed, "
+        text += f"; {needed}{shutil.disk_usage(path.parent).free} bytes free"
+    return text
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
+from megatrain.training.launch.save_lock import SaveLock, other_owner
 from megatrain.training.logging.status_file import write_refused_start
 
 _SECONDS_TO_EXIT: Final = 10.0
@@ -36,14 +37,14 @@ _SAME_SOFTWARE: Final = "install the same code and packages on all hosts"
 
 
 def agreed_plan(
-    request: Request, environment: LaunchEnvironment, store: dist.Store | None
+    request: Request, environment: LaunchEnvironment, store: dist.Store | None, lock: SaveLock
 ) -> tuple[Facts, Plan]:
-    """Return facts and plan, equal on all ranks; an error on one rank is raised on all."""
+    """Return facts and plan, equal on all ranks; an error on one rank is raised on all. Rank 0 then holds the lock."""
     try:
         if store is not None:
             _compare_with_rank_0(request, environment, store)
         if store is None or environment.rank == 0:
-            agreed = _plan_of_rank_0(request, environment, store)
+            agreed = _plan_of_rank_0(request, environment, store, lock)
         else:
             agreed = _plan_of_another_rank(request, store)
     except MegatrainError as error:
@@ -149,7 +150,7 @@ def _difference(own: _StartSettings, of_rank_0: _StartSettings) -> ConfigError |
 
 
 def _plan_of_rank_0(
-    request: Request, environment: LaunchEnvironment, store: dist.Store | None
+    request: Request, environment: LaunchEnvironment, store: dist.Store | None, lock: SaveLock
 ) -> tuple[Facts, Plan]:
     """Gather the facts and store them with the plan: only rank 0 reads files, so that ranks cannot disagree about them."""
     answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
@@ -157,6 +158,7 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
+        lock.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
         print_error(error)  # before another rank exits: the launcher then kills this one
@@ -215,9 +217,9 @@ def _reported_elsewhere(exit_code: int) -> MegatrainError:
 
 
 def _write_failure(request: Request, error: MegatrainError) -> None:
-    """Record in `status.json` that the run did not start, if the folder of --save exists."""
+    """Record in `status.json` that the run did not start, if the folder of --save exists and no other run uses it."""
     save = request.known("checkpoint.save")
-    if save is not None and Path(save).is_dir():
+    if save is not None and Path(save).is_dir() and other_owner(Path(save)) is None:
         write_refused_start(Path(save), exit_code=error.exit_code, reason=error.problems[0].text)
 
 

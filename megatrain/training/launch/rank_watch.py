@@ -63,6 +63,8 @@ class RankWatch:
         self.environment = environment
         self.on_peer_failure: Callable[[Failure], None] = lambda _: None
         """Called, outside the main thread, before this rank exits because another one failed."""
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called last, outside the main thread, before this rank exits because another one failed."""
         self._server = self._start_server(store) if environment.rank == 0 else None
         self._server_info = json.loads(store.get("watch"))
         secret = environment.secret
@@ -190,6 +192,7 @@ class RankWatch:
         self._send({"quiet": True})
         self._may_exit.wait(_SECONDS_TO_WAIT)
         write_torchrun_error(self.environment, cause, at=math.ceil(time.time()))
+        self.before_exit()
         os._exit(cause.exit_code)  # the main thread is blocked in a collective
 
     def _prints(self, cause: Failure) -> bool:

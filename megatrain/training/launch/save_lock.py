@@ -1,0 +1,292 @@
+"""One run per `--save` folder: rank 0 creates `run.lock` in it before anything else is written.
+
+    no lock                              create it (O_EXCL), touch it every ten seconds, remove it at the end
+    its process is gone                  take it over, and print that
+    its process runs                     refuse to start
+    its process is on another machine    watch the lock: touched again ─> refuse; not touched for two minutes ─> take it over
+
+A touch is compared with the one before it, so that the clocks of two machines need not agree. Creation and renames are atomic
+on NFS, too. A run whose lock was taken over, as after a long suspension, exits at once: two runs never write to one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from megatrain.config.errors import ConfigError, describe
+from megatrain.data.files import describe_write_error, fsync_folder, write_all
+
+LOCK_NAME = "run.lock"
+SECONDS_BETWEEN_TOUCHES = 10.0
+SECONDS_TO_STALE = 120.0
+"""A lock of another machine without a touch for so long belongs to a dead process."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+_MAX_BYTES = 1 << 16
+_MAX_COMMAND_CHARACTERS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The process that holds a lock: the content of the file."""
+
+    host: str
+    pid: int
+    process_start: str
+    """Start of the process in clock ticks since the machine started; tells it from a later process with its id."""
+    machine: str
+    """Id of the machine's start and of the namespace of process ids; empty: unknown."""
+    run_start: str
+    """Local time, ISO 8601."""
+    command: str
+
+    @classmethod
+    def of_this_process(cls) -> Owner:
+        stat = _stat_of(os.getpid())
+        command = shlex.join(sys.argv).encode("utf-8", "replace").decode()
+        return cls(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process_start=stat[1] if stat else "",
+            machine=_machine(),
+            run_start=datetime.now().astimezone().isoformat(timespec="seconds"),
+            command=command[:_MAX_COMMAND_CHARACTERS],
+        )
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Owner | None:
+        """Return the owner, or None if the content is not one: a file that is being written, or damaged."""
+        try:
+            values = json.loads(content)
+            owner = cls(**values)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        is_valid = all(type(getattr(owner, name)) is kind for name, kind in _TYPES.items())
+        return owner if is_valid and 0 < owner.pid < 1 << 31 else None
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process runs; None: it is on another machine or in another container."""
+        if not self.machine or self.machine != _machine():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # a process of another user
+        stat = _stat_of(self.pid)
+        return stat is None or (stat[0] not in "ZX" and stat[1] == self.process_start)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, which started at {self.run_start} ({self.command})"
+
+
+_TYPES = {"host": str, "pid": int, "process_start": str, "machine": str, "run_start": str, "command": str}
+
+
+class SaveLock:
+    """The lock of this run on its `--save` folder.
+
+    Args:
+        folder: None: there is nothing to lock, as without --save and on ranks other than 0.
+        say: prints a line.
+        on_loss: called, outside the main thread, when another run has taken the lock over; the default ends the process.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        say: Callable[[str], None],
+        *,
+        on_loss: Callable[[str], None] | None = None,
+        touch_seconds: float = SECONDS_BETWEEN_TOUCHES,
+        stale_seconds: float = SECONDS_TO_STALE,
+    ) -> None:
+        self._folder, self._say = folder, say
+        self._on_loss = on_loss or _exit_at_once
+        self._touch_seconds, self._stale_seconds = touch_seconds, stale_seconds
+        self._content = b""
+        self._released = threading.Event()
+
+    @property
+    def _path(self) -> Path:
+        assert self._folder is not None
+        return self._folder / LOCK_NAME
+
+    def acquire(self) -> None:
+        """Create the folder and the lock.
+
+        Raises:
+            ConfigError: another run uses the folder, or it cannot be written.
+        """
+        if self._folder is None:
+            return
+        content = Owner.of_this_process().to_bytes()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while not _create(self._path, content):
+                self._take_over()
+            fsync_folder(self._folder)
+        except OSError as error:
+            raise ConfigError(
+                f"--save {self._folder} cannot be written: {describe_write_error(error, self._path)}",
+                fix="make the folder writable and free some space, or give --save another folder",
+            ) from error
+        self._content = content
+        threading.Thread(target=self._touch, name="save-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Remove the lock if this run holds it. An error is ignored: the next run finds that this process is gone."""
+        self._released.set()
+        if self._content:
+            with contextlib.suppress(OSError):
+                if _read(self._path) == self._content:
+                    self._path.unlink()
+            self._content = b""
+
+    def _take_over(self) -> None:
+        """Remove the lock of a dead process; return for another attempt to create one.
+
+        Raises:
+            ConfigError: the process runs.
+        """
+        seen = _look(self._path)
+        if seen is None:
+            return
+        owner = Owner.from_bytes(seen[0])
+        is_alive = owner.is_alive() if owner else None
+        if is_alive is None:
+            is_alive = self._is_touched(seen, owner)
+        if is_alive:
+            raise ConfigError(
+                f"--save {self._folder} is used by another run: {owner or self._path}",
+                fix="wait for that run or stop it, or give --save another folder",
+            )
+        if _read(self._path) != seen[0]:
+            return  # another start was faster
+        aside = self._path.with_name(f"{LOCK_NAME}.stale-{secrets.token_hex(4)}")
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return
+        if _read(aside) != seen[0]:  # another start was faster by microseconds: give its lock back
+            aside.rename(self._path)
+            return
+        aside.unlink()
+        self._say(f"> {self._path} is taken over: its run has ended: {owner or 'the file is damaged'}")
+
+    def _is_touched(self, seen: tuple[bytes, int], owner: Owner | None) -> bool:
+        """Watch a lock; return whether it is touched before it is replaced, removed or stale."""
+        self._say(
+            f"> {self._path} is held by {owner or 'an unknown process'}: watching for up to {self._stale_seconds:g} s"
+            " whether that run is alive"
+        )
+        deadline = time.monotonic() + self._stale_seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(_SECONDS_BETWEEN_LOOKS, self._stale_seconds / 4))
+            now = _look(self._path)
+            if now is None or now[0] != seen[0]:
+                return False
+            if now[1] != seen[1]:
+                return True
+        return False
+
+    def _touch(self) -> None:
+        """Touch the lock until it is released: main function of the thread."""
+        while not self._released.wait(self._touch_seconds):
+            try:
+                found = _read(self._path)
+                if found == self._content:
+                    os.utime(self._path)
+            except OSError:
+                continue  # the folder is gone, or its storage is: a write of the run reports it
+            if found not in (b"", self._content) and not self._released.is_set():
+                self._on_loss(
+                    f"{self._path} was taken over by another run, {Owner.from_bytes(found) or 'unknown'}"
+                )
+                return
+
+
+def other_owner(folder: Path) -> Owner | None:
+    """Return the process that holds the lock of a `--save` folder, unless it is this one or is known to be dead."""
+    try:
+        owner = Owner.from_bytes(_read(folder / LOCK_NAME))
+    except OSError:
+        return None
+    if owner is None or owner.is_alive() is False:
+        return None
+    own = Owner.of_this_process()
+    is_own = (owner.pid, owner.process_start, owner.machine) == (own.pid, own.process_start, own.machine)
+    return None if is_own else owner
+
+
+def _exit_at_once(problem: str) -> None:
+    error = ConfigError(problem, fix="start one run per --save folder")
+    print(describe(error), file=sys.stderr, flush=True)
+    os._exit(1)  # anything that this process still writes would mix with the files of the other run
+
+
+def _create(path: Path, content: bytes) -> bool:
+    """Create the lock; return False if it exists."""
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        write_all(handle, content)
+        os.fsync(handle)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+    return True
+
+
+def _look(path: Path) -> tuple[bytes, int] | None:
+    """Return content and modification time in nanoseconds, or None if there is no lock. Opening asks an NFS server anew."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        return os.read(handle, _MAX_BYTES), os.fstat(handle).st_mtime_ns
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a lock; empty if there is none."""
+    seen = _look(path)
+    return b"" if seen is None else seen[0]
+
+
+def _stat_of(pid: int) -> tuple[str, str] | None:
+    """Return state and start time of a process; None if they are not visible."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0].decode(), fields[19].decode()
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except (OSError, ValueError):
+        return ""
