@@ -8,6 +8,8 @@ The last chunk stays in memory, because consecutive boxes are mostly in the same
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -132,8 +134,8 @@ class CheckpointSource:
         self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
 
 
-def verify(path: Path) -> list[str]:
-    """Return all problems of a checkpoint, each with its file; every byte is read."""
+def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+    """Return all problems of a checkpoint, each with its file; every byte is read. `progress` gets the bytes of each chunk."""
     try:
         reader = CheckpointReader(path)
     except CheckpointError as error:
@@ -155,6 +157,7 @@ def verify(path: Path) -> list[str]:
                 for chunk in stored.chunks:
                     if chunk.file not in bad_files:
                         problems += _chunk_problem(reader, chunk, stored.dtype)
+                    progress(math.prod(box_shape(chunk.box)) * DTYPES[stored.dtype].itemsize)
     found = {file.name for file in path.glob("*.safetensors")}
     problems += [
         f"{path / name}: not part of this checkpoint" for name in sorted(found - set(manifest.files))

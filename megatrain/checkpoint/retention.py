@@ -49,7 +49,7 @@ def remove_older(folder: Path, newest: int, rule: Retention, disk: Disk) -> list
         older = [candidate for candidate in list_candidates(folder) if candidate.iteration < newest]
     except CheckpointError as error:
         return [f"no older checkpoint is removed: {error.problems[0].text}"]
-    return [_remove(candidate, disk) for candidate in superseded(older, rule)]
+    return [remove_candidate(candidate, disk) for candidate in superseded(older, rule)]
 
 
 def superseded(older: Sequence[Candidate], rule: Retention) -> Iterator[Candidate]:
@@ -85,7 +85,8 @@ def hold(path: Path) -> FileIO | None:
     return file
 
 
-def _remove(candidate: Candidate, disk: Disk) -> str:
+def remove_candidate(candidate: Candidate, disk: Disk) -> str:
+    """Remove a checkpoint that is neither a link nor being read; return what happened, for the user."""
     path = candidate.path
     if path.is_symlink():
         return f"{path} is a link, and stays"

@@ -28,9 +28,11 @@ class _Parser(argparse.ArgumentParser):
 
 _UNKNOWN = "unrecognized arguments"
 _MODULES = {
+    "checkpoint": "megatrain.tools.checkpoint.cli",
     "data": "megatrain.tools.data.cli",
     "generate": "megatrain.tools.generate",
     "parity": "megatrain.tools.parity.cli",
+    "port": "megatrain.tools.port.cli",
     "plan": "megatrain.tools.plan.pipeline",
     "report": "megatrain.tools.report",
     "trace": "megatrain.tools.trace",
@@ -59,14 +61,21 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatrain {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
+    _add_checkpoint(commands)
     _add_parity(commands)
+    _add_port(commands)
     generate = _command(
         commands,
         "generate",
         help="generate text from a checkpoint",
         description="Load the newest valid checkpoint and continue a prompt.",
     )
-    generate.add_argument("--load", required=True, metavar="FOLDER", help="--save folder of a run, or one of its iter_NNNNNNN folders")
+    generate.add_argument(
+        "--load",
+        required=True,
+        metavar="FOLDER",
+        help="--save folder of a run, or one of its iter_NNNNNNN folders",
+    )
     generate.add_argument("--prompt", required=True, help="text to continue")
     generate.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
@@ -124,6 +133,70 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--output", metavar="FILE", help="SVG file for the timeline of the fastest")
 
 
+def _add_checkpoint(commands: Any) -> None:
+    """Add `megatrain checkpoint ...`."""
+    checkpoint = _command(
+        commands,
+        "checkpoint",
+        help="list, verify, inspect, compare, remove and rewrite checkpoints",
+        description="Work with checkpoints, without a GPU. PATH is the --save folder of a run, which stands for its newest"
+        " valid checkpoint, or one of its iter_NNNNNNN folders.",
+    )
+    actions = checkpoint.add_subparsers(dest="action", required=True, metavar="ACTION")
+    texts = {
+        "ls": "list the checkpoints of a folder: committed, partial or damaged",
+        "verify": "read all data and compare it with the checksums",
+        "inspect": "print state, configuration and tensors",
+        "diff": "name the tensors that differ, with their largest differences",
+        "prune": "remove older checkpoints",
+        "reshard": "write a checkpoint again, with another number of files",
+        "export-weights": "write the weights as plain safetensors files with an index",
+    }
+    parsers = {name: _command(actions, name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+               for name, text in texts.items()}  # fmt: skip
+    for name in ("ls", "prune"):
+        parsers[name].add_argument("folder", metavar="FOLDER", help="--save folder of a run")
+    for name in ("verify", "inspect"):
+        parsers[name].add_argument(
+            "path", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
+        )
+    for name in ("reshard", "export-weights"):
+        parsers[name].add_argument(
+            "source", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
+        )
+        parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
+    for name in ("ls", "inspect"):
+        parsers[name].add_argument("--json", action="store_true", help="print JSON")
+    inspect, diff, prune = parsers["inspect"], parsers["diff"], parsers["prune"]
+    inspect.add_argument(
+        "--tensors",
+        default="*",
+        metavar="PATTERN",
+        help="only tensors with such names; * is any text (default: all)",
+    )
+    inspect.add_argument(
+        "--norms", action="store_true", help="read all data for norms, largest values and non-finite counts"
+    )
+    diff.add_argument("first", metavar="PATH", help="the first checkpoint")
+    diff.add_argument("second", metavar="PATH", help="the second checkpoint")
+    diff.add_argument("--all", action="store_true", help="compare optimizer state too (default: weights)")
+    prune.add_argument(
+        "--keep-last", type=int, required=True, metavar="N", help="keep the newest N; at least 2"
+    )
+    prune.add_argument("--retain-interval", type=int, metavar="N", help="also keep multiples of N iterations")
+    prune.add_argument("--dry-run", action="store_true", help="print what would be removed")
+    parsers["reshard"].add_argument("--files", type=int, required=True, metavar="N", help="number of files")
+    parsers["export-weights"].add_argument(
+        "--dtype",
+        choices=("stored", "fp32", "bf16", "fp16"),
+        default="stored",
+        help="dtype (default: as stored)",
+    )
+    parsers["export-weights"].add_argument(
+        "--max-file-gb", type=float, default=5.0, metavar="GB", help="size limit of a file (default: 5)"
+    )
+
+
 def _add_parity(commands: Any) -> None:
     parity = _command(
         commands,
@@ -165,6 +238,24 @@ def _add_parity(commands: Any) -> None:
         choices=("local", "transformer_engine"),
         default="local",
         help="implementation of the layers in rows that support it; compared with `local` in bf16 (default: local)",
+    )
+
+
+def _add_port(commands: Any) -> None:
+    port = _command(
+        commands,
+        "port",
+        help="print the command for a launch script or a YAML file of Megatron-LM",
+        description="Read a launch script that runs pretrain_gpt.py, or a YAML file of its arguments, and print the command for"
+        " megatrain, with what changed and why as comments. The script is not executed. Exit code: 0 if the run would"
+        " start, 1 if not.",
+    )
+    port.add_argument("file", metavar="SCRIPT.sh | FILE.yaml", help="launch script or YAML file")
+    port.add_argument(
+        "values", nargs="*", metavar="NAME=VALUE", help="values of variables that the script leaves open"
+    )
+    port.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks of the run (default: those of the launcher)"
     )
 
 

@@ -1,0 +1,151 @@
+"""`megatrain checkpoint ls | verify | prune`: the checkpoints of a folder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.find import base_folder, find_checkpoints, leftovers, newest_valid
+from megatrain.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from megatrain.checkpoint.reader import verify
+from megatrain.checkpoint.retention import Retention, remove_candidate, superseded
+from megatrain.config.errors import ConfigError
+from megatrain.tools.checkpoint.source import Progress, no_checkpoint, size_text
+
+DAMAGED = 3
+"""Exit code of `verify` if a checkpoint is damaged, as of a run that finds no valid one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A folder that is, or may become, a checkpoint."""
+
+    path: str
+    status: Literal["committed", "partial", "damaged"]
+    num_bytes: int
+    iteration: int | None = None
+    consumed_train_samples: int | None = None
+    age_seconds: float | None = None
+    """Seconds since the checkpoint was written."""
+    problem: str | None = None
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """Print the checkpoints of a folder, oldest first."""
+    entries = list(entries_of(Path(arguments.folder)))
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in entries]))
+        return 0
+    if not entries:
+        raise no_checkpoint(Path(arguments.folder))
+    print(f"{'iteration':>10}  {'status':<9}  {'size':>10}  {'samples':>12}  {'age':>9}  folder")
+    for entry in entries:
+        number = "" if entry.iteration is None else str(entry.iteration)
+        samples = "" if entry.consumed_train_samples is None else str(entry.consumed_train_samples)
+        print(
+            f"{number:>10}  {entry.status:<9}  {size_text(entry.num_bytes):>10}  {samples:>12}"
+            f"  {_age_text(entry.age_seconds):>9}  {Path(entry.path).name}"
+        )
+        if entry.problem is not None:
+            print(f"{'':>10}  {entry.problem}")
+    return 0
+
+
+def entries_of(folder: Path) -> Iterator[Entry]:
+    """Yield the checkpoints and unfinished saves in a folder, by iteration."""
+    for found in sorted(find_checkpoints(folder), key=lambda candidate: candidate.iteration):
+        samples = None if found.problem else read_manifest(found.path).consumed_train_samples
+        yield Entry(
+            path=str(found.path),
+            status="damaged" if found.problem else "committed",
+            num_bytes=_size(found.path),
+            iteration=found.iteration,
+            consumed_train_samples=samples,
+            age_seconds=_age(found.path / MANIFEST_NAME),
+            problem=found.problem,
+        )
+    is_folder = folder.is_dir() and base_folder(folder) == folder
+    for path in sorted(leftovers(folder)) if is_folder else ():
+        if path.is_dir() and ".tmp-" in path.name:
+            note = "a save that is running or was interrupted; the next save removes it"
+            yield Entry(
+                path=str(path), status="partial", num_bytes=_size(path), age_seconds=_age(path), problem=note
+            )
+
+
+def verify_all(arguments: argparse.Namespace) -> int:
+    """Read every byte of the checkpoints in a folder, or of one, and compare it with the checksums; return the exit code."""
+    found = find_checkpoints(Path(arguments.path))
+    if not found:
+        raise no_checkpoint(Path(arguments.path))
+    num_damaged = 0
+    for candidate in reversed(found):
+        problems = [candidate.problem] if candidate.problem else []
+        if not problems:
+            with Progress(f"verifying {candidate.path.name}", _size(candidate.path)) as progress:
+                problems = verify(candidate.path, progress.add)
+        num_damaged += bool(problems)
+        print(f"{candidate.path}: {'damaged' if problems else 'intact'}, {size_text(_size(candidate.path))}")
+        for problem in problems:
+            print(f"  {problem}")
+    if num_damaged:
+        print(f"{num_damaged} of {len(found)} checkpoints are damaged")
+        print("  fix: restore them from a backup, or remove them; loading uses the newest intact one")
+    return DAMAGED if num_damaged else 0
+
+
+def prune(arguments: argparse.Namespace) -> int:
+    """Remove older checkpoints, or print which ones."""
+    folder = Path(arguments.folder)
+    if arguments.keep_last < 2:
+        raise ConfigError(
+            f"--keep-last {arguments.keep_last}: the newest two checkpoints always stay",
+            fix="use --keep-last 2",
+        )
+    newest = newest_valid(folder)
+    if newest is None or base_folder(folder) != folder:
+        raise no_checkpoint(folder)
+    rule = Retention(keep_last=arguments.keep_last, retain_interval=arguments.retain_interval)
+    older = [one for one in find_checkpoints(folder) if one.iteration < newest.iteration]
+    removed = list(superseded(older, rule))
+    for candidate in reversed(removed):
+        size = size_text(_size(candidate.path))
+        print(
+            f"would remove {candidate.path}, {size}"
+            if arguments.dry_run
+            else remove_candidate(candidate, Disk())
+        )
+    if not removed:
+        print(f"nothing to remove in {folder}")
+    return 0
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    try:
+        return sum(file.lstat().st_size for file in path.iterdir())
+    except OSError:
+        return 0
+
+
+def _age(path: Path) -> float | None:
+    try:
+        return max(0.0, time.time() - path.lstat().st_mtime)
+    except OSError:
+        return None
+
+
+def _age_text(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,199 @@
+"""`megatrain checkpoint reshard | export-weights`: write the tensors of a checkpoint into other files.
+
+reshard          source ─> boxes of at most 64 MB ─> N files of equal size ─> committed as a save commits
+export-weights   source ─> whole weights, one at a time ─> model-00001-of-00002.safetensors, model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint.disk import Disk, write_file
+from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.find import base_folder, folder_name
+from megatrain.checkpoint.manifest import DTYPES
+from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save, split_box
+from megatrain.checkpoint.shard_file import ChunkEntry, write_shard_file
+from megatrain.checkpoint.tensor_file import bytes_of
+from megatrain.config.errors import ConfigError
+from megatrain.parallel.layout import Box, box_shape
+from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
+
+_CHUNK_BYTES = 64 << 20
+_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def reshard(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint again, with another number of files."""
+    target = Path(arguments.target)
+    if arguments.files < 1:
+        raise ConfigError(f"--files {arguments.files} is not a number of files", fix="use --files 1 or more")
+    with opened(Path(arguments.source)) as reader:
+        final = target / folder_name(reader.manifest.iteration)
+        if base_folder(target) != target or final.exists():
+            raise ConfigError(
+                f"{final if final.exists() else target} is a checkpoint", fix="name another target folder"
+            )
+        files = _balanced(list(_boxes(reader)), arguments.files)
+        disk = Disk()
+        temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+        try:
+            begin_save(target, temporary, sum(part.num_bytes for parts in files for part in parts), disk)
+            _write_checkpoint(reader, files, temporary, final, disk)
+        except OSError as error:
+            remove_failed_save(temporary, disk)
+            raise _write_failed(error, target) from error
+        except BaseException:
+            remove_failed_save(temporary, disk)
+            raise
+    print(f"{final}: {len(files)} files")
+    return 0
+
+
+def export_weights(arguments: argparse.Namespace) -> int:
+    """Write the weights alone as plain safetensors files, with an index."""
+    target = Path(arguments.target)
+    if target.exists():
+        raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
+    with opened(Path(arguments.source)) as reader:
+        weights = list(_whole_weights(reader, _DTYPES.get(arguments.dtype)))
+        files = list(_filled(weights, round(arguments.max_file_gb * 1e9)))
+        disk = Disk()
+        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+        try:
+            begin_save(target.parent, temporary, sum(part.num_bytes for part in weights), disk)
+            _write_weights(reader, files, temporary, disk)
+            disk.sync_folder(temporary)
+            disk.rename(temporary, target)
+            disk.sync_folder(target.parent)
+        except OSError as error:
+            remove_failed_save(temporary, disk)
+            raise _write_failed(error, target) from error
+        except BaseException:
+            remove_failed_save(temporary, disk)
+            raise
+    print(f"{target}: {len(weights)} weights, {size_text(sum(part.num_bytes for part in weights))}")
+    return 0
+
+
+def _write_checkpoint(
+    reader: CheckpointReader, files: Sequence[Sequence[TensorPart]], temporary: Path, final: Path, disk: Disk
+) -> None:
+    reports: list[dict[str, Any]] = []
+    with Progress("writing", sum(part.num_bytes for parts in files for part in parts)) as progress:
+        for number, parts in enumerate(files):
+            name = f"shard_{number:05d}.safetensors"
+            entries = [
+                ChunkEntry(_key(part), part.dtype, box_shape(part.box), part.num_bytes) for part in parts
+            ]
+            written = write_shard_file(disk, temporary / name, entries, _data(reader, parts, progress))
+            rows = [
+                (part.name, part.shape, part.kind, part.dtype, entry.key, part.box, crc32s)
+                for part, entry, crc32s in zip(parts, entries, written.crc32s, strict=True)
+            ]
+            file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
+            reports.append({"name": name, "file": file, "chunks": rows})
+    manifest = reader.manifest
+    merged = merge_reports(
+        [reports],
+        iteration=manifest.iteration,
+        consumed_train_samples=manifest.consumed_train_samples,
+        optimizer_step_count=manifest.optimizer_step_count,
+        state=manifest.state,
+        config=manifest.config,
+    )
+    commit_save(temporary, final, merged, disk)
+
+
+def _write_weights(
+    reader: CheckpointReader, files: Sequence[Sequence[TensorPart]], temporary: Path, disk: Disk
+) -> None:
+    weight_map: dict[str, str] = {}
+    total = sum(part.num_bytes for parts in files for part in parts)
+    with Progress("writing", total) as progress:
+        for number, parts in enumerate(files, 1):
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            entries = [ChunkEntry(part.name, part.dtype, part.shape, part.num_bytes) for part in parts]
+            write_shard_file(disk, temporary / name, entries, _data(reader, parts, progress))
+            weight_map |= dict.fromkeys((part.name for part in parts), name)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_file(disk, temporary / INDEX_NAME, json.dumps(index, indent=2).encode())
+
+
+def _data(reader: CheckpointReader, parts: Sequence[TensorPart], progress: Progress) -> Iterator[memoryview]:
+    """Yield the bytes of each part; one part is in memory at a time."""
+    for part in parts:
+        values = part.read(reader)
+        converted = values.to(DTYPES[part.dtype])
+        if converted is not values and not bool(converted.isfinite().all()) and bool(values.isfinite().all()):
+            raise ConfigError(
+                f"{part.name} has values up to {float(values.abs().max()):g}, which {part.dtype} cannot represent",
+                fix="use --dtype bf16 or fp32",
+            )
+        yield bytes_of(converted)
+        progress.add(part.num_bytes)
+
+
+def _boxes(reader: CheckpointReader) -> Iterator[TensorPart]:
+    """Yield boxes of bounded size that cover all tensors, by kind and name."""
+    manifest = reader.manifest
+    kinds = {kind: None for tensor in manifest.tensors.values() for kind in tensor.kinds}
+    for kind in kinds:
+        for name, tensor in sorted(manifest.tensors.items()):
+            if kind in tensor.kinds:
+                dtype = tensor.kinds[kind].dtype
+                for box in split_box(_whole(tensor.shape), _CHUNK_BYTES // DTYPES[dtype].itemsize):
+                    yield TensorPart(name, kind, tensor.shape, dtype, box)
+
+
+def _whole_weights(reader: CheckpointReader, dtype: str | None) -> Iterator[TensorPart]:
+    for name, tensor in sorted(reader.manifest.tensors.items()):
+        stored = tensor.kinds["weight"]
+        yield TensorPart(name, "weight", tensor.shape, dtype or stored.dtype, _whole(tensor.shape))
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _balanced(parts: Sequence[TensorPart], num_files: int) -> list[list[TensorPart]]:
+    """Split the parts, in order, into files of nearly equal size; fewer files if there are fewer parts."""
+    num_files = min(num_files, len(parts))
+    per_file = math.ceil(sum(part.num_bytes for part in parts) / num_files)
+    files: list[list[TensorPart]] = [[] for _ in range(num_files)]
+    done = 0
+    for part in parts:
+        files[min(done // per_file, num_files - 1)].append(part)
+        done += part.num_bytes
+    return [file for file in files if file]
+
+
+def _filled(parts: Sequence[TensorPart], max_bytes: int) -> Iterator[list[TensorPart]]:
+    """Yield files of at most `max_bytes`, or of a single larger tensor."""
+    file: list[TensorPart] = []
+    for part in parts:
+        if file and sum(other.num_bytes for other in file) + part.num_bytes > max_bytes:
+            yield file
+            file = []
+        file.append(part)
+    yield file
+
+
+def _key(part: TensorPart) -> str:
+    return f"{part.kind}/{part.name}/" + ",".join(f"{start}-{stop}" for start, stop in part.box)
+
+
+def _write_failed(error: OSError, target: Path) -> CheckpointError:
+    name = error.filename or target
+    return CheckpointError(
+        f"{name}: {error.strerror} (errno {error.errno})",
+        fix="free space or repair the storage of the target, or name another; the source is unchanged",
+    )

@@ -1,0 +1,266 @@
+"""`megatrain checkpoint`: each subcommand on a run's folder, on a damaged one, and on folders that are none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megatrain.checkpoint.reader import CheckpointReader, hash_tensors, verify
+from megatrain.tools.checkpoint import rewrite
+from megatrain.tools.checkpoint.contents import Statistics
+from megatrain.tools.main import main
+
+ROOT = Path(__file__).parents[2]
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --normalization RMSNorm --swiglu --seq-length 16"
+    " --position-embedding-type rope --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --mock-data"
+    " --tokenizer-type NullTokenizer --vocab-size 101 --micro-batch-size 1 --train-iters 4 --lr 1e-3 --eval-iters 0"
+    " --device cpu --save-interval 1"
+).split()
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+WEIGHT = "embedding.word_embeddings.weight"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of iterations 1 to 4."""
+    folder = tmp_path_factory.mktemp("run")
+    command = [sys.executable, "pretrain.py", *RUN, "--save", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    return folder
+
+
+@pytest.fixture
+def folder(run_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run_folder, tmp_path / "run"))
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_marks_committed_partial_and_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "iter_0000002" / "manifest.json").write_text("{}")
+    (folder / "iter_0000005.tmp-ab12cd34").mkdir()
+    assert main(["checkpoint", "ls", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if "iter_" in line and "manifest" not in line] == [
+        ["1", "committed"], ["2", "damaged"], ["3", "committed"], ["4", "committed"], ["partial", "0"],
+    ]  # fmt: skip
+    assert main(["checkpoint", "ls", str(folder), "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["status"] for entry in entries] == [
+        "committed",
+        "damaged",
+        "committed",
+        "committed",
+        "partial",
+    ]
+    newest = entries[3]
+    assert (newest["iteration"], newest["consumed_train_samples"]) == (4, 4)
+    assert newest["num_bytes"] == sum(file.stat().st_size for file in (folder / "iter_0000004").iterdir())
+    assert 0 <= newest["age_seconds"] < 600
+    assert "manifest.json" in entries[1]["problem"]
+
+
+def test_verify_reads_every_byte(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(folder)]) == 0
+    assert capsys.readouterr().out.count("intact") == 4
+    flip_last_byte(folder / "iter_0000003" / "shard_00000.safetensors")
+    assert main(["checkpoint", "verify", str(folder)]) == 3
+    printed = capsys.readouterr().out
+    assert printed.count("intact,") == 3
+    assert "iter_0000003/shard_00000.safetensors" in printed
+    assert "fix: " in printed
+    assert main(["checkpoint", "verify", f"{folder}/iter_0000004"]) == 0
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "inspect", "prune --keep-last 2"])
+def test_a_folder_without_checkpoints_is_named(
+    tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *flags = action.split()
+    assert main(["checkpoint", name, str(tmp_path / "empty"), *flags]) == 3
+    printed = capsys.readouterr().err
+    assert f"{tmp_path}/empty has no valid checkpoint" in printed
+    assert "fix: " in printed
+
+
+def test_inspect_prints_state_settings_and_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "iteration               4",
+        "--hidden-size 32",
+        "consumed_valid_samples",
+        "exp_avg_sq F32",
+        WEIGHT,
+    ):
+        assert words in printed
+    assert "norm " not in printed.partition("tensors\n")[2]
+
+
+def test_inspect_counts_what_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "iter_0000004"
+    words = ["checkpoint", "inspect", str(path), "--norms", "--json", "--tensors", WEIGHT]
+    assert main(words) == 0
+    (row,) = json.loads(capsys.readouterr().out)["tensors"]
+    with CheckpointReader(path) as reader:
+        values = torch.empty(101, 32)
+        box = ((0, 101), (0, 32))
+        reader.read_box(values, kind="weight", name=WEIGHT, shape=(101, 32), box=box)
+    assert row["shape"] == [101, 32]
+    assert row["kinds"]["weight"]["norm"] == pytest.approx(float(values.double().norm()), rel=1e-12)
+    assert row["kinds"]["weight"]["largest"] == pytest.approx(float(values.abs().max()))
+    assert row["kinds"]["weight"]["not_finite"] == 0
+    statistics = Statistics()
+    statistics.add(torch.tensor([1.0, float("nan"), -3.0, float("inf")]))
+    assert (statistics.num_not_finite, statistics.largest, statistics.sum_of_squares) == (2, 3.0, 10.0)
+    assert main(["checkpoint", "inspect", str(path), "--tensors", "nothing*"]) == 2
+    assert "--tensors nothing*" in capsys.readouterr().err
+
+
+def test_diff_names_the_tensors_that_differ(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = (str(folder / f"iter_000000{n}") for n in (3, 4))
+    assert main(["checkpoint", "diff", one, one, "--all"]) == 0
+    assert "equal in every bit" in capsys.readouterr().out
+    assert main(["checkpoint", "diff", one, other]) == 1
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if WEIGHT in line)
+    with CheckpointReader(Path(one)) as first, CheckpointReader(Path(other)) as second:
+        values = torch.empty(2, 101, 32)
+        for out, reader in zip(values, (first, second), strict=True):
+            reader.read_box(out, kind="weight", name=WEIGHT, shape=(101, 32), box=((0, 101), (0, 32)))
+    gap = float((values[0] - values[1]).abs().max())
+    assert float(line.split()[2]) == pytest.approx(gap, rel=1e-3)
+    assert float(line.split()[3]) == pytest.approx(gap / float(values[0].abs().max()), rel=1e-3)
+    assert "exp_avg" not in printed
+
+
+def test_prune_removes_or_says_what_it_would(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["checkpoint", "prune", str(folder), "--keep-last", "2"]
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("would remove") == 2
+    assert len(list(folder.glob("iter_*"))) == 4
+    assert main([*words, "--retain-interval", "2"]) == 0
+    assert sorted(path.name for path in folder.glob("iter_*")) == [
+        "iter_0000002",
+        "iter_0000003",
+        "iter_0000004",
+    ]
+    assert main([*words]) == 0
+    assert main([*words]) == 0
+    assert "nothing to remove" in capsys.readouterr().out
+    assert main(["checkpoint", "prune", str(folder), "--keep-last", "1"]) == 2
+    assert "--keep-last 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_reshard_keeps_every_bit(
+    folder: Path, tmp_path: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrite, "_CHUNK_BYTES", 4000)
+    target = tmp_path / "resharded"
+    words = ["checkpoint", "reshard", str(folder), str(target), "--files", str(num_files)]
+    assert main(words) == 0
+    path = target / "iter_0000004"
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) == num_files
+    sizes = [shard.stat().st_size for shard in shards]
+    assert max(sizes) < 1.5 * min(sizes)
+    assert verify(path) == []
+    assert main(["checkpoint", "diff", str(folder), str(target), "--all"]) == 0
+    for kind in KINDS:
+        assert hash_tensors(path, kind) == hash_tensors(folder / "iter_0000004", kind)
+    with CheckpointReader(path) as reader, CheckpointReader(folder / "iter_0000004") as source:
+        assert (reader.manifest.state, reader.manifest.config) == (
+            source.manifest.state,
+            source.manifest.config,
+        )
+    assert main(words) == 2  # the target exists
+
+
+def test_a_resharded_checkpoint_resumes(folder: Path, tmp_path: Path) -> None:
+    assert (
+        main(["checkpoint", "reshard", f"{folder}/iter_0000003", str(tmp_path / "other"), "--files", "2"])
+        == 0
+    )
+    command = [
+        sys.executable,
+        "pretrain.py",
+        *RUN,
+        "--load",
+        str(tmp_path / "other"),
+        "--save",
+        str(tmp_path / "end"),
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    assert hash_tensors(tmp_path / "end" / "iter_0000004") == hash_tensors(folder / "iter_0000004")
+
+
+@pytest.mark.parametrize("dtype", ["stored", "bf16"])
+def test_exported_weights_are_plain_safetensors(folder: Path, tmp_path: Path, dtype: str) -> None:
+    target = tmp_path / "weights"
+    words = [
+        "checkpoint",
+        "export-weights",
+        str(folder),
+        str(target),
+        "--dtype",
+        dtype,
+        "--max-file-gb",
+        "2e-5",
+    ]
+    assert main(words) == 0
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    assert sorted(path.name for path in target.iterdir()) == [*files, "model.safetensors.index.json"]
+    exported = {name: value for file in files for name, value in load_file(target / file).items()}
+    with CheckpointReader(folder / "iter_0000004") as reader:
+        assert set(exported) == set(index["weight_map"]) == set(reader.manifest.tensors)
+        for name, tensor in reader.manifest.tensors.items():
+            values = torch.empty(tensor.shape)
+            box = tuple((0, size) for size in tensor.shape)
+            reader.read_box(values, kind="weight", name=name, shape=tensor.shape, box=box)
+            expected = values.bfloat16() if dtype == "bf16" else values
+            assert torch.equal(exported[name], expected)
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in exported.values())
+    with safe_open(target / index["weight_map"][WEIGHT], "pt") as file:
+        assert file.get_slice(WEIGHT).get_shape() == [101, 32]
+    assert main(words) == 2  # the target exists
+
+
+@pytest.mark.parametrize("action", ["reshard", "export-weights"])
+def test_a_damaged_source_leaves_no_files(
+    folder: Path, tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--files", "2"] if action == "reshard" else []
+    first_chunk = folder / "iter_0000004" / "shard_00000.safetensors"
+    data = bytearray(first_chunk.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header : header + 100] = bytes(range(100))
+    first_chunk.write_bytes(data)
+    assert main(["checkpoint", action, str(folder), str(tmp_path / "target"), *flags]) == 1
+    printed = capsys.readouterr().err
+    assert "shard_00000.safetensors" in printed
+    assert "fix: " in printed
+    assert not list(tmp_path.glob("**/*.tmp-*"))
+    assert not list((tmp_path / "target").glob("*"))
+
+
+def test_a_checkpoint_of_megatron_is_recognised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "iter_0000100").mkdir()
+    (tmp_path / "iter_0000100" / "common.pt").write_bytes(b"\x80\x04.")
+    assert main(["checkpoint", "inspect", str(tmp_path)]) == 3
+    assert "Megatron-LM" in capsys.readouterr().err
