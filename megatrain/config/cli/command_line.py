@@ -9,16 +9,17 @@ together.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from megatrain import __version__
-from megatrain.config.cli.flag_words import FlagWords, is_flag, list_words, split_flags
+from megatrain.config.cli.flag_words import FlagWords, list_words, split_flags
 from megatrain.config.cli.help_page import help_page
 from megatrain.config.cli.megatron_yaml import read_megatron_yaml
 from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
 from megatrain.config.cli.yaml_file import read_yaml
 from megatrain.config.errors import Problem
-from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest_flag, megatron_flags
+from megatrain.config.megatron.flags import GivenFlag, aliases, answers, closest_flag, megatron_flags, renamed
+from megatrain.config.megatron.other_tools import OTHER_TOOLS
 from megatrain.config.request import Given, Request
 from megatrain.config.schema.tree import Config, Origin, Setting, flag_of, settings
 from megatrain.config.schema.values import INVALID
@@ -60,7 +61,7 @@ def _values(flags: Sequence[FlagWords]) -> Iterator[_Found]:
     for flag in flags:
         if flag.flag in _FILES:
             yield from _file_values(flag)
-    for flag in {_target(flag): flag for flag in flags if flag.flag not in _FILES}.values():
+    for flag in {target(flag): flag for flag in flags if flag.flag not in _FILES}.values():
         yield from flag_values(flag)
 
 
@@ -113,11 +114,35 @@ def _override_notes(flags: Sequence[FlagWords], given: Sequence[Given]) -> Itera
         yield f"{', '.join(over)} override the file of --yaml-cfg; Megatron-LM reads the file alone"
 
 
-def _target(flag: FlagWords) -> str:
+def target(flag: FlagWords) -> str:
     """Return the path that a flag sets, or the flag: of several flags with one target the last counts."""
     alias = aliases().get(flag.flag)
     setting = None if flag.flag in megatron_flags() else _setting_of(alias.path if alias else flag.flag)
     return setting.path if setting else flag.flag
+
+
+def takes(flag: FlagWords) -> Literal["nothing", "one", "several"]:
+    """Return how many words a flag takes; an unknown one takes one."""
+    if flag.flag in megatron_flags():
+        return megatron_flags()[flag.flag].takes
+    setting = _setting_of(target(flag))
+    if setting is None:
+        return "one"
+    has_meaning = flag.flag in aliases() and aliases()[flag.flag].value is not None
+    if setting.kind is bool or has_meaning:
+        return "nothing"
+    return "several" if setting.is_list or setting.joins_words else "one"
+
+
+def modern_name(flag: str) -> tuple[str, ...]:
+    """Return the setting's flag for an old or another name, with its value if the name stands for one."""
+    alias = aliases().get(flag)
+    if alias is None:
+        return (renamed(flag) or flag,)
+    setting = _settings_by_name()[alias.path]
+    if alias.value in ("true", "false"):
+        return (setting.flag if alias.value == "true" else setting.opposite_flag,)
+    return (setting.flag, *filter(None, (alias.value,)))
 
 
 def _setting_of(name: str) -> Setting | None:
@@ -185,7 +210,10 @@ def _too_many_words(flag: FlagWords, *, takes_none: bool) -> Problem:
 
 
 def _unknown_flag(flag: FlagWords) -> Problem:
-    near = closest_flag(flag.flag.lower())
+    name = flag.flag.lower()
+    near = closest_flag(name)
+    if name in OTHER_TOOLS:
+        return Problem(f"{flag.name if flag.place else flag.typed} is not a flag", OTHER_TOOLS[name])
     if flag.place:
         if near and not flag.written.startswith("-"):
             near = near[2:].replace("-", "_")
@@ -196,6 +224,3 @@ def _unknown_flag(flag: FlagWords) -> Problem:
         f"{flag.typed} is not a flag",
         f"did you mean {near}?" if near else "leave it out; --help lists all flags",
     )
-
-
-__all__ = ["FlagWords", "flag_values", "is_flag", "parse"]

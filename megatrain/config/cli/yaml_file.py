@@ -17,6 +17,7 @@ import yaml
 from megatrain.config.cli.parse_value import BadValueError, RawValue, accepted_values, load_value
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.flags import GivenFlag, aliases, closest_flag, megatron_flags
+from megatrain.config.megatron.other_tools import OTHER_TOOLS
 from megatrain.config.request import Given
 from megatrain.config.schema.tree import Config, Origin, Setting, closest_name, flag_of, settings
 from megatrain.config.schema.values import AUTO, INVALID, is_resolved
@@ -164,6 +165,8 @@ class _Reader:
         near = closest_name(key.value.lower(), filter(None, meant))
         if owners:
             fix = f"move {key.value} below `{owners[0]}:`"
+        elif flag_of(key.value).lower() in OTHER_TOOLS:
+            fix = OTHER_TOOLS[flag_of(key.value).lower()]
         elif near:
             fix = f"did you mean {near}?"
         else:

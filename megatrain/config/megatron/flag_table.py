@@ -5,6 +5,7 @@ pending_flags.py      ignored so far, with a note: the feature is missing, and r
 unsupported_flags.py  refused: the feature is missing
 refused_flags.py      refused by design
 removed_flags.py      flags that Megatron-LM has removed
+other_programs.py     flags of the other programs of its repository
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,20 @@ from typing import Final
 
 from megatrain.config.megatron.accepted_flags import ACCEPTED_FLAGS
 from megatrain.config.megatron.answer import Alias
+from megatrain.config.megatron.other_programs import OTHER_PROGRAMS
 from megatrain.config.megatron.pending_flags import PENDING_FLAGS
 from megatrain.config.megatron.refused_flags import REFUSED_FLAGS
 from megatrain.config.megatron.removed_flags import REMOVED_FLAGS
 from megatrain.config.megatron.unsupported_flags import UNSUPPORTED_FLAGS
 
-ANSWERS: Final = (*ACCEPTED_FLAGS, *PENDING_FLAGS, *UNSUPPORTED_FLAGS, *REFUSED_FLAGS, *REMOVED_FLAGS)
+ANSWERS: Final = (
+    *ACCEPTED_FLAGS,
+    *PENDING_FLAGS,
+    *UNSUPPORTED_FLAGS,
+    *REFUSED_FLAGS,
+    *REMOVED_FLAGS,
+    *OTHER_PROGRAMS,
+)
 
 ALIASES: Final[Mapping[str, Alias]] = {
     "--disable-manual-gc-eval": Alias("training.manual_gc_eval", "false"),

@@ -22,6 +22,7 @@ from typing import Literal
 from megatrain.config.errors import Problem
 from megatrain.config.megatron.answer import Alias, Answer
 from megatrain.config.megatron.flag_table import ALIASES, ANSWERS
+from megatrain.config.megatron.removed_flags import RENAMED_FLAGS
 from megatrain.config.schema.tree import closest_name, settings
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
@@ -78,12 +79,19 @@ def closest_flag(word: str) -> str | None:
     return closest_name(word, filter(None, (near, refused)))
 
 
+def renamed(flag: str) -> str | None:
+    """Return the new name of an old flag that takes the same values; None: there is none."""
+    names = {old.partition("=")[0]: new for old, new in RENAMED_FLAGS.items()}
+    new = names.get(flag)
+    return new if new in _flags_of_settings() else None
+
+
 def answers(given: Iterable[GivenFlag]) -> tuple[list[str], list[Problem]]:
     """Return the notes about accepted flags and the problems of refused ones. Flags with the same answer share one."""
     notes: dict[str, list[str]] = {}
     problems: dict[tuple[str, str], list[str]] = {}
     for item in given:
-        answer = _answer(item)
+        answer = answer_to(item)
         if isinstance(answer, Problem):
             problems.setdefault((answer.text, answer.fix), []).append(str(item))
         else:
@@ -110,8 +118,8 @@ def _parse_entry(word: str, answer: Answer) -> MegatronFlag:
     )
 
 
-def _answer(given: GivenFlag) -> str | Problem:
-    """Return a note or a problem whose text follows the flag."""
+def answer_to(given: GivenFlag) -> str | Problem:
+    """Return a note or a problem; its text follows the flag."""
     flag, text = given.flag, ",".join(" ".join(given.words).split())
     if text == "null" or (flag.takes == "nothing" and text.lower() in _FALSE):
         return " has no effect"

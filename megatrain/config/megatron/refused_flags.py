@@ -11,26 +11,11 @@ REFUSED_FLAGS: Final = (
     # Other names and old names
     refused(
         "this is an old name",
-        "--batch-size=",
-        instead="use --micro-batch-size, the samples of one rank per pass",
-    ),
-    refused(
-        "this is an old name",
         "--checkpoint-activations",
         instead=(
             "use --recompute-activations, or --recompute-granularity full --recompute-method uniform"
             " --recompute-num-layers 1, which is equivalent"
         ),
-    ),
-    refused(
-        "this is an old name",
-        "--model-parallel-size=",
-        instead="use --tensor-model-parallel-size",
-    ),
-    refused(
-        "this is an old name",
-        "--warmup=",
-        instead="use --lr-warmup-fraction",
     ),
     refused(
         "this is an old name",

@@ -8,7 +8,10 @@ from typing import Final
 from megatrain.config.megatron.answer import accepted, refused
 
 _PREPROCESSED: Final = ", with data from preprocess_data.py"
-_NEW_NAMES: Final = {
+RENAMED_FLAGS: Final = {
+    "--batch-size=": "--micro-batch-size",
+    "--model-parallel-size=": "--tensor-model-parallel-size",
+    "--warmup=": "--lr-warmup-fraction",
     "--layernorm-epsilon=": "--norm-epsilon",
     "--override-lr-scheduler": "--override-opt-param-scheduler",
     "--use-checkpoint-lr-scheduler": "--use-checkpoint-opt-param-scheduler",
@@ -22,8 +25,9 @@ _NEW_NAMES: Final = {
     "--tokenizer-path=": "--tokenizer-model",
     "--tokenizer-model-type=": "--tokenizer-type",
 }
+"""Old flags in the notation of `flags.py`, and their new names."""
 _RENAMED: Final = tuple(
-    refused("Megatron-LM has renamed it", old, instead=f"use {new}") for old, new in _NEW_NAMES.items()
+    refused("Megatron-LM has renamed it", old, instead=f"use {new}") for old, new in RENAMED_FLAGS.items()
 )
 
 _REMOVED: Final = (

@@ -6,10 +6,13 @@ from collections import Counter
 
 import pytest
 
+from megatrain.config import parse
 from megatrain.config.cli.parse_value import load_value
 from megatrain.config.megatron.differences import DIFFERENT_DEFAULTS
 from megatrain.config.megatron.flag_table import ALIASES, ANSWERS, REPLACED_CHOICES, UNSUPPORTED_CHOICES
 from megatrain.config.megatron.flags import aliases, megatron_flags
+from megatrain.config.megatron.other_programs import OTHER_PROGRAMS
+from megatrain.config.megatron.other_tools import OTHER_TOOLS
 from megatrain.config.megatron.removed_flags import REMOVED_FLAGS
 from megatrain.config.schema.tree import flag_of, settings
 from megatrain.config.schema.values import AUTO, REQUIRED
@@ -18,6 +21,7 @@ TABLE = [word.partition("=")[0] for answer in ANSWERS for word in answer.flags.s
 SETTINGS = {setting.flag: setting for setting in settings()}
 SWITCHES_OFF = {setting.opposite_flag: setting for setting in settings() if setting.kind is bool}
 REMOVED = {word.partition("=")[0] for answer in REMOVED_FLAGS for word in answer.flags.split()}
+OTHERS = {word.partition("=")[0] for answer in OTHER_PROGRAMS for word in answer.flags.split()}
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +40,56 @@ def test_no_flag_is_in_the_tables_twice():
     assert [flag for flag, count in Counter([*TABLE, *ALIASES]).items() if count > 1] == []
 
 
+def test_names_of_other_tools_are_answered_with_flags_that_exist():
+    known = {*SETTINGS, *SWITCHES_OFF, *TABLE, *ALIASES}
+    assert sorted(known & OTHER_TOOLS.keys()) == []
+    for fix in OTHER_TOOLS.values():
+        named = re.findall(r"--[a-z][a-z0-9-]+", fix)
+        assert [flag for flag in named if flag not in SETTINGS and flag != "--nproc-per-node"] == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", "--lr"), ("--epochs", "--train-iters"), ("--num-train-epochs", "--train-samples"),
+        ("--tp", "--tensor-model-parallel-size"), ("--pp", "--pipeline-model-parallel-size"),
+        ("--cp", "--context-parallel-size"), ("--ep", "--expert-model-parallel-size"), ("--dp", "torchrun"),
+        ("--save-total-limit", "--keep-last"), ("--gradient-checkpointing", "--recompute-activations"),
+        ("--gradient-accumulation-steps", "--global-batch-size"), ("--max-steps", "--train-iters"),
+        ("--per-device-train-batch-size", "--micro-batch-size"), ("--warmup-steps", "--lr-warmup-iters"),
+        ("--batch-size", "--micro-batch-size"), ("--context-length", "--seq-length"), ("--max_seq_len", "--seq-length"),
+        ("--n-layers", "--num-layers"), ("--d-model", "--hidden-size"), ("--Warmup_Ratio", "--lr-warmup-fraction"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_tool_is_answered_with_the_flag_here(flag, meant):
+    (problem,) = parse([flag, "3"]).problems
+    assert flag in problem.text
+    assert meant in problem.fix
+    assert "did you mean" not in problem.fix
+
+
+def test_a_name_of_another_tool_in_yaml_is_answered_too(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("optimizer:\n  learning_rate: 1\n")
+    (problem,) = parse(["--config", str(file)]).problems
+    assert problem.fix == "use --lr"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--export-te-mcore-model", "remove the flag"), ("--export-kd-cfg x.yaml", "remove the flag"),
+        ("--enable-gpt-oss", "--softmax-type learnable"), ("--nproc_per_node 8", "before pretrain.py"),
+        ("--append-eod", "preprocess_data.py"), ("--top_k 4", "megatrain generate"), ("--freeze-LM", "remove the flag"),
+    ],
+)  # fmt: skip
+def test_a_flag_of_another_program_is_refused_by_name(words, remedy):
+    (problem,) = parse(words.split()).problems
+    assert words in problem.text.replace("_", "-") or words.replace("_", "-") in problem.text
+    assert "is not a flag" not in problem.text
+    assert remedy in problem.fix
+
+
 def test_no_setting_is_in_the_tables():
     taken = [flag for flag in (*TABLE, *ALIASES) if flag in SETTINGS or flag in SWITCHES_OFF]
     assert taken == [], "these are settings now: delete them from the tables"
@@ -52,14 +106,14 @@ def test_every_answer_has_a_reason_and_a_remedy():
 def test_remedies_name_flags_that_exist():
     for answer in ANSWERS:
         named = re.findall(r"--[a-z][a-z0-9-]+", f"{answer.text} {answer.instead}")
-        known = {*SETTINGS, *SWITCHES_OFF, *TABLE, "--config", "--max-restarts"}
+        known = {*SETTINGS, *SWITCHES_OFF, *TABLE, "--config", "--max-restarts", "--help"}
         assert [flag for flag in named if flag not in known] == []
 
 
 def test_every_flag_of_megatron_is_answered(megatron):
     known = {*SETTINGS, *SWITCHES_OFF, *aliases(), *megatron_flags(), "--yaml-cfg"}
     assert sorted(set(megatron) - known) == []
-    assert sorted(set(megatron_flags()) - set(megatron) - REMOVED) == []
+    assert sorted(set(megatron_flags()) - set(megatron) - REMOVED - OTHERS) == []
 
 
 def test_flags_take_as_many_values_as_in_megatron(megatron):
