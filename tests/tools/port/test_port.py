@@ -1,0 +1,236 @@
+"""`megatrain port` prints the command for here, what changed and why, what is open, and whether it would start."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import parse
+from megatrain.tools.main import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def port(capsys):
+    """Return the exit code, the printed command, and the lines of each section below it."""
+
+    def run(file, *arguments):
+        code = main(["port", str(file), *arguments])
+        command, _, below = capsys.readouterr().out.partition("\n#\n")
+        sections = {}
+        for block in below.split("\n#\n"):
+            title, *lines = [line.removeprefix("#").strip() for line in block.splitlines()]
+            sections[title.removeprefix("# ")] = lines
+        return code, command, sections
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="run.sh"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
+    " --micro-batch-size 1 --train-iters 10 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 99"
+)
+
+
+def flags_of(command):
+    """Return the arguments of the printed command, as a shell reads them."""
+    words = shlex.split(command.replace("\\\n", " "))
+    return words[words.index("pretrain.py") + 1 :]
+
+
+def test_a_script_of_arrays_starts(port):
+    code, command, sections = port(SCRIPTS / "arrays.sh")
+    assert code == 0
+    assert command.startswith(
+        "torchrun --nproc_per_node 8 --nnodes 2 --master_addr localhost pretrain.py \\\n"
+    )
+    assert command.endswith(' \\\n  "$@"')
+    assert '--save "$CHECKPOINTS" \\\n' in command
+    request = parse(flags_of(command)[:-1])
+    assert request.problems == ()
+    config = request.config
+    assert (config.model.num_layers, config.training.global_batch_size, config.optimizer.lr) == (
+        32,
+        256,
+        1.5e-4,
+    )
+    assert config.logging.wandb_exp_name == "dense 7B"
+    assert sections["changed"] == [
+        "pretrain_gpt.py -> pretrain.py",
+        "--layernorm-epsilon -> --norm-epsilon: the name here",
+    ]
+    left_out = "\n".join(sections["left out"])
+    assert "arrays.sh:34: TRAINING is extended under a condition" in left_out
+    assert "arrays.sh:40: what follows the command" in left_out
+    assert "--use-mcore-models is ignored: " in left_out
+    assert "--lr 3e-4: given again later" in left_out
+    assert [line.rpartition(": ")[2] for line in sections["assumed"]] == [
+        "NUM_HOSTS=2", "MASTER_ADDR=localhost", "TP=2",
+    ]  # fmt: skip
+    open_parts = "\n".join(sections["open"])
+    assert "arrays.sh:8: CHECKPOINTS=$1" in open_parts
+    for name in ("${2}", "${VOCAB}", "${MERGES}", "$@"):
+        assert f"{name}: " in open_parts
+    assert any(title.startswith("It starts on 16 ranks") for title in sections)
+
+
+def test_a_script_of_strings_names_what_is_open_and_refused(port):
+    code, command, sections = port(SCRIPTS / "one_string.sh")
+    assert code == 1
+    assert command.startswith("python -m torch.distributed.launch --nproc_per_node 8 --nnodes 1 pretrain.py")
+    assert "--num-layers $LAYERS \\\n" in command
+    assert "--moe-layer-freq '([0]*1+[1]*3)' \\\n" in command
+    assert "--micro-batch-size 2" in command
+    assert "--position-embedding-type rope" in command
+    assert "--fp8-format hybrid" in command
+    problems = "\n".join(sections["It does not start on 8 ranks:"])
+    assert "--num-layers $LAYERS is not a whole number" in problems
+    assert "one_string.sh LAYERS=VALUE" in problems
+    assert "--fp8-format hybrid" in problems
+
+
+def test_the_fix_of_an_open_value_resolves(port):
+    code, command, sections = port(SCRIPTS / "one_string.sh", "LAYERS=4")
+    (problems,) = (lines for title, lines in sections.items() if title.startswith("It does not start"))
+    assert code == 1
+    assert "--num-layers 4 " in command
+    assert [line for line in problems if line[0].isdigit()] == [
+        line for line in problems if "--fp8-format" in line
+    ]
+
+
+def test_a_slurm_script_keeps_its_launcher(port):
+    code, command, sections = port(SCRIPTS / "slurm.sbatch")
+    assert code == 0
+    assert command.startswith(
+        'srun -l "--output=${HERE}/logs/${STAMP}.log" sh -c "python -u pretrain.py \\\n'
+    )
+    assert command.endswith('--tensorboard-dir ${HERE}/tensorboard/\\$SLURM_JOB_ID"')
+    assert any(title.startswith("It starts on 32 ranks") for title in sections)
+    left_out = "\n".join(sections["left out"])
+    assert "slurm.sbatch:7: source ./environment.sh: the file is not read" in left_out
+    assert "`cd ${HERE}`" in left_out
+    open_parts = "\n".join(sections["open"])
+    assert "slurm.sbatch:8: HERE=$(pwd)" in open_parts
+    assert "slurm.sbatch:9: STAMP=`date +'%y-%m-%d'`" in open_parts
+
+
+def test_a_yaml_file_becomes_a_command(port):
+    code, command, sections = port(SCRIPTS / "arguments.yaml", "DATA=/data")
+    assert code == 0
+    assert command.startswith("torchrun --nproc-per-node 2 pretrain.py \\\n")
+    assert "--data-path /data/text_document \\\n" in command
+    assert '--save "${OUTPUT}" \\\n' in command
+    assert "--seq-length 1024" in command
+    assert "--recompute-modules mlp \\\n" in command
+    assert "swiglu" not in command
+    assert "ENV_VARS are ignored" in sections["left out"][0]
+    assert sections["assumed"][0].startswith("2 ranks")
+    assert "${OUTPUT}: " in sections["open"][0]
+
+
+def test_the_number_of_ranks_can_be_given(port):
+    _, command, sections = port(SCRIPTS / "arguments.yaml", "--world-size", "16")
+    assert command.startswith("torchrun --nnodes 2 --nproc-per-node 8 pretrain.py")
+    assert "assumed" not in sections
+
+
+@pytest.mark.parametrize(
+    ("launch", "num_ranks"),
+    [
+        ("python pretrain_gpt.py", 1),
+        ("torchrun --nproc-per-node=4 pretrain_gpt.py", 4),
+        ("torchrun --nnodes 2:4 --nproc_per_node 4 pretrain_gpt.py", 8),
+        ("python -m torch.distributed.run --nproc-per-node $GPUS pretrain_gpt.py", 1),
+        ("mpirun -np 6 python pretrain_gpt.py", 6),
+        ("srun -n 3 python pretrain_gpt.py", 3),
+        ("srun -N 2 --ntasks-per-node 4 python pretrain_gpt.py", 8),
+        ("#SBATCH -N 3\ntorchrun --nnodes $SLURM_NNODES --nproc-per-node 2 pretrain_gpt.py", 6),
+        ("bash -c 'torchrun --nproc-per-node 2 --node_rank $SLURM_NODEID /a/pretrain_gpt.py'", 2),
+    ],
+)
+def test_the_launcher_names_the_number_of_ranks(port, script, launch, num_ranks):
+    launch = launch.replace("pretrain_gpt.py", f"pretrain_gpt.py {SMALL}")
+    code, _, sections = port(script(launch))
+    assert code == 0
+    words = "1 rank," if num_ranks == 1 else f"{num_ranks} ranks,"
+    assert any(title.startswith(f"It starts on {words}") for title in sections)
+
+
+def test_variables_of_an_inner_shell_stay_its_own(port, script):
+    text = (
+        f"srun bash -c 'torchrun --nproc-per-node 2 --node_rank $RANK --name \"$X\" pretrain_gpt.py {SMALL}'"
+    )
+    _, command, _ = port(script(text))
+    assert command.startswith(
+        'srun bash -c "torchrun --nproc-per-node 2 --node_rank \\$RANK --name \\"\\$X\\" pretrain'
+    )
+    assert command.endswith('--vocab-size 99"')
+
+
+def test_eval_is_replaced_by_its_command(port, script):
+    code, command, _ = port(script(f'CMD="python pretrain_gpt.py {SMALL} --save \\$OUT"\neval $CMD'))
+    assert code == 0
+    assert command.startswith("python pretrain.py")
+    assert command.endswith("--save $OUT")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            f"for i in 1; do python pretrain_gpt.py {SMALL}; done",
+            "run.sh:1: the command is inside a condition",
+        ),
+        (f"python pretrain_gpt.py {SMALL}\npython pretrain_gpt.py", "run.sh:2: another training command"),
+    ],
+)
+def test_what_is_left_out_around_the_command_is_named(port, script, text, words):
+    code, _, sections = port(script(text))
+    assert code == 0
+    assert words in "\n".join(sections["left out"])
+
+
+def test_words_that_may_be_flags_stay(port, script):
+    code, command, _ = port(script(f"python pretrain_gpt.py {SMALL} --bf16 $EXTRA --save $OUT $MORE"))
+    assert code == 0
+    assert command.endswith("--bf16 \\\n  $EXTRA \\\n  --save $OUT \\\n  $MORE")
+
+
+def test_another_program_is_a_problem(port, script):
+    code, _, sections = port(script(f"python pretrain_bert.py {SMALL}"))
+    assert code == 1
+    assert "run.sh:1: pretrain_bert.py trains another model" in "\n".join(
+        sections["It does not start on 1 rank:"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "fix"),
+    [
+        (["no.sh"], "no.sh: No such file", "readable"),
+        (["no.yaml"], "no.yaml: No such file", "readable"),
+        ([str(SCRIPTS / "arguments.yaml"), "X"], "X is not NAME=VALUE", "NAME=VALUE"),
+    ],
+)
+def test_a_mistake_is_an_error_with_exit_code_2(capsys, arguments, text, fix):
+    assert main(["port", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert fix in error.partition("fix: ")[2]
+
+
+def test_a_script_without_a_training_command_is_an_error(capsys, script):
+    assert main(["port", str(script("echo pretrain_gpt.py\nls"))]) == 2
+    assert "no command runs a pretrain_gpt.py" in capsys.readouterr().err
