@@ -1,5 +1,7 @@
 """Runs that choose a checkpoint, keep a few, save often to another folder, or take their settings from a checkpoint."""
 
+import contextlib
+import io
 import shutil
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from megatrain.config.plan import Plan
 from megatrain.inference.generate import load_model
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch.facts import gather_facts
+from megatrain.training.launch.ranks import report_errors
 
 
 def iterations(folder: Path) -> list[int]:
@@ -197,3 +200,53 @@ def test_a_checkpoint_of_megatron_is_recognised_and_not_read(
         NoCheckpointError, match=r"a checkpoint of Megatron-LM(.|\n)*fix: continue that run with"
     ):
         plan_of("--load", str(tmp_path), *flags)
+
+
+def damage(path: Path) -> None:
+    """Change the first values of a checkpoint's first shard; sizes stay."""
+    shard = path / "shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header : header + 8] = b"\x5a" * 8
+    shard.write_bytes(data)
+
+
+def print_of_training(rank: int, world_size: int, flags: list[str]) -> tuple[int, str]:
+    """Train with these flags; return the exit code and what was printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        if world_size == 1:
+            code = report_errors(lambda: train_here(rank, world_size, flags))
+        else:  # `report_errors` would end the process of the pool
+            code = train_here(rank, world_size, flags)
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_ranks_fall_back_to_the_newest_intact_checkpoint(
+    pool: WorkerPool, copied: Path, world_size: int
+) -> None:
+    damage(copied / "iter_0000020")
+    damage(copied / "iter_0000016")
+    flags = ["--load", str(copied), "--save", str(copied)]
+    answers = pool.run(world_size, print_of_training, flags)
+    assert {code for code, _ in answers} == {0}
+    printed = answers[0][1]
+    for iteration, lost in ((20, 8), (16, 4)):
+        (line,) = (line for line in printed.splitlines() if f"skipped iteration {iteration}" in line)
+        assert f"iter_00000{iteration}/shard_00000.safetensors" in line
+        assert "checksum" in line
+        assert f"{lost} iterations are lost" in line
+    assert "iter_0000012: iteration 12" in printed
+    assert iterations(copied)[-1] == 20
+
+
+def test_a_run_without_an_intact_checkpoint_ends_with_exit_code_3(pool: WorkerPool, copied: Path) -> None:
+    for path in copied.glob("iter_*"):
+        damage(path)
+    ((code, printed),) = pool.run(1, print_of_training, ["--load", str(copied), "--save", str(copied)])
+    assert code == 3
+    for iteration in (4, 8, 12, 16, 20):
+        assert f"iteration {iteration}: " in printed
+    assert "fix: " in printed
+    assert "Traceback" not in printed

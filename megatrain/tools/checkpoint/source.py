@@ -1,4 +1,4 @@
-"""What all subcommands of `megatrain checkpoint` share: choosing a checkpoint, reading it chunk by chunk, progress, units."""
+"""Parts of all subcommands of `megatrain checkpoint`: choosing a checkpoint, reading it chunk by chunk, progress, units."""
 
 from __future__ import annotations
 
