@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from megatrain.checkpoint.manifest import (
     encode,
     tiling_problem,
 )
-from megatrain.checkpoint.tensor_file import check_size, dtype_name, write_tensor_file
+from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
+from megatrain.checkpoint.tensor_file import bytes_of, check_size, dtype_name
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Box, box_shape
@@ -41,7 +42,6 @@ from megatrain.parallel.layout import Box, box_shape
 _CHUNK_BYTES = 64 << 20
 """Largest chunk, and so the memory that reading a box needs."""
 _FILE_BYTES = 4 << 30
-"""A file gets no more chunks once it has this size."""
 _SPACE_MARGIN = 1.1
 
 
@@ -63,6 +63,11 @@ class PlannedChunk:
     def num_bytes(self) -> int:
         return self.values.numel() * self.values.element_size()
 
+    @property
+    def entry(self) -> ChunkEntry:
+        """Entry in the header of a file."""
+        return ChunkEntry(self.key, dtype_name(self.values.dtype), box_shape(self.box), self.num_bytes)
+
 
 def save_checkpoint(
     folder: Path,
@@ -75,6 +80,7 @@ def save_checkpoint(
     config: Mapping[str, Any],
     disk: Disk | None = None,
     with_optimizer: bool = True,
+    verifies: bool = False,
 ) -> Path:
     """Write the checkpoint of this iteration. All ranks call it and return once it is committed.
 
@@ -83,6 +89,7 @@ def save_checkpoint(
         state, config: JSON values; those of rank 0 are stored.
         disk: writes the files.
         with_optimizer: also write optimizer state.
+        verifies: read every file again after it is written.
 
     Returns:
         The committed folder.
@@ -90,42 +97,157 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks; older checkpoints are intact.
     """
-    disk = disk or Disk()
-    kinds = optimizer.kinds if with_optimizer else (WEIGHT,)
-    plan = plan_chunks(optimizer, grid, kinds)
-    is_leader, final = grid.world.is_first, folder / folder_name(iteration)
-    save_id = grid.messages.broadcast(secrets.token_hex(4))
-    temporary = final.with_name(f"{final.name}.tmp-{save_id}")
-
-    def check() -> int:
-        check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
-        return sum(chunk.num_bytes for chunk in plan)
-
-    def begin(num_bytes: list[int]) -> None:
-        begin_save(folder, temporary, sum(num_bytes), disk)
-
-    def commit(reports: list[Any]) -> None:
-        manifest = merge_reports(
-            reports,
+    writer = DirectWriter(
+        optimizer,
+        grid,
+        optimizer.kinds if with_optimizer else (WEIGHT,),
+        disk=disk,
+        verifies=verifies,
+    )
+    writer.begin(
+        Save(
+            folder,
             iteration=iteration,
             consumed_train_samples=consumed_train_samples,
             optimizer_step_count=optimizer.step_count,
+            grid=grid,
             state=state,
             config=config,
+            disk=disk,
         )
-        commit_save(temporary, final, manifest, disk)
+    )
+    return writer.commit()
 
-    try:
-        agree(check, grid.messages, then=begin)
-        agree(lambda: write_rank_shards(temporary, grid.rank, plan, disk), grid.messages, then=commit)
-    except CheckpointError as error:
-        if is_leader:
-            remove_failed_save(temporary, disk)
-        problem = f"saving iteration {iteration} to {final} failed: {error.problems[0].text}"
-        raise CheckpointError(problem, fix=error.problems[0].fix) from error
-    if is_leader:
-        remove_leftovers(folder, disk)
-    return final
+
+class DirectWriter:
+    """Writes a rank's shards from where they are, while training waits. `BackgroundWriter` has the same methods.
+
+    Args:
+        kinds: kinds of state that are saved.
+        disk: writes the files.
+        verifies: read every file again after it is written.
+    """
+
+    is_ready = True
+    """`commit` does not wait for another process."""
+
+    def __init__(
+        self,
+        optimizer: ShardedOptimizer,
+        grid: RankGrid,
+        kinds: Sequence[str],
+        *,
+        disk: Disk | None = None,
+        verifies: bool = False,
+    ) -> None:
+        self.optimizer, self.grid, self.kinds = optimizer, grid, tuple(kinds)
+        self.disk, self.verifies = disk or Disk(), verifies
+        self._pending: tuple[Save, list[PlannedChunk]] | None = None
+
+    def begin(self, save: Save) -> None:
+        """Begin a save. All ranks call it.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+        plan = plan_chunks(self.optimizer, self.grid, self.kinds)
+        save.begin(plan)
+        self._pending = save, plan
+
+    def commit(self) -> Path:
+        """Write the current state and commit the save; return its folder. All ranks call it.
+
+        Raises:
+            CheckpointError: on all ranks; older checkpoints are intact.
+        """
+        assert self._pending is not None
+        save, plan = self._pending
+        return save.commit(
+            lambda: write_rank_shards(save.temporary, self.grid.rank, plan, self.disk, verifies=self.verifies)
+        )
+
+
+class Save:
+    """One save, in two steps that all ranks make together; between them every rank writes its shards to `temporary`.
+
+    Args:
+        folder, iteration, consumed_train_samples, grid, state, config: as for `save_checkpoint`.
+        optimizer_step_count: of the state that is saved.
+        disk: of rank 0: creates the folder and commits.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        iteration: int,
+        consumed_train_samples: int,
+        optimizer_step_count: int,
+        grid: RankGrid,
+        state: Mapping[str, Any],
+        config: Mapping[str, Any],
+        disk: Disk | None = None,
+    ) -> None:
+        self.folder, self.iteration, self.grid, self.disk = folder, iteration, grid, disk or Disk()
+        self.final = folder / folder_name(iteration)
+        save_id = grid.messages.broadcast(secrets.token_hex(4))
+        self.temporary = self.final.with_name(f"{self.final.name}.tmp-{save_id}")
+        self._contents: dict[str, Any] = {
+            "iteration": iteration,
+            "consumed_train_samples": consumed_train_samples,
+            "optimizer_step_count": optimizer_step_count,
+            "state": state,
+            "config": config,
+        }
+
+    def begin(self, plan: Sequence[PlannedChunk]) -> None:
+        """Check what this rank writes and the free space, and create the temporary folder.
+
+        Raises:
+            CheckpointError: on all ranks.
+        """
+
+        def check() -> int:
+            check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
+            return sum(chunk.num_bytes for chunk in plan)
+
+        with self._cleaned_up():
+            agree(
+                check,
+                self.grid.messages,
+                then=lambda sizes: begin_save(self.folder, self.temporary, sum(sizes), self.disk),
+            )
+
+    def commit(self, written: Callable[[], list[dict[str, Any]]]) -> Path:
+        """Commit the shards of all ranks and return the folder.
+
+        Args:
+            written: returns this rank's reports for `merge_reports`, or raises its error; it may write or wait.
+
+        Raises:
+            CheckpointError: on all ranks; the files of this save are removed.
+        """
+
+        def commit(reports: list[Any]) -> None:
+            manifest = merge_reports(reports, **self._contents)
+            commit_save(self.temporary, self.final, manifest, self.disk)
+
+        with self._cleaned_up():
+            agree(written, self.grid.messages, then=commit)
+        if self.grid.world.is_first:
+            remove_leftovers(self.folder, self.disk)
+        return self.final
+
+    @contextlib.contextmanager
+    def _cleaned_up(self) -> Iterator[None]:
+        """Remove the files of this save on an error, and add what failed to the message."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.grid.world.is_first:
+                remove_failed_save(self.temporary, self.disk)
+            problem = f"saving iteration {self.iteration} to {self.final} failed: {error.problems[0].text}"
+            raise CheckpointError(problem, fix=error.problems[0].fix) from error
 
 
 def plan_chunks(
@@ -168,30 +290,39 @@ def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> Non
 
 
 def write_rank_shards(
-    temporary: Path, rank: int, plan: Sequence[PlannedChunk], disk: Disk, *, file_bytes: int = _FILE_BYTES
+    temporary: Path,
+    rank: int,
+    plan: Sequence[PlannedChunk],
+    disk: Disk,
+    *,
+    file_bytes: int = _FILE_BYTES,
+    verifies: bool = False,
 ) -> list[dict[str, Any]]:
-    """Write this rank's files; return the name, size, checksums and chunks of each, for `merge_reports`."""
-    reports: list[dict[str, Any]] = []
-    for number, part in enumerate(_split_into_files(plan, file_bytes)):
-        name = f"shard_{rank:05d}.safetensors" if number == 0 else f"shard_{rank:05d}_{number}.safetensors"
-        written = write_tensor_file(
-            disk, temporary / name, [(chunk.key, chunk.values.view(box_shape(chunk.box))) for chunk in part]
+    """Write this rank's files; return a report of each. One chunk at a time is copied to the CPU."""
+    return [
+        file_report(
+            name,
+            part,
+            write_shard_file(
+                disk,
+                temporary / name,
+                [chunk.entry for chunk in part],
+                (bytes_of(chunk.values.detach().cpu()) for chunk in part),
+                verifies=verifies,
+            ),
         )
-        rows = [
-            (
-                chunk.name,
-                chunk.shape,
-                chunk.kind,
-                dtype_name(chunk.values.dtype),
-                chunk.key,
-                chunk.box,
-                crc32s,
-            )
-            for chunk, crc32s in zip(part, written.crc32s, strict=True)
-        ]
-        file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
-        reports.append({"name": name, "file": file, "chunks": rows})
-    return reports
+        for name, part in split_into_files(plan, rank, file_bytes)
+    ]
+
+
+def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -> dict[str, Any]:
+    """Return the name, size, checksums and chunks of a file, for `merge_reports`."""
+    rows = [
+        (chunk.name, chunk.shape, chunk.kind, chunk.entry.dtype, chunk.key, chunk.box, crc32s)
+        for chunk, crc32s in zip(part, written.crc32s, strict=True)
+    ]
+    file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
+    return {"name": name, "file": file, "chunks": rows}
 
 
 def merge_reports(
@@ -312,14 +443,15 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
         yield ((first, min(first + step, stop)), *rest)
 
 
-def _split_into_files(plan: Sequence[PlannedChunk], file_bytes: int) -> Iterator[list[PlannedChunk]]:
+def split_into_files(
+    plan: Sequence[PlannedChunk], rank: int, file_bytes: int = _FILE_BYTES
+) -> Iterator[tuple[str, list[PlannedChunk]]]:
+    """Yield the name and the chunks of each file of a rank; a file gets no more chunks once it has `file_bytes`."""
     part: list[PlannedChunk] = []
-    num_bytes = 0
-    for chunk in plan:
+    num_bytes = number = 0
+    for position, chunk in enumerate(plan, start=1):
         part.append(chunk)
         num_bytes += chunk.num_bytes
-        if num_bytes >= file_bytes:
-            yield part
-            part, num_bytes = [], 0
-    if part:
-        yield part
+        if num_bytes >= file_bytes or position == len(plan):
+            yield f"shard_{rank:05d}{f'_{number}' if number else ''}.safetensors", part
+            part, num_bytes, number = [], 0, number + 1

@@ -10,17 +10,16 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.disk import Disk, open_regular_file, read_into
+from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
-from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, checksums, write_shard_file
+from megatrain.checkpoint.shard_file import checksums
 
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -29,26 +28,6 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES[dtype]
-
-
-def write_tensor_file(
-    disk: Disk, path: Path, chunks: Sequence[tuple[str, Tensor]], *, verifies: bool = False
-) -> WrittenFile:
-    """Write (key, tensor) chunks, as `write_shard_file` does; one chunk at a time is copied to the CPU."""
-    return write_shard_file(
-        disk,
-        path,
-        [entry_of(key, tensor) for key, tensor in chunks],
-        (bytes_of(tensor.detach().cpu().contiguous()) for _, tensor in chunks),
-        verifies=verifies,
-    )
-
-
-def entry_of(key: str, tensor: Tensor) -> ChunkEntry:
-    """Return the entry of a tensor in the header of a file."""
-    return ChunkEntry(
-        key, dtype_name(tensor.dtype), tuple(tensor.shape), tensor.numel() * tensor.element_size()
-    )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -75,6 +75,8 @@ class ShardedOptimizer:
         self.muon = muon
         self.clip_grad = clip_grad
         self.step_count = 0
+        self.state_copied: torch.cuda.Event | None = None
+        """Recorded after copies of the state by another stream; the next update waits for it."""
         weights, gradients = self.buffers.weights.shards, self.buffers.gradients.shards
         self.device = weights[0].device
         self.num_on_device = len(weights) - num_offloaded([w.numel() for w in weights], offload_fraction)
@@ -159,6 +161,9 @@ class ShardedOptimizer:
             is_finite: bool [] on the device; False: nothing is updated.
         """
         self.parallel.wait_for_weights()  # an all-gather of the last step may still read them
+        if self.state_copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.state_copied)
+            self.state_copied = None
         self.step_count += 1
         shards = self._updates(hyperparams, norm, gradient_scale, is_finite)
         if self.muon is not None:

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: resume from one, save one.
+"""What a run restores from a checkpoint and stores in one, besides tensors and configuration; saving.py saves.
 
---load ─> load_checkpoint ─> model, optimizer, expert biases, loss scale, Progress ─> save_checkpoint ─> --save
+--load ─> load_checkpoint ─> model, optimizer, expert biases, loss scale, Progress ─> state_to_save ─> --save
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
-from megatrain.checkpoint.retention import Retention, remove_older
-from megatrain.checkpoint.save import save_checkpoint
 from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.plan import continues_optimizer
 from megatrain.training.engine import Engine
@@ -80,32 +77,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
     return plan
 
 
-def save_run(folder: Path, ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> Path:
-    """Save a checkpoint of the run in `folder`; all ranks call it. Return the folder of the checkpoint."""
-    return save_checkpoint(
-        folder,
-        iteration=progress.iteration,
-        consumed_train_samples=progress.consumed_train_samples,
-        optimizer=engine.optimizer,
-        grid=ranks.grid,
-        state=_state(ranks, plan, engine, progress),
-        config=plan.config.to_dict(),
-        with_optimizer=not plan.config.checkpoint.no_save_optim,
-    )
-
-
-def remove_older_checkpoints(folder: Path, ranks: Ranks, plan: Plan, progress: Progress) -> None:
-    """Remove the checkpoints that are not kept after the one of this iteration in `folder`; rank 0 does it."""
-    checkpoint = plan.config.checkpoint
-    rule = Retention(keep_last=checkpoint.keep_last, retain_interval=checkpoint.save_retain_interval)
-    if str(folder) == checkpoint.non_persistent_folder:
-        rule = Retention(keep_last=1)
-    if ranks.is_main:
-        for line in remove_older(folder, progress.iteration, rule, Disk()):
-            ranks.console.print(f"> {line}")
-
-
-def _state(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> dict[str, Any]:
+def state_to_save(ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> dict[str, Any]:
     """Return the state that a checkpoint's manifest stores. The keys are part of the checkpoint format."""
     config, derived = plan.config, plan.derived
     return {

@@ -26,6 +26,7 @@ from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
+from megatrain.training.saving import RunSaves
 from megatrain.training.step_report import PendingStep, StepReport
 from megatrain.training.stopping import StopRequest
 
@@ -58,6 +59,7 @@ class Iterations:
         log: logs each iteration.
         progress: position of the run; updated.
         stop: stop requests of this rank.
+        saves: saves of the run; those in the background are committed after a step.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class Iterations:
         log: RunLog,
         progress: Progress,
         stop: StopRequest,
+        saves: RunSaves,
     ) -> None:
         self.ranks, self.plan, self.engine = ranks, plan, engine
-        self.batches, self.log, self.progress, self.stop = batches, log, progress, stop
+        self.batches, self.log, self.progress = batches, log, progress
+        self.stop, self.saves = stop, saves
         self.schedules = build_schedules(plan)
         self.batch_sizes = batch_sizes(plan.config, data_parallel_size=plan.derived.data_parallel_size)
         training = plan.config.training
@@ -118,7 +122,7 @@ class Iterations:
         hyperparams = self.schedules.at(self.progress.scheduled_samples + pending_samples)
         with self.engine.timers.span("batch-generator"):
             batches = self.batches.microbatches(consumed, self.batch_sizes.num_microbatches(consumed))
-        step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self.stop.flags)
+        step = self.engine.begin_step(batches, hyperparams, first_sample=consumed, flags=self._flags)
         self.pending.append(
             Iteration(
                 number=number,
@@ -157,7 +161,13 @@ class Iterations:
             lr=iteration.lr,
             is_line_due=is_first or iteration.number >= self.plan.derived.train_iters,
         )
-        return self.stop.reason(iteration.number, report.flags)
+        *stop_flags, is_any_rank_writing = report.flags
+        self.saves.commit_if_written(is_any_rank_writing=bool(is_any_rank_writing))
+        return self.stop.reason(iteration.number, stop_flags)
+
+    def _flags(self) -> tuple[int, ...]:
+        """Return what all ranks must know of this rank after a step."""
+        return (*self.stop.flags(), int(self.saves.is_writing))
 
     def _not_finite(self, iteration: Iteration, report: StepReport) -> NotFiniteError:
         """Return the error with its cause. No later step has changed a weight, so that the step can be computed again."""

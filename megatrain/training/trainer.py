@@ -4,16 +4,15 @@
 
 On a GPU the report of a step is read while the next step runs, except where an evaluation, a save or a profile comes between.
 
-Exit codes: 0 target reached; 75 stopped before it, after a save if --save is set: the same command resumes the run.
+Exit codes: 0 target reached; 1 the last save failed; 75 stopped before it, after a save if --save is set: the same command resumes the run.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatrain.checkpoint.errors import CheckpointError
@@ -21,7 +20,7 @@ from megatrain.config import render_plan, to_yaml
 from megatrain.config.errors import MegatrainError
 from megatrain.config.rules.training import signal_number
 from megatrain.training.batches import RunBatches, build_batches
-from megatrain.training.checkpoints import remove_older_checkpoints, resume_run, save_run
+from megatrain.training.checkpoints import resume_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
@@ -33,9 +32,10 @@ from megatrain.training.logging.model_summary import model_summary
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.progress import Progress
+from megatrain.training.saving import RunSaves
 from megatrain.training.stopping import StopRequest
 
-REACHED, STOPPED_EARLY = 0, 75
+REACHED, FAILED, STOPPED_EARLY = 0, 1, 75
 
 
 class Trainer:
@@ -62,6 +62,7 @@ class Trainer:
     def resume(self) -> None:
         """Load the checkpoint of `--load`, or draw the initial weights."""
         self.plan = resume_run(self.ranks, self.engine, self.progress)
+        self.saves = RunSaves(self.ranks, self.plan, self.engine, self.progress)
 
     def train(self) -> int:
         """Train up to the target or until a stop request; return the exit code.
@@ -77,6 +78,8 @@ class Trainer:
         try:
             self.log = self._open_log()
             exit_code, reason = self._train(self.log)
+            if self.saves.failure is not None:
+                exit_code, reason = FAILED, f"{reason}; the last save failed: {self.saves.failure}"
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, MegatrainError):
@@ -115,7 +118,7 @@ class Trainer:
             garbage=self.garbage,
         )
         reason = None
-        with stop.listening(), self.garbage.manual_collection():
+        with stop.listening(), self.garbage.manual_collection(), self._saving():
             if config.training.skip_train:
                 reason = evaluation.run(("valid", "test"))
                 return (STOPPED_EARLY, reason) if reason else (REACHED, "evaluated, with --skip-train")
@@ -145,6 +148,7 @@ class Trainer:
             log=log,
             progress=self.progress,
             stop=stop,
+            saves=self.saves,
         )
         reason = None
         with self._trace_on_failure(profiling):
@@ -187,11 +191,13 @@ class Trainer:
         checkpoint, iteration = self.plan.config.checkpoint, self.progress.iteration
         if self.save_folder is None:
             return
-        if is_stopping or self._is_done or _divides(checkpoint.save_interval, iteration):
+        if is_stopping or self._is_done:
             self.save(self.save_folder)
+        elif _divides(checkpoint.save_interval, iteration):
+            self._begin_save(self.save_folder)
         elif _divides(checkpoint.non_persistent_save_interval, iteration):
             assert checkpoint.non_persistent_folder is not None
-            self.save(Path(checkpoint.non_persistent_folder))
+            self._begin_save(Path(checkpoint.non_persistent_folder))
 
     def _is_save_due(self, iteration: int) -> bool:
         checkpoint = self.plan.config.checkpoint
@@ -199,16 +205,27 @@ class Trainer:
         return any(_divides(interval, iteration) for interval in intervals)
 
     def save(self, folder: Path) -> None:
-        """Save a checkpoint of this iteration in `folder`; all ranks call it."""
+        """Save a checkpoint of this iteration in `folder`, and return once it is committed; all ranks call it."""
+        self._begin_save(folder)
+        self.saves.finish()
+
+    def _begin_save(self, folder: Path) -> None:
         if self.log is not None:
             self.log.flush()
-        start = time.perf_counter()
-        with self.phases.heartbeat("saving a checkpoint"):
-            path = save_run(folder, self.ranks, self.plan, self.engine, self.progress)
+        self.saves.begin(folder)
         if self.log is not None:
             self.log.restart_clock()
-        self._print(f"> committed {path} in {time.perf_counter() - start:.1f} s")
-        remove_older_checkpoints(folder, self.ranks, self.plan, self.progress)
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Save in the background with --async-save. A step that is not finite ends the run on all ranks, after a pending save."""
+        with self.saves.in_background():
+            try:
+                yield
+            except NotFiniteError:
+                with suppress(CheckpointError):
+                    self.saves.finish()
+                raise
 
     @contextmanager
     def _trace_on_failure(self, profiling: Profiling) -> Iterator[None]:

@@ -13,14 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import build_ranks, load, one_rank, run_ranks, save, save_all, small_spec
+from checkpoint_helpers import (
+    build_ranks,
+    load,
+    one_rank,
+    run_ranks,
+    save,
+    save_all,
+    small_spec,
+    write_tensors,
+)
 
-from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.find import find_checkpoints, newest_valid
 from megatrain.checkpoint.manifest import StoredFile
 from megatrain.checkpoint.reader import verify
-from megatrain.checkpoint.tensor_file import TensorFile, write_tensor_file
+from megatrain.checkpoint.tensor_file import TensorFile
 from megatrain.config.errors import NoCheckpointError
 from megatrain.parallel.rank_lists import GridShape
 
@@ -80,7 +88,7 @@ def test_a_header_that_only_looks_the_same_is_damage(tmp_path: Path) -> None:
     """A line break in place of a padding space is JSON too."""
     for length in range(8):
         path = tmp_path / f"{length}.safetensors"
-        written = write_tensor_file(Disk(), path, [("k" * (length + 1), torch.ones(4))])
+        written = write_tensors(path, [("k" * (length + 1), torch.ones(4))])
         stored = StoredFile(written.num_bytes, written.header_crc32)
         changed = path.read_bytes().replace(b"} ", b"}\n")
         is_padded = changed != path.read_bytes()

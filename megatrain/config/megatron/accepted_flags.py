@@ -238,6 +238,11 @@ ACCEPTED_FLAGS: Final = (
         "--non-persistent-local-ckpt-algo=*",
     ),
     accepted(
+        "--async-save always copies the state to shared host memory, and one process per rank writes it during the"
+        " whole run",
+        "--use-persistent-ckpt-worker --async-strategy=nvrx|mcore --async-ckpt-use-cpu-shm",
+    ),
+    accepted(
         "checksums are always written, and verified on load",
         "--verify-integrity",
     ),

@@ -1,7 +1,7 @@
 """Answers to Megatron-LM's flags that are not settings: a note if the flag is ignored, a problem if it is refused.
 
     --use-mcore-models          note: --use-mcore-models is ignored: megatrain has one model definition
-    --async-save                note: --async-save has no effect so far: asynchronous saving is missing, and ...
+    --tp-comm-overlap           note: --tp-comm-overlap has no effect so far: overlapped tensor-parallel ... is missing, and ...
     --mtp-num-layers 0          note: --mtp-num-layers 0 has no effect: multi-token prediction (MTP) is not supported
     --mtp-num-layers 1          problem: --mtp-num-layers 1: multi-token prediction (MTP) is not supported
 

@@ -9,12 +9,6 @@ from megatrain.config.megatron.answer import pending
 
 PENDING_FLAGS: Final = (
     pending(
-        "asynchronous saving",
-        "the run waits while it saves",
-        "--async-save --use-persistent-ckpt-worker --async-strategy=* --async-ckpt-cpu-priority=*"
-        " --async-ckpt-io-priority=* --async-ckpt-use-cpu-shm",
-    ),
-    pending(
         "copies of local checkpoints on other nodes",
         "a local checkpoint is on one node alone",
         "--replication --replication-factor=* --replication-jump=*",

@@ -194,10 +194,17 @@ CONDITIONS: Final = (
         _settings("checkpoint", "non_persistent_local_ckpt_dir"),
     ),
     Condition(
+        "without --async-save",
+        lambda d: d.config.checkpoint.async_save,
+        _settings("checkpoint", "async_ckpt_cpu_priority async_ckpt_io_priority"),
+    ),
+    Condition(
         "without --save",
         lambda d: d.config.checkpoint.save is not None,
         _settings(
-            "checkpoint", "save_interval no_save_optim non_persistent_save_interval non_persistent_ckpt_type"
+            "checkpoint",
+            "save_interval no_save_optim non_persistent_save_interval non_persistent_ckpt_type async_save verify_saves"
+            " on_save_failure",
         ),
     ),
 )

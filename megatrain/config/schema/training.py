@@ -107,6 +107,16 @@ class CheckpointConfig(CheckedSection):
     """Folder of global non-persistent checkpoints. none: `non_persistent` in --save."""
     non_persistent_local_ckpt_dir: str | None = None
     """Folder of local non-persistent checkpoints, such as one on a fast disk of the node."""
+    async_save: bool = False
+    """Save in the background: training waits for a copy of the state to host memory, not for the disk."""
+    async_ckpt_cpu_priority: int = field(default=10, metadata=in_range(at_least=0, at_most=19))
+    """Nice value of the processes that write for --async-save; 19 is the lowest priority."""
+    async_ckpt_io_priority: int = field(default=3, metadata=in_range(at_least=0, at_most=3))
+    """I/O scheduling class of these processes, as of ionice: 0 none, 1 realtime, 2 best effort, 3 only while the disk is idle."""
+    verify_saves: bool = False
+    """Read every file of a checkpoint from the disk again before the checkpoint counts. Not in Megatron-LM."""
+    on_save_failure: Literal["stop", "warn"] = "stop"
+    """After a save that fails: stop the run, or warn and train on; a run whose last save failed never exits with 0. Not in Megatron-LM."""
     exit_on_missing_checkpoint: bool = False
     """Exit if --load has no checkpoint. This is always so without --load-or-start."""
     load_or_start: bool = False

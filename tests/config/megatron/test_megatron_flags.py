@@ -19,7 +19,7 @@ from megatrain.config.schema.tree import settings
         ("--logging-level 40", "--logging-level 40 is ignored: "),
         ("--empty-unused-memory-level 2", "--empty-unused-memory-level 2 is ignored: "),
         ("--no-ckpt-fully-parallel-save", "--no-ckpt-fully-parallel-save is ignored: "),
-        ("--async-save", "--async-save has no effect so far: asynchronous saving is missing"),
+        ("--async-strategy nvrx", "--async-strategy nvrx is ignored: --async-save"),
         ("--cuda-graph-modules attn mlp", "has no effect so far: CUDA graphs"),
         ("--tp-comm-overlap-cfg a.yaml", "has no effect so far: overlapped tensor-parallel"),
         ("--moe-flex-dispatcher-backend deepep", "has no effect so far: DeepEP"),

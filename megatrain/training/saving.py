@@ -1,0 +1,206 @@
+"""Saves of a run: at once, or in the background with --async-save.
+
+    begin at iteration 100 ─> training continues ─> a step's report: no rank is writing ─> commit ─> older ones are removed
+                                                    or the next save, or the end of the run: wait ─┘
+
+All ranks begin and commit in the same places: whether a rank is still writing is one of the flags of every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.checkpoint.background import BackgroundWriter
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.retention import Retention, remove_older
+from megatrain.checkpoint.save import DirectWriter, Save
+from megatrain.config import Plan
+from megatrain.optim.sharded import WEIGHT
+from megatrain.training.checkpoints import state_to_save
+from megatrain.training.engine import Engine
+from megatrain.training.launch.ranks import Ranks
+from megatrain.training.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTimes:
+    """Times of a committed save, in seconds."""
+
+    iteration: int
+    stall_seconds: float
+    """Time that training waited for it."""
+    duration_seconds: float
+    """Time from its begin to its commit."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save that is not committed yet."""
+
+    save: Save
+    begun_at: float
+    stall_before: float
+    """`RunSaves.stall_seconds` at its begin."""
+
+
+class RunSaves:
+    """The checkpoints that a run saves. All ranks make the same calls, except for `is_writing`.
+
+    Args:
+        plan: the plan of the run after it has resumed.
+        progress: position of the run.
+    """
+
+    def __init__(self, ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> None:
+        self.ranks, self.plan, self.engine, self.progress = ranks, plan, engine, progress
+        self.failure: str | None = None
+        """The reason why the last save failed; None: it did not."""
+        self.last: SaveTimes | None = None
+        """The last save that was committed."""
+        self.stall_seconds = 0.0
+        """Time that training waited for saves so far."""
+        kinds = (WEIGHT,) if plan.config.checkpoint.no_save_optim else engine.optimizer.kinds
+        self._writer: DirectWriter | BackgroundWriter = DirectWriter(
+            engine.optimizer, ranks.grid, kinds, verifies=plan.config.checkpoint.verify_saves
+        )
+        self._pending: _Pending | None = None
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Save in the background inside the context, with --async-save. A save that is pending at its end is abandoned."""
+        checkpoint, direct = self.plan.config.checkpoint, self._writer
+        if not checkpoint.async_save or checkpoint.save is None or self.plan.config.training.skip_train:
+            yield
+            return
+        with self.ranks.phases.phase("allocating host memory for --async-save"):
+            background = BackgroundWriter(
+                self.engine.optimizer,
+                self.ranks.grid,
+                direct.kinds,
+                verifies=checkpoint.verify_saves,
+                cpu_priority=checkpoint.async_ckpt_cpu_priority,
+                io_priority=checkpoint.async_ckpt_io_priority,
+            )
+        self._writer = background
+        try:
+            yield
+        finally:
+            self._writer, self._pending = direct, None
+            background.close()
+
+    @property
+    def is_writing(self) -> bool:
+        """This rank is still writing files of a save."""
+        return not self._writer.is_ready
+
+    def save(self, folder: Path) -> None:
+        """Save this iteration in `folder`, and return once it is committed or has failed.
+
+        Raises:
+            CheckpointError: it failed, unless --on-save-failure is warn.
+        """
+        self.begin(folder)
+        self.finish()
+
+    def begin(self, folder: Path) -> None:
+        """Begin to save this iteration in `folder`, after a pending save is committed; in the background, return before it is written.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
+        self.finish()
+        begun_at, stall = time.perf_counter(), self.stall_seconds
+        with self._stalling("saving a checkpoint"), self._failing_by_policy():
+            save = Save(
+                folder,
+                iteration=self.progress.iteration,
+                consumed_train_samples=self.progress.consumed_train_samples,
+                optimizer_step_count=self.engine.optimizer.step_count,
+                grid=self.ranks.grid,
+                state=state_to_save(self.ranks, self.plan, self.engine, self.progress),
+                config=self.plan.config.to_dict(),
+            )
+            self._writer.begin(save)
+            self._pending = _Pending(save, begun_at, stall)
+            if isinstance(self._writer, BackgroundWriter):
+                self.ranks.console.print(f"> saving iteration {save.iteration} in the background")
+        if isinstance(self._writer, DirectWriter):
+            self.finish()
+
+    def commit_if_written(self, *, is_any_rank_writing: bool) -> None:
+        """Commit the pending save, if there is one and no rank is writing its files.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
+        if not is_any_rank_writing:
+            self._commit()
+
+    def finish(self) -> None:
+        """Commit the pending save, if there is one, once its files are written.
+
+        Raises:
+            CheckpointError: see `save`.
+        """
+        if self._pending is not None and self.is_writing:
+            iteration = self._pending.save.iteration
+            self.ranks.console.print(f"> waiting until iteration {iteration} is written")
+        self._commit()
+
+    def _commit(self) -> None:
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        save = pending.save
+        with self._failing_by_policy():
+            with self._stalling("committing a checkpoint"):
+                path = self._writer.commit()
+            self.last = SaveTimes(
+                iteration=save.iteration,
+                stall_seconds=self.stall_seconds - pending.stall_before,
+                duration_seconds=time.perf_counter() - pending.begun_at,
+            )
+            self.failure = None
+            self.ranks.console.print(
+                f"> committed iteration {save.iteration} to {path}: saved in {self.last.duration_seconds:.1f} s,"
+                f" training waited {self.last.stall_seconds:.1f} s"
+            )
+            self._remove_older(save)
+
+    def _remove_older(self, save: Save) -> None:
+        """Remove the checkpoints that are not kept after this one; rank 0 does it."""
+        checkpoint = self.plan.config.checkpoint
+        rule = Retention(keep_last=checkpoint.keep_last, retain_interval=checkpoint.save_retain_interval)
+        if str(save.folder) == checkpoint.non_persistent_folder:
+            rule = Retention(keep_last=1)
+        if self.ranks.is_main:
+            for line in remove_older(save.folder, save.iteration, rule, Disk()):
+                self.ranks.console.print(f"> {line}")
+
+    @contextlib.contextmanager
+    def _stalling(self, what: str) -> Iterator[None]:
+        """Count the time in which training waits."""
+        start = time.perf_counter()
+        try:
+            with self.ranks.phases.heartbeat(what):
+                yield
+        finally:
+            self.stall_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _failing_by_policy(self) -> Iterator[None]:
+        """Remember a save that fails, on all ranks, and raise its error unless --on-save-failure is warn."""
+        try:
+            yield
+        except CheckpointError as error:
+            self.failure = error.problems[0].text
+            if self.plan.config.checkpoint.on_save_failure == "stop":
+                raise
+            self.ranks.console.print(
+                f"> WARNING: {self.failure}; training continues (--on-save-failure warn), and the next save tries again"
+            )
