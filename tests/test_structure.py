@@ -375,6 +375,14 @@ def test_pretrain_fits_on_one_screen() -> None:
     assert len(entry.read_text(encoding="utf-8").splitlines()) < MAX_ENTRY_LINES
 
 
+def test_both_entry_points_run_the_same_program() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "import pretrain, pretrain_gpt; assert pretrain_gpt.main is pretrain.main"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+
+
 # ---- the finders on invented sources: each entry breaks, or just keeps, one rule
 
 BROKEN = [
