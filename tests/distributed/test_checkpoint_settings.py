@@ -76,6 +76,7 @@ def test_a_step_within_its_own_folder_needs_the_newer_ones_away(copied: Path) ->
     flags = ["--load", str(copied), "--save", str(copied), "--ckpt-step", "12"]
     with pytest.raises(ConfigError, match=r"up to iteration 20(.|\n)*--save"):
         plan_of(*flags)
+    assert plan_of(*flags, "--skip-train").derived.start_iteration == 12
     for newer in ("iter_0000016", "iter_0000020"):
         shutil.rmtree(copied / newer)
     assert plan_of(*flags).derived.start_iteration == 12

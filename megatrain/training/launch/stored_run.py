@@ -53,7 +53,7 @@ def save_folder_problems(request: Request) -> Iterator[Problem]:
             f"add --load {save} to continue them{', without --finetune' if finetune else ''},"
             " or name another --save folder",
         )
-    elif newest is not None and step is not None and newest.iteration > step:
+    elif newest is not None and step is not None and newest.iteration > step and _saves(request):
         yield Problem(
             f"--save {save} has checkpoints up to iteration {newest.iteration}: a run from iteration {step} would mix its own"
             " with them, and a restart would load the newest",
@@ -194,6 +194,10 @@ def _continues_save_folder(request: Request) -> bool:
     return base_folder(Path(load)).resolve() == Path(save).resolve()
 
 
+def _saves(request: Request) -> bool:
+    return not request.known("training.skip_train")
+
+
 def _other_run(request: Request) -> str | None:
     """Return the --save folder of the run whose checkpoints the non-persistent folder has; None: this run's, or none."""
     folder, save = _non_persistent_folder(request), request.known("checkpoint.save")
@@ -217,13 +221,10 @@ def _non_persistent_problems(request: Request) -> Iterator[Problem]:
             "remove the folder, or name another with --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir",
         )
         return
-    newest = newest_valid(folder) if folder is not None and step is not None else None
-    if (
-        newest is not None
-        and step is not None
-        and newest.iteration > step
-        and _continues_save_folder(request)
-    ):
+    if folder is None or step is None or not (_saves(request) and _continues_save_folder(request)):
+        return
+    newest = newest_valid(folder)
+    if newest is not None and newest.iteration > step:
         yield Problem(
             f"{newest.path} is newer than iteration {step}: a restart would load it", f"remove {newest.path}"
         )
