@@ -40,7 +40,9 @@ class Derived(CheckedSection):
     """Factor of attention scores; None: 1 / sqrt(kv channels)."""
     transformer_impl: Literal["local", "transformer_engine"] = INVALID
     """Implementation of the layers; `local` supplies what Transformer Engine lacks."""
-    attention_backend: Literal["flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"] = INVALID
+    attention_backend: Literal[
+        "flash4", "flash2", "cudnn", "sdpa", "triton", "math", "transformer_engine"
+    ] = INVALID
     """Attention kernel."""
     cp_comm_types: tuple[str, ...] = INVALID
     """Communication of keys and values under context parallelism: one entry for all layers, or one per layer."""

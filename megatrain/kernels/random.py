@@ -27,9 +27,14 @@ from megatrain.kernels.fused.launching import is_fused
 WORDS = 4
 """Random words per counter: numbers 4 c to 4 c + 3 of a stream come from counter c."""
 
+KEY_BLOCK = 64
+"""Keys of 8 counters of an attention dropout mask."""
+
 NORMAL_CHUNK_COUNTERS = 1 << 17
 ROW_CHUNK_COUNTERS = 1 << 20
 """Counters per chunk of normal numbers, and of rows of uniform numbers or dropout masks; bounds the scratch memory."""
+
+Counters = tuple[Tensor, Tensor, Tensor, Tensor]
 
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
@@ -89,6 +94,39 @@ def keep_mask(rows: Tensor, num_columns: int, *, key: int, p: float) -> Tensor:
     return kept.view(*rows.shape, num_columns)
 
 
+def attention_dropout_threshold(p: float) -> int:
+    """Return p in units of 2^-16."""
+    return min(round(p * 2**16), 2**16 - 1)
+
+
+def attention_keep_mask(heads: Tensor, queries: Tensor, keys: range, *, key: int, p: float) -> Tensor:
+    """Return a dropout mask of attention probabilities: True where one is kept.
+
+    The counter is (key block, query, head), so that no product of sizes can overflow, and a counter has the numbers of 8
+    keys: k, k + 8, .., k + 56 of a block of 64, whose scores lie in one thread of a fused kernel
+    (`fused/attention_dropout.py`). 7 rounds suffice: Salmon et al. report no failure of Philox4x32-7 in BigCrush.
+
+    Args:
+        heads: index in the run of each head: sample * heads of the layer + head, int64 [...].
+        queries: positions in the sample, int64 [sq].
+        keys: positions in the sample.
+        key: from `stream_key`.
+        p: dropout probability, rounded to a multiple of 2^-16.
+    Returns:
+        bool [..., sq, keys].
+    """
+    first = keys.start // KEY_BLOCK
+    blocks = -(-keys.stop // KEY_BLOCK) - first
+    column = torch.arange(8 * first, 8 * (first + blocks), device=heads.device)
+    heads = heads[..., None, None]
+    words = philox((column, queries[:, None], heads & _LOW, heads >> 32), key, rounds=7)
+    kept = torch.empty(*words[0].shape[:-1], blocks, 8, 8, dtype=torch.bool, device=heads.device)
+    for number in range(8):
+        numbers = (words[number // 2] >> 16 * (number % 2)) & 0xFFFF
+        kept[..., number, :] = (numbers >= attention_dropout_threshold(p)).unflatten(-1, (blocks, 8))
+    return kept.flatten(-3)[..., keys.start - KEY_BLOCK * first :][..., : len(keys)]
+
+
 def keep_mask_reference(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
     """Fill `kept`, bool [rows, columns], with torch operators; elements are kept from `threshold` of 2^32 on."""
     for part, words in _words_of_rows(rows, kept.shape[1], key):
@@ -103,7 +141,7 @@ def _words_of_rows(rows: Tensor, num_columns: int, key: int) -> Iterator[tuple[s
     for first in range(0, rows.numel(), rows_per_chunk):
         part = slice(first, first + rows_per_chunk)
         counters = rows[part, None] * counters_per_row + columns
-        yield part, torch.stack(philox(counters, key), dim=-1).flatten(1)[:, :num_columns]
+        yield part, torch.stack(philox(_counters(counters), key), dim=-1).flatten(1)[:, :num_columns]
 
 
 def fill_normal_reference(
@@ -136,7 +174,7 @@ def _normal_block(
     if is_aligned:
         counters_per_row = (columns + WORDS - 1) // WORDS
     counters = (starts // WORDS)[:, None] + torch.arange(counters_per_row, dtype=torch.int64, device=device)
-    bits = torch.stack(philox(counters, key), dim=-1).view(rows, counters_per_row * WORDS)
+    bits = torch.stack(philox(_counters(counters), key), dim=-1).view(rows, counters_per_row * WORDS)
     if is_aligned:
         bits = bits[:, :columns]
     else:
@@ -144,19 +182,27 @@ def _normal_block(
     return inverse_normal(bits)
 
 
-def philox(counters: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four words in [0, 2^32) per counter, int64 like `counters`, which are below 2^63."""
-    c0, c1 = counters & _LOW, counters >> 32
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+def philox(counters: Counters, key: int, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four words in [0, 2^32) per counter, int64.
+
+    Args:
+        counters: four words in [0, 2^32) that can be broadcast together, int64; overwritten.
+    """
+    c0, c1, c2, c3 = counters
     k0, k1 = key & _LOW, key >> 32
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         # Products wrap around as signed numbers; the mask reads their upper half as unsigned.
         product_0, product_1 = c0.mul_(_MULTIPLIER_0), c2.mul_(_MULTIPLIER_1)
-        new_0 = (product_1 >> 32).bitwise_and_(_LOW).bitwise_xor_(c1).bitwise_xor_(k0)
-        new_2 = (product_0 >> 32).bitwise_and_(_LOW).bitwise_xor_(c3).bitwise_xor_(k1)
+        new_0 = (product_1 >> 32).bitwise_and_(_LOW).bitwise_xor_(k0) ^ c1
+        new_2 = (product_0 >> 32).bitwise_and_(_LOW).bitwise_xor_(k1) ^ c3
         c0, c1, c2, c3 = new_0, product_1.bitwise_and_(_LOW), new_2, product_0.bitwise_and_(_LOW)
         k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
     return c0, c1, c2, c3
+
+
+def _counters(position: Tensor) -> Counters:
+    """Return the words of 64-bit counters, int64 below 2^63."""
+    return position & _LOW, position >> 32, torch.zeros_like(position), torch.zeros_like(position)
 
 
 def inverse_normal(bits: Tensor) -> Tensor:

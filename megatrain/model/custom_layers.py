@@ -63,14 +63,14 @@ def describe_custom_layers(
     """Describe the custom layers for a plan. Raises ConfigError."""
     loaded = load_layers(function, model, default)
     mixers = [layer.mixer for layer in loaded.layers if layer.mixer is not None]
-    is_eager = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
+    has_either = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
     return CustomLayers(
         digest=loaded.digest,
         layers=tuple(map(_sizes, loaded.layers)),
         differences=tuple(_differences(loaded.layers, default)),
         has_windows=any(mixer.window is not None for mixer in mixers),
         has_sinks=any(mixer.sink != "none" for mixer in mixers),
-        eager_attention="none" if not any(is_eager) else "all" if all(is_eager) else "some",
+        softcap_or_dropout="none" if not any(has_either) else "all" if all(has_either) else "some",
     )
 
 

@@ -13,7 +13,7 @@ Ulysses, arXiv:2309.14509 (a2a); USP, arXiv:2405.07719 (two levels).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import (
     AttentionKernel,
     CuSeqlens,
@@ -29,6 +30,7 @@ from megatrain.kernels.attention.interface import (
     sink_gradient,
 )
 from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.random import KEY_BLOCK
 from megatrain.parallel.batch import Documents
 from megatrain.parallel.collectives import (
     Transfer,
@@ -114,8 +116,8 @@ class BlockMasks:
     window: int | None = None
     documents: Documents | None = None
     """Documents of the whole samples."""
-    keep_fn: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Maps positions of queries and keys to the probabilities that dropout keeps, bool [b, n, sq, sk]."""
+    dropout: Dropout | None = None
+    """Dropout of this rank's heads; each block gets its positions."""
 
     def between(self, queries: Sequence[range], keys: Sequence[range]) -> MaskSpec:
         """Return the mask of queries and keys at these positions.
@@ -125,21 +127,21 @@ class BlockMasks:
         """
         is_causal = keys[-1].stop == queries[-1].stop
         assert is_causal or keys[-1].stop <= queries[0].start, f"queries at {queries}, keys at {keys}"
-        kept = None if self.keep_fn is None else self.keep_fn(self._positions(queries), self._positions(keys))
+        dropout = None if self.dropout is None else self.dropout.of_block(queries, keys)
         has_rules = self.window is not None or self.documents is not None
         is_square = tuple(queries) == tuple(keys)
         if self.needs_explicit_mask and (has_rules or (is_causal and not is_square)):
             explicit = self._explicit(self._positions(queries), self._positions(keys))
-            return MaskSpec(explicit=explicit, dropout_mask=kept)
+            return MaskSpec(explicit=explicit, dropout=dropout)
         if not has_rules:
-            return MaskSpec(is_causal=is_causal, dropout_mask=kept)
+            return MaskSpec(is_causal=is_causal, dropout=dropout)
         assert is_causal, "without explicit masks, windows and documents need keys that end with the queries"
         assert len(queries) == len(keys) == 1, f"queries at {queries}, keys at {keys}: not contiguous"
         return MaskSpec(
             is_causal=True,
             window=self.window,
             cu_seqlens=self._cu_seqlens(queries[0], keys[0]),
-            dropout_mask=kept,
+            dropout=dropout,
         )
 
     def _positions(self, ranges: Sequence[range]) -> Tensor:
@@ -381,6 +383,7 @@ class _GatheredKeys:
         """Return the positions of the queries of a chunk, and of the keys that they need."""
         chunk = self.chunks[half]
         first = 0 if self.window is None else max(0, chunk.start - self.window)
+        first -= first % KEY_BLOCK  # for kernels with dropout; masks exclude the keys before the window
         return (chunk,), (range(first, chunk.stop),)
 
 

@@ -12,7 +12,7 @@ KEY = stream_key(7, "decoder.layers.0.attention.dropout")
 
 def test_philox_has_the_authors_known_answers() -> None:
     # From kat_vectors of the Random123 library: philox4x32 10, counter and key all zero.
-    words = [int(word) for word in philox(torch.zeros(1, dtype=torch.int64), 0)]
+    words = [int(word) for word in philox(torch.zeros(4, 1, dtype=torch.int64).unbind(), 0)]
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 

@@ -103,16 +103,16 @@ def all_dropped(model, layers):
 
 
 @pytest.mark.parametrize(
-    ("name", "has_sinks", "eager_attention", "kernel"),
+    ("name", "has_sinks", "softcap_or_dropout", "kernel"),
     [
         ("plain", False, "none", "cudnn"),
-        ("capped", False, "some", "cudnn"),
+        ("capped", False, "some", "triton"),
         ("with_sink", True, "none", "cudnn"),
-        ("all_dropped", False, "all", "math"),
+        ("all_dropped", False, "all", "triton"),
     ],
 )
 def test_a_plan_knows_the_needs_of_custom_attention(
-    tmp_path: Path, name: str, has_sinks: bool, eager_attention: str, kernel: str
+    tmp_path: Path, name: str, has_sinks: bool, softcap_or_dropout: str, kernel: str
 ) -> None:
     file = tmp_path / "scores.py"
     file.write_text(SCORES)
@@ -120,7 +120,7 @@ def test_a_plan_knows_the_needs_of_custom_attention(
     facts = add_custom_layers(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
     custom = facts.custom_layers
     assert custom is not None
-    assert (custom.has_sinks, custom.eager_attention) == (has_sinks, eager_attention)
+    assert (custom.has_sinks, custom.softcap_or_dropout) == (has_sinks, softcap_or_dropout)
     assert resolve(request, facts).derived.attention_backend == kernel
 
 

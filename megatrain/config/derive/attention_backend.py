@@ -2,6 +2,7 @@
 
 Megatron-LM's names     auto, flash, fused, unfused, local: preferences; the plan prints the kernel and the reason
 names of kernels        flash4 (flash-attn-4), flash2 and cudnn (torch's), sdpa (torch's choice), math (eager)
+derived                 triton (our own), for auto, flash and fused with logit softcapping or attention dropout
 
 All layers use one kernel, which supports the features of each. A named kernel that cannot be used is an error.
 """
@@ -11,12 +12,15 @@ from typing import Final
 
 from megatrain.config.derive.attention_features import (
     EAGER_BACKENDS,
-    eager_attention_cause,
     fits_gpu_kernels,
     has_documents,
     has_sinks,
     has_windows,
-    layers_with_eager_attention,
+    layers_with_softcap_or_dropout,
+    softcap_or_dropout_flags,
+    why_not_heads,
+    why_not_on_gpu,
+    why_not_triton,
 )
 from megatrain.config.derive.transformer_engine import TRANSFORMER_ENGINE, why_local_attention
 from megatrain.config.derive.versions import version_key
@@ -28,6 +32,7 @@ _KERNELS: Final = {
     "flash2": "FlashAttention-2 of torch",
     "cudnn": "cuDNN's attention",
     "sdpa": "torch's own choice of kernel",
+    "triton": "megatrain's Triton kernel",
     "math": "eager attention, which stores all scores",
 }
 _FIRST: Final = {
@@ -37,6 +42,7 @@ _FIRST: Final = {
     "sdpa": ("sdpa",),
 }
 """Kernels to try on GPUs, before torch's own choice or, where that lacks a feature, FlashAttention-2."""
+_PREFERENCES: Final = ("auto", "flash", "fused")
 _NEED_LSE: Final = ("sinks", "context ranks")
 """Features that need the log-sum-exp of the scores."""
 _LACKS: Final = {
@@ -57,14 +63,14 @@ _GENERATIONS: Final = {"flash4": (9, 10, 11), "cudnn": range(8, 100), "flash2": 
 
 
 def attention_backend(draft: Draft) -> DerivedValue:
-    """Derive the kernel of all layers, except --spec layers with logit softcapping or attention dropout."""
+    """Derive the kernel of all layers; without the Triton kernel, some --spec layers use eager attention instead."""
     words = f"--attention-backend {draft.config.model.attention_backend}"
     if draft.derived.transformer_impl == TRANSFORMER_ENGINE and not any(why_local_attention(draft)):
         version = draft.facts.libraries.get(TRANSFORMER_ENGINE, "(not installed here)")
         return DerivedValue(TRANSFORMER_ENGINE, f"{words}: chosen by Transformer Engine {version}")
     kernel, why = _chosen(draft)
-    if kernel != "math" and layers_with_eager_attention(draft) == "some":
-        why += f"; layers with {eager_attention_cause(draft)} store all scores"
+    if kernel not in ("triton", "math") and layers_with_softcap_or_dropout(draft) == "some":
+        why += f"; layers with {softcap_or_dropout_flags(draft)} store all scores"
     return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}")
 
 
@@ -73,6 +79,12 @@ def _chosen(draft: Draft) -> tuple[str, str]:
     given = draft.config.model.attention_backend
     if given in EAGER_BACKENDS:
         return "math", ""
+    if (
+        given in _PREFERENCES
+        and layers_with_softcap_or_dropout(draft) != "none"
+        and not why_not_triton(draft)
+    ):
+        return "triton", f", for {softcap_or_dropout_flags(draft)}{_slow_dropout(draft)}"
     if why := _why_eager(draft):
         return "math", f", as {why}: memory and time grow with the square of --seq-length"
     if given in _GPU_KERNELS:
@@ -107,11 +119,11 @@ def attention_backend_is_there(draft: Draft) -> Iterator[Problem]:
         is_library = given == "flash4" and why_not == _why_no_library(draft)
         remedy = f"install it (pip install '{_LIBRARY}>={_MIN_VERSION}'), or " if is_library else ""
         yield Problem(f"{words}: {_KERNELS[given]} {why_not}", f"{remedy}use --attention-backend auto")
-    why = _no_fused_kernel(draft) if layers_with_eager_attention(draft) == "some" else _why_eager(draft)
+    why = _missing_kernel(draft) if layers_with_softcap_or_dropout(draft) == "some" else _why_eager(draft)
     if why:
-        is_dropout = eager_attention_cause(draft) == f"--attention-dropout {model.attention_dropout}"
+        is_dropout = softcap_or_dropout_flags(draft) == f"--attention-dropout {model.attention_dropout}"
         remedy = "--attention-dropout 0, or " if is_dropout else ""
-        yield Problem(f"{words}: {why}", f"use {remedy}--attention-backend auto, which stores all scores")
+        yield Problem(f"{words}: {why}", f"use {remedy}--attention-backend auto")
 
 
 def attention_has_a_kernel(draft: Draft) -> Iterator[Problem]:
@@ -128,16 +140,27 @@ def attention_has_a_kernel(draft: Draft) -> Iterator[Problem]:
 
 def _why_eager(draft: Draft) -> str:
     """Return the reason that no layer can use a fused kernel; empty: some can."""
-    if layers_with_eager_attention(draft) == "all":
-        return _no_fused_kernel(draft)
+    if layers_with_softcap_or_dropout(draft) == "all":
+        return _missing_kernel(draft)
     need_lse = [feature for feature in _features(draft) if feature in _NEED_LSE]
     if need_lse and draft.config.training.device == "cuda" and not fits_gpu_kernels(draft):
         return f"no fused kernel for {draft.config.precision.params_dtype} on a GPU supports {' and '.join(need_lse)}"
     return ""
 
 
-def _no_fused_kernel(draft: Draft) -> str:
-    return f"no fused kernel supports {eager_attention_cause(draft)}"
+def _missing_kernel(draft: Draft) -> str:
+    why_not = why_not_triton(draft)
+    reason = f", and it {why_not}" if why_not else ""
+    return f"only {_KERNELS['triton']} supports {softcap_or_dropout_flags(draft)}{reason}"
+
+
+def _slow_dropout(draft: Draft) -> str:
+    """Return a remark if ranges of keys do not begin with a block of the dropout mask."""
+    s, cp = draft.config.data.seq_length, draft.config.parallel.context_parallel_size
+    has_chunks = any(each != "a2a" for each in draft.derived.cp_comm_types)
+    if not (draft.config.model.attention_dropout and has_chunks and s % (128 * cp)):
+        return ""
+    return f"; dropout is slower, as a context rank's chunks of {s // (2 * cp)} tokens are no multiples of 64"
 
 
 def _why_not(kernel: str, draft: Draft) -> str:
@@ -152,23 +175,9 @@ def _why_not(kernel: str, draft: Draft) -> str:
         return why
     if kernel == "cudnn" and draft.config.training.deterministic_mode:
         return "has a nondeterministic backward pass (--deterministic-mode)"
-    capability = draft.facts.device_capability
-    if capability is not None and capability[0] not in _GENERATIONS[kernel]:
-        name, (major, minor) = draft.facts.device_name or "the GPU", capability
-        return f"does not run on {name} (compute capability {major}.{minor})"
-    return _why_not_heads(kernel, draft)
-
-
-def _why_not_heads(kernel: str, draft: Draft) -> str:
-    """Return the reason that a GPU kernel does not support the head width of a layer; empty: it does."""
-    maximum, multiple = _MAX_CHANNELS[kernel], _MULTIPLES[kernel]
-    for number, layer in enumerate(draft.derived.layer_table.layers):
-        channels = layer.head_channels
-        if layer.num_heads and (channels % multiple or channels > maximum):
-            is_flag = channels == draft.config.model.kv_channels
-            found = f"--kv-channels is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
-            return f"needs heads of at most {maximum} channels in multiples of {multiple}, and {found}"
-    return ""
+    return why_not_on_gpu(draft, _GENERATIONS[kernel]) or why_not_heads(
+        draft, maximum=_MAX_CHANNELS[kernel], multiple=_MULTIPLES[kernel]
+    )
 
 
 def _why_no_library(draft: Draft) -> str:

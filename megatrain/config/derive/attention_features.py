@@ -1,9 +1,10 @@
 """Features of attention that decide its kernel and its context-parallel communication.
 
 documents   attention stays inside each document          sinks     extra terms in the softmax denominator
-windows     a query attends to recent keys only           eager     logit softcapping and dropout: in no fused kernel
+windows     a query attends to recent keys only           softcap and dropout: in one fused kernel, our own in Triton
 """
 
+from collections.abc import Container
 from typing import Final
 
 from megatrain.config.derive.custom_layers import LayerShare
@@ -39,16 +40,16 @@ def has_sinks(draft: Draft) -> bool:
     return draft.config.model.softmax_type != "vanilla" if custom is None else custom.has_sinks
 
 
-def layers_with_eager_attention(draft: Draft) -> LayerShare:
-    """Return the share of layers with logit softcapping or attention dropout, which always use eager attention."""
+def layers_with_softcap_or_dropout(draft: Draft) -> LayerShare:
+    """Return the share of layers with logit softcapping or attention dropout."""
     custom, model = draft.facts.custom_layers, draft.config.model
     if custom is not None:
-        return custom.eager_attention
+        return custom.softcap_or_dropout
     return "all" if model.attn_logit_softcapping is not None or model.attention_dropout else "none"
 
 
-def eager_attention_cause(draft: Draft) -> str:
-    """Return the flags that make layers use eager attention."""
+def softcap_or_dropout_flags(draft: Draft) -> str:
+    """Return the flags that give layers a softcap or attention dropout."""
     model = draft.config.model
     if draft.facts.custom_layers is not None:
         return "logit softcapping or attention dropout (--spec)"
@@ -61,7 +62,40 @@ def eager_attention_cause(draft: Draft) -> str:
 
 def all_attention_is_eager(draft: Draft) -> bool:
     backend = draft.config.model.attention_backend
-    return backend in EAGER_BACKENDS or layers_with_eager_attention(draft) == "all"
+    is_special = layers_with_softcap_or_dropout(draft) == "all"
+    return backend in EAGER_BACKENDS or (is_special and bool(why_not_triton(draft)))
+
+
+def why_not_triton(draft: Draft) -> str:
+    """Return why our kernel for softcaps and dropout cannot be used, to follow its name; empty: it can."""
+    if not fits_gpu_kernels(draft):
+        return "needs bf16 or fp16 on a GPU"
+    if not draft.config.training.compile:
+        return "is compiled at run time, which --no-compile rules out"
+    return why_not_on_gpu(draft, range(8, 100)) or why_not_heads(draft, maximum=256, multiple=8)
+
+
+def why_not_on_gpu(draft: Draft, generations: Container[int]) -> str:
+    """Return why a kernel does not run on a GPU, from the major compute capabilities that it supports; empty: it does.
+
+    An unknown GPU is assumed to be supported.
+    """
+    capability = draft.facts.device_capability
+    if capability is None or capability[0] in generations:
+        return ""
+    name, (major, minor) = draft.facts.device_name or "the GPU", capability
+    return f"does not run on {name} (compute capability {major}.{minor})"
+
+
+def why_not_heads(draft: Draft, *, maximum: int, multiple: int) -> str:
+    """Return why a kernel does not support the head width of a layer, from its limits; empty: it does."""
+    for number, layer in enumerate(draft.derived.layer_table.layers):
+        channels = layer.head_channels
+        if layer.num_heads and (channels % multiple or channels > maximum):
+            is_flag = channels == draft.config.model.kv_channels
+            found = f"--kv-channels is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
+            return f"needs heads of at most {maximum} channels in multiples of {multiple}, and {found}"
+    return ""
 
 
 def fits_gpu_kernels(draft: Draft) -> bool:

@@ -48,7 +48,7 @@ class CustomLayers:
     """True if a layer has a sliding window."""
     has_sinks: bool = False
     """True if the softmax of a layer has a sink."""
-    eager_attention: LayerShare = "none"
+    softcap_or_dropout: LayerShare = "none"
     """Layers with logit softcapping or attention dropout."""
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from megatrain.config.derive.attention_features import (
-    eager_attention_cause,
     has_documents,
     has_sinks,
-    layers_with_eager_attention,
+    layers_with_softcap_or_dropout,
+    softcap_or_dropout_flags,
 )
 from megatrain.config.derive.context_parallel import head_exchanges
 from megatrain.config.derive.versions import version_key
@@ -70,8 +70,8 @@ def why_local_attention(draft: Draft) -> Iterator[str]:
     model, cp = draft.config.model, draft.config.parallel.context_parallel_size
     if model.attention_backend != "auto":
         yield f"--attention-backend {model.attention_backend}"
-    if layers_with_eager_attention(draft) != "none":
-        yield eager_attention_cause(draft)
+    if layers_with_softcap_or_dropout(draft) != "none":
+        yield softcap_or_dropout_flags(draft)
     if has_sinks(draft):
         yield "sinks in the softmax"
     if draft.config.training.deterministic_mode:

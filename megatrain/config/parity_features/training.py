@@ -33,6 +33,18 @@ TRAINING_OPTIONS: Final[tuple[Option, ...]] = (
         ),
     ),
     Option(
+        "attention dropout",
+        ("model.attention_dropout",),
+        (
+            Feature(
+                "noattentiondropout", "--attention-dropout 0", lambda p: p.config.model.attention_dropout == 0
+            ),
+            Feature(
+                "attentiondropout", "--attention-dropout 0.1", lambda p: p.config.model.attention_dropout > 0
+            ),
+        ),
+    ),
+    Option(
         "loss",
         ("training.calculate_per_token_loss",),
         (

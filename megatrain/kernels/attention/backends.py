@@ -1,4 +1,4 @@
-"""Library attention kernels that return the log-sum-exp: torch's for CPUs, FlashAttention and cuDNN for GPUs.
+"""Attention kernels that return the log-sum-exp: torch's for CPUs; FlashAttention, cuDNN and our own for GPUs.
 
 Each is a thin wrapper. The GPU kernels compute in bf16 and fp16.
 """
@@ -15,16 +15,21 @@ from torch import Tensor
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.flash4 import determinism_options, flash4
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
+from megatrain.kernels.fused import attention as fused
 from megatrain.kernels.fused.launching import is_fake
 
 
-def attention_kernel(backend: str, scale: float) -> AttentionKernel:
+def attention_kernel(backend: str, scale: float, softcap: float | None = None) -> AttentionKernel:
     """Return the kernel for a value of `derived.attention_backend`; "sdpa" is the CPU kernel here.
 
-    Memory plans use FlashAttention-2 in place of Transformer Engine's kernels.
+    Memory plans use FlashAttention-2 in place of Transformer Engine's kernels. Only "math" and "triton" support softcaps and
+    dropout.
     """
     if backend == "math":
-        return EagerAttention(scale=scale)
+        return EagerAttention(scale=scale, softcap=softcap)
+    if backend == "triton":
+        return TritonAttention(scale, softcap)
+    assert softcap is None, f"{backend} has no softcaps"
     kernels: dict[str, Callable[[float], AttentionKernel]] = {
         "sdpa": CpuFlash,
         "flash4": Flash4,
@@ -198,6 +203,26 @@ class Flash4:
         if mask.cu_seqlens is not None:
             options |= mask.cu_seqlens._asdict()
         return options
+
+
+@dataclass(frozen=True)
+class TritonAttention:
+    """megatrain's kernel, with softcaps and dropout; deterministic."""
+
+    scale: float
+    softcap: float | None = None
+
+    @property
+    def needs_explicit_mask(self) -> bool:
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec) -> tuple[Tensor, Tensor]:
+        return fused.forward(q, k, v, mask, scale=self.scale, softcap=self.softcap)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: MaskSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return fused.backward(dout, q, k, v, out, lse, mask, scale=self.scale, softcap=self.softcap)
 
 
 def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

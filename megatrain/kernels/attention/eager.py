@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import MaskSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 
@@ -26,8 +27,6 @@ class EagerAttention:
     scale: float
     softcap: float | None = None
     """Bound of the scores: softcap * tanh(score / softcap)."""
-    dropout: float = 0.0
-    """Dropout probability, for masks with a `dropout_mask`."""
 
     @property
     def needs_explicit_mask(self) -> bool:
@@ -37,7 +36,9 @@ class EagerAttention:
         queries, keys, values = (_by_group(x, k.shape[2]) for x in (q, k, v))
         scores = self._scores(queries, keys, mask, q.shape[2]).capped
         lse = scores.logsumexp(-1)
-        probs = self._dropped(self._probs(scores, lse), mask)
+        probs = self._probs(scores, lse)
+        if mask.dropout is not None:
+            probs = probs * _kept(probs, mask.dropout)
         out = _rows(_in_groups(probs, k.shape[2]) @ values, q.shape[2])
         return out.to(q.dtype), lse.permute(2, 0, 1)
 
@@ -50,11 +51,15 @@ class EagerAttention:
         probs = self._probs(scores.capped, lse.permute(1, 2, 0))
         dout_dot_out = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).permute(1, 2, 0).unsqueeze(-1)
         dprobs = (upstream @ values.mT).view_as(probs)
-        dscores = probs * (self._dropped(dprobs, mask) - dout_dot_out)
+        dropped = probs
+        if mask.dropout is not None:
+            kept = _kept(probs, mask.dropout)
+            dropped, dprobs = probs * kept, dprobs * kept
+        dscores = probs * (dprobs - dout_dot_out)
         if scores.derivative is not None:
             dscores *= scores.derivative
         dscores = _in_groups(dscores * self.scale, groups)
-        dropped = _in_groups(self._dropped(probs, mask), groups)
+        dropped = _in_groups(dropped, groups)
         dq, dk, dv = dscores @ keys, dscores.mT @ queries, dropped.mT @ upstream
         return _rows(dq, heads).to(q.dtype), _rows(dk, groups).to(k.dtype), _rows(dv, groups).to(v.dtype)
 
@@ -76,8 +81,10 @@ class EagerAttention:
         """Return attention probabilities; 0 for a query without keys."""
         return (scores - lse.masked_fill(lse == float("-inf"), 0).unsqueeze(-1)).exp()
 
-    def _dropped(self, x: Tensor, mask: MaskSpec) -> Tensor:
-        return x if mask.dropout_mask is None else x * mask.dropout_mask / (1 - self.dropout)
+
+def _kept(probs: Tensor, dropout: Dropout) -> Tensor:
+    """Return the factor of each probability, [b, n, sq, sk]: 0 where dropout drops it."""
+    return dropout.mask(probs.shape[0], probs.shape[1], probs.device).to(probs.dtype) * dropout.factor
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:

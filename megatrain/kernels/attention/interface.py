@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.dtypes import accumulation_dtype
 
 
@@ -49,8 +50,8 @@ class MaskSpec:
     """Only keys of the query's document."""
     explicit: Tensor | None = None
     """True for keys to attend to, bool [b or 1, 1, sq, sk]; replaces all other rules."""
-    dropout_mask: Tensor | None = None
-    """True for probabilities that dropout keeps, bool [b, n, sq, sk]."""
+    dropout: Dropout | None = None
+    """Dropout of the probabilities; None in evaluation."""
 
 
 class AttentionKernel(Protocol):

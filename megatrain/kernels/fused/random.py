@@ -18,7 +18,7 @@ def fill_normal(out: Tensor, key: int, first: int, row_stride: int, mean: float,
     size = out.numel()
     launch(
         _normal, (cdiv(size, _BLOCK),),
-        out, size, out.shape[1], *_halves("<Q", first), row_stride, *_halves("<Q", key), *_halves("<d", mean), *_halves("<d", std),
+        out, size, out.shape[1], *halves("<Q", first), row_stride, *halves("<Q", key), *halves("<d", mean), *halves("<d", std),
         BLOCK=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -29,11 +29,11 @@ def keep_mask(kept: Tensor, rows: Tensor, key: int, threshold: int) -> None:
     columns = kept.shape[1]
     launch(
         _kept, (rows.numel(), cdiv(columns, _BLOCK)),
-        kept, rows, columns, cdiv(columns, 4), *_halves("<Q", key), threshold, BLOCK=_BLOCK,
+        kept, rows, columns, cdiv(columns, 4), *halves("<Q", key), threshold, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
-def _halves(kind: str, number: float) -> tuple[int, ...]:
+def halves(kind: str, number: float) -> tuple[int, ...]:
     """Return the lower and the upper 32 bits of a number packed to 64 bits, as signed integers.
 
     Triton recompiles a kernel for wider integers, and passes double-precision arguments as fp32.

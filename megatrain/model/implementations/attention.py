@@ -1,7 +1,7 @@
 """Core attention of the `local` implementation: softmax(cap(q k^T * scale), sink) v.
 
     LocalAttention          one context rank, with windows and documents
-    LocalContextAttention   several context ranks, and features without a fused kernel: sinks, softcap, dropout
+    LocalContextAttention   several context ranks, sinks, softcap, dropout
 
 Two classes: torch's SDPA takes any head size and dtype and differentiates itself. Context parallelism needs kernels that
 return the log-sum-exp, copies keys and values into one buffer and sums their gradients in the accumulation dtype.
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.kernels.attention.backends import Flash4, attention_kernel
-from megatrain.kernels.attention.eager import EagerAttention
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa, varlen_attention
-from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
@@ -91,10 +90,28 @@ class LocalContextAttention(LaidOutModule):
             needs_explicit_mask=self.kernel.needs_explicit_mask,
             window=self.spec.window,
             documents=info.documents,
-            keep_fn=_DropoutMask(self, q, info) if self.spec.dropout and info.is_training else None,
+            dropout=self._dropout(q, info),
         )
-        out = self.context.attend(q, k, v, self._sink_logits(q), self.kernel, masks)
+        sink, ring = self._sink_logits(q), self.context.ring
+        if ring.size == 1 and sink is None:  # one block: nothing to merge
+            whole = ring.position_ranges(q.shape[0])
+            out = functions.attend(q, k, v, self.kernel, masks.between(whole, whole))
+        else:
+            out = self.context.attend(q, k, v, sink, self.kernel, masks)
         return self.context.heads_to_sequence(out).flatten(2)
+
+    def _dropout(self, q: Tensor, info: PassInfo) -> Dropout | None:
+        """Return the dropout rule of the local heads; None: no dropout."""
+        if not self.spec.dropout or not info.is_training:
+            return None
+        heads = self.context.heads
+        return Dropout(
+            p=self.spec.dropout,
+            key=self.dropout_key,
+            num_heads=self.spec.num_heads,
+            first_sample=info.first_sample,
+            first_head=(self.tp.rank * heads.size + heads.rank) * q.shape[2],
+        )
 
     def _sink_logits(self, q: Tensor) -> Tensor | None:
         """Return the sink logit of each local head, [n], which enters the softmax denominator."""
@@ -107,28 +124,9 @@ class LocalContextAttention(LaidOutModule):
         return sink[self.context.heads.rank * num_heads :][:num_heads]
 
 
-class _DropoutMask:
-    """The probabilities that dropout keeps, a function of sample, head of the whole layer and positions in the sample."""
-
-    def __init__(self, attention: LocalContextAttention, q: Tensor, info: PassInfo) -> None:
-        s, b, n, _ = q.shape
-        context = attention.context
-        self.s = s * context.ring.size
-        self.key, self.p = attention.dropout_key, attention.spec.dropout
-        sample = torch.arange(b, device=q.device) + info.first_sample
-        first_head = (attention.tp.rank * context.heads.size + context.heads.rank) * n
-        head = torch.arange(n, device=q.device) + first_head
-        self.rows = (sample[:, None] * attention.spec.num_heads + head)[..., None] * self.s
-
-    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return the mask of query and key positions, bool [b, n, sq, sk]."""
-        return keep_mask(self.rows + queries, self.s, key=self.key, p=self.p)[..., keys]
-
-
 def _kernel(spec: AttentionSpec, backend: str) -> AttentionKernel:
-    if spec.softcap is not None or spec.dropout:
-        return EagerAttention(scale=_scale(spec), softcap=spec.softcap, dropout=spec.dropout)
-    return attention_kernel(backend, _scale(spec))
+    has_kernel = backend == "triton" or (spec.softcap is None and not spec.dropout)
+    return attention_kernel(backend if has_kernel else "math", _scale(spec), spec.softcap)
 
 
 def _scale(spec: AttentionSpec) -> float:

@@ -74,7 +74,7 @@ class LocalLeaves:
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         is_plain = spec.softcap is None and spec.sink == "none" and not spec.dropout
-        if is_plain and self.attention != "math" and self.cp.size == 1:
+        if is_plain and self.attention not in ("triton", "math") and self.cp.size == 1:
             return LocalAttention(spec, self.attention)
         key = stream_key(self.seed, f"{name}.dropout")
         context = self.context or ContextAttention(RankGroup("heads", (0,), 0), self.cp)

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import SoftmaxMerge
-from megatrain.kernels.random import keep_mask
 from megatrain.model import functions, head
 from megatrain.model.implementations import attention
 from megatrain.optim.muon import Muon
@@ -201,11 +201,16 @@ def _gathered_in_reverse() -> AbstractContextManager[Any]:
 
 
 def _dropout_keyed_by_local_head() -> AbstractContextManager[Any]:
-    def as_on_the_first_rank(rows: torch.Tensor, *columns: int, **stream: Any) -> torch.Tensor:
-        num_heads, s = rows.shape[-2:]
-        return keep_mask(rows - dist.get_rank() * num_heads * s, *columns, **stream)
+    return mock.patch.object(attention, "Dropout", lambda **rule: Dropout(**{**rule, "first_head": 0}))
 
-    return mock.patch.object(attention, "keep_mask", as_on_the_first_rank)
+
+def _dropout_keyed_by_local_row() -> AbstractContextManager[Any]:
+    of_block = Dropout.of_block
+
+    def of_first_rows(self: Dropout, queries: Sequence[range], keys: Sequence[range]) -> Dropout:
+        return of_block(self, [range(sum(map(len, queries)))], keys)
+
+    return mock.patch.object(Dropout, "of_block", of_first_rows)
 
 
 def _dropout_keyed_by_rank_rows() -> AbstractContextManager[Any]:
@@ -335,7 +340,10 @@ FAULTS = {
     "z-loss counted by each rank": Fault(_z_loss_doubled, "tp2 zloss"),
     "loss mask applied on one rank only": Fault(_mask_on_first_rank_only, "tp2"),
     "sequence gathered in the wrong rank order": Fault(_gathered_in_reverse, "tp2 sp"),
-    "attention dropout keyed by the local head": Fault(_dropout_keyed_by_local_head, "tp2 gpt2"),
+    "attention dropout keyed by the local head": Fault(_dropout_keyed_by_local_head, "tp2 attentiondropout"),
+    "attention dropout mask keyed by the local row": Fault(
+        _dropout_keyed_by_local_row, "cp2 attentiondropout"
+    ),
     "dropout keyed by the rank's rows": Fault(_dropout_keyed_by_rank_rows, "tp2 qwen"),
     "dropout keyed by the micro-batch's sample": Fault(
         _dropout_keyed_by_local_sample, "dp2 zero1 overlap gpt2"

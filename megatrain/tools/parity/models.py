@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 _GQA = "--group-query-attention --num-query-groups 24"
-_NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+_NO_DROPOUT = "--hidden-dropout 0"
 _ROPE = "--position-embedding-type rope"
 
 MODELS = {
     "llama": f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT}",
-    # Megatron-LM's defaults: LayerNorm, biases, tanh GELU, learned positions, both dropouts.
-    "gpt2": "--max-position-embeddings 30 --hidden-dropout 0.1 --attention-dropout 0.1",
+    # Megatron-LM's defaults: LayerNorm, biases, tanh GELU, learned positions, dropout.
+    "gpt2": "--max-position-embeddings 30 --hidden-dropout 0.1",
     "gemma2": (
         f"{_GQA} --normalization RMSNorm --geglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
         "--norm-position both --embedding-multiplier 7 --window-size 5,0 --window-attn-skip-freq 2 --softmax-scale 0.4 "
@@ -21,7 +21,7 @@ MODELS = {
     ),
     "qwen": (
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear --add-qkv-bias --qk-layernorm "
-        "--use-rope-scaling --hidden-dropout 0.2 --attention-dropout 0 --fp32-residual-connection"
+        "--use-rope-scaling --hidden-dropout 0.2 --fp32-residual-connection"
     ),
     "gpt-oss": (
         f"{_GQA} --normalization RMSNorm --quick-geglu --activation-func-clamp-value 1 --glu-linear-offset 1 {_NO_DROPOUT} "
@@ -34,12 +34,12 @@ MODELS = {
     ),
     # muP at four times the base width, with every kind of parameter that has its own learning rate.
     "mup": (
-        "--max-position-embeddings 30 --hidden-dropout 0 --attention-dropout 0 --use-mup --mup-base-hidden-size 12 "
+        "--max-position-embeddings 30 --hidden-dropout 0 --use-mup --mup-base-hidden-size 12 "
         "--mup-base-head-dim 2 --mup-embedding-mult 3 --qk-layernorm --apply-wd-to-qk-layernorm --adam-eps 1e-4"
     ),
     # Layers of different sizes, without attention, without an MLP, and without both.
     "puzzle": (
-        f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 --attention-dropout 0 "
+        f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 "
         "--heterogeneous-layers-config-encoded-json "
         '{"block_configs":['
         '{"attention":{"num_query_groups":1},"mlp":{"ffn_hidden_size":48}},'
@@ -49,7 +49,7 @@ MODELS = {
     ),
     # Custom layers from a function, as `--spec` loads it from a user's file.
     "own": (
-        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.1 --attention-dropout 0 "
+        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.1 "
         "--spec megatrain.tools.parity.layers:mixed_layers"
     ),
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",

@@ -130,14 +130,18 @@ NAMES = ("auto", "flash", "fused", "sdpa", "flash4", "flash2", "cudnn", "math")
         ),
         (
             "--attn-logit-softcapping 50",
-            "math math math refused refused refused refused math",
-            "math math",
+            "triton triton triton refused refused refused refused math",
+            "triton triton",
         ),
-        ("--attention-dropout 0.1", "math math math refused refused refused refused math", "math math"),
+        (
+            "--attention-dropout 0.1",
+            "triton triton triton refused refused refused refused math",
+            "triton triton",
+        ),
         (
             "--attention-dropout 0.1 --window-size 8,0 --reset-attention-mask",
-            "math math math refused refused refused refused math",
-            "math math",
+            "triton triton triton refused refused refused refused math",
+            "triton triton",
         ),
     ],
 )
@@ -178,7 +182,11 @@ def test_the_kernel_supports_the_features_of_all_layers(features, kernels, witho
         (f"{RING} --attention-backend cudnn", "cudnn: cuDNN's attention"),
         (
             "--attn-logit-softcapping 50 --attention-dropout 0.1",
-            "auto: eager attention, which stores all scores, as no fused kernel supports --attention-dropout 0.1 and --attn-logit-softcapping 50.0: memory and time grow with the square of --seq-length",
+            "auto: megatrain's Triton kernel, for --attention-dropout 0.1 and --attn-logit-softcapping 50.0",
+        ),
+        (
+            "--attention-dropout 0.1 --no-compile",
+            "auto: eager attention, which stores all scores, as only megatrain's Triton kernel supports --attention-dropout 0.1, and it is compiled at run time, which --no-compile rules out: memory and time grow with the square of --seq-length",
         ),
     ],
 )
@@ -191,9 +199,32 @@ def test_cpus_use_eager_attention_where_no_kernel_has_a_feature():
     assert plan(features, device="cpu").derived.attention_backend == "sdpa"
     assert outcome("--attention-backend sdpa --attention-dropout 0.1", device="cpu") == "refused"
     assert plan("--attention-dropout 0.1", device="cpu").derived.attention_backend == "math"
-    assert "as no fused kernel supports --attention-dropout 0.1:" in note(
-        "--attention-dropout 0.1", device="cpu"
+    found = note("--attention-dropout 0.1", device="cpu")
+    assert "supports --attention-dropout 0.1, and it needs bf16 or fp16 on a GPU:" in found
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--bf16 --kv-channels 264", "--bf16 --no-compile", "--bf16 --attention-backend unfused"]
+)
+def test_dropout_on_gpus_is_eager_where_the_triton_kernel_cannot_be_used(flags):
+    found = plan(f"{flags} --attention-dropout 0.1", device="cuda")
+    assert found.derived.attention_backend == "math"
+
+
+def test_the_triton_kernel_is_deterministic_and_takes_windows_and_documents_over_context_ranks():
+    flags = (
+        f"--bf16 --attention-dropout 0.1 --deterministic-mode --window-size 8,0 --reset-attention-mask {RING}"
     )
+    found = plan(f"{flags} --cp-comm-type p2p", device="cuda").derived
+    assert (found.attention_backend, found.cp_comm_types) == ("triton", ("all_gather",))
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_slower"), [(RING, True), (f"{RING} --cp-comm-type a2a", False), ("", False)]
+)
+def test_a_note_says_that_small_chunks_make_dropout_slower(flags, is_slower):
+    found = note(f"--bf16 --attention-dropout 0.1 {flags}", device="cuda")
+    assert ("slower" in found) == is_slower
 
 
 @pytest.mark.parametrize(
@@ -216,8 +247,8 @@ def custom(**attention):
         (custom(), "flash4 cudnn sdpa cudnn"),
         (custom(has_windows=True), "flash4 flash2 flash2 refused"),
         (custom(has_sinks=True), "flash4 cudnn flash2 cudnn"),
-        (custom(eager_attention="some"), "flash4 cudnn refused refused"),
-        (custom(eager_attention="all"), "math math refused refused"),
+        (custom(softcap_or_dropout="some"), "triton triton refused refused"),
+        (custom(softcap_or_dropout="all"), "triton triton refused refused"),
     ],
 )
 def test_features_of_custom_layers_replace_those_of_flags(layers, kernels):
@@ -232,9 +263,11 @@ def test_features_of_custom_layers_replace_those_of_flags(layers, kernels):
 
 
 def test_a_note_names_layers_with_eager_attention():
-    found = note("--bf16 --spec my.py:layers", device="cuda", custom_layers=custom(eager_attention="some"))
-    assert found == (
-        "--attention-backend auto: flash-attn-4; layers with logit softcapping or attention dropout (--spec) store all scores"
+    layers = custom(softcap_or_dropout="some")
+    found = note("--spec my.py:layers", device="cuda", custom_layers=layers)
+    assert found.endswith("; layers with logit softcapping or attention dropout (--spec) store all scores")
+    assert "Triton kernel, for logit" in note(
+        "--bf16 --spec my.py:layers", device="cuda", custom_layers=layers
     )
 
 
@@ -274,6 +307,8 @@ def test_a_deterministic_run_uses_deterministic_kernels():
 
 def test_facts_with_a_capability_survive_json():
     facts = Facts(
-        device="cuda", device_capability=(9, 0), custom_layers=custom(eager_attention="some", has_sinks=True)
+        device="cuda",
+        device_capability=(9, 0),
+        custom_layers=custom(softcap_or_dropout="some", has_sinks=True),
     )
     assert Facts.from_json(facts.to_json()) == facts

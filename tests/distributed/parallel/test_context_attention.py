@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.attention.backends import CpuFlash, attention_kernel
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.parallel.batch import Documents
@@ -25,7 +26,7 @@ from megatrain.tools.worker_pool import WorkerPool
 S, B, HEADS, D = 48, 2, 4, 8
 CU_SEQLENS = [0, 1, 13, 30, 30, 48, 61, 90, 96]
 """Boundaries in the concatenated samples: documents that end in a chunk, cross several, and an empty one."""
-DROPOUT = 0.3
+DROPOUT = Dropout(p=0.3, key=5, num_heads=HEADS, first_sample=3)
 
 
 class ByRules:
@@ -82,7 +83,7 @@ class Case:
             return attention_kernel(self.kernel, 0.4)
         if self.kernel != "eager":
             return CpuFlash(0.4) if self.kernel == "cpu" else ByRules()
-        return EagerAttention(scale=0.4, softcap=self.softcap, dropout=DROPOUT if self.has_dropout else 0.0)
+        return EagerAttention(scale=0.4, softcap=self.softcap)
 
     def masks(self, q: Tensor, *, first_head: int = 0, num_heads: int = HEADS) -> BlockMasks:
         """Return the masks of a rank with these heads."""
@@ -93,9 +94,7 @@ class Case:
             documents=Documents(torch.tensor(CU_SEQLENS, dtype=torch.int32, device=q.device), 29, B, S)
             if self.has_documents
             else None,
-            keep_fn=(lambda queries, keys: kept(queries, keys)[:, first_head : first_head + num_heads])
-            if self.has_dropout
-            else None,
+            dropout=replace(DROPOUT, first_head=first_head) if self.has_dropout else None,
         )
 
 
@@ -112,12 +111,6 @@ CASES = {
         kernel="eager", window=11, softcap=1.5, has_documents=True, has_sink=True, has_dropout=True
     ),
 }
-
-
-def kept(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the dropout mask from positions: bool [b, n, sq, sk]."""
-    numbers = torch.rand(B, HEADS, S, S, generator=torch.Generator().manual_seed(5)) >= DROPOUT
-    return numbers[:, :, queries][..., keys]
 
 
 def inputs(case: Case) -> tuple[list[Tensor], Tensor]:
@@ -150,7 +143,8 @@ def whole(case: Case) -> list[Tensor]:
         scores = torch.cat((scores, sink.view(-1, 1, 1).expand(B, HEADS, S, 1)), dim=-1)
     probs = scores.softmax(-1)[..., :S]
     if case.has_dropout:
-        probs = probs * kept(positions, positions) / (1 - DROPOUT)
+        kept = DROPOUT.of_block([range(S)], [range(S)]).mask(B, HEADS, probs.device)
+        probs = probs * kept * DROPOUT.factor
     out = torch.einsum("bnij,jbnd->ibnd", probs, v)
     out.backward(upstream)
     return [out.detach(), *(torch.zeros(1) if x.grad is None else x.grad for x in leaves)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.random import keep_mask, stream_key
+from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
 from megatrain.model.specs import AttentionSpec, NormSpec
@@ -41,9 +41,11 @@ def reference(
     """Compute attention query by query."""
     kept = torch.ones(B, HEADS, S, S, dtype=torch.bool)
     if spec.dropout and info.is_training:
-        sample = torch.arange(B) + info.first_sample
-        rows = ((sample[:, None] * HEADS + torch.arange(HEADS))[..., None] * S) + torch.arange(S)
-        kept = keep_mask(rows, S, key=stream_key(3, f"{NAME}.dropout"), p=spec.dropout)
+        heads = torch.arange(info.first_sample, info.first_sample + B)[:, None] * HEADS + torch.arange(HEADS)
+        key = stream_key(3, f"{NAME}.dropout")
+        kept = attention_keep_mask(heads, torch.arange(S), range(S), key=key, p=spec.dropout)
+    dropped = attention_dropout_threshold(spec.dropout) / 2**16 if info.is_training else 0
+    factor = 1 / (1 - dropped)
     out = torch.zeros(S, B, HEADS, D, dtype=q.dtype)
     for b in range(B):
         for n in range(HEADS):
@@ -59,7 +61,7 @@ def reference(
                 total = e.sum()
                 if spec.sink != "none":
                     total = total + (sink[n].exp() if spec.sink == "learned" else 1)
-                p = e / total * kept[b, n, i, keys] / (1 - spec.dropout * info.is_training)
+                p = e / total * kept[b, n, i, keys] * factor
                 out[i, b, n] = p @ v[keys, b, n // 2]
     return out.flatten(2)
 

@@ -49,10 +49,11 @@ def recorded(plan: Plan, grid: RankGrid, device: torch.device, num_microbatches:
         return record_step(plan, grid, META, num_microbatches=num_microbatches, ledger=ledger)
 
 
+WITH = {"gemma2": "documents", "gpt2": "attentiondropout"}
 OF_EXPERTS = {"recomputemoe", "recomputeshared"}
 MADE = [
     *(
-        f"{recompute} {model} {'documents' if model == 'gemma2' else ''}"
+        f"{recompute} {model} {WITH.get(model, '')}"
         for model in sorted(MODELS)
         for recompute in OPTIONS["recomputation"]
         if recompute not in OF_EXPERTS
