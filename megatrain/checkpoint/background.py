@@ -49,6 +49,8 @@ class BackgroundWriter:
         CheckpointError: a host does not have the memory.
     """
 
+    is_in_background = True
+
     def __init__(
         self,
         optimizer: ShardedOptimizer,

@@ -128,6 +128,7 @@ class DirectWriter:
         verifies: read every file again after it is written.
     """
 
+    is_in_background = False
     is_ready = True
     """`commit` does not wait for another process."""
 

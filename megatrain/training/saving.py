@@ -127,9 +127,9 @@ class RunSaves:
             )
             self._writer.begin(save)
             self._pending = _Pending(save, begun_at, stall)
-            if isinstance(self._writer, BackgroundWriter):
+            if self._writer.is_in_background:
                 self.ranks.console.print(f"> saving iteration {save.iteration} in the background")
-        if isinstance(self._writer, DirectWriter):
+        if not self._writer.is_in_background:
             self.finish()
 
     def commit_if_written(self, *, is_any_rank_writing: bool) -> None:

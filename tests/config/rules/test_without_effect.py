@@ -38,6 +38,8 @@ CASES = [
      ("--num-layers-per-virtual-pipeline-stage 2", "--pipeline-model-parallel-size 1")),
     ("--finetune", "", ("--finetune", "--load")),
     ("--save-interval 5", "", ("--save-interval 5", "--save")),
+    ("--save s --async-ckpt-cpu-priority 5", "", ("--async-ckpt-cpu-priority 5", "--async-save")),
+    ("--async-save", "", ("--async-save", "--save")),
     ("--ckpt-step 5", "", ("--ckpt-step 5", "--load", "--pretrained-checkpoint")),
     ("--use-mp-args-from-checkpoint-args", "", ("--use-mp-args-from-checkpoint-args", "--use-checkpoint-args")),
     ("--save s --keep-last 3", "", ("--keep-last 3", "--save-interval")),
