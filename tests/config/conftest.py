@@ -35,6 +35,12 @@ def problems_of(plan_of):
     return collect
 
 
+@pytest.fixture
+def arguments_of():
+    """The command line of the working run with these flags added, and without those named in `without`."""
+    return arguments
+
+
 def arguments(flags, without):
     removed = without.split()
     kept = []

@@ -192,7 +192,8 @@ def parse_ramp(words: Iterable[str], *, target: int) -> RampedBatch:
     if (target - start) % increment or (target - start) // increment > _LARGEST_RAMP:
         raise ConfigError(
             f"{given}: steps of {increment} do not lead from {start} to --global-batch-size {target}",
-            fix=f"use an increment that divides {target - start}",
+            fix=f"use an increment that divides {target - start}: --rampup-batch-size {start} {target - start} {samples},"
+            " for example",
         )
     return RampedBatch(start, increment, samples, target)
 

@@ -166,4 +166,4 @@ def working_split(counts: Sequence[int], is_used: Sequence[bool]) -> str | None:
     return ",".join(map(str, wanted))
 
 
-_EXAMPLE: Final = "give up to three numbers for train, valid and test, such as 969,30,1"
+_EXAMPLE: Final = "give up to three numbers for train, valid and test, such as --split 969,30,1"

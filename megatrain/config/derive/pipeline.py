@@ -12,7 +12,7 @@ The embedding is on the first virtual stage, the head on the last one. Virtual s
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from math import inf
 
@@ -106,7 +106,8 @@ def _chunks(draft: Draft) -> tuple[int, str]:
             raise PipelineError(
                 f"--pipeline-model-parallel-layout {layout} has {parts} stages, not a multiple of"
                 f" --pipeline-model-parallel-size {pp}",
-                "divide the layers by `|` into as many stages as ranks, or a multiple of it",
+                "divide the layers by `|` into as many stages as ranks, or a multiple of it; or use"
+                " --pipeline-model-parallel-layout auto",
             )
         return parts // pp, f"{parts} stages in --pipeline-model-parallel-layout / pp {pp}"
     if given is not None and per_stage is not None:
@@ -123,7 +124,7 @@ def _chunks(draft: Draft) -> tuple[int, str]:
             raise PipelineError(
                 f"--num-layers {layers}{_besides(draft)} is not divisible by --pipeline-model-parallel-size {pp} *"
                 f" --num-layers-per-virtual-pipeline-stage {per_stage}",
-                "use --pipeline-model-parallel-layout auto, or remove --num-layers-per-virtual-pipeline-stage",
+                "use --pipeline-model-parallel-layout auto in place of --num-layers-per-virtual-pipeline-stage",
             )
         return units // (pp * per_stage), f"{units // pp} layers per rank / {per_stage}"
     if draft.is_given("parallel.pipeline_schedule") and parallel.pipeline_schedule == "zb-v":
@@ -149,9 +150,14 @@ def _layers(draft: Draft, chunks: int | None = None) -> tuple[tuple[int, ...], s
     units = layers + _units_besides_layers(draft)
     if units % stages:
         size = units // stages * stages - _units_besides_layers(draft) or stages
+        other = (
+            "add --pipeline-model-parallel-layout auto"
+            if stages <= layers + 1
+            else _fewer_stages(draft, lambda ranks: units % (ranks * chunks) == 0)
+        )
         raise PipelineError(
             f"--num-layers {layers}{_besides(draft)} is not divisible by {_number_of_stages(draft, chunks)}",
-            f"add --pipeline-model-parallel-layout auto, or use --num-layers {size}",
+            ", or ".join(filter(None, (other, f"use --num-layers {size}"))),
         )
     counts = [units // stages] * stages
     counts[0] -= parallel.account_for_embedding_in_pipeline_split
@@ -176,7 +182,8 @@ def _uneven(draft: Draft, chunks: int, first: int | None, last: int | None) -> t
     if any(count % chunks for count in per_rank):
         raise PipelineError(
             f"{' '.join(map(str, per_rank))} layers of the ranks do not divide into {chunks} model chunks",
-            "use --pipeline-model-parallel-layout to give the layers of each chunk",
+            "use --pipeline-model-parallel-layout auto in place of --decoder-first-pipeline-num-layers and"
+            " --decoder-last-pipeline-num-layers, or name the layers of each chunk in it",
         )
     return tuple(count // chunks for _ in range(chunks) for count in per_rank)
 
@@ -190,7 +197,7 @@ def parse_layout(layout: str) -> list[str]:
         raise PipelineError(
             f"--pipeline-model-parallel-layout {layout} is not of the form Ett|(tt|)*2tL",
             "write E for the embedding, t for a layer, L for the loss, `|` between stages, and *N after a letter or"
-            " parentheses for repetitions",
+            " parentheses for repetitions; or use --pipeline-model-parallel-layout auto",
         )
     return expanded.split("|")
 
@@ -207,7 +214,7 @@ def _counts_of_layout(layout: str, layers: int) -> tuple[int, ...]:
     if not re.fullmatch(r"Et*m*L", order) or "E" not in stages[0] or "L" not in stages[-1]:
         raise PipelineError(
             f"--pipeline-model-parallel-layout {layout} has the embedding (E) not first, or the loss (L) not last",
-            "begin the first stage with E, and end the last one with L",
+            "begin the first stage with E, and end the last one with L; or use --pipeline-model-parallel-layout auto",
         )
     return counts
 
@@ -219,10 +226,11 @@ def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
     """
     layers, head = flops_per_token(draft)
     if len(layers) < stages - 1:
+        chunks = stages // draft.config.parallel.pipeline_model_parallel_size
+        fewer = _fewer_stages(draft, lambda ranks: ranks * chunks <= len(layers) + 1)
         raise PipelineError(
             f"--num-layers {len(layers)} are too few for {stages} stages",
-            f"use at most {len(layers) + 1} stages (--pipeline-model-parallel-size,"
-            " --num-virtual-stages-per-pipeline-rank)",
+            ", or ".join(filter(None, (fewer, f"use --num-layers {stages - 1} or more"))),
         )
     return balanced_split(layers, head, stages)
 
@@ -279,7 +287,8 @@ def _check_stages(counts: Sequence[int]) -> None:
         if count < 0 or (count == 0 and 0 < stage < len(counts) - 1):
             raise PipelineError(
                 f"virtual stage {stage} (from 0) would have no layers: {' '.join(map(str, counts))}",
-                "use fewer stages (--pipeline-model-parallel-size, --num-virtual-stages-per-pipeline-rank), or more layers",
+                "use --pipeline-model-parallel-layout auto, or fewer stages (--pipeline-model-parallel-size,"
+                " --num-virtual-stages-per-pipeline-rank), or more layers",
             )
 
 
@@ -302,6 +311,15 @@ def _besides(draft: Draft) -> str:
     }
     counted = " and ".join(name for name, is_counted in names.items() if is_counted)
     return f" with the {counted} as layers" if counted else ""
+
+
+def _fewer_stages(draft: Draft, fits: Callable[[int], bool]) -> str | None:
+    """Return the remedy of fewer pipeline ranks that fit; None: even one does not. Prefer a divisor of all ranks."""
+    parallel, world = draft.config.parallel, draft.derived.world_size
+    others = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    fitting = [ranks for ranks in range(1, parallel.pipeline_model_parallel_size) if fits(ranks)]
+    best = [ranks for ranks in fitting if world % (others * ranks) == 0] or fitting
+    return f"use --pipeline-model-parallel-size {best[-1]}" if best else None
 
 
 def _number_of_stages(draft: Draft, chunks: int) -> str:

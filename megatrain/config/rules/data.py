@@ -99,7 +99,7 @@ def full_validation_excludes_weights(draft: Draft) -> Problems:
     if draft.config.data.full_validation and is_weighted and not draft.config.data.multiple_validation_sets:
         yield Problem(
             "--full-validation reads all validation data, which excludes weights of validation data",
-            "remove the weights or --full-validation, or add --multiple-validation-sets",
+            "remove --full-validation, or the weights, or add --multiple-validation-sets",
         )
 
 
@@ -134,7 +134,7 @@ def seed_is_in_range(draft: Draft) -> Problems:
     plans = (derived.train_plan, derived.valid_plan, derived.test_plan)
     largest = MAX_SEED - max(map(len, plans)) + 1  # each additional plan uses the next seed
     if seed > largest:
-        yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed from 0 to {largest}")
+        yield Problem(f"--seed {seed} is too large for shuffling", f"use --seed {largest} or less")
 
 
 def vocabulary_is_known(draft: Draft) -> Problems:

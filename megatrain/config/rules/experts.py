@@ -23,7 +23,8 @@ def expert_layers_are_valid(draft: Draft) -> Problems:
     except PatternError as error:
         yield Problem(
             f"--moe-layer-freq: {error}",
-            f"give a number N for every Nth layer, or a list such as [0]*1+[1]*{model.num_layers - 1}",
+            "give a number N for every Nth layer, or a list such as"
+            f" --moe-layer-freq [0]*1+[1]*{model.num_layers - 1}",
         )
         return
     if not any(found):
@@ -107,7 +108,7 @@ def load_balancing_is_valid(draft: Draft) -> Problems:
     if unknown or not kinds:
         yield Problem(
             f"--moe-router-load-balancing-type {' '.join(unknown) or 'without a value'} is not supported",
-            f"use one or more of {' '.join(_LOSSES)}, or sinkhorn, or none",
+            f"use --moe-router-load-balancing-type sinkhorn, or none, or one or more of {' '.join(_LOSSES)}",
         )
         return
     if len(kinds) > 1 and (len(set(kinds)) < len(kinds) or set(kinds) - set(_LOSSES)):

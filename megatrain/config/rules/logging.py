@@ -39,7 +39,7 @@ def profiled_iterations_and_ranks_exist(draft: Draft) -> Iterator[Problem]:
         if not 0 <= rank < world_size:
             yield Problem(
                 f"--profile-ranks {rank} does not exist: there are {world_size} ranks",
-                f"use --profile-ranks from 0 to {world_size - 1}",
+                f"use --profile-ranks 0, or others up to {world_size - 1}",
             )
 
 

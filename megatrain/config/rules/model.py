@@ -7,6 +7,7 @@ from megatrain.config.derive.attention_backend import attention_backend_is_there
 from megatrain.config.derive.patterns import PatternError, parse_layer_pattern, parse_window
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
+from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
@@ -62,9 +63,11 @@ def rotary_channels_are_even(draft: Draft) -> Problems:
     if model.position_embedding_type not in ("rope", "yarn") or is_even:
         return
     if model.rotary_percent == 1:
+        hidden = multiple_near(model.hidden_size, 2 * model.num_attention_heads)
+        is_derived = not draft.is_given_or_stored("model.kv_channels")
         yield Problem(
             f"--kv-channels {model.kv_channels} is odd, but RoPE requires an even number of channels",
-            f"use --kv-channels {model.kv_channels + 1}",
+            f"use --hidden-size {hidden}" if is_derived else f"use --kv-channels {model.kv_channels + 1}",
         )
     else:
         even = (rotary_channels + 1) // 2 * 2 or 2
@@ -84,7 +87,7 @@ def layer_patterns_are_valid(draft: Draft) -> Problems:
         except PatternError as error:
             yield Problem(
                 f"{flag_of(name)}: {error}",
-                f"give {flag_of(name)} a number N for every Nth layer, or a list such as [1]*3+[0]",
+                f"give {flag_of(name)} a number N for every Nth layer, or a list such as {flag_of(name)} [1]*{model.num_layers - 1}+[0]",
             )
 
 

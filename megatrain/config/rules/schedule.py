@@ -33,9 +33,15 @@ def decay_has_one_length(draft: Draft) -> Problems:
 def warmup_ends_before_decay(draft: Draft) -> Problems:
     warmup, decay = draft.derived.lr_warmup_samples, draft.derived.lr_decay_samples
     if warmup >= decay:
+        schedule = draft.config.schedule
+        shorter = f"--lr-warmup-samples {decay // 10}"
+        if schedule.lr_warmup_fraction is not None:
+            shorter = "--lr-warmup-fraction 0.1"
+        elif schedule.lr_warmup_iters:
+            shorter = f"--lr-warmup-iters {schedule.lr_warmup_iters * decay // warmup // 10}"
         yield Problem(
             f"warm-up takes {warmup} samples, but the decay ends at sample {decay}",
-            "shorten warm-up (--lr-warmup-iters, --lr-warmup-samples, --lr-warmup-fraction), or end the decay later"
+            f"shorten warm-up, for example: use {shorter}, a tenth of the decay; or end the decay later"
             " (--lr-decay-iters, --lr-decay-samples)",
         )
 
@@ -70,16 +76,26 @@ def wsd_decay_has_one_length(draft: Draft) -> Problems:
     if schedule.lr_decay_style == "WSD" and iterations is None and samples is None:
         yield Problem(
             "--lr-decay-style WSD requires the length of its final decay",
-            "add --lr-wsd-decay-iters or --lr-wsd-decay-samples",
+            f"add --lr-wsd-decay-samples {_tenth(draft)}, a tenth of the schedule, for example, or --lr-wsd-decay-iters",
         )
+
+
+def _tenth(draft: Draft) -> int:
+    return max(1, draft.derived.lr_decay_samples // 10)
 
 
 def wsd_decay_fits_the_schedule(draft: Draft) -> Problems:
     wsd, decay = draft.derived.lr_wsd_decay_samples, draft.derived.lr_decay_samples
     if wsd is not None and wsd > decay:
+        iterations = draft.config.schedule.lr_wsd_decay_iters
+        longest = (
+            f"--lr-wsd-decay-iters {iterations * decay // wsd}"
+            if iterations is not None
+            else f"--lr-wsd-decay-samples {decay}"
+        )
         yield Problem(
             f"the final decay of WSD takes {wsd} samples, but ends at sample {decay}",
-            "shorten it (--lr-wsd-decay-iters, --lr-wsd-decay-samples)",
+            f"use {longest} or less",
         )
 
 
@@ -91,7 +107,7 @@ def weight_decay_schedule_is_complete(draft: Draft) -> Problems:
     if start is None or end is None:
         yield Problem(
             f"--weight-decay-incr-style {schedule.weight_decay_incr_style} requires a start and an end",
-            "add --start-weight-decay and --end-weight-decay",
+            f"add --start-weight-decay 0 --end-weight-decay {draft.config.optimizer.weight_decay}, for example",
         )
     elif end < start:
         yield Problem(

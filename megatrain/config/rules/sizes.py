@@ -53,7 +53,7 @@ def query_groups_are_given(draft: Draft) -> Problems:
     if draft.config.model.group_query_attention and not draft.is_given_or_stored("model.num_query_groups"):
         yield Problem(
             "--group-query-attention requires --num-query-groups, which is missing",
-            "give --num-query-groups, the number of key and value heads; Megatron-LM's default is 1",
+            "add --num-query-groups 1, Megatron-LM's default, or the number of key and value heads of the model",
         )
 
 
@@ -70,7 +70,8 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
 def hidden_size_divides_over_heads(draft: Draft) -> Problems:
     model = draft.config.model
     if not draft.is_given_or_stored("model.kv_channels") and model.hidden_size % model.num_attention_heads:
-        size = multiple_near(model.hidden_size, model.num_attention_heads)
+        # RoPE needs an even number of channels per head.
+        size = multiple_near(model.hidden_size, 2 * model.num_attention_heads)
         yield Problem(
             f"--hidden-size {model.hidden_size} is not divisible by --num-attention-heads {model.num_attention_heads}",
             f"use --hidden-size {size}, or give the channels per head with --kv-channels",
@@ -132,13 +133,27 @@ def _ranks_are_a_multiple_of(sizes: Mapping[str, int], draft: Draft) -> Problems
     if world % product:
         fits = multiple_near(world, product)
         is_given = draft.config.raw("parallel.world_size") is not None
+        smaller = _smaller_size(sizes, world) or "lower these sizes"
         yield Problem(
             f"{f'--world-size {world}' if is_given else f'{world} ranks were started, which'} is not a multiple of"
             f" {' * '.join(f'{flag} {size}' for flag, size in sizes.items())} = {product}",
-            f"use --world-size {fits}, or lower these sizes"
+            f"use --world-size {fits}, or {smaller}"
             if is_given
-            else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or lower these sizes",
+            else f"start {fits} ranks (torchrun --nproc-per-node, --nnodes), or {smaller}",
         )
+
+
+def _smaller_size(sizes: Mapping[str, int], world: int) -> str | None:
+    """Return a size that fits the number of ranks in place of one of these; None: no single one helps.
+
+    A divisor of the given size keeps what was divisible by it: layers, heads, experts.
+    """
+    for flag, size in reversed(sizes.items()):
+        others = math.prod(sizes.values()) // size
+        fits = [part for part in range(1, size) if size % part == 0 and world % (others * part) == 0]
+        if fits:
+            return f"use {flag} {fits[-1]}"
+    return None
 
 
 def expert_ranks_match_dense_ranks(draft: Draft) -> Problems:

@@ -92,7 +92,7 @@ def changing_batches_require_samples(draft: Draft) -> Problems:
         if value is not None:
             yield Problem(
                 f"{other} {value} counts iterations, whose batch size changes with {flag}",
-                f"use {instead}, as Megatron-LM requires too",
+                f"use {instead} {value * training.global_batch_size} in place of {other}, as Megatron-LM requires too",
             )
 
 
@@ -129,7 +129,7 @@ def exit_signal_is_valid(draft: Draft) -> Problems:
     if signal_number(text) is None:
         yield Problem(
             f"--exit-signal {text} is not a signal that can be caught",
-            "use a name such as SIGTERM, or a number",
+            "use a name, such as --exit-signal SIGTERM, or a number",
         )
 
 

@@ -79,7 +79,7 @@ def tokenizer_problems(config: TokenizerConfig) -> Iterator[Problem]:
         if unread:
             yield Problem(
                 f"{_listed(unread)} {_are(unread)} not read by --tokenizer-type {kind}",
-                f"leave {'them' if len(unread) > 1 else 'it'} out, or use --tokenizer-type {_readers(unread)}",
+                f"remove {' and '.join(map(_flag, unread))}, or use --tokenizer-type {_readers(unread)}",
             )
         if kind == "NullTokenizer":
             yield from _null_problems(config)

@@ -15,7 +15,7 @@ CASES = {
     "profiled_iterations_and_ranks_exist": [
         ("--profile --profile-step-start 5 --profile-step-end 5", "", None,
          ("--profile-step-end 5", "--profile-step-start 5"), ("--profile-step-end 7",)),
-        ("--profile --profile-ranks 0 2", "", None, ("--profile-ranks 2",), ("0 to 0",)),
+        ("--profile --profile-ranks 0 2", "", None, ("--profile-ranks 2",), ("--profile-ranks 0",)),
     ],
 }  # fmt: skip
 

@@ -34,7 +34,7 @@ CASES = {
     ],
     "wsd_decay_fits_the_schedule": [
         ("--lr-decay-style WSD --lr-wsd-decay-iters 20", "", None,
-         ("40 samples", "sample 20"), ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples")),
+         ("40 samples", "sample 20"), ("--lr-wsd-decay-iters 10 or less",)),
     ],
     "weight_decay_schedule_is_complete": [
         ("--weight-decay-incr-style linear", "", None,

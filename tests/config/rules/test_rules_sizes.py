@@ -67,7 +67,7 @@ CASES = {
         ("--pipeline-model-parallel-size 8", "", Facts(world_size=8),
          ("--num-layers 4", "--pipeline-model-parallel-size 8"), ("--num-layers 8",)),
         ("--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout auto", "", Facts(world_size=8),
-         ("--num-layers 4", "8 stages"), ("at most 5 stages",)),
+         ("--num-layers 4", "8 stages"), ("--pipeline-model-parallel-size 4", "--num-layers 7")),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|tL", "", Facts(world_size=2),
          ("--pipeline-model-parallel-layout Et|t|tL", "3 stages", "--pipeline-model-parallel-size 2"), ("stages",)),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tL", "", Facts(world_size=2),

@@ -1,0 +1,262 @@
+"""Every fix that names a flag with a value ends: applied as written, it leads to a run that resolves, in at most three rounds.
+
+problem ─> its first alternative that names flags and values ─> edits of the command line ─> resolve again
+"""
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import ConfigError, Facts, Problem, parse, resolve
+from megatrain.config.cli.parse_value import BadValueError, load_value
+from megatrain.config.schema.tree import Setting, settings
+
+HERE = Path(__file__).parent
+MAX_ROUNDS = 3
+NEED_A_USER = frozenset(
+    {
+        "data_has_one_source", "blends_have_positive_weights", "validation_sets_are_separate", "vocabulary_is_known",
+        "cublas_is_deterministic", "load_balancing_is_valid", "experts_require_uniform_layers", "layer_sizes_are_valid",
+        "layers_divide_over_tp_ranks", "stages_are_not_empty", "spec_names_a_function", "batch_sizes_are_valid",
+    }
+)  # fmt: skip
+"""Rules with a case whose remedy no flag with a value can express: a file, a path, a weight, an environment variable."""
+
+SETTINGS = {setting.flag: setting for setting in settings()}
+OPPOSITES = {setting.opposite_flag: setting for setting in settings() if setting.kind is bool}
+SET, REMOVE = (
+    frozenset({"use", "add", "give", "set", "with", "put"}),
+    frozenset({"remove", "without", "leave", "place"}),
+)
+ONE_OF_THEM = re.compile(r"(remove|give|keep|leave) one of them\b(?!, such as)")
+PROSE = frozenset(
+    {
+        "in",
+        "and",
+        "or",
+        "to",
+        "for",
+        "of",
+        "from",
+        "is",
+        "as",
+        "instead",
+        "together",
+        "out",
+        "which",
+        "on",
+        "N",
+        "FILE",
+        "the",
+        "a",
+    }
+)
+
+TRIED = {
+    "pipeline size 6 at world size 8": ("--pipeline-model-parallel-size 6 --num-layers 12", Facts(world_size=8)),
+    "a hidden size with odd head channels": ("--hidden-size 102 --num-attention-heads 6", None),
+    "a hidden size between heads and RoPE": ("--hidden-size 101 --num-attention-heads 6", None),
+    "an old name of recomputation": ("--activations-checkpoint-method uniform", None),
+    "a method without a granularity": ("--recompute-method block", None),
+    "a number of layers without a method": ("--recompute-num-layers 2", None),
+    "bf16 without a GPU": ("--bf16 --attention-backend flash4", None),
+    "formats that contradict": ("--bf16 --params-dtype float32", None),
+    "too many stages and ranks": ("--pipeline-model-parallel-size 8 --tensor-model-parallel-size 3", Facts(world_size=24)),
+    "experts over too many ranks": ("--num-experts 6 --expert-model-parallel-size 4", Facts(world_size=4)),
+    "groups, heads and ranks": (
+        "--group-query-attention --num-query-groups 3 --tensor-model-parallel-size 4 --num-attention-heads 6",
+        Facts(world_size=8),
+    ),
+    "a batch for odd ranks": ("--global-batch-size 7 --tensor-model-parallel-size 2", Facts(world_size=6)),
+    "an old name of warm-up": ("--warmup 0.01", None),
+    "an old name of tensor parallelism": ("--model-parallel-size 2", Facts(world_size=2)),
+    "an old name of the batch": ("--batch-size 4", None),
+    "a tool's name of the learning rate": ("--learning-rate 1e-3", None),
+    "a typo": ("--num-layer 4", None),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Edit:
+    """A flag to set with its words, or to remove (None); or the number of ranks to start."""
+
+    flag: str
+    words: tuple[str, ...] | None
+
+
+def cases() -> Iterator[tuple[str, str, str, Facts | None]]:
+    """Yield name, flags, flags left out, and facts of every broken command line of the tables of rules."""
+    for path in sorted(HERE.glob("test_rules_*.py")):
+        table = getattr(importlib.import_module(path.stem), "CASES", {})
+        for rule, entries in table.items():
+            for number, entry in enumerate(entries if isinstance(entries, list) else []):
+                if len(entry) == 5:
+                    flags, without, facts, _, _ = entry
+                    yield f"{rule} {number}", flags, without, facts
+    for name, (flags, facts) in TRIED.items():
+        yield name, flags, "", facts
+
+
+def alternatives(fix: str) -> list[str]:
+    """Split a fix where it offers a choice."""
+    return re.split(
+        r"(?:, or |; or |; | or (?=remove|use|add|give|--)|, which |, as )",
+        re.sub(r"`|\(Megatron.*?\)", "", fix),
+    )
+
+
+def edits(problem: Problem, given: Sequence[str]) -> list[Edit] | None:
+    """Return the edits of the first alternative that can be applied as written; None: there is none."""
+    if ONE_OF_THEM.match(problem.fix):
+        named = [flag for flag in flags_in(problem.text) if flag in given]
+        return [Edit(named[-1], None)] if named else None
+    ranks = re.search(r"start (\d+) ranks|--nproc-per-node (\d+)|--world-size (\d+)", problem.fix)
+    if ranks:
+        return [Edit("ranks", (ranks[1] or ranks[2] or ranks[3],))]
+    meant = re.fullmatch(r"did you mean (--[\w-]+)\?|use (--[\w-]+)", problem.fix)
+    unknown = [word for word in flags_in(problem.text)[:1] if word not in SETTINGS and word not in OPPOSITES]
+    if meant and unknown:
+        return [Edit(unknown[0], None), Edit(meant[1] or meant[2], words_after(given, unknown[0]))]
+    for alternative in alternatives(problem.fix):
+        found = edits_of(alternative)
+        if found:
+            return found
+    return None
+
+
+def edits_of(text: str) -> list[Edit]:
+    """Return the edits that a sentence names; none if a flag lacks its value."""
+    found: list[Edit] = []
+    verb = SET
+    words = [
+        word.strip("(),:;.'\"")
+        if word.startswith(("-", "(-")) or not word[-1:].isdigit()
+        else word.strip("(),:;'\"")
+        for word in text.split()
+    ]
+    for number, word in enumerate(words):
+        if word.lower() in SET | REMOVE:
+            verb = SET if word.lower() in SET else REMOVE
+        setting = SETTINGS.get(word) or OPPOSITES.get(word)
+        if setting is None:
+            continue
+        if verb is REMOVE:
+            found.append(Edit(word, None))
+        elif setting.kind is bool:
+            found.append(Edit(word, ()))
+        else:
+            values = values_of(setting, words[number + 1 :])
+            if not values:
+                return []
+            found.append(Edit(word, values))
+    return found
+
+
+def values_of(setting: Setting, words: Sequence[str]) -> tuple[str, ...]:
+    values: list[str] = []
+    for word in words:
+        if word.startswith("--") or word in PROSE or (values and not setting.is_list):
+            break
+        try:
+            load_value(setting, word)
+        except BadValueError:
+            break
+        values.append(word)
+    return tuple(values)
+
+
+def flags_in(text: str) -> list[str]:
+    return re.findall(r"--[\w-]*\w", text)
+
+
+def words_after(given: Sequence[str], flag: str) -> tuple[str, ...]:
+    """Return the values of a flag on the command line."""
+    start = given.index(flag) + 1
+    end = next((n for n in range(start, len(given)) if given[n].startswith("--")), len(given))
+    return tuple(given[start:end])
+
+
+def without_flag(given: Sequence[str], flag: str) -> list[str]:
+    """Return the command line without a flag and its opposite."""
+    setting = SETTINGS.get(flag) or OPPOSITES.get(flag)
+    names = (
+        {flag}
+        if setting is None
+        else {setting.flag, setting.opposite_flag}
+        if setting.kind is bool
+        else {flag}
+    )
+    kept: list[str] = []
+    is_dropped = False
+    for word in given:
+        is_dropped = word in names if word.startswith("--") else is_dropped
+        kept += [] if is_dropped else [word]
+    return kept
+
+
+def edited(given: Sequence[str], facts: Facts, edit: Edit) -> tuple[list[str], Facts]:
+    if edit.flag == "ranks":
+        assert edit.words is not None
+        ranks = int(edit.words[0])
+        if "--world-size" in given:
+            given = [*without_flag(given, "--world-size"), "--world-size", str(ranks)]
+        return list(given), dataclasses.replace(facts, world_size=ranks, ranks_per_node=ranks)
+    kept = without_flag(given, edit.flag)
+    return [*kept, *(() if edit.words is None else (edit.flag, *edit.words))], facts
+
+
+def problems_of(given: Sequence[str], facts: Facts) -> tuple[Problem, ...]:
+    try:
+        resolve(parse(given), facts)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def end_of(given: list[str], facts: Facts) -> tuple[str, list[str]]:
+    """Apply fixes until the run resolves; return `resolves`, `needs a user` or `does not end`, and the steps."""
+    steps: list[str] = []
+    for _ in range(MAX_ROUNDS + 1):
+        problems = problems_of(given, facts)
+        if not problems:
+            return "resolves", steps
+        found = [edits(problem, given) for problem in problems]
+        steps += [f"{' '.join(given)}: {problem}" for problem in problems]
+        if any(one is None for one in found):
+            return "needs a user", steps
+        for edit in (edit for one in found for edit in one or ()):
+            given, facts = edited(given, facts, edit)
+    return "does not end", steps
+
+
+def test_every_fix_leads_to_a_run_that_resolves(arguments_of):
+    ends = {
+        name: end_of(arguments_of(flags, without), facts or Facts())
+        for name, flags, without, facts in cases()
+    }
+    endless = {name: steps for name, (end, steps) in ends.items() if end == "does not end"}
+    assert not endless, "\n\n".join(f"{name}\n" + "\n".join(steps) for name, steps in endless.items())
+    open_ended = {name: steps[-1] for name, (end, steps) in ends.items() if end == "needs a user"}
+    unexpected = {name: step for name, step in open_ended.items() if name.split()[0] not in NEED_A_USER}
+    assert not unexpected, "name a flag with a value in the fix:\n" + "\n".join(unexpected.values())
+    assert len(open_ended) < len(ends) / 5
+
+
+@pytest.mark.parametrize(
+    ("fix", "expected"),
+    [
+        ("use --seq-length 24", [Edit("--seq-length", ("24",))]),
+        ("use --tensor-model-parallel-size 4, or --num-attention-heads 8", [Edit("--tensor-model-parallel-size", ("4",))]),
+        ("install it, or use --attention-backend auto", [Edit("--attention-backend", ("auto",))]),
+        ("add --recompute-method uniform --recompute-num-layers 1, which recomputes every layer",
+         [Edit("--recompute-method", ("uniform",)), Edit("--recompute-num-layers", ("1",))]),
+        ("remove --bf16, or use another folder", [Edit("--bf16", None)]),
+        ("give --num-query-groups, the number of key and value heads", None),
+    ],
+)  # fmt: skip
+def test_edits_are_read_from_a_fix(fix, expected):
+    assert edits(Problem("x", fix), []) == expected
