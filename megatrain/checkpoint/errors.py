@@ -28,7 +28,9 @@ class DamagedError(CheckpointError):
 
 
 class MismatchError(CheckpointError):
-    """An intact checkpoint of another model or a newer program."""
+    """An intact checkpoint of another model or a newer program: the command and the checkpoint do not fit."""
+
+    exit_code = 2
 
 
 def agree(

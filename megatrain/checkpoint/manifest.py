@@ -40,6 +40,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 _MAX_BYTES = 1 << 29
 _MAX_ELEMENTS = 1 << 50
 _MAX_DIMS = 5
+_MAX_CHARACTERS = 1 << 20
+"""Of a name, a key, or the checksums of a chunk."""
 _MAX_REASON = 500
 """Characters of a reason, which may name what the manifest names."""
 _WHOLE_CHUNK = 1 << 62
@@ -275,8 +277,8 @@ def _list(value: Any, what: str) -> list[Any]:
 
 def _text(value: Any, key: str) -> str:
     found = json_object(value, key).get(key)
-    if not isinstance(found, str):
-        raise InvalidError(f"{key} {shown(found)} is not a string")
+    if not isinstance(found, str) or len(found) > _MAX_CHARACTERS:
+        raise InvalidError(f"{key} {shown(found)} is not a string of at most {_MAX_CHARACTERS} characters")
     return found
 
 

@@ -1,6 +1,6 @@
 """Description of the values of a manifest that are not about tensors: counters, `state` and `config`.
 
-A checkpoint of which one of these values cannot be right counts as damaged. The configuration describes the run that wrote the
+A checkpoint with a value that cannot be right counts as damaged. The configuration describes the run that wrote the
 checkpoint; nothing in it is executed, and --spec, which names code, is taken from the command line alone.
 """
 
@@ -95,8 +95,8 @@ def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"consumed_train_samples {consumed} at iteration {iteration}, with data for {planned} samples"
     if state["scheduled_samples"] > consumed:
         yield f"state.scheduled_samples {state['scheduled_samples']} of {consumed} consumed samples"
-    if content["optimizer_step_count"] > iteration:
-        yield f"optimizer_step_count {content['optimizer_step_count']} at iteration {iteration}"
+    if content["optimizer_step_count"] > consumed:
+        yield f"optimizer_step_count {content['optimizer_step_count']} after {consumed} consumed samples"
     expected = any(len(tensor["kinds"]) > 1 for tensor in tensors.values())
     for name, tensor in tensors.items():
         kinds = tensor["kinds"]

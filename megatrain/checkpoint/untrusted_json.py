@@ -138,10 +138,11 @@ def record(required: Mapping[str, Check], optional_fields: Mapping[str, Check] |
     fields = {**required, **(optional_fields or {})}
 
     def check(value: Any, name: str) -> None:
-        missing = next((key for key in required if key not in json_object(value, name)), None)
+        items = json_object(value, name)
+        missing = next((key for key in required if key not in items), None)
         if missing is not None:
             raise InvalidError(f"{name}.{missing} is missing")
-        for key, item in value.items():
+        for key, item in items.items():
             fields.get(key, anything)(item, f"{name}.{key}")
 
     return check

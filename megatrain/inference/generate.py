@@ -7,30 +7,18 @@ Each token runs the whole context again, without a key-value cache: meant to ins
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.load import load_weights_only, restore_expert_biases
-from megatrain.checkpoint.manifest import read_manifest
-from megatrain.config.errors import ConfigError, NoCheckpointError
-from megatrain.config.schema.experts import ExpertsConfig
-from megatrain.config.schema.model import ModelConfig
-from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
-from megatrain.model.custom_layers import apply_custom_layers
-from megatrain.model.gpt import Model, build_model
+from megatrain.config.errors import ConfigError
+from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.inference.stored_model import LoadedModel
+from megatrain.model.gpt import Model
 from megatrain.model.head import Head
-from megatrain.model.specs import gpt_spec
-from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.rank_lists import GridShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,60 +30,6 @@ class Sampling:
     top_k: int = 40
     """Number of most likely tokens to sample from; 0: all."""
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model loaded from a checkpoint."""
-
-    model: Model
-    tokenizer: Tokenizer
-    max_context: int
-    """Longest context in tokens: the sequence length of training."""
-    path: Path
-    iteration: int
-
-
-def load_model(folder: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Load the newest valid checkpoint in `folder`, or the one of FOLDER/iter_0000100.
-
-    Raises:
-        NoCheckpointError: the folder has none.
-        ConfigError: the tokenizer has changed since training.
-    """
-    newest = newest_valid(folder)
-    if newest is None:
-        raise NoCheckpointError(
-            f"--load {folder} has no valid checkpoint",
-            fix="set --load to the --save folder of pretrain.py, or to one of its iter_NNNNNNN folders; `megatrain checkpoint"
-            " ls FOLDER` lists them",
-        )
-    path, manifest = newest.path, read_manifest(newest.path)
-    tokenizer = _tokenizer(
-        TokenizerConfig(**manifest.config["tokenizer"]), manifest.state["tokenizer_fingerprint"]
-    )
-    max_context = manifest.config["data"]["seq_length"]
-    config = ModelConfig(**manifest.config["model"])
-    experts = ExpertsConfig(**manifest.config.get("experts", {}))  # absent in old checkpoints
-    model = build_model(
-        apply_custom_layers(gpt_spec(config, experts, vocab_size=tokenizer.vocab_size), config),
-        (grid := build_grid(GridShape(), 0)),
-        seq_length=max_context,
-        sequence_parallel=False,
-        dtype=dtype,
-        device=device,
-    )
-    buffers = allocate_buffers(
-        model.registry,
-        grid=grid,
-        weight_dtype=dtype,
-        grad_dtype=dtype,
-        device=device,
-        has_gradients=False,
-    )
-    load_weights_only(path, buffers)
-    restore_expert_biases(model, manifest.state, path)
-    return LoadedModel(model, tokenizer, max_context, path, manifest.iteration)
 
 
 def generate(loaded: LoadedModel, prompt: str, sampling: Sampling) -> Iterator[str]:
@@ -154,14 +88,3 @@ def _empty_prompt(tokenizer: Tokenizer) -> list[int]:
             fix="use a prompt of at least one token",
         )
     return [tokenizer.eod]
-
-
-def _tokenizer(config: TokenizerConfig, fingerprint: str | None) -> Tokenizer:
-    tokenizer_type = config.tokenizer_type or "NullTokenizer"
-    tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=tokenizer_type))
-    if fingerprint is not None and tokenizer.fingerprint != fingerprint:
-        raise ConfigError(
-            f"--tokenizer-model {config.tokenizer_model}: not the tokenizer of the training run",
-            fix="restore the tokenizer file of the training run",
-        )
-    return tokenizer

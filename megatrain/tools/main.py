@@ -78,6 +78,13 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     )
     generate.add_argument("--prompt", required=True, help="text to continue")
     generate.add_argument(
+        "--spec",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
+    )
+    generate.add_argument(
         "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
     )
     generate.add_argument(

@@ -36,6 +36,9 @@ from megatrain.checkpoint.save import (
     save_checkpoint,
     write_rank_shards,
 )
+from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
+from megatrain.checkpoint.tensor_file import bytes_of
+from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import build_model
 from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
@@ -126,15 +129,51 @@ def one_rank(*, tied: bool = False, seed: int = 1, num_layers: int = 1, **option
     return rank
 
 
-def save(folder: Path, rank: Rank, iteration: int, **options: Any) -> Path:
-    """Call `save_checkpoint` with a state that has the iteration."""
+def training_state(iteration: int) -> dict[str, Any]:
+    """The state of a training run with a global batch of 8, as far as a manifest must have it."""
+    schedule = dataclasses.asdict(
+        ScheduleValues(
+            lr=1e-3,
+            min_lr=0.0,
+            lr_decay_style="linear",
+            lr_warmup_samples=0,
+            lr_decay_samples=8 * iteration,
+            lr_wsd_decay_style="exponential",
+            lr_wsd_decay_samples=None,
+            start_weight_decay=0.01,
+            end_weight_decay=0.01,
+            weight_decay_incr_style="constant",
+            weight_decay_incr_samples=8 * iteration,
+        )
+    )
+    return {
+        "seen": iteration,
+        "consumed_valid_samples": 0,
+        "scheduled_samples": 8 * iteration,
+        "schedule": schedule,
+        "loss_scale": {},
+        "expert_biases": {},
+        "has_optimizer": True,
+        "is_evaluation_left": False,
+        "tokenizer_fingerprint": None,
+        "data_plans": {"train": [8 * iteration], "valid": [0], "test": [0]},
+        "pass_size": 8,
+        "datasets": [],
+    }
+
+
+def save(
+    folder: Path, rank: Rank, iteration: int, *, state: dict[str, Any] | None = None, **options: Any
+) -> Path:
+    """Call `save_checkpoint` with a state that has the iteration, and these values."""
     return save_checkpoint(
         folder,
         iteration=iteration,
         consumed_train_samples=8 * iteration,
         optimizer=rank.optimizer,
         grid=rank.grid,
-        **{"state": {"seen": iteration}, "config": {"training": {"seed": 1}}} | options,
+        state=training_state(iteration) | (state or {}),
+        **{"config": {"training": {"seed": 1}}} | options,
     )
 
 
@@ -165,11 +204,17 @@ def save_all(
         iteration=iteration,
         consumed_train_samples=8 * iteration,
         optimizer_step_count=ranks[0].optimizer.step_count,
-        state={"seen": iteration},
+        state=training_state(iteration),
         config={},
     )
     commit_save(temporary, final, manifest, disk)
     return final
+
+
+def write_tensors(path: Path, tensors: list[tuple[str, torch.Tensor]]) -> WrittenFile:
+    """Write a file of fp32 tensors."""
+    entries = [ChunkEntry(key, "F32", tuple(values.shape), 4 * values.numel()) for key, values in tensors]
+    return write_shard_file(Disk(), path, entries, (bytes_of(values) for _, values in tensors))
 
 
 def assert_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ from megatrain.config.cli.render_plan import render_plan
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import NoCheckpointError
 from megatrain.config.plan import Plan
-from megatrain.inference.generate import load_model
+from megatrain.inference.stored_model import load_model
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import report_errors
