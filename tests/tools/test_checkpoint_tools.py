@@ -107,7 +107,10 @@ def test_inspect_prints_state_settings_and_tensors(folder: Path, capsys: pytest.
         WEIGHT,
     ):
         assert words in printed
+    assert "--adam-beta1" not in printed, "a default"
     assert "norm " not in printed.partition("tensors\n")[2]
+    assert main(["checkpoint", "inspect", str(folder), "--norms"]) == 0
+    assert "norm " in capsys.readouterr().out.partition("tensors\n")[2]
 
 
 def test_inspect_counts_what_is_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import fnmatch
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import ConfigError
-from megatrain.config.schema.tree import flag_of
+from megatrain.config.schema.tree import settings
 from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, parts_of, size_text
 
 _MAX_SHOWN = 100
@@ -65,14 +65,9 @@ def inspect(arguments: argparse.Namespace) -> int:
     print("state")
     for name, value in sorted(manifest.state.items()):
         print(f"  {name:<28}{_shortened(value)}")
-    print("config")
-    for section, values in manifest.config.items():
-        given = [
-            f"{flag_of(name)} {_shortened(value)}"
-            for name, value in values.items()
-            if value not in (None, False, [])
-        ]
-        print(f"  {section:<14}{', '.join(given)}")
+    print("config, apart from defaults")
+    for section, changed in _changed_settings(manifest.config).items():
+        print(f"  {section:<14}{', '.join(changed)}")
     print("tensors")
     for row in tensors:
         print("  " + _row_text(row))
@@ -157,6 +152,18 @@ def _structural_differences(first: Manifest, second: Manifest, kinds: set[str]) 
                     yield f"{name} ({kind}): only in the {'first' if has[0] else 'second'}"
 
 
+def _changed_settings(config: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the settings that differ from their defaults, by section."""
+    found: dict[str, list[str]] = {}
+    for setting in settings():
+        value = config.get(setting.section, {}).get(setting.name)
+        as_default = list(setting.default) if isinstance(setting.default, tuple) else setting.default
+        if value is not None and value != as_default:
+            text = setting.flag if value is True else f"{setting.flag} {_shortened(value)}"
+            found.setdefault(setting.section, []).append(text)
+    return found
+
+
 def _kinds(manifest: Manifest) -> set[str]:
     return {kind for tensor in manifest.tensors.values() for kind in tensor.kinds}
 
@@ -189,7 +196,7 @@ def _description(path: Path, manifest: Manifest) -> Iterator[tuple[str, Any]]:
 def _row(name: str, manifest: Manifest, numbers: dict[tuple[str, str], Statistics]) -> dict[str, Any]:
     tensor = manifest.tensors[name]
     kinds: dict[str, Any] = {}
-    for kind, stored in tensor.kinds.items():
+    for kind, stored in sorted(tensor.kinds.items(), key=lambda one: one[0] != "weight"):
         kinds[kind] = {"dtype": stored.dtype}
         if (name, kind) in numbers:
             found = numbers[name, kind]
@@ -202,13 +209,16 @@ def _row(name: str, manifest: Manifest, numbers: dict[tuple[str, str], Statistic
 
 
 def _row_text(row: dict[str, Any]) -> str:
-    kinds = []
-    for kind, values in row["kinds"].items():
-        text = f"{kind} {values['dtype']}"
-        if "norm" in values:
-            text += f" norm {values['norm']:.6g} largest {values['largest']:.6g} not finite {values['not_finite']}"
-        kinds.append(text)
-    return f"{row['name']:<48} {row['shape']!s:<16} {', '.join(kinds)}"
+    head = f"{row['name']:<48} {row['shape']!s:<16}"
+    kinds = row["kinds"]
+    if not any("norm" in values for values in kinds.values()):
+        return f"{head} " + ", ".join(f"{kind} {values['dtype']}" for kind, values in kinds.items())
+    lines = [
+        f"    {kind:<12} {values['dtype']:<5} norm {values['norm']:<12.6g} largest {values['largest']:<12.6g}"
+        f" not finite {values['not_finite']}"
+        for kind, values in kinds.items()
+    ]
+    return "\n".join([head.rstrip(), *lines])
 
 
 def _shortened(value: Any) -> str:
