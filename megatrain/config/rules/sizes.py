@@ -148,7 +148,7 @@ def _smaller_size(sizes: Mapping[str, int], world: int) -> str | None:
 
     A divisor of the given size keeps what was divisible by it: layers, heads, experts.
     """
-    for flag, size in reversed(sizes.items()):
+    for flag, size in reversed(list(sizes.items())):
         others = math.prod(sizes.values()) // size
         fits = [part for part in range(1, size) if size % part == 0 and world % (others * part) == 0]
         if fits:

@@ -45,32 +45,32 @@ def memory_warning(plan: Plan, needed: int, device_bytes: int | None) -> str | N
 def memory_remedies(plan: Plan) -> Iterator[str]:
     """Yield the settings that reduce memory and are not used yet, those that cost least speed first."""
     config, parallel, training = plan.config, plan.config.parallel, plan.config.training
-    tp, pp, dp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        plan.derived.data_parallel_size,
-    )
-    if config.precision.params_dtype == "float32":
-        yield "--bf16"
-    if dp > 1 and parallel.data_parallel_sharding_strategy == "no_shard":
-        yield "--use-distributed-optimizer"
-    if tp > 1 and not parallel.sequence_parallel:
-        yield "--sequence-parallel"
-    if training.micro_batch_size > 1:
-        yield "a smaller --micro-batch-size"
-    if training.recompute_granularity is None and not training.recompute_activations:
-        yield "--recompute-activations"
-    experts = config.experts.num_experts
-    if experts is not None and parallel.expert_model_parallel_size < experts:
-        yield "a larger --expert-model-parallel-size"
-    if tp < config.model.num_attention_heads:
-        yield "a larger --tensor-model-parallel-size"
-    if pp < config.model.num_layers:
-        yield "a larger --pipeline-model-parallel-size"
-    yield "more ranks"
-    if training.recompute_granularity != "full":
-        yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    if dp > 1 and parallel.data_parallel_sharding_strategy != "optim_grads_params":
-        yield "--data-parallel-sharding-strategy optim_grads_params"
-    if not config.optimizer.optimizer_cpu_offload:
-        yield "--optimizer-cpu-offload"
+    tp, dp = parallel.tensor_model_parallel_size, plan.derived.data_parallel_size
+    sharding, granularity = parallel.data_parallel_sharding_strategy, training.recompute_granularity
+    is_recomputed = granularity is not None or training.recompute_activations
+    num_experts = config.experts.num_experts or 1
+    for remedy, helps in (
+        ("--bf16", config.precision.params_dtype == "float32"),
+        ("--use-distributed-optimizer", dp > 1 and sharding == "no_shard"),
+        ("--sequence-parallel", tp > 1 and not parallel.sequence_parallel),
+        ("a smaller --micro-batch-size", training.micro_batch_size > 1),
+        ("--recompute-activations", not is_recomputed),
+        ("a larger --expert-model-parallel-size", parallel.expert_model_parallel_size < num_experts),
+        ("a larger --tensor-model-parallel-size", tp < config.model.num_attention_heads),
+        (
+            "a larger --pipeline-model-parallel-size",
+            parallel.pipeline_model_parallel_size < config.model.num_layers,
+        ),
+        ("more ranks", True),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            granularity != "full",
+        ),
+        (
+            "--data-parallel-sharding-strategy optim_grads_params",
+            dp > 1 and sharding != "optim_grads_params",
+        ),
+        ("--optimizer-cpu-offload", not config.optimizer.optimizer_cpu_offload),
+    ):
+        if helps:
+            yield remedy
