@@ -1,4 +1,4 @@
-"""Requests to stop before the target: signals, a time limit, an interval.
+"""Requests to stop before the target: signals, a time limit, a log that cannot be written, an interval.
 
 `flags` of each rank ─> maximum over all ranks, with the report of a step ─> the same `reason` on all ranks
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -29,9 +29,14 @@ class StopRequest:
     """
 
     def __init__(
-        self, *, exit_interval: int | None, exit_duration_in_mins: float | None, exit_signal: int
+        self,
+        *,
+        exit_interval: int | None,
+        exit_duration_in_mins: float | None,
+        exit_signal: int,
+        has_log_failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.exit_interval = exit_interval
+        self.exit_interval, self.has_log_failed = exit_interval, has_log_failed
         self.deadline = (
             None if exit_duration_in_mins is None else time.monotonic() + 60 * exit_duration_in_mins
         )
@@ -49,9 +54,10 @@ class StopRequest:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def flags(self) -> tuple[int, int]:
-        """Return the requests of this rank: the number of a signal or 0, and 1 after the time limit."""
-        return self.signal_number, int(self.deadline is not None and time.monotonic() >= self.deadline)
+    def flags(self) -> tuple[int, ...]:
+        """Return the requests of this rank: the number of a signal or 0, 1 after the time limit, 1 without a log."""
+        is_late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.signal_number, int(is_late), int(self.has_log_failed())
 
     def reason(self, iteration: int, flags: Sequence[int]) -> str | None:
         """Return the reason to stop after this iteration, or None; `flags` are the maximum over all ranks."""
@@ -79,7 +85,9 @@ class StopRequest:
 
 def _text(flags: Sequence[int]) -> str | None:
     """Return the request in `StopRequest.flags` as text, or None."""
-    number, is_late = flags
+    number, is_late, has_log_failed = flags
     if number:
         return f"signal {signal.Signals(number).name}"
+    if has_log_failed:
+        return "a log cannot be written"
     return "--exit-duration-in-mins is over" if is_late else None

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config import render_plan, to_yaml
-from megatrain.config.errors import MegatrainError
+from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.rules.training import signal_number
+from megatrain.data.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.checkpoints import resume_run
 from megatrain.training.debugging.profiling import Profiling
@@ -28,6 +29,7 @@ from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import Iterations, NotFiniteError
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.ranks import Ranks
+from megatrain.training.logging.metrics_file import LogError
 from megatrain.training.logging.model_summary import model_summary
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.logging.status_file import StatusFile
@@ -78,13 +80,14 @@ class Trainer:
         try:
             self.log = self._open_log()
             exit_code, reason = self._train(self.log)
+            self._require_logs(self.log)
             if self.saves.failure is not None:
                 exit_code, reason = FAILED, f"{reason}; the last save failed: {self.saves.failure}"
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, MegatrainError):
                 error.exit_code = 1
-                is_on_all_ranks = isinstance(error, CheckpointError | NotFiniteError)
+                is_on_all_ranks = isinstance(error, CheckpointError | LogError | NotFiniteError)
                 error.is_reported = is_on_all_ranks and not self.ranks.is_main
                 reason = error.problems[0].text
             self.status.record_end(exit_code_of(error), reason)
@@ -106,6 +109,7 @@ class Trainer:
             exit_interval=config.resilience.exit_interval,
             exit_duration_in_mins=config.resilience.exit_duration_in_mins,
             exit_signal=signal_number(config.resilience.exit_signal) or signal.SIGTERM,
+            has_log_failed=lambda: log.failure is not None,
         )
         evaluation = Evaluation(
             self.ranks,
@@ -258,12 +262,17 @@ class Trainer:
         if not self.ranks.is_main:
             return
         if self.save_folder is not None:
-            self.save_folder.mkdir(parents=True, exist_ok=True)
             if (
                 not self.plan.config.training.skip_train
             ):  # an evaluation does not replace the training run's settings
-                text = to_yaml(self.plan.config, self.plan.origins)
-                (self.save_folder / "config.yaml").write_text(text, encoding="utf-8")
+                path, text = self.save_folder / "config.yaml", to_yaml(self.plan.config, self.plan.origins)
+                try:
+                    replace_file(path, text.encode())
+                except OSError as error:
+                    raise ConfigError(
+                        f"--save cannot be written: {describe_write_error(error, path, needed_bytes=len(text))}",
+                        fix="make the folder writable and free some space, or give --save another folder",
+                    ) from error
             self.status.write(None, "running")
 
     def _open_log(self) -> RunLog:
@@ -277,6 +286,15 @@ class Trainer:
             )
         self._print(log.speed_note())
         return log
+
+    def _require_logs(self, log: RunLog) -> None:
+        """Raise LogError on all ranks if a log could not be written: the run has saved and stopped."""
+        log.flush()
+        failure = log.failure and log.failure.problems[0].text
+        failure = self.ranks.grid.messages.broadcast(failure)
+        if failure is not None:
+            is_saved = self.save_folder is not None and not self.plan.config.training.skip_train
+            raise LogError(failure + f"; iteration {self.progress.iteration} is saved" * is_saved)
 
     def _close(self) -> None:
         self.batches.close()

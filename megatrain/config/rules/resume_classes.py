@@ -108,7 +108,7 @@ SAFE: Final = ResumeClass(
     " checkpoint: save save_interval no_save_optim save_retain_interval keep_last non_persistent_save_interval"
     " async_save async_ckpt_cpu_priority async_ckpt_io_priority verify_saves on_save_failure"
     " non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_local_ckpt_dir;"
-    " logging: log_interval metrics_file print_config log_throughput log_params_norm log_num_zeros_in_grad"
+    " logging: log_interval metrics_file on_log_failure print_config log_throughput log_params_norm log_num_zeros_in_grad"
     " timing_log_level timing_log_option tensorboard_dir tensorboard_log_interval tensorboard_queue_size"
     " log_timers_to_tensorboard log_memory_to_tensorboard log_validation_ppl_to_tensorboard"
     " log_loss_scale_to_tensorboard log_world_size_to_tensorboard profile profile_step_start profile_step_end"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ from megatrain.config.errors import ConfigError, NoCheckpointError, Problem
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.tokenizer import tokenizer_problems
-from megatrain.config.schema.tree import flag_of
 from megatrain.config.schema.values import is_resolved
 from megatrain.config.stored_settings import with_stored_settings
 from megatrain.data.samples.sources import blends_from_config, inspect_datasets, used_eod
 from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.training.launch.custom_layers import add_custom_layers
+from megatrain.training.launch.output_paths import path_problems
 from megatrain.training.launch.stored_run import save_folder_problems, step_problems, stored_run
-from megatrain.training.logging.metrics import is_metrics_file, metrics_path
 
 _LIBRARIES = (
     "torch",
@@ -51,10 +50,11 @@ def gather_facts(request: Request, environment: LaunchEnvironment) -> Facts:
     """
     request, stored = _with_checkpoint_args(request)
     found, problems = _input_facts(request)
-    problems += (*_path_problems(request), *step_problems(request))
+    of_paths = list(path_problems(request))
+    problems += (*of_paths, *step_problems(request))
     if stored is None and not problems:
         stored = stored_run(request)
-    problems += save_folder_problems(request)
+    problems += () if of_paths else save_folder_problems(request)
     has_cuda = torch.cuda.is_available()
     facts = Facts(
         world_size=environment.world_size,
@@ -145,32 +145,6 @@ def _data_facts(request: Request, tokenizer: Mapping[str, Any]) -> tuple[list[Da
         )
     except ConfigError as error:
         return [], list(error.problems)
-
-
-def _nearest_existing_path(path: Path) -> Path:
-    """Return the path or its nearest parent that exists."""
-    return next(found for found in (path.absolute(), *path.absolute().parents) if found.exists())
-
-
-def _path_problems(request: Request) -> Iterator[Problem]:
-    """Yield problems of output paths: files in place of folders, and a metrics file with other content."""
-    for name in ("checkpoint.save", "checkpoint.load", "logging.tensorboard_dir", "logging.wandb_save_dir"):
-        path, flag = request.known(name), flag_of(name)
-        if path is not None and Path(path).exists() and not Path(path).is_dir():
-            yield Problem(f"{flag} {path} is not a folder", f"give {flag} a folder")
-    for name in ("checkpoint.save", "logging.metrics_file", "logging.tensorboard_dir"):
-        given = request.known(name)
-        barrier = _nearest_existing_path(Path(given).parent) if given is not None else None
-        if barrier is not None and not barrier.is_dir():
-            flag = flag_of(name)
-            yield Problem(
-                f"{flag} {given} cannot be created: {barrier} is not a folder", f"give {flag} another path"
-            )
-    path = metrics_path(request.known("checkpoint.save"), request.known("logging.metrics_file"))
-    if path is not None and path.is_dir():
-        yield Problem(f"--metrics-file {path} is a folder", "name a file")
-    elif path is not None and not is_metrics_file(path):
-        yield Problem(f"--metrics-file {path} has other content, which would be lost", "name another file")
 
 
 def _tokenizer_facts(request: Request) -> dict[str, Any]:

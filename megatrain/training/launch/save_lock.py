@@ -44,7 +44,7 @@ class Owner:
     host: str
     pid: int
     process_start: str
-    """Start of the process in clock ticks since the machine started; tells it from a later process with its id."""
+    """Start of the process in clock ticks since the machine started: a later process with the same id has another."""
     machine: str
     """Id of the machine's start and of the namespace of process ids; empty: unknown."""
     run_start: str

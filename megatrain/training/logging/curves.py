@@ -2,7 +2,7 @@
 
     {"lm_loss": 2.5, "consumed_samples": 40, ...}  ->  {"lm loss": 2.5, "lm loss vs samples": 2.5 at 40, ...}
 
-TensorBoard: the event files of a run have a hash of its `--save` folder in their names. On resume, points after the
+TensorBoard: a write that fails raises LogError, perhaps some points later. The event files of a run have a hash of its `--save` folder in their names. On resume, points after the
 resumed iteration are removed from the run's own files only: several runs may share a folder.
 W&B: an error never stops training. The first one prints a warning and disables W&B. megatrain passes no credentials:
 W&B reads its own environment variables (WANDB_API_KEY, WANDB_MODE, ...).
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.config import LoggingConfig
+from megatrain.training.logging.metrics_file import report_log_errors
 
 VS_SAMPLES = " vs samples"
 """Suffix of a curve over consumed samples; the curve without it is over iterations."""
@@ -111,27 +112,31 @@ class TensorBoardCurves:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it warns that TensorFlow is missing
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 (optional package)
 
-        suffix = ""
-        if run is not None:
-            suffix = f".megatrain-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
-            for path in sorted(folder.glob(f"events.out.tfevents.*{suffix}")):
-                remove_later_events(path, iteration=iteration, consumed_samples=consumed_samples)
-        self._writer = SummaryWriter(str(folder), max_queue=queue_size, filename_suffix=suffix)
+        suffix, self._folder = "", folder
+        with report_log_errors(folder):
+            if run is not None:
+                suffix = f".megatrain-{hashlib.sha256(run.encode()).hexdigest()[:12]}"
+                for path in sorted(folder.glob(f"events.out.tfevents.*{suffix}")):
+                    remove_later_events(path, iteration=iteration, consumed_samples=consumed_samples)
+            self._writer = SummaryWriter(str(folder), max_queue=queue_size, filename_suffix=suffix)
 
     def write(self, scalars: Mapping[str, float], *, iteration: int, consumed_samples: int) -> None:
         """Add a point to each curve over iterations and, for most, to the curve over samples."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, iteration)
-            if is_also_over_samples(name):
-                self._writer.add_scalar(f"{name}{VS_SAMPLES}", value, consumed_samples)
+        with report_log_errors(self._folder):
+            for name, value in scalars.items():
+                self._writer.add_scalar(name, value, iteration)
+                if is_also_over_samples(name):
+                    self._writer.add_scalar(f"{name}{VS_SAMPLES}", value, consumed_samples)
 
     def flush(self) -> None:
         """Write buffered points to disk."""
-        self._writer.flush()
+        with report_log_errors(self._folder):
+            self._writer.flush()
 
     def close(self) -> None:
         """Write buffered points and close."""
-        self._writer.close()
+        with report_log_errors(self._folder):
+            self._writer.close()
 
 
 def remove_later_events(path: Path, *, iteration: int, consumed_samples: int) -> None:

@@ -1,18 +1,15 @@
-"""`metrics.jsonl`, the source of all figures of a run, and Megatron-LM's log line.
+"""Megatron-LM's log line, and figures of a run.
 
 The columns of the log line have Megatron-LM's names and order, because scripts parse them; tokens/s and MFU are appended.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,72 +23,6 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "H800": 989.0, "A10
 def peak_tflops(device_name: str | None) -> float | None:
     """Return the peak TFLOP/s of a GPU by its device name; None if it is not known, as on a CPU."""
     return next((peak for name, peak in PEAK_TFLOPS.items() if device_name and name in device_name), None)
-
-
-class MetricsFile:
-    """A file with one JSON object per line. On resume, lines after the resumed iteration are removed first."""
-
-    def __init__(self, path: Path, *, resumed_iteration: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _lines_up_to(path, resumed_iteration) if path.exists() and resumed_iteration else []
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Append a line; values that are not finite become null."""
-        self._file.write(json.dumps(_finite(values)) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that are not finite, which JSON lacks."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def metrics_path(save: str | None, metrics_file: str | None) -> Path | None:
-    """Return `--metrics-file`, else `metrics.jsonl` in the `--save` folder, else None."""
-    if metrics_file is not None:
-        return Path(metrics_file)
-    return Path(save) / "metrics.jsonl" if save is not None else None
-
-
-def is_metrics_file(path: Path) -> bool:
-    """Return whether the file may be truncated and written: it does not exist, is empty, or starts with a line of metrics."""
-    if not path.exists():
-        return True
-    with path.open("rb") as file:
-        first = file.readline()
-    return not first.strip() or _iteration_of(first) is not None
-
-
-def _iteration_of(line: str | bytes) -> int | None:
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    number = values.get("iteration") if isinstance(values, dict) else None
-    return number if isinstance(number, int) else None
-
-
-def _lines_up_to(path: Path, iteration: int) -> list[str]:
-    """Return the lines up to this iteration; stop at an incomplete line, which a killed run leaves."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        number = _iteration_of(line)
-        if number is None:
-            break
-        if number <= iteration:
-            kept.append(line)
-    return kept
 
 
 def log_line(

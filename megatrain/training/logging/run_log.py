@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,13 @@ from megatrain.training.logging.curves import (
     iteration_scalars,
 )
 from megatrain.training.logging.metrics import (
-    MetricsFile,
     log_line,
     max_memory_bytes,
-    metrics_path,
     peak_tflops,
     router_line,
     router_values,
 )
+from megatrain.training.logging.metrics_file import LogError, MetricsFile, metrics_path
 from megatrain.training.step_report import DeviceTime, StepReport
 from megatrain.training.timers import Timers, across_ranks
 
@@ -57,6 +57,8 @@ class RunLog:
         self._ranks = ranks
         self._config, self._derived = plan.config, plan.derived
         self._timers = timers
+        self.failure: LogError | None = None
+        """The first log of this rank that could not be written, unless the run continues without it."""
         self._metrics: MetricsFile | None = None
         self._curves: list[CurveWriter] = []
         self._interval: list[dict[str, Any]] = []
@@ -72,17 +74,23 @@ class RunLog:
     def _open(self, plan: Plan, iteration: int, consumed_samples: int) -> None:
         logging, save = self._config.logging, self._config.checkpoint.save
         path = metrics_path(save, logging.metrics_file)
-        self._metrics = MetricsFile(path, resumed_iteration=iteration) if path is not None else None
+        if path is not None:
+            with self._log_errors():
+                self._metrics = MetricsFile(path, resumed_iteration=iteration)
+                if self._metrics.note is not None:
+                    self._ranks.console.print(f"> WARNING: {self._metrics.note}")
         if logging.tensorboard_dir is not None:
-            self._curves.append(
-                TensorBoardCurves(
+            with self._log_errors():
+                curves = TensorBoardCurves(
                     Path(logging.tensorboard_dir),
                     run=str(Path(save).resolve()) if save is not None else None,
                     queue_size=logging.tensorboard_queue_size,
                     iteration=iteration,
                     consumed_samples=consumed_samples,
                 )
-            )
+                self._curves.append(curves)
+        if self.failure is not None:
+            raise self.failure
         if logging.wandb_project is not None:
             self._curves.append(
                 WandbCurves(
@@ -139,8 +147,7 @@ class RunLog:
         )
         self._interval.append(values)
         logging = self._config.logging
-        if self._metrics is not None:
-            self._metrics.write(values)
+        self._write_metrics(values)
         if iteration % logging.tensorboard_log_interval == 0 and self._curves:
             scalars = iteration_scalars(values, logging, world_size=self._derived.world_size)
             self._write_curves(scalars, iteration, consumed_samples)
@@ -160,28 +167,32 @@ class RunLog:
     ) -> None:
         """Log the loss of an evaluation. `name`: its name in the printed line."""
         perplexity = math.exp(min(loss, 20.0))
-        if self._metrics is not None:
-            evaluated = split if dataset is None else dataset
-            self._metrics.write(
-                {"iteration": iteration, "validation": evaluated, "loss": loss, "ppl": perplexity}
-            )
+        evaluated = split if dataset is None else dataset
+        self._write_metrics(
+            {"iteration": iteration, "validation": evaluated, "loss": loss, "ppl": perplexity}
+        )
         values = {"split": split, "dataset": dataset, "loss": loss, "ppl": perplexity}
         self._write_curves(evaluation_scalars(values, self._config.logging), iteration, consumed_samples)
         line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | "
         self._ranks.console.print(f"{'-' * len(line)}\n{line}\n{'-' * len(line)}")
 
     def flush(self) -> None:
-        """Write buffered points to disk. Called before each checkpoint: a run that resumes from it does not write earlier points again."""
-        for curves in self._curves:
-            curves.flush()
+        """Write all lines and points to disk. Called before each checkpoint: a run that resumes from it does not write earlier ones again."""
+        if self._metrics is not None:
+            with self._log_errors(self._metrics):
+                self._metrics.flush()
+        for curves in tuple(self._curves):
+            with self._log_errors(curves):
+                curves.flush()
 
     def close(self) -> None:
         """Remove the progress bar and close all files."""
         self._ranks.console.remove_bar()
         if self._metrics is not None:
             self._metrics.close()
-        for curves in self._curves:
-            curves.close()
+        for curves in tuple(self._curves):
+            with self._log_errors(curves):
+                curves.close()
 
     def _values_of(
         self,
@@ -227,8 +238,29 @@ class RunLog:
         }
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:
-        for curves in self._curves:
-            curves.write(scalars, iteration=iteration, consumed_samples=consumed_samples)
+        for curves in tuple(self._curves):
+            with self._log_errors(curves):
+                curves.write(scalars, iteration=iteration, consumed_samples=consumed_samples)
+
+    def _write_metrics(self, values: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            with self._log_errors(self._metrics):
+                self._metrics.write(values)
+
+    @contextmanager
+    def _log_errors(self, log: MetricsFile | CurveWriter | None = None) -> Iterator[None]:
+        """Write nothing more to a log that cannot be written; keep its error, or print it with --on-log-failure warn."""
+        try:
+            yield
+        except LogError as error:
+            if self._metrics is not None and log is self._metrics:
+                self._metrics.close()
+                self._metrics = None
+            self._curves = [curves for curves in self._curves if curves is not log]
+            if self._config.logging.on_log_failure == "warn":
+                self._ranks.console.print(f"> WARNING: no more is written to a log: {error.problems[0].text}")
+            else:
+                self.failure = self.failure or error
 
     def _print_interval(self) -> None:
         logging, console = self._config.logging, self._ranks.console

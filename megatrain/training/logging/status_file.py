@@ -1,18 +1,22 @@
 """`status.json` in the `--save` folder: whether the run is active, and how it ended. The first end that is recorded is kept.
 
 A later start that is refused does not replace the end of the run: it is recorded as `refused_start`, until a run starts.
+A status that cannot be written ends no run; on a full disk it replaces the former status in place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatrain.data.files import describe_write_error, replace_file, write_all
 from megatrain.training.launch.failure import Failure
 
 
@@ -27,13 +31,14 @@ class StatusFile:
     def __init__(self, folder: Path | None, iteration: Callable[[], int]) -> None:
         self.folder = folder
         self.iteration = iteration
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._has_peer_failure = False
 
     def write(self, exit_code: int | None, reason: str) -> None:
         """Write the current state; an exit code of None means that the run is active."""
         if self.folder is not None and self.folder.is_dir():
-            write_status(self.folder, exit_code=exit_code, reason=reason, iteration=self.iteration())
+            with self._lock:  # the thread of the rank watch writes, too
+                write_status(self.folder, exit_code=exit_code, reason=reason, iteration=self.iteration())
 
     def record_refused_start(self, exit_code: int, reason: str) -> None:
         """Record that this run did not start."""
@@ -86,7 +91,27 @@ def _entry(*, exit_code: int | None, reason: str) -> dict[str, Any]:
 
 
 def _write(folder: Path, status: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / "status.json.tmp"
-    temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
-    temporary.replace(folder / "status.json")
+    path, content = folder / "status.json", json.dumps(status).encode() + b"\n"
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        print(
+            f"WARNING: {describe_write_error(error, path, needed_bytes=len(content))}",
+            file=sys.stderr,
+            flush=True,
+        )
+        _write_in_place(path, content)
+
+
+def _write_in_place(path: Path, content: bytes) -> None:
+    """Overwrite the status without new disk space; remove it if that fails, since it would say that the run is active."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            write_all(descriptor, content)
+            os.ftruncate(descriptor, len(content))
+        finally:
+            os.close(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()

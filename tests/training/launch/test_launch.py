@@ -12,7 +12,7 @@ import torch
 from run_helpers import ROOT, command_line, wait_for
 
 import pretrain
-from megatrain.training.logging.metrics import MetricsFile
+from megatrain.training.logging.metrics_file import MetricsFile
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 WRAPPER = """

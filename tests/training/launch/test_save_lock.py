@@ -87,7 +87,7 @@ def test_another_process_with_the_same_id_does_not_hold_the_lock(
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 50_000, b'{"pid": 1}', b"\xff" * 100])
-def test_a_damaged_lock_is_stale_once_nobody_touches_it(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_lock_is_stale_without_a_touch(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOCK_NAME).write_bytes(content)
     said = acquired(tmp_path, stale_seconds=0.2)
     assert "watching" in said[0]

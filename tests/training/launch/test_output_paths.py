@@ -1,0 +1,81 @@
+"""A --save that cannot be written is found before anything is built: exit code 2, path, errno and remedy."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import command_line
+
+import pretrain
+from megatrain.training.launch import save_lock
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        pytest.fail("the trainer was built")
+
+    monkeypatch.setattr("megatrain.training.trainer.Trainer.__init__", fail)
+
+
+def refused(capsys: pytest.CaptureFixture[str], save: object, **more: str) -> str:
+    assert pretrain.main(command_line({"--save": str(save), **more})) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert f"--save {save}" in error
+    assert "fix:" in error
+    return error
+
+
+def test_a_file_in_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert "not a folder" in refused(capsys, tmp_path / "file")
+    assert "not a folder" in refused(capsys, tmp_path / "file" / "below" / "it")
+
+
+def test_a_dangling_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    assert "link to" in refused(capsys, tmp_path / "link")
+    assert "link" in refused(capsys, tmp_path / "link" / "below")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_folder_that_no_one_can_create(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "errno" in refused(capsys, "/proc/no/such/folder")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("mode", [0o000, 0o500])
+def test_a_forbidden_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int) -> None:
+    folder = tmp_path / "forbidden"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert "errno 13" in refused(capsys, folder)
+    assert "errno 13" in refused(capsys, folder / "below")
+    folder.chmod(0o700)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("operation", ["open", "fsync"])
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    operation: str,
+    number: int,
+) -> None:
+    original = getattr(os, operation)
+
+    def fail(target: Any, *args: Any, **more: Any) -> Any:
+        if operation == "fsync" or str(target).endswith(save_lock.LOCK_NAME):
+            raise OSError(number, os.strerror(number))
+        return original(target, *args, **more)
+
+    monkeypatch.setattr(save_lock.os, operation, fail)
+    monkeypatch.setattr("megatrain.training.launch.agreement.write_refused_start", lambda *_, **__: None)
+    error = refused(capsys, tmp_path)
+    assert f"errno {number}" in error
+    assert str(tmp_path / save_lock.LOCK_NAME) in error
+    assert ("bytes free" in error) == (number in (errno.ENOSPC, errno.EDQUOT))
