@@ -19,14 +19,9 @@ from typing import Any
 
 import torch
 
+from megatrain.checkpoint.chunks import PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.errors import CheckpointError, agree
-from megatrain.checkpoint.save import (
-    PlannedChunk,
-    Save,
-    file_report,
-    plan_chunks,
-    split_into_files,
-)
+from megatrain.checkpoint.save import Save, file_report
 from megatrain.checkpoint.writer_process import PROGRAM, SharedMemory, WriterProcess
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.parallel.grid import RankGrid

@@ -13,12 +13,10 @@ import contextlib
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
@@ -33,40 +31,13 @@ from megatrain.checkpoint.manifest import (
     encode,
     tiling_problem,
 )
-from megatrain.checkpoint.shard_file import ChunkEntry, WrittenFile, write_shard_file
-from megatrain.checkpoint.tensor_file import bytes_of, check_size, dtype_name
+from megatrain.checkpoint.shard_file import WrittenFile, write_shard_file
+from megatrain.checkpoint.tensor_file import bytes_of, check_size
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.layout import Box, box_shape
 
-_CHUNK_BYTES = 64 << 20
-"""Largest chunk, and so the memory that reading a box needs."""
-_FILE_BYTES = 4 << 30
-_SPACE_MARGIN = 1.1
-
-
-@dataclass(frozen=True)
-class PlannedChunk:
-    """A part of this rank's state, to be written as one chunk."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: str
-    box: Box
-    values: Tensor
-
-    @property
-    def key(self) -> str:
-        return f"{self.kind}/{self.name}/" + ",".join(f"{start}-{stop}" for start, stop in self.box)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-    @property
-    def entry(self) -> ChunkEntry:
-        """Entry in the header of a file."""
-        return ChunkEntry(self.key, dtype_name(self.values.dtype), box_shape(self.box), self.num_bytes)
+SPACE_MARGIN = 1.1
+"""Free bytes that a save requires, relative to the bytes of its tensors."""
 
 
 def save_checkpoint(
@@ -251,26 +222,6 @@ class Save:
             raise CheckpointError(problem, fix=error.problems[0].fix) from error
 
 
-def plan_chunks(
-    optimizer: ShardedOptimizer,
-    grid: RankGrid,
-    kinds: Sequence[str] | None = None,
-    *,
-    chunk_bytes: int = _CHUNK_BYTES,
-) -> list[PlannedChunk]:
-    """Return the chunks that this rank writes: each box of its shards, unless another rank writes its copy of the box."""
-    plan: list[PlannedChunk] = []
-    for kind in kinds or optimizer.kinds:
-        for param, box, values in optimizer.owned(kind):
-            if grid.owns(box.piece.copies, param.entry.layout.family):
-                piece = box.piece
-                plan += [
-                    PlannedChunk(piece.name, piece.shape, kind, part, own)
-                    for part, own in _split(box.box, values, chunk_bytes)
-                ]
-    return plan
-
-
 def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> None:
     """Create the temporary folder if there is enough space.
 
@@ -281,7 +232,7 @@ def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> Non
     disk.make_folder(folder)
     if is_new:
         disk.sync_folder(folder.parent)
-    needed, free = math.ceil(num_bytes * _SPACE_MARGIN), disk.free_bytes(folder)
+    needed, free = math.ceil(num_bytes * SPACE_MARGIN), disk.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
             f"{folder}: the checkpoint needs {needed} bytes, {free} bytes are free",
@@ -296,7 +247,7 @@ def write_rank_shards(
     plan: Sequence[PlannedChunk],
     disk: Disk,
     *,
-    file_bytes: int = _FILE_BYTES,
+    file_bytes: int = FILE_BYTES,
     verifies: bool = False,
 ) -> list[dict[str, Any]]:
     """Write this rank's files; return a report of each. One chunk at a time is copied to the CPU."""
@@ -419,40 +370,3 @@ def _save_id(temporary: Path) -> str:
 
 def _temporary_tracker(temporary: Path) -> Path:
     return temporary.with_name(f"{TRACKER_NAME}.tmp-{_save_id(temporary)}")
-
-
-def _split(box: Box, values: Tensor, chunk_bytes: int) -> Iterator[tuple[Box, Tensor]]:
-    """Yield boxes of bounded size that cover `box` in row-major order, each with its part of the flat values."""
-    at, max_elements = 0, chunk_bytes // values.element_size()
-    for part in split_box(box, max_elements):
-        size = math.prod(box_shape(part))
-        yield part, values[at : at + size]
-        at += size
-
-
-def split_box(box: Box, max_elements: int) -> Iterator[Box]:
-    """Yield boxes of at most `max_elements` that cover `box`, each contiguous in it, in row-major order."""
-    (start, stop), rest = box[0], box[1:]
-    row_size = math.prod(box_shape(rest))
-    if row_size > max_elements:
-        for row in range(start, stop):
-            for inner in split_box(rest, max_elements):
-                yield ((row, row + 1), *inner)
-        return
-    step = max_elements // row_size
-    for first in range(start, stop, step):
-        yield ((first, min(first + step, stop)), *rest)
-
-
-def split_into_files(
-    plan: Sequence[PlannedChunk], rank: int, file_bytes: int = _FILE_BYTES
-) -> Iterator[tuple[str, list[PlannedChunk]]]:
-    """Yield the name and the chunks of each file of a rank; a file gets no more chunks once it has `file_bytes`."""
-    part: list[PlannedChunk] = []
-    num_bytes = number = 0
-    for position, chunk in enumerate(plan, start=1):
-        part.append(chunk)
-        num_bytes += chunk.num_bytes
-        if num_bytes >= file_bytes or position == len(plan):
-            yield f"shard_{rank:05d}{f'_{number}' if number else ''}.safetensors", part
-            part, num_bytes, number = [], 0, number + 1

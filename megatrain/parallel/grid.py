@@ -113,12 +113,19 @@ class RankGrid:
         return FamilyGroups(self.expert_replicas, self.expert_shard, self.expert_copies, self.expert_matrix)
 
     def owns(self, copies: Sequence[str], family: Family) -> bool:
-        """Return whether this rank counts and writes its shard of a box: it is the first rank that holds it.
+        """Return whether this rank counts its shard of a box: it is the first rank that holds it.
 
         Args:
             copies: names of groups whose ranks hold the same box, besides the family's replicas.
         """
         return self.family(family).copies.is_first and self.is_first_of(copies)
+
+    def index_in(self, names: Sequence[str]) -> tuple[int, int]:
+        """Return the index of this rank in the product of these groups, and the size of the product."""
+        index, size = 0, 1
+        for group in map(self.group, names):
+            index, size = index * group.size + group.rank, size * group.size
+        return index, size
 
     def is_first_of(self, names: Sequence[str]) -> bool:
         """Return whether this rank is the first of all these groups."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore
 
+from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import (
     Loaded,
@@ -32,7 +33,6 @@ from megatrain.checkpoint.save import (
     begin_save,
     commit_save,
     merge_reports,
-    plan_chunks,
     save_checkpoint,
     write_rank_shards,
 )

@@ -24,12 +24,12 @@ from checkpoint_helpers import (
 )
 from safetensors import safe_open
 
+from megatrain.checkpoint.chunks import plan_chunks, split_box
 from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.load import load_weights_only
 from megatrain.checkpoint.manifest import read_manifest, tiling_problem
 from megatrain.checkpoint.reader import hash_tensors, verify
-from megatrain.checkpoint.save import plan_chunks, split_box
 from megatrain.model.gpt import build_model
 from megatrain.parallel.allocate_buffers import allocate_buffers
 from megatrain.parallel.build_grid import build_grid
@@ -91,24 +91,38 @@ def test_any_layout_loads_any_other(tmp_path: Path, vocab: int, *, tied: bool) -
                 assert_same(rank.values(), expected)
 
 
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_ranks_with_copies_share_the_writing(
-    tmp_path: Path, is_sharded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatrain.checkpoint.save._MIN_SHARED_CHUNK_BYTES", 64)
+def test_replicas_with_copies_share_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.checkpoint.chunks._MIN_CHUNK_BYTES", 64)
     spec = small_spec(tied=False, vocab=29, padded=32)
-    ranks = build_ranks(GridShape(dp=2, tp=2), spec, is_sharded=is_sharded)
+    ranks = build_ranks(GridShape(dp=2, tp=2), spec, is_sharded=False)
     for rank in ranks:
         rank.set_values(3)
-    path = save_all(tmp_path, ranks, 1)
+    path = save_all(tmp_path, ranks, 100)
     sizes = [sum(chunk.num_bytes for chunk in plan_chunks(rank.optimizer, rank.grid)) for rank in ranks]
-    assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
+    assert sizes[0] == pytest.approx(sizes[2], rel=0.1)
+    assert sizes[1] == pytest.approx(sizes[3], rel=0.1)
     assert len(list(path.glob("shard*"))) == 4
     alone = build_rank(ONE, 0, spec)
     load(tmp_path, alone)
     wanted = build_rank(ONE, 0, spec)
     wanted.set_values(3)
     assert_same(alone.values(), wanted.values())
+
+
+@pytest.mark.parametrize("shape", [GridShape(tp=4), GridShape(tp=2, pp=2), GridShape(tp=2, dp=2)])
+def test_ranks_with_copies_of_a_box_share_its_rows(shape: GridShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms have copies on tensor ranks, keys and values on some of them, the tied embedding on two stages."""
+    monkeypatch.setattr("megatrain.checkpoint.chunks._BLOCK_BYTES", 64)
+    ranks = build_ranks(shape, small_spec(tied=True, vocab=29, padded=32))
+    writers: dict[tuple[str, str], set[int]] = {}
+    for rank in ranks:
+        for chunk in plan_chunks(rank.optimizer, rank.grid):
+            writers.setdefault((chunk.kind, chunk.name), set()).add(rank.grid.rank)
+    embedding = writers["weight", "embedding.word_embeddings.weight"]
+    assert len(embedding) == len(ranks)
+    norms = [found for (_, name), found in writers.items() if "norm" in name]
+    assert all(len(found) == 1 for found in norms)
+    assert len(set.union(*norms)) > 1
 
 
 def test_ranks_save_and_load_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

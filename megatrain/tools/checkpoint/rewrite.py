@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.chunks import split_box
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
-from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save, split_box
+from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, remove_failed_save
 from megatrain.checkpoint.shard_file import ChunkEntry, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.save import plan_chunks
+from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
 from megatrain.optim.muon import Muon, MuonRule
