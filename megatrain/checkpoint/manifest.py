@@ -39,6 +39,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 _MAX_BYTES = 1 << 29
 _MAX_ELEMENTS = 1 << 50
+_MAX_CHUNK_ELEMENTS = 1 << 28
+"""A chunk is read into memory; a save writes chunks of at most 64 MiB."""
 _MAX_DIMS = 5
 _MAX_CHARACTERS = 1 << 20
 """Of a name, a key, or the checksums of a chunk."""
@@ -249,7 +251,7 @@ def _chunk(
     is_inside = len(box) == len(pairs) == len(shape) and all(
         0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)
     )
-    if not is_inside:
+    if not is_inside or math.prod(box_shape(box)) > _MAX_CHUNK_ELEMENTS:
         raise InvalidError(f"{where}: box {shown(pairs)} of a tensor of shape {shape}")
     is_version_1 = num_in_block > _MAX_BLOCK_BYTES
     crc32s = f"{_int(value, 'crc32'):08x}" if is_version_1 else _text(value, "crc32s")

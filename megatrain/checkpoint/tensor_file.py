@@ -6,7 +6,6 @@ chunk, and every failure is an exception.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
@@ -20,6 +19,7 @@ from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
 from megatrain.checkpoint.shard_file import checksums
+from megatrain.checkpoint.untrusted_json import parse_json
 
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
@@ -119,9 +119,9 @@ class TensorFile:
         if zlib.crc32(text, zlib.crc32(length)) != stored.header_crc32:
             raise DamagedError(f"{self.path}: the header does not match its checksum")
         try:
-            header = json.loads(text)
+            header = parse_json(bytes(text), max_bytes=_MAX_HEADER_BYTES)
         except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{self.path}: the header is not JSON") from error
+            raise DamagedError(f"{self.path}: the header is not valid: {str(error)[:200]}") from error
         if not isinstance(header, dict):
             raise DamagedError(f"{self.path}: the header is not a JSON object")
         return header, 8 + num_bytes

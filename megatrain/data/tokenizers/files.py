@@ -66,6 +66,8 @@ def read_file(path: Path, kind: Kind, *, flag: str) -> TokenizerFile:
     """
     if path.is_dir():
         raise InputError(f"{path}: is a folder", fix=f"give {flag} a file: {kind.value}")
+    if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+        raise InputError(f"{path}: is not a regular file", fix=f"give {flag} a file: {kind.value}")
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:

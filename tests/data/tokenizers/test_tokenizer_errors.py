@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -242,3 +243,10 @@ def test_a_missing_package_is_reported_with_its_command(tmp_path, monkeypatch, k
 def test_a_list_of_words_may_begin_like_json(tmp_path):
     assert Path(bert_file(tmp_path)).read_text().startswith(BERT_SPECIAL[0])
     assert load("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt")).pad == 0
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
+def test_a_pipe_is_not_read(tmp_path, kind):
+    """A checkpoint may name its tokenizer: reading a pipe or a device would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a regular file\n  fix: give --tokenizer-model a file" in error_of(kind, tmp_path / "pipe")
