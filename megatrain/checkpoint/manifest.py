@@ -43,7 +43,7 @@ _MAX_CHUNK_ELEMENTS = 1 << 28
 """A chunk is read into memory; a save writes chunks of at most 64 MiB."""
 _MAX_DIMS = 5
 _MAX_CHARACTERS = 1 << 20
-"""Of a name, a key, or the checksums of a chunk."""
+"""Limit of a name, a key, or the checksums of a chunk."""
 _MAX_REASON = 500
 """Characters of a reason, which may name what the manifest names."""
 _WHOLE_CHUNK = 1 << 62

@@ -1,4 +1,4 @@
-"""What a run restores from a checkpoint and stores in one, besides tensors and configuration; saving.py saves.
+"""State that a run restores from a checkpoint and stores in one, other than tensors and configuration; saving.py saves.
 
 --load ─> load_checkpoint ─> model, optimizer, expert biases, loss scale, Progress ─> state_to_save ─> --save
 """
@@ -9,12 +9,39 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.chunks import plan_chunks
+from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
+from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.config import Plan, StoredRun, resolve
+from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
+from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
+
+
+def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
+    """Compare the free space at `--save` with the size of a checkpoint; return a note if a second one does not fit.
+
+    Raises:
+        ConfigError: on all ranks; not even one fits.
+    """
+    checkpoint = plan.config.checkpoint
+    if checkpoint.save is None or plan.config.training.skip_train:
+        return None
+    kinds = (WEIGHT,) if checkpoint.no_save_optim else engine.optimizer.kinds
+    own_bytes = sum(chunk.num_bytes for chunk in plan_chunks(engine.optimizer, ranks.grid, kinds))
+    of_ranks = ranks.grid.messages.gather(own_bytes)
+    found = (sum(of_ranks), Disk().free_bytes(Path(checkpoint.save))) if ranks.is_main else None
+    num_bytes, free = ranks.grid.messages.broadcast(found)
+    text = f"a checkpoint has {num_bytes} bytes, and --save {checkpoint.save} has {free} bytes free"
+    if free < num_bytes * SPACE_MARGIN:
+        error = ConfigError(text, fix="free some space, or give --save a folder on a larger disk")
+        error.is_reported = not ranks.is_main
+        raise error
+    return f"> WARNING: {text}: a second one does not fit" if free < 2 * num_bytes * SPACE_MARGIN else None
 
 
 def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:

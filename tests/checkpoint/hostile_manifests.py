@@ -31,7 +31,7 @@ NEGATIVE = {("state", "loss_scale", "patience")}
 
 @dataclass(frozen=True)
 class HostileManifest:
-    """A manifest that nobody should trust. Reading it never raises anything but an error of checkpoints."""
+    """A manifest with wrong values. Reading it never raises anything but an error of checkpoints."""
 
     name: str
     content: Callable[[], Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""A save in the background equals one in the foreground, whatever happens to the state, the writer or the disk meanwhile."""
+"""A save in the background equals one in the foreground, also if the state changes or the writer or the disk fails meanwhile."""
 
 from __future__ import annotations
 

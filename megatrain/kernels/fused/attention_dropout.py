@@ -11,8 +11,8 @@ instructions give a thread two of 8 adjacent columns, and the same two of every 
     20 per counter = 2.5 per score; extraction, comparison, selection: 2.5          5 per score in all
 
 The forward pass has 4 d floating-point operations per score: at d 128 and 450 TFLOP/s, 0.88 T scores/s, or 4.4 T integer
-operations/s of the 16 T/s that an H200 issues beside its matrix instructions. In tiles of keys by queries a thread has 2 of the 8
-keys: 10.5 + 2.5 per score beside 8 d operations of `_dkdv`. Both passes thus spend about a quarter of their time on dropout.
+operations/s of the 16 T/s that an H200 issues along with its matrix instructions. In tiles of keys by queries a thread has 2 of the 8
+keys: 10.5 + 2.5 per score, and 8 d operations in `_dkdv`. Both passes thus spend about a quarter of their time on dropout.
 """
 
 from __future__ import annotations

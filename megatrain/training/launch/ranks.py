@@ -137,17 +137,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
         raise
     try:
         with phases.phase("joining process groups"):
-            device = _select_device(plan, environment)
-            if plan.config.training.deterministic_mode and device.type == "cuda":
-                use_deterministic_operations()
-            check_triton_cache(plan)
-            start_imports(plan, phases.console.print)
-            if store is not None:
-                _init_process_group(plan, environment, store, device)
-            timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
-            make = functools.partial(make_group, timeout=timeout) if store is not None else None
-            grid = build_grid(grid_shape(plan), environment.rank, make)
-            _connect_groups(grid, device)
+            device, grid = _join_groups(plan, environment, store, phases.console)
         yield Ranks(
             request=request,
             plan=plan,
@@ -170,6 +160,24 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     if watch is not None:
         watch.leave()
         dist.destroy_process_group()
+
+
+def _join_groups(
+    plan: Plan, environment: LaunchEnvironment, store: dist.Store | None, console: Console
+) -> tuple[torch.device, RankGrid]:
+    """Select the device of this rank, and create and connect its process groups."""
+    device = _select_device(plan, environment)
+    if plan.config.training.deterministic_mode and device.type == "cuda":
+        use_deterministic_operations()
+    check_triton_cache(plan)
+    start_imports(plan, console.print)
+    if store is not None:
+        _init_process_group(plan, environment, store, device)
+    timeout = timedelta(seconds=plan.derived.startup_timeout_seconds)
+    make = functools.partial(make_group, timeout=timeout) if store is not None else None
+    grid = build_grid(grid_shape(plan), environment.rank, make)
+    _connect_groups(grid, device)
+    return device, grid
 
 
 def grid_shape(plan: Plan) -> GridShape:
