@@ -58,6 +58,7 @@ def test_a_run_starts_from_the_chosen_checkpoint(
         else ["--load", str(stored), "--ckpt-step", "8"]
     )
     assert plan_of(*load).derived.start_iteration == 8
+    (tmp_path / "new").mkdir()
     assert train(pool, *load, "--save", str(tmp_path / "new")) == {0}
     assert hash_tensors(tmp_path / "new" / "iter_0000020") == hash_tensors(stored / "iter_0000020")
 
@@ -136,6 +137,7 @@ def test_non_persistent_checkpoints_of_another_run_are_neither_loaded_nor_replac
     one, other = (
         ["--save", str(tmp_path / name), "--load", str(tmp_path / name)] for name in ("one", "other")
     )
+    (tmp_path / "one").mkdir()
     assert train(pool, *one, *often, "--exit-interval", "7") == {75}
     for flags in (other, other[:2]):
         with pytest.raises(ConfigError, match=r"fast(.|\n)*one(.|\n)*--non-persistent-global-ckpt-dir"):
