@@ -1,15 +1,19 @@
 """Read any box of any tensor of a checkpoint, independent of the layout that wrote it.
 
-    requested box -> the chunks that overlap it -> read and compared with their checksums -> the overlap is copied
+    requested box -> the chunks that overlap it -> parts of bounded size ─┬─> thread: read, verify the blocks, copy the overlap
+                                                                          └─> thread: read, verify the blocks, copy the overlap
 
-The last chunk stays in memory, because consecutive boxes are mostly in the same chunk.
+Only blocks with requested elements are read, rows of a chunk as a whole. Memory is bounded by one buffer per thread.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+import os
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -17,12 +21,20 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.chunks import split_box
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, StoredTensor, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import TensorFile, check_size
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout, box_shape, intersect
+
+_PART_BYTES = 16 << 20
+"""Largest part of a chunk that a thread reads at once."""
+_MAX_CHUNK_BYTES = 64 << 20
+"""Largest chunk of version 1."""
+_MAX_THREADS = 8
+_MAX_OPEN_FILES = 16
 
 
 class CheckpointReader:
@@ -35,8 +47,9 @@ class CheckpointReader:
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
-        self._file: TensorFile | None = None
-        self._last: tuple[Chunk, Tensor] | None = None
+        self._files: dict[str, TensorFile] = {}
+        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         self._hold = hold(path)
         try:
             self.manifest = manifest or read_manifest(path)
@@ -51,10 +64,8 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        self._last = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._pool.shutdown()
+        self._close_files(keep=0)
         if self._hold is not None:
             self._hold.close()
 
@@ -88,37 +99,76 @@ class CheckpointReader:
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
         stored = self.kind(name, shape, kind)
-        for chunk in stored.chunks:
-            common = intersect(chunk.box, box)
-            if common:
-                values = self.read_chunk(chunk, stored.dtype)
-                out[_within(common, box)].copy_(values[_within(common, chunk.box)])
+        parts = [
+            (self._open(chunk.file), chunk, part, common)
+            for chunk in stored.chunks
+            if intersect(chunk.box, box)
+            for part, common in _parts_to_read(
+                chunk.box, box, self._part_bytes // DTYPES[stored.dtype].itemsize
+            )
+        ]
+
+        def copy(file: TensorFile, chunk: Chunk, part: Box, common: Box) -> None:
+            buffer = self._buffer(out.device)
+            try:
+                values = self._read(file, chunk, stored.dtype, part, buffer)
+                out[_within(common, box)].copy_(values[_within(common, part)])
+            finally:
+                self._buffers.put(buffer)
+
+        if len(parts) == 1:
+            copy(*parts[0])
+        else:
+            copies = [self._pool.submit(copy, *part) for part in parts]
+            wait(copies)  # also after an error: they write to `out`
+            for each in copies:
+                each.result()
+        self._close_files(keep=_MAX_OPEN_FILES)
 
     def read_chunk(self, chunk: Chunk, dtype: str) -> Tensor:
         """Return the checked data of a chunk."""
-        if self._last is not None and self._last[0] == chunk:
-            return self._last[1]
-        self._last = None  # frees the last chunk before the next is read
-        file = self._open(chunk.file)
-        shape = box_shape(chunk.box)
-        values = file.read(
+        values = self._read(self._open(chunk.file), chunk, dtype, chunk.box, None)
+        self._close_files(keep=_MAX_OPEN_FILES)
+        return values
+
+    def _read(self, file: TensorFile, chunk: Chunk, dtype: str, part: Box, buffer: Tensor | None) -> Tensor:
+        """Return a part of a chunk that is contiguous in it; `buffer` is its memory."""
+        shape, size = box_shape(chunk.box), math.prod(box_shape(part))
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        corner = (low - first for (low, _), (first, _) in zip(part, chunk.box, strict=True))
+        start = sum(map(math.prod, zip(corner, strides, strict=True)))
+        return file.read(
             chunk.key,
             dtype=dtype,
             shape=shape,
             crc32s=chunk.crc32s,
             block_bytes=self.manifest.block_bytes,
-        ).view(shape)
-        self._last = chunk, values
-        return values
+            part=slice(start, start + size),
+            buffer=buffer,
+        ).view(box_shape(part))
+
+    def _buffer(self, device: torch.device) -> Tensor:
+        """Return a free buffer for a part and the rest of its blocks; pinned for copies to a GPU."""
+        try:
+            return self._buffers.get_nowait()
+        except queue.Empty:
+            num_bytes = self._part_bytes + 2 * min(self.manifest.block_bytes, self._part_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    @property
+    def _part_bytes(self) -> int:
+        """Size of the parts that are read at once: at least a block, which in version 1 is a whole chunk."""
+        return min(max(_PART_BYTES, self.manifest.block_bytes), _MAX_CHUNK_BYTES)
 
     def _open(self, name: str) -> TensorFile:
-        path = self.path / name
-        if self._file is None or self._file.path != path:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-            self._file = TensorFile(path, self.manifest.files[name])
-        return self._file
+        if name not in self._files:
+            self._files[name] = TensorFile(self.path / name, self.manifest.files[name])
+        return self._files[name]
+
+    def _close_files(self, *, keep: int) -> None:
+        """Close the files that were opened first, except for `keep` of them."""
+        while len(self._files) > keep:
+            self._files.pop(next(iter(self._files))).close()
 
 
 @dataclass(frozen=True)
@@ -189,6 +239,16 @@ def _chunk_problem(reader: CheckpointReader, chunk: Chunk, dtype: str) -> list[s
     except DamagedError as error:
         return [error.problems[0].text]
     return []
+
+
+def _parts_to_read(chunk: Box, box: Box, max_elements: int) -> Iterator[tuple[Box, Box]]:
+    """Yield parts that are contiguous in a chunk, and the overlap of each with `box`; together they cover the overlap."""
+    for part in split_box(chunk, max_elements):
+        common = intersect(part, box)
+        if common is not None:
+            # Rows before and after the overlap are left out, and so are blocks that hold nothing else.
+            dim = next((dim for dim, (start, stop) in enumerate(part) if stop - start > 1), 0)
+            yield (*part[:dim], common[dim], *part[dim + 1 :]), common
 
 
 def _within(common: Box, box: Box) -> tuple[slice, ...]:

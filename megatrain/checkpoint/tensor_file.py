@@ -74,7 +74,7 @@ class TensorFile:
         Args:
             crc32s: crc32 of each block of the chunk.
             part: range of elements in row-major order; None: the chunk.
-            buffer: uint8 [at least the bytes of the chunk], memory for the result; None: it is allocated.
+            buffer: memory for the blocks, uint8; None or too small: it is allocated.
 
         Raises:
             DamagedError: the chunk differs from its entry in the manifest.
@@ -84,7 +84,9 @@ class TensorFile:
         part = part or slice(0, size // itemsize)
         first = part.start * itemsize // block_bytes
         low, high = first * block_bytes, min(-(-part.stop * itemsize // block_bytes) * block_bytes, size)
-        tensor = (torch.empty(high - low, dtype=torch.uint8) if buffer is None else buffer)[: high - low]
+        if buffer is None or len(buffer) < high - low:
+            buffer = torch.empty(high - low, dtype=torch.uint8)
+        tensor = buffer[: high - low]
         data = bytes_of(tensor)
         read_into(self._file, data, self._data_start + start + low, self.path)
         if checksums(data, block_bytes) != crc32s[8 * first : 8 * -(-high // block_bytes)]:

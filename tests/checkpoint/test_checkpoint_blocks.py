@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import zlib
+from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import assert_same, load, one_rank, save, write_tensors
+from checkpoint_helpers import assert_same, load, one_rank, save, training_state, write_tensors
 
+from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
-from megatrain.checkpoint.manifest import StoredFile
-from megatrain.checkpoint.reader import verify
+from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
+from megatrain.checkpoint.reader import CheckpointReader, verify
 from megatrain.checkpoint.shard_file import BLOCK_BYTES
 from megatrain.checkpoint.tensor_file import TensorFile
 
@@ -89,3 +92,82 @@ def test_checkpoints_of_version_1_are_read(tmp_path: Path) -> None:
     rank.clear()
     load(tmp_path, rank)
     assert_same(rank.values(), expected)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch.Tensor]:
+    """A checkpoint of one tensor in three chunks of rows and columns, each read in several parts; and the tensor."""
+    monkeypatch.setattr("megatrain.checkpoint.reader._PART_BYTES", 1)
+    values = torch.randn(700, 2, 1100, generator=torch.Generator().manual_seed(2))
+    boxes = [
+        ((0, 400), (0, 2), (0, 1100)),
+        ((400, 700), (0, 2), (0, 500)),
+        ((400, 700), (0, 2), (500, 1100)),
+    ]
+    parts = [values[tuple(slice(*pair) for pair in box)].contiguous() for box in boxes]
+    written = write_tensors(
+        tmp_path / "a.safetensors", [(str(box), x) for box, x in zip(boxes, parts, strict=True)]
+    )
+    chunks = [
+        Chunk("a.safetensors", str(box), box, crc) for box, crc in zip(boxes, written.crc32s, strict=True)
+    ]
+    manifest = Manifest(
+        iteration=10,
+        consumed_train_samples=80,
+        optimizer_step_count=10,
+        state=training_state(10),
+        config={},
+        files={"a.safetensors": StoredFile(written.num_bytes, written.header_crc32)},
+        tensors={"t": StoredTensor(tuple(values.shape), {"weight": StoredKind("F32", tuple(chunks))})},
+    )
+    (tmp_path / "manifest.json").write_bytes(encode(manifest))
+    return tmp_path, values
+
+
+def test_any_box_equals_that_of_the_tensor(stored: tuple[Path, torch.Tensor]) -> None:
+    path, values = stored
+    chance = random.Random(1)
+    boxes = [tuple((0, size) for size in values.shape), ((699, 700), (1, 2), (1099, 1100))]
+    boxes += [
+        tuple(tuple(sorted(chance.sample(range(size + 1), 2))) for size in values.shape) for _ in range(20)
+    ]
+    with CheckpointReader(path) as reader:
+        for box in boxes:
+            wanted = values[tuple(slice(*pair) for pair in box)]
+            out = torch.empty(wanted.shape, dtype=torch.float64)
+            reader.read_box(out, kind="weight", name="t", shape=tuple(values.shape), box=box)
+            assert torch.equal(out, wanted.double()), box
+
+
+def test_a_box_reads_only_its_blocks(
+    stored: tuple[Path, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = stored
+    read: list[int] = []
+
+    def counted(file: FileIO, target: memoryview, offset: int, path: Path) -> None:
+        read.append(len(target))
+        read_into(file, target, offset, path)
+
+    out = torch.empty(3, 2, 1100)
+    with CheckpointReader(path) as reader:
+        monkeypatch.setattr("megatrain.checkpoint.tensor_file.read_into", counted)
+        reader.read_box(
+            out, kind="weight", name="t", shape=tuple(values.shape), box=((0, 3), (0, 2), (0, 1100))
+        )
+    assert max(read) <= BLOCK_BYTES
+    assert sum(read) < 1.1 * BLOCK_BYTES
+    assert torch.equal(out, values[:3])
+
+
+def test_damage_in_a_part_is_an_error_of_the_box(stored: tuple[Path, torch.Tensor]) -> None:
+    path, values = stored
+    file = path / "a.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    box = tuple((0, size) for size in values.shape)
+    with CheckpointReader(path) as reader, pytest.raises(DamagedError, match="does not match its checksum"):
+        reader.read_box(
+            torch.empty(values.shape), kind="weight", name="t", shape=tuple(values.shape), box=box
+        )
