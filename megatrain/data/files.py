@@ -13,11 +13,14 @@ import json
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from megatrain.config.errors import ConfigError, InputError, MegatrainError
+
+_READ_BYTES = 1 << 20
 
 
 def log_to_stderr(text: str) -> None:
@@ -57,6 +60,18 @@ def write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def is_start_intact(path: Path, *, num_bytes: int, crc32: int) -> bool:
+    """Return whether the first `num_bytes` bytes of a file exist and have this crc32."""
+    found, rest = 0, num_bytes
+    try:
+        with path.open("rb") as file:
+            while rest and (data := file.read(min(rest, _READ_BYTES))):
+                found, rest = zlib.crc32(data, found), rest - len(data)
+    except FileNotFoundError:
+        return False
+    return not rest and found == crc32
 
 
 def replace_file(path: Path, data: bytes) -> None:

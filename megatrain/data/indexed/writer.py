@@ -7,16 +7,17 @@
 An old `.idx` is removed first and the new one is renamed last: a dataset that can be opened is complete, even after a
 crash. <prefix>.lock excludes other writers from before the first byte until after the last rename.
 <prefix>.owner.partial identifies the writer of the partial files, so that files of another writer are not resumed.
-Nothing is kept in memory: the partial files and a `WriterState` suffice to resume after a crash.
+Nothing is kept in memory: the partial files and a `WriterState` suffice to resume after a crash. The state has a checksum of
+each partial file, so that damaged ones are never resumed or committed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
@@ -25,7 +26,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.config.errors import InputError, MegatrainError
-from megatrain.data.files import FileLock, fsync, fsync_folder, report_write_errors, write_json
+from megatrain.data.files import (
+    FileLock,
+    fsync,
+    fsync_folder,
+    is_start_intact,
+    report_write_errors,
+    write_json,
+)
 from megatrain.data.indexed.reader import CHECK_ROWS, ELEMENT_TYPES, HEADER, MAGIC, VERSION, Elements
 
 
@@ -40,6 +48,8 @@ class WriterState:
     """Number of modes: one per sequence, or 0 in data without modes."""
     owner: str = ""
     """Unique id of the writer, stored with its partial files."""
+    crc32s: Mapping[str, int] = field(default_factory=dict)
+    """Crc32 of each partial file so far, by kind."""
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -70,6 +80,7 @@ class IndexedWriter:
         self._num_modes = start.modes
         self._is_new = resume_from is None
         self._owner = resume_from.owner if resume_from else uuid.uuid4().hex
+        self._crc32s = dict(start.crc32s)
         self._files: dict[str, IO[bytes]] = {}
         self._lock = FileLock(_lock_path(self.prefix), target=self.prefix)
 
@@ -175,40 +186,48 @@ class IndexedWriter:
             tokens=self.num_tokens,
             modes=self._num_modes,
             owner=self._owner,
+            crc32s=dict(self._crc32s),
         )
 
-    def can_resume(self) -> bool:
-        """Return whether the partial files belong to this writer and contain everything that `resume_from` counts."""
-        return self._is_owner() and all(
-            _size(self._partial(kind)) >= num_bytes for kind, num_bytes in self._partial_bytes().items()
-        )
+    def resume_problem(self) -> str | None:
+        """Return why the partial files cannot be resumed; None: they are this writer's, with everything that `resume_from` counts."""
+        if not self._is_owner():
+            return f"{self._partial('owner')} is missing or of another run"
+        for kind, num_bytes in self._partial_bytes().items():
+            if not self._is_intact(self._partial(kind), kind, num_bytes):
+                return str(self._partial(kind))
+        return None
 
-    def can_commit(self) -> bool:
-        """Return whether all finalized files exist, including the description; some may have been renamed already."""
+    def commit_problem(self) -> str | None:
+        """Return why the finalized files cannot be committed, or None; some may have been renamed already."""
         order = ("bin", "json", "idx")
         partial = tuple(kind for kind in order if self._partial(kind).is_file())
         if partial != order[len(order) - len(partial) :] or (partial and not self._is_owner()):
-            return False
-        sizes = self._final_bytes()
-        paths = {kind: self._partial(kind) if kind in partial else self._final(kind) for kind in order}
-        return paths["json"].is_file() and all(_size(paths[kind]) == sizes[kind] for kind in sizes)
+            return f"partial files of {self.prefix} are missing or of another run"
+        for kind in order:
+            path = self._partial(kind) if kind in partial else self._final(kind)
+            num_bytes = self._final_bytes().get(kind, _size(path))
+            if _size(path) != num_bytes or not self._is_intact(path, kind, num_bytes):
+                return str(path)
+        return None
+
+    def _is_intact(self, path: Path, kind: str, num_bytes: int) -> bool:
+        return is_start_intact(path, num_bytes=num_bytes, crc32=self._crc32s.get(kind, 0))
 
     def finalize(self) -> None:
         """Complete the partial files: assemble the index, write the description."""
         self.state()
         assert self._num_modes in {0, self.num_sequences}, "modes for all documents or for none"
         index = self._partial("idx")
+        self._crc32s["idx"] = 0
         with report_write_errors(index), index.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-            self._copy("lengths", file)
-            for offsets in self._offsets():
-                file.write(offsets)
-            self._copy(_BOUNDARIES, file)
-            if self._num_modes:
-                self._copy("modes", file)
+            for part in self._index():
+                file.write(part)
+                self._crc32s["idx"] = zlib.crc32(part, self._crc32s["idx"])
             fsync(file)
         if self.description is not None:
             write_json(self._partial("json"), self.description)
+            self._crc32s["json"] = zlib.crc32(self._partial("json").read_bytes())
 
     def commit(self) -> None:
         """Rename the finalized files to their final names. Can be repeated after an interruption.
@@ -283,7 +302,9 @@ class IndexedWriter:
 
     def _write(self, kind: str, array: Elements) -> None:
         with report_write_errors(self._partial(kind)):
-            self._files[kind].write(np.ascontiguousarray(array).data)
+            data = np.ascontiguousarray(array).data
+            self._files[kind].write(data)
+        self._crc32s[kind] = zlib.crc32(data, self._crc32s.get(kind, 0))
 
     def _converted(self, elements: Elements) -> Elements:
         """Convert elements to the type of the file. Raises InputError on overflow."""
@@ -297,18 +318,40 @@ class IndexedWriter:
                 )
         return elements.astype(self.dtype, copy=False)
 
-    def _copy(self, kind: str, to: IO[bytes]) -> None:
-        with self._partial(kind).open("rb") as file:
-            shutil.copyfileobj(file, to, _COPY_BYTES)
+    def _index(self) -> Iterator[bytes]:
+        """Yield the parts of the index file."""
+        yield HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1)
+        yield from self._content("lengths")
+        yield from self._offsets()
+        yield from self._content(_BOUNDARIES)
+        if self._num_modes:
+            yield from self._content("modes")
+
+    def _content(self, kind: str) -> Iterator[bytes]:
+        """Yield the content of a partial file.
+
+        Raises:
+            MegatrainError: it is not what was written.
+        """
+        path, crc32 = self._partial(kind), 0
+        with path.open("rb") as file:
+            while data := file.read(8 * CHECK_ROWS):
+                crc32 = zlib.crc32(data, crc32)
+                yield data
+        if crc32 != self._crc32s.get(kind, 0):
+            raise MegatrainError(
+                f"{path}: has other content than was written",
+                fix="stop other processes from changing files here, test the disk, then run again",
+            )
 
     def _offsets(self) -> Iterator[bytes]:
         """Yield the byte offsets of all sequences: the running sum of their lengths."""
         position = 0
-        with self._partial("lengths").open("rb") as file:
-            while len(lengths := np.frombuffer(file.read(4 * CHECK_ROWS), "<i4")):
-                ends = position + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-                yield np.concatenate(([position], ends[:-1])).astype("<i8").tobytes()
-                position = int(ends[-1])
+        for content in self._content("lengths"):
+            lengths = np.frombuffer(content, "<i4")
+            ends = position + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            yield np.concatenate(([position], ends[:-1])).astype("<i8").tobytes()
+            position = int(ends[-1])
         assert position == self.num_tokens * self.dtype.itemsize, "every element belongs to a sequence"
 
 
@@ -329,4 +372,3 @@ def _size(path: Path) -> int:
 
 _BOUNDARIES: Final = "borders"  # in names of partial files, which a resumed run reads
 _KINDS: Final = ("bin", "lengths", _BOUNDARIES, "modes", "idx", "json", "owner")
-_COPY_BYTES: Final = 1 << 20

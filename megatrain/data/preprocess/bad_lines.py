@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import base64
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
 from megatrain.config.errors import InputError
-from megatrain.data.files import fsync, report_write_errors
+from megatrain.data.files import fsync, is_start_intact, report_write_errors
 from megatrain.data.preprocess.documents import BadLine
 
 Policy = Literal["stop", "skip", "quarantine"]
@@ -29,6 +30,8 @@ class BadLines:
     def __init__(self, policy: Policy, prefix: str, log: Callable[[str], None]) -> None:
         self.path, self._partial = bad_lines_files(prefix)
         self.num_lines = 0
+        self.crc32 = 0
+        """Checksum of the partial file."""
         self._policy = policy
         self._log = log
         self._num_logged = 0
@@ -60,7 +63,9 @@ class BadLines:
             if self._policy == "quarantine":
                 assert self._file is not None
                 with report_write_errors(self._partial):
-                    self._file.write(json.dumps(_entry(bad)).encode() + b"\n")
+                    line = json.dumps(_entry(bad)).encode() + b"\n"
+                    self._file.write(line)
+                    self.crc32 = zlib.crc32(line, self.crc32)
 
     def num_bytes(self) -> int:
         """Flush the partial file and return its size."""
@@ -71,13 +76,16 @@ class BadLines:
             return self._file.tell()
 
     def can_resume(self, num_bytes: int) -> bool:
-        """Return whether the partial file has at least this many bytes."""
-        return not num_bytes or (self._partial.is_file() and self._partial.stat().st_size >= num_bytes)
+        """Return whether the partial file has at least this many bytes, which match `crc32`."""
+        return not num_bytes or is_start_intact(self._partial, num_bytes=num_bytes, crc32=self.crc32)
 
     def can_commit(self, num_bytes: int) -> bool:
-        """Return whether the completed file, of this many bytes, exists under its partial or final name."""
-        sizes = [path.stat().st_size for path in (self._partial, self.path) if path.is_file()]
-        return not num_bytes or num_bytes in sizes[:1]
+        """Return whether the completed file, of this many bytes, exists under its partial or final name, and matches `crc32`."""
+        path = next((path for path in (self._partial, self.path) if path.is_file()), self.path)
+        if not num_bytes or not path.is_file():
+            return not num_bytes
+        is_whole = path.stat().st_size == num_bytes
+        return is_whole and is_start_intact(path, num_bytes=num_bytes, crc32=self.crc32)
 
     def commit(self) -> None:
         """Rename the partial file to its final name, and remove the file of an earlier run. Idempotent."""

@@ -157,8 +157,10 @@ class Outputs:
         """Create and lock the writers; return the journal entry that they resume from, or an empty dict."""
         entry, reason = self._usable_journal()
         self._create_writers(entry)
-        if entry and not self._has_partial_files(entry):
-            reason = "its partial files are incomplete"
+        problem = self._partial_files_problem(entry) if entry else None
+        if problem is not None:
+            reason = f"its partial files are incomplete or damaged: {problem}"
+            self.bad_lines.num_lines = self.bad_lines.crc32 = 0
             self._close()
             entry = {}
             self._create_writers(entry)
@@ -195,12 +197,16 @@ class Outputs:
         for output in self.keys.values():
             output.writer.lock()
 
-    def _has_partial_files(self, entry: Mapping[str, Any]) -> bool:
+    def _partial_files_problem(self, entry: Mapping[str, Any]) -> str | None:
+        """Return why the files of an interrupted run cannot be used, or None. They are read whole: some may be damaged."""
+        self._log("checking the files of an interrupted run")
+        bad_bytes, self.bad_lines.crc32 = entry["bad_lines"]["num_bytes"], entry["bad_lines"]["crc32"]
+        is_complete, bad_lines = entry["is_complete"], self.bad_lines
+        if not (bad_lines.can_commit if is_complete else bad_lines.can_resume)(bad_bytes):
+            return f"bad lines of {bad_lines.path}"
         writers = [output.writer for output in self.keys.values()]
-        bad_bytes = entry["bad_lines"]["num_bytes"]
-        if entry["is_complete"]:
-            return all(writer.can_commit() for writer in writers) and self.bad_lines.can_commit(bad_bytes)
-        return all(writer.can_resume() for writer in writers) and self.bad_lines.can_resume(bad_bytes)
+        problems = (writer.commit_problem() if is_complete else writer.resume_problem() for writer in writers)
+        return next((problem for problem in problems if problem is not None), None)
 
     def _write_journal(self) -> None:
         self._journal.write(
@@ -211,6 +217,7 @@ class Outputs:
                 "bad_lines": {
                     "num_bytes": self.bad_lines.num_bytes(),
                     "num_lines": self.bad_lines.num_lines,
+                    "crc32": self.bad_lines.crc32,
                 },
                 "keys": {key: output.state() for key, output in self.keys.items()},
             }

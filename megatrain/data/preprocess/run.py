@@ -32,7 +32,7 @@ from megatrain.data.preprocess.sentences import SplitSettings, load_splitter
 from megatrain.data.preprocess.workers import Workers
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Version of the journal and of the output; a run with another version is not resumed."""
 
 

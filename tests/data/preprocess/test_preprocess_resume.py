@@ -301,7 +301,7 @@ def test_a_journal_that_no_run_wrote_is_dropped(tmp_path, capsys):
 def test_a_run_of_another_format_is_dropped(arguments, tmp_path, capsys, monkeypatch):
     stopped(arguments, tmp_path / "out", after=3)
     capsys.readouterr()
-    monkeypatch.setattr(preprocess_module, "FORMAT", 3)
+    monkeypatch.setattr(preprocess_module, "FORMAT", preprocess_module.FORMAT + 1)
     assert run(*arguments, prefix=tmp_path / "out") == 0
     assert "format\n" in capsys.readouterr().err
 
@@ -338,6 +338,63 @@ def test_a_complete_run_is_finished_only_if_its_files_exist(
     assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
     assert json.loads((tmp_path / "out_text_document.json").read_text())["append_eod"] is False
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def flip_bit(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_damaged_partial_files_are_never_used(tmp_path, capsys, monkeypatch, is_complete):
+    """One flipped bit in any file of an interrupted run: the next run names the file and starts over."""
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(f'{{"text": "{n % 90} 7 2"}}\n' + "bad\n" * (n == 5) for n in range(600)))
+    arguments = ["--input", source, *NULL, "--on-bad-line", "quarantine"]
+    assert run(*arguments, prefix=tmp_path / "whole") == 0
+    whole = {name.replace("whole", "out"): content for name, content in content_of(tmp_path, "whole").items()}
+    if is_complete:
+        stopped_before_commit(arguments, tmp_path / "out", capsys, monkeypatch)
+    else:
+        stopped(arguments, tmp_path / "out", after=3)
+    files = content_of(tmp_path)
+    kinds = ("bin", "idx", "json") if is_complete else ("bin", "lengths", "borders", "owner")
+    names = [f"out_text_document.{kind}.partial" for kind in kinds]
+    names += ["out.bad_lines.jsonl" + ".partial" * (not is_complete)]
+    assert set(names) <= set(files)
+    generator = random.Random(3)
+    for name in names * 4:
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+        for other, content in files.items():
+            (tmp_path / other).write_bytes(content)
+        # Bytes that were written after the journal are dropped: all of these are before.
+        num_covered = (
+            len(files[name]) // 2 if name.endswith("partial") and not is_complete else len(files[name])
+        )
+        flip_bit(tmp_path / name, generator.randrange(8 * num_covered))
+        capsys.readouterr()
+        assert run(*arguments, prefix=tmp_path / "out") == 0
+        assert "starting over: its partial files are incomplete or damaged" in capsys.readouterr().err, name
+        assert content_of(tmp_path) == whole
+
+
+def test_a_file_that_changes_before_the_end_is_an_error(arguments, tmp_path, capsys, monkeypatch):
+    finalize = IndexedWriter.finalize
+
+    def spoiled(self):
+        self.state()
+        flip_bit(tmp_path / "out_text_document.borders.partial", 80)
+        finalize(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexedWriter, "finalize", spoiled)
+        assert run(*arguments, prefix=tmp_path / "out") == 1
+    assert "other content than was written" in capsys.readouterr().err
+    assert not (tmp_path / "out_text_document.idx").exists()
+    assert run(*arguments, prefix=tmp_path / "out") == 0
+    assert IndexedDataset(tmp_path / "out_text_document").num_tokens == 3000
 
 
 def test_files_removed_while_a_run_completes_are_an_error(arguments, tmp_path, capsys, monkeypatch):
