@@ -21,7 +21,7 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.config.rules.training import signal_number
 from megatrain.data.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
-from megatrain.training.checkpoints import resume_run
+from megatrain.training.checkpoints import require_space, resume_run
 from megatrain.training.debugging.profiling import Profiling
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
@@ -63,6 +63,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the checkpoint of `--load`, or draw the initial weights."""
+        self._print(require_space(self.ranks, self.plan, self.engine))
         self.plan = resume_run(self.ranks, self.engine, self.progress)
         self.saves = RunSaves(self.ranks, self.plan, self.engine, self.progress)
 

@@ -12,12 +12,40 @@ import pretrain
 from megatrain.training.launch import save_lock
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         pytest.fail("the trainer was built")
 
     monkeypatch.setattr("megatrain.training.trainer.Trainer.__init__", fail)
+
+
+def free_bytes(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr("megatrain.checkpoint.disk.Disk.free_bytes", lambda *_: free)
+
+
+def size_of_checkpoint(folder: Path) -> int:
+    assert pretrain.main(command_line({"--save": str(folder)})) == 0
+    return sum(path.stat().st_size for path in folder.glob("iter_*/*.safetensors"))
+
+
+def test_space_for_a_checkpoint_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = size_of_checkpoint(tmp_path / "first")
+    free_bytes(monkeypatch, size)
+    assert pretrain.main(command_line({"--save": str(tmp_path / "second")})) == 2
+    error = capsys.readouterr().err
+    assert f"{size} bytes free" in error
+    assert "--save" in error
+    assert "fix: free some space" in error
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
+    free_bytes(monkeypatch, 2 * size)
+    assert pretrain.main(command_line({"--save": str(tmp_path / "second")})) == 0
+    assert "a second one does not fit" in capsys.readouterr().out
+    free_bytes(monkeypatch, 3 * size)
+    assert pretrain.main(command_line({"--save": str(tmp_path / "third")})) == 0
+    assert "does not fit" not in capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], save: object, **more: str) -> str:
@@ -29,12 +57,14 @@ def refused(capsys: pytest.CaptureFixture[str], save: object, **more: str) -> st
     return error
 
 
+@pytest.mark.usefixtures("nothing_is_built")
 def test_a_file_in_place_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert "not a folder" in refused(capsys, tmp_path / "file")
     assert "not a folder" in refused(capsys, tmp_path / "file" / "below" / "it")
 
 
+@pytest.mark.usefixtures("nothing_is_built")
 def test_a_dangling_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     assert "link to" in refused(capsys, tmp_path / "link")
@@ -42,10 +72,12 @@ def test_a_dangling_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not (tmp_path / "nothing").exists()
 
 
+@pytest.mark.usefixtures("nothing_is_built")
 def test_a_folder_that_no_one_can_create(capsys: pytest.CaptureFixture[str]) -> None:
     assert "errno" in refused(capsys, "/proc/no/such/folder")
 
 
+@pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 @pytest.mark.parametrize("mode", [0o000, 0o500])
 def test_a_forbidden_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: int) -> None:
@@ -57,6 +89,7 @@ def test_a_forbidden_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     folder.chmod(0o700)
 
 
+@pytest.mark.usefixtures("nothing_is_built")
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("operation", ["open", "fsync"])
 def test_a_folder_that_cannot_be_written(
