@@ -94,7 +94,7 @@ CASES = {
         r"validation data .*\n  fix: .*--eval-iters",
     ),
     "weights for all of the data": (
-        "--train-data-path a --valid-data-path 1 a 2 b --full-validation", r"weights .*\n  fix: .*weights.*--full-validation"
+        "--train-data-path a --valid-data-path 1 a 2 b --full-validation", r"weights .*\n  fix: .*--full-validation.*weights"
     ),
     "too large a seed": (f"--data-path 1 a --seed {2**32}", r"^--seed 4294967296 .*\n  fix: "),
     "sets of too little text": (
