@@ -20,7 +20,9 @@ class Disk:
     """A file system. Data survives a power failure only after fsync; renames are atomic."""
 
     def free_bytes(self, folder: Path) -> int:
-        return shutil.disk_usage(folder).free
+        """Return the free space at a folder, which may not exist yet."""
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        return shutil.disk_usage(existing).free
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)

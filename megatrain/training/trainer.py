@@ -57,6 +57,7 @@ class Trainer:
             interval=config.training.manual_gc_interval,
             around_evaluation=config.training.manual_gc_eval,
         )
+        self.saves = RunSaves(self.ranks, self.plan, self.engine, self.progress)
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
         self.status = StatusFile(self.save_folder if ranks.is_main else None, lambda: self.progress.iteration)
