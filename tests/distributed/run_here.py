@@ -64,6 +64,8 @@ def trainer_of_command_line(rank: int, world_size: int, words: list[str]) -> Tra
     facts = gather_facts(request, environment)
     plan = resolve(request, facts)
     grid = build_grid(grid_shape(plan), rank, make_group)
+    if plan.config.checkpoint.save:
+        Path(plan.config.checkpoint.save).mkdir(parents=True, exist_ok=True)  # as the lock of --save does
     return Trainer(
         Ranks(
             request=request,
