@@ -23,5 +23,5 @@ def head_sizes_of(*backends: str) -> list[tuple[str, int]]:
 
 
 def _supports(backend: str, d: int) -> bool:
-    is_small_enough = d <= 128 or backend in ("flash2", "sdpa")
+    is_small_enough = d <= 128 or backend in ("flash2", "triton", "sdpa")
     return is_small_enough and (backend != "flash4" or d % 32 == 0)

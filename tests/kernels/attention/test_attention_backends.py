@@ -193,7 +193,7 @@ def rules() -> dict[str, tuple[Shape, MaskSpec, Tensor]]:
 
 
 RULES = [("cudnn", name) for name in ("whole", "causal")] + [
-    (backend, name) for backend in ("flash2", "flash4") for name in rules()
+    (backend, name) for backend in ("flash2", "flash4", "triton") for name in rules()
 ]
 """GPU kernels and the rules that they support."""
 

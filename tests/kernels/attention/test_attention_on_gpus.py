@@ -2,6 +2,7 @@
 allows them, and deterministic mode.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from attention_heads import DTYPES, MAX_ERRORS, head_sizes_of
 from torch import Tensor
 
-from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4
+from megatrain.kernels.attention.backends import CuDnn, Flash2, Flash4, TritonAttention
+from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.flash4 import determinism_options
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
@@ -23,7 +25,7 @@ S, SHORT, B, HEADS = 520, 300, 2, 4
 WINDOW = 150
 ENDS = [0, 1, 257, S, 585, 585, 2 * S]
 """Cumulative lengths of documents in concatenated samples: one has one token, one ends after a tile, one is empty."""
-KERNELS = {"flash4": Flash4, "cudnn": CuDnn, "flash2": Flash2}
+KERNELS = {"flash4": Flash4, "cudnn": CuDnn, "flash2": Flash2, "triton": TritonAttention}
 CASES = [
     (backend, d, name)
     for backend, d in head_sizes_of(*KERNELS)
@@ -74,9 +76,15 @@ def of(kernel: AttentionKernel, x: list[Tensor], spec: MaskSpec) -> list[Tensor]
     return [out, lse, *kernel.backward(dout, q, k, v, out, lse, spec)]
 
 
-def check(found: list[Tensor], x: list[Tensor], mask: Tensor) -> None:
-    eager = EagerAttention(scale=x[0].shape[-1] ** -0.5)
-    expected = of(eager, [one.double().cpu() for one in x], MaskSpec(explicit=mask))
+def check(
+    found: list[Tensor],
+    x: list[Tensor],
+    mask: Tensor,
+    dropout: Dropout | None = None,
+    softcap: float | None = None,
+) -> None:
+    eager = EagerAttention(scale=x[0].shape[-1] ** -0.5, softcap=softcap)
+    expected = of(eager, [one.double().cpu() for one in x], MaskSpec(explicit=mask, dropout=dropout))
     names = ("out", "lse", "dq", "dk", "dv")
     for name, own, wanted in zip(names, found, expected, strict=True):
         error = ((own.double().cpu() - wanted).abs().max() / wanted.abs().max()).item()
@@ -101,7 +109,7 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_deterministic")
-@pytest.mark.parametrize("backend", ["flash4", "flash2"])
+@pytest.mark.parametrize("backend", ["flash4", "flash2", "triton"])
 @pytest.mark.parametrize("name", ["whole", "causal", "run", "window", "documents"])
 @pytest.mark.parametrize(("groups", "d"), [(2, 128), (4, 64)])
 def test_deterministic_kernels_are_exact_and_repeatable(backend: str, name: str, groups: int, d: int) -> None:
@@ -110,5 +118,24 @@ def test_deterministic_kernels_are_exact_and_repeatable(backend: str, name: str,
     x = inputs(mask.shape[2], groups, d, torch.bfloat16)
     found = of(kernel, x, spec)
     check(found, x, mask)
+    for one, other in zip(found, of(kernel, x, spec), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("_deterministic")
+@pytest.mark.parametrize("name", ["whole", "causal", "run", "window", "documents"])
+@pytest.mark.parametrize(("groups", "d"), [(2, 128), (4, 64), (1, 80), (2, 256)])
+@pytest.mark.parametrize("first_key", [0, 64, 30])
+def test_dropout_and_softcaps(name: str, groups: int, d: int, first_key: int) -> None:
+    """The same probabilities are dropped as on a CPU, in blocks at any position; twice the same bits."""
+    spec, mask = spec_of(name)
+    queries = mask.shape[2]
+    end = first_key + S
+    rule = Dropout(p=0.1, key=2**63 + 5, num_heads=HEADS + 3, first_sample=2**31, first_head=2)
+    rule = rule.of_block([range(end - queries, end)], [range(first_key, end)])
+    spec, kernel = dataclasses.replace(spec, dropout=rule), TritonAttention(d**-0.5, softcap=3.0)
+    x = inputs(queries, groups, d, DTYPES.get(d, torch.bfloat16))
+    found = of(kernel, x, spec)
+    check(found, x, mask, rule, softcap=3.0)
     for one, other in zip(found, of(kernel, x, spec), strict=True):
         assert torch.equal(one, other)
