@@ -12,12 +12,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from megatrain.config import ConfigError, Facts, parse, resolve
 from megatrain.config.megatron.flag_table import ANSWERS
+from megatrain.tools.port.translate import H100
 
 FILES: Final = ("gpt", "moe", "mixtral", "nemotron")
 _ROOT: Final = Path(__file__).parents[1]
@@ -26,13 +27,6 @@ _FOLDER: Final = _ROOT / "tests" / "golden" / "command-lines"
 STARTING: Final = _FOLDER / "starting.txt"
 """Cases that start; a test holds that none is lost."""
 _BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
-_LIBRARIES: Final = {
-    "torch": "2.11.0",
-    "transformer_engine": "2.20.2",
-    "flash-attn-4": "4.0.0",
-    "tensorboard": "2.20",
-    "wandb": "0.20",
-}
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
     r"--recompute-modules .*mla_up_proj": "multi-latent attention (MLA)",
@@ -54,13 +48,7 @@ class CommandLine:
     @property
     def facts(self) -> Facts:
         """The facts of a machine on which the case would run."""
-        return Facts(
-            world_size=self.world_size,
-            device="cuda",
-            device_name="NVIDIA H100 80GB HBM3",
-            device_capability=(9, 0),
-            libraries=_LIBRARIES,
-        )
+        return replace(H100, world_size=self.world_size)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class PlannedChunk:
 
     @property
     def key(self) -> str:
-        return f"{self.kind}/{self.name}/" + ",".join(f"{start}-{stop}" for start, stop in self.box)
+        return chunk_key(self.kind, self.name, self.box)
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +96,11 @@ def split_into_files(
         if num_bytes >= file_bytes or position == len(plan):
             yield f"shard_{rank:05d}{f'_{number}' if number else ''}.safetensors", part
             part, num_bytes, number = [], 0, number + 1
+
+
+def chunk_key(kind: str, name: str, box: Box) -> str:
+    """Return the name of a chunk in its file, such as `weight/embedding.weight/0-64,0-32`."""
+    return f"{kind}/{name}/" + ",".join(f"{start}-{stop}" for start, stop in box)
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:

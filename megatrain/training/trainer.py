@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 
 from megatrain.checkpoint.errors import CheckpointError
@@ -57,7 +58,6 @@ class Trainer:
             interval=config.training.manual_gc_interval,
             around_evaluation=config.training.manual_gc_eval,
         )
-        self.saves = RunSaves(self.ranks, self.plan, self.engine, self.progress)
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
         self.status = StatusFile(self.save_folder if ranks.is_main else None, lambda: self.progress.iteration)
@@ -66,7 +66,11 @@ class Trainer:
         """Load the checkpoint of `--load`, or draw the initial weights."""
         self._print(require_space(self.ranks, self.plan, self.engine))
         self.plan = resume_run(self.ranks, self.engine, self.progress)
-        self.saves = RunSaves(self.ranks, self.plan, self.engine, self.progress)
+
+    @cached_property
+    def saves(self) -> RunSaves:
+        """The saves of the run; used once it has resumed, if it resumes."""
+        return RunSaves(self.ranks, self.plan, self.engine, self.progress)
 
     def train(self) -> int:
         """Train up to the target or until a stop request; return the exit code.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Final
 
 from megatrain.tools.checkpoint.contents import diff, inspect
 from megatrain.tools.checkpoint.folders import ls, prune, verify_all
 from megatrain.tools.checkpoint.rewrite import export_weights, reshard
+from megatrain.tools.subcommands import run_action
 
 _ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "ls": ls,
@@ -25,10 +24,4 @@ _ACTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    try:
-        exit_code = _ACTIONS[arguments.action](arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return exit_code
+    return run_action(_ACTIONS, arguments)

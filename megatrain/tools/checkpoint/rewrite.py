@@ -7,6 +7,7 @@ export-weights   source ─> whole weights, one at a time ─> model-00001-of-00
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import secrets
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.chunks import split_box
+from megatrain.checkpoint.chunks import chunk_key, split_box
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import base_folder, folder_name
@@ -45,16 +46,8 @@ def reshard(arguments: argparse.Namespace) -> int:
             )
         files = _balanced(list(_boxes(reader)), arguments.files)
         disk = Disk()
-        temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
-        try:
-            begin_save(target, temporary, sum(part.num_bytes for parts in files for part in parts), disk)
+        with _temporary_folder(final, files, target, disk) as temporary:
             _write_checkpoint(reader, files, temporary, final, disk)
-        except OSError as error:
-            remove_failed_save(temporary, disk)
-            raise _write_failed(error, target) from error
-        except BaseException:
-            remove_failed_save(temporary, disk)
-            raise
     print(f"{final}: {len(files)} files")
     return 0
 
@@ -68,21 +61,34 @@ def export_weights(arguments: argparse.Namespace) -> int:
         weights = list(_whole_weights(reader, _DTYPES.get(arguments.dtype)))
         files = list(_filled(weights, round(arguments.max_file_gb * 1e9)))
         disk = Disk()
-        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-        try:
-            begin_save(target.parent, temporary, sum(part.num_bytes for part in weights), disk)
+        with _temporary_folder(target, files, target, disk) as temporary:
             _write_weights(reader, files, temporary, disk)
             disk.sync_folder(temporary)
             disk.rename(temporary, target)
             disk.sync_folder(target.parent)
-        except OSError as error:
-            remove_failed_save(temporary, disk)
-            raise _write_failed(error, target) from error
-        except BaseException:
-            remove_failed_save(temporary, disk)
-            raise
     print(f"{target}: {len(weights)} weights, {size_text(sum(part.num_bytes for part in weights))}")
     return 0
+
+
+@contextlib.contextmanager
+def _temporary_folder(
+    final: Path, files: Sequence[Sequence[TensorPart]], target: Path, disk: Disk
+) -> Iterator[Path]:
+    """Create a folder next to `final` with space for `files`; remove it if writing fails.
+
+    Raises:
+        CheckpointError: too little space is free, or writing to `target` failed.
+    """
+    temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
+    num_bytes = sum(part.num_bytes for parts in files for part in parts)
+    try:
+        begin_save(final.parent, temporary, num_bytes, disk)
+        yield temporary
+    except BaseException as error:
+        remove_failed_save(temporary, disk)
+        if isinstance(error, OSError):
+            raise _write_failed(error, target) from error
+        raise
 
 
 def _write_checkpoint(
@@ -93,7 +99,10 @@ def _write_checkpoint(
         for number, parts in enumerate(files):
             name = f"shard_{number:05d}.safetensors"
             entries = [
-                ChunkEntry(_key(part), part.dtype, box_shape(part.box), part.num_bytes) for part in parts
+                ChunkEntry(
+                    chunk_key(part.kind, part.name, part.box), part.dtype, box_shape(part.box), part.num_bytes
+                )
+                for part in parts
             ]
             written = write_shard_file(disk, temporary / name, entries, _data(reader, parts, progress))
             rows = [
@@ -186,10 +195,6 @@ def _filled(parts: Sequence[TensorPart], max_bytes: int) -> Iterator[list[Tensor
             file = []
         file.append(part)
     yield file
-
-
-def _key(part: TensorPart) -> str:
-    return f"{part.kind}/{part.name}/" + ",".join(f"{start}-{stop}" for start, stop in part.box)
 
 
 def _write_failed(error: OSError, target: Path) -> CheckpointError:

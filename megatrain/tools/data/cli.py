@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,19 +26,14 @@ from megatrain.data.samples.build import BuiltIndex, SplitDatasets
 from megatrain.data.samples.dataset import Sample, SampleDataset, TokenSpan
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.tools.data.inspect import inspect, printable, shown_ids
+from megatrain.tools.subcommands import run_action
 from megatrain.training.batches import build_samples
 from megatrain.training.launch.facts import gather_data_facts
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
-    try:
-        exit_code = _ACTIONS[arguments.action](arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return exit_code
+    return run_action(_ACTIONS, arguments)
 
 
 def _merge(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ flags ─> old names replaced, flags without effect left out ─> parse, resolve
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from megatrain.config import ConfigError, Facts, Plan, Problem, parse, resolve
@@ -16,13 +16,19 @@ from megatrain.config.request import Given
 from megatrain.config.schema.tree import settings
 from megatrain.tools.port.shell_script import Part, Word, plain, quoted
 
-_LIBRARIES: Final = {
-    "torch": "2.11.0",
-    "transformer_engine": "2.20.2",
-    "flash-attn-4": "4.0.0",
-    "tensorboard": "2.20",
-    "wandb": "0.20",
-}
+H100: Final = Facts(
+    device="cuda",
+    device_name="NVIDIA H100 80GB HBM3",
+    device_capability=(9, 0),
+    libraries={
+        "torch": "2.11.0",
+        "transformer_engine": "2.20.2",
+        "flash-attn-4": "4.0.0",
+        "tensorboard": "2.20",
+        "wandb": "0.20",
+    },
+)
+"""A machine on which every flag for GPUs can start. No file is read."""
 _VOCABULARY: Final = 50257
 """Size of a tokenizer whose files are not read: that of GPT-2."""
 
@@ -149,15 +155,8 @@ def check(
     """
     request = parse(translation.argv)
     size = world_size or request.fewest_ranks()
-    facts = Facts(
-        world_size=size,
-        device="cuda",
-        device_name="NVIDIA H100 80GB HBM3",
-        device_capability=(9, 0),
-        vocab_size=request.known("tokenizer.vocab_size") or _VOCABULARY,
-        eod_id=0,
-        libraries=_LIBRARIES,
-    )
+    vocab_size = request.known("tokenizer.vocab_size") or _VOCABULARY
+    facts = replace(H100, world_size=size, vocab_size=vocab_size, eod_id=0)
     try:
         return resolve(request, facts), [], size
     except ConfigError as error:
