@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/attention.py            one GPU; a minute, and half a minute of compilation
     python scripts/benchmarks/attention.py --tune     every tile of TUNED for each kernel: choose the constants of attention.TILES
+                                                      (kernels are compiled first, by as many processes as there are cores)
 
 TFLOP/s count the products of causal attention: 2 * 2 * s^2 / 2 * d a head and sample forward, 5/2 of it backward (7/2 are
 computed: two kernels each recompute the scores and their gradients).
@@ -12,9 +13,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -114,25 +117,47 @@ def compare(shape: Shape) -> None:
 
 def tune(shape: Shape) -> None:
     """Print the times of each kernel's pass with each tile, the fastest with dropout first."""
-    x, chosen = inputs(shape), attention.TILES[max(power_of_two(shape.d), min(attention.TILES))]
-    for place, (kernel, candidates) in enumerate(TUNED.items()):
-        found = []
-        for tile in itertools.starmap(Tile, candidates):
-            tiles = Tiles(*(tile if number == place else one for number, one in enumerate(chosen)))
-            options = {"scale": 1 / math.sqrt(shape.d), "softcap": None, "tiles": tiles}
-            forward, backward = (partial(one, **options) for one in (attention.forward, attention.backward))
-            try:
-                both = [times(forward, backward, x, mask(shape, p))[min(place, 1)] for p in (0.0, P)]
-            except Exception as error:  # noqa: BLE001  (Triton: too much shared memory, or a tile that it cannot compile)
-                print(
-                    f"{shape!s:<24}{kernel:<8}{tuple(tile)!s:<20}left out: {str(error).splitlines()[0][:80]}"
-                )
-            else:
-                found.append((both[1], both[0], tile))
-        for with_dropout, without, tile in sorted(found):
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        works = dict(pool.map(partial(compiles, replace(shape, b=1, s=1024)), candidates(shape), chunksize=1))
+    x, chosen = inputs(shape), attention.tiles_of(inputs(shape)[0])
+    found: dict[str, list[tuple[float, float, Tile]]] = {kernel: [] for kernel in TUNED}
+    for candidate in candidates(shape):
+        kernel, tiles = candidate
+        place = list(TUNED).index(kernel)
+        if works[candidate]:
+            print(f"{shape!s:<24}{kernel:<8}{tuple(tiles[place])!s:<20}left out: {works[candidate]}")
+            continue
+        both = [tuned_times(shape, x, tiles, p)[min(place, 1)] for p in (0.0, P)]
+        found[kernel].append((both[1], both[0], tiles[place]))
+    for place, (kernel, rows) in enumerate(found.items()):
+        for with_dropout, without, tile in sorted(rows):
             mark = "  (in TILES)" if tile == chosen[place] else ""
             line = f"{without:8.3f} ms, with dropout {with_dropout:8.3f} ms{mark}"
             print(f"{shape!s:<24}{kernel:<8}{tuple(tile)!s:<20}{line}", flush=True)
+
+
+def candidates(shape: Shape) -> Iterator[tuple[str, Tiles]]:
+    """Yield (kernel, tiles): each tile of TUNED for one kernel, those of TILES for the others."""
+    chosen = attention.TILES[max(power_of_two(shape.d), min(attention.TILES))]
+    for place, (kernel, tiles) in enumerate(TUNED.items()):
+        for tile in itertools.starmap(Tile, tiles):
+            yield kernel, Tiles(*(tile if number == place else one for number, one in enumerate(chosen)))
+
+
+def compiles(shape: Shape, candidate: tuple[str, Tiles]) -> tuple[tuple[str, Tiles], str]:
+    """Compile the kernels into Triton's cache; return the candidate and the error, or ""."""
+    try:
+        for p in (0.0, P):
+            tuned_times(shape, inputs(shape), candidate[1], p)
+    except Exception as error:  # noqa: BLE001  (Triton: too much shared memory, or a tile that it cannot compile)
+        return candidate, str(error).splitlines()[0][:80]
+    return candidate, ""
+
+
+def tuned_times(shape: Shape, x: list[Tensor], tiles: Tiles, p: float) -> tuple[float, float]:
+    options = {"scale": 1 / math.sqrt(shape.d), "softcap": None, "tiles": tiles}
+    forward, backward = (partial(one, **options) for one in (attention.forward, attention.backward))
+    return times(forward, backward, x, mask(shape, p))
 
 
 def times(forward: Pass, backward: Pass, x: list[Tensor], spec: MaskSpec) -> tuple[float, float]:

@@ -25,21 +25,28 @@ _kernel = functools.partial(jit, any_value=(*_STREAM, *_POSITIONS))
 
 @jit
 def _load(
-    X, row, channel, stride, rows, CHANNELS: tl.constexpr, PADDED: tl.constexpr, IS_INSIDE: tl.constexpr
-):
-    """Load rows and channels, broadcast to a tile; 0 outside."""
-    pointer = X + row.to(tl.int64) * stride + channel
+    X, start, ROWS: tl.constexpr, stride, rows, CHANNELS: tl.constexpr, PADDED: tl.constexpr, IS_INSIDE: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """Load the tile of the rows from `start` on, [ROWS, PADDED] or transposed; 0 outside. Offsets in a tile have 32 bits."""
+    if IS_TRANSPOSED:
+        row, channel = tl.arange(0, ROWS)[None, :], tl.arange(0, PADDED)[:, None]
+    else:
+        row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
     if CHANNELS == PADDED:
-        return tl.load(pointer) if IS_INSIDE else tl.load(pointer, mask=row < rows, other=0)
+        return tl.load(pointer) if IS_INSIDE else tl.load(pointer, mask=start + row < rows, other=0)
     if IS_INSIDE:
         return tl.load(pointer, mask=channel < CHANNELS, other=0)
-    return tl.load(pointer, mask=(row < rows) & (channel < CHANNELS), other=0)
+    return tl.load(pointer, mask=(start + row < rows) & (channel < CHANNELS), other=0)
 
 
 @jit
-def _store(X, x, row, channel, stride, rows, CHANNELS: tl.constexpr):
-    inside = (row < rows) & (channel < CHANNELS)
-    tl.store(X + row.to(tl.int64) * stride + channel, x.to(X.dtype.element_ty), mask=inside)
+def _store(X, x, start, stride, rows, CHANNELS: tl.constexpr):
+    """Store the tile of the rows from `start` on."""
+    row, channel = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[1])[None, :]
+    pointer = X + tl.cast(start, tl.int64) * stride + (row * stride + channel)
+    tl.store(pointer, x.to(X.dtype.element_ty), mask=(start + row < rows) & (channel < CHANNELS))
 
 
 @jit
@@ -107,14 +114,13 @@ def forward(
     Q, OUT = _at(Q, q_at, head), _at(OUT, out_at, head)
     K, V = _at(K, k_at, head // heads_per_group), _at(V, v_at, head // heads_per_group)
     row = tile * QUERIES + tl.arange(0, QUERIES)
-    channel = tl.arange(0, PADDED)
     first = 0
     if HAS_FIRST:
         FIRST += tl.program_id(2).to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     stream, key = _stream(head, head_low, head_high, num_heads), (key_low, key_high)
     query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
-    q = _load(Q, row[:, None], channel[None, :], q_at[0], sq, CHANNELS, PADDED, False)
+    q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
     out = tl.zeros([QUERIES, PADDED], dtype=tl.float32)
     maximum = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], dtype=tl.float32)
@@ -122,7 +128,7 @@ def forward(
     for part in tl.static_range(0 if HAS_FIRST else 1, 3 if IS_CAUSAL or not IS_EVEN else 2):
         for start_key in tl.range(bounds[part], bounds[part + 1], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = _load(K, key_row[None, :], channel[:, None], k_at[0], sk, CHANNELS, PADDED, part == 1)
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True)
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
@@ -139,10 +145,10 @@ def forward(
             if HAS_DROPOUT:
                 kept = keeps(query, start_key, spans, stream, key, threshold, KEYS, IS_ALIGNED)
                 probs = tl.where(kept, probs, 0)
-            v = _load(V, key_row[:, None], channel[None, :], v_at[0], sk, CHANNELS, PADDED, part == 1)
+            v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part == 1)
             out = tl.dot(probs.to(v.dtype), v, out * rescale[:, None], input_precision="ieee")
     out *= (keep_factor / tl.where(total == 0, 1, total))[:, None]
-    _store(OUT, out, row[:, None], channel[None, :], out_at[0], sq, CHANNELS)
+    _store(OUT, out, tile * QUERIES, out_at[0], sq, CHANNELS)
     lse = (maximum + tl.log2(total)) * 0.6931471805599453
     tl.store(LSE + (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + head) * sq + row, lse, mask=row < sq)
 
@@ -161,16 +167,15 @@ def dq_of_queries(
     OUT, DQ = _at(OUT, out_at, head), _at(DQ, dq_at, head)
     K, V = _at(K, k_at, head // heads_per_group), _at(V, v_at, head // heads_per_group)
     row = tile * QUERIES + tl.arange(0, QUERIES)
-    channel = tl.arange(0, PADDED)
     first = 0
     if HAS_FIRST:
         FIRST += tl.program_id(2).to(tl.int64) * sq
         first = tl.load(FIRST + row, mask=row < sq, other=sk)[:, None]
     stream, key = _stream(head, head_low, head_high, num_heads), (key_low, key_high)
     query, spans = position(row, (query_start, query_middle, query_jump)), (key_start, key_middle, key_jump)
-    q = _load(Q, row[:, None], channel[None, :], q_at[0], sq, CHANNELS, PADDED, False)
-    dout = _load(DOUT, row[:, None], channel[None, :], dout_at[0], sq, CHANNELS, PADDED, False)
-    out = _load(OUT, row[:, None], channel[None, :], out_at[0], sq, CHANNELS, PADDED, False)
+    q = _load(Q, tile * QUERIES, QUERIES, q_at[0], sq, CHANNELS, PADDED, False)
+    dout = _load(DOUT, tile * QUERIES, QUERIES, dout_at[0], sq, CHANNELS, PADDED, False)
+    out = _load(OUT, tile * QUERIES, QUERIES, out_at[0], sq, CHANNELS, PADDED, False)
     dout_dot_out = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
     of_head = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) + head) * sq + row
     tl.store(DOUT_DOT_OUT + of_head, dout_dot_out, mask=row < sq)
@@ -180,8 +185,8 @@ def dq_of_queries(
     for part in tl.static_range(0 if HAS_FIRST else 1, 3 if IS_CAUSAL or not IS_EVEN else 2):
         for start_key in tl.range(bounds[part], bounds[part + 1], KEYS):
             key_row = start_key + tl.arange(0, KEYS)
-            k = _load(K, key_row[None, :], channel[:, None], k_at[0], sk, CHANNELS, PADDED, part == 1)
-            v = _load(V, key_row[None, :], channel[:, None], v_at[0], sk, CHANNELS, PADDED, part == 1)
+            k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True)
+            v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True)
             scores = tl.dot(q, k, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores = _tanh(scores, into_tanh)
@@ -197,7 +202,7 @@ def dq_of_queries(
             if HAS_SOFTCAP:
                 dscores *= 1 - scores * scores
             dq = tl.dot(dscores.to(k.dtype), tl.trans(k), dq, input_precision="ieee")
-    _store(DQ, dq * scale, row[:, None], channel[None, :], dq_at[0], sq, CHANNELS)
+    _store(DQ, dq * scale, tile * QUERIES, dq_at[0], sq, CHANNELS)
 
 
 @_kernel
@@ -213,28 +218,27 @@ def dkdv_of_keys(
     K, V = _at(K, k_at, group), _at(V, v_at, group)
     DK, DV = _at(DK, dk_at, group), _at(DV, dv_at, group)
     key_row = start_key + tl.arange(0, KEYS)
-    channel = tl.arange(0, PADDED)
     ends = sq
     if HAS_END:
         END += tl.program_id(2).to(tl.int64) * sk
         ends = tl.load(END + key_row, mask=key_row < sk, other=0)[:, None]
-    k = _load(K, key_row[:, None], channel[None, :], k_at[0], sk, CHANNELS, PADDED, False)
-    v = _load(V, key_row[:, None], channel[None, :], v_at[0], sk, CHANNELS, PADDED, False)
+    k = _load(K, start_key, KEYS, k_at[0], sk, CHANNELS, PADDED, False)
+    v = _load(V, start_key, KEYS, v_at[0], sk, CHANNELS, PADDED, False)
     dk = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     dv = tl.zeros([KEYS, PADDED], dtype=tl.float32)
     key, spans = (key_low, key_high), (key_start, key_middle, key_jump)
     bounds = _query_bounds(END, start_key, sq, sk, QUERIES, KEYS, IS_CAUSAL, HAS_END)
     for head in tl.range(group * heads_per_group, (group + 1) * heads_per_group):
         stream = _stream(head, head_low, head_high, num_heads)
-        Q_OF_HEAD, DOUT_OF_HEAD = _at(Q, q_at, head), _at(DOUT, dout_at, head)
+        Q_HEAD, DOUT_HEAD = _at(Q, q_at, head), _at(DOUT, dout_at, head)
         of_head = (tl.program_id(2).to(tl.int64) * tl.num_programs(1) * heads_per_group + head) * sq
         for part in tl.static_range(0 if IS_CAUSAL else 1, 3 if HAS_END or not IS_EVEN else 2):
             for start_row in tl.range(bounds[part], bounds[part + 1], QUERIES):
                 row = start_row + tl.arange(0, QUERIES)
-                q = _load(Q_OF_HEAD, row[None, :], channel[:, None], q_at[0], sq, CHANNELS, PADDED, part == 1)
-                dout = _load(
-                    DOUT_OF_HEAD, row[:, None], channel[None, :], dout_at[0], sq, CHANNELS, PADDED, part == 1
+                q = _load(
+                    Q_HEAD, start_row, QUERIES, q_at[0], sq, CHANNELS, PADDED, part == 1, IS_TRANSPOSED=True
                 )
+                dout = _load(DOUT_HEAD, start_row, QUERIES, dout_at[0], sq, CHANNELS, PADDED, part == 1)
                 lse = _base_2(LSE + of_head + row, row < sq)
                 dout_dot_out = tl.load(DOUT_DOT_OUT + of_head + row, mask=row < sq, other=0)
                 scores = tl.dot(k, q, input_precision="ieee")  # of keys by queries
@@ -261,8 +265,8 @@ def dkdv_of_keys(
                 if HAS_SOFTCAP:
                     dscores *= 1 - scores * scores
                 dk = tl.dot(dscores.to(q.dtype), tl.trans(q), dk, input_precision="ieee")
-    _store(DK, dk * scale, key_row[:, None], channel[None, :], dk_at[0], sk, CHANNELS)
-    _store(DV, dv * keep_factor, key_row[:, None], channel[None, :], dv_at[0], sk, CHANNELS)
+    _store(DK, dk * scale, start_key, dk_at[0], sk, CHANNELS)
+    _store(DV, dv * keep_factor, start_key, dv_at[0], sk, CHANNELS)
 
 
 @jit
