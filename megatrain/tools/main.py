@@ -29,6 +29,7 @@ class _Parser(argparse.ArgumentParser):
 _UNKNOWN = "unrecognized arguments"
 _MODULES = {
     "checkpoint": "megatrain.tools.checkpoint.cli",
+    "convert": "megatrain.tools.convert",
     "data": "megatrain.tools.data.cli",
     "generate": "megatrain.tools.generate",
     "parity": "megatrain.tools.parity.cli",
@@ -62,6 +63,7 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     _add_checkpoint(commands)
+    _add_convert(commands)
     _add_parity(commands)
     _add_port(commands)
     generate = _command(
@@ -202,6 +204,32 @@ def _add_checkpoint(commands: Any) -> None:
     parsers["export-weights"].add_argument(
         "--max-file-gb", type=float, default=5.0, metavar="GB", help="size limit of a file (default: 5)"
     )
+
+
+def _add_convert(commands: Any) -> None:
+    """Add `megatrain convert ...`."""
+    convert = _command(
+        commands,
+        "convert",
+        help="convert checkpoints of other programs",
+        description="Convert checkpoints of other programs, without a GPU. No code that a checkpoint names is run.",
+    )
+    directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
+    text = "write a checkpoint of Megatron-LM (torch_dist) as one of megatrain, which a run continues"
+    megatron = _command(
+        directions, "megatron-to-megatrain", help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
+    megatron.add_argument(
+        "source", metavar="PATH", help="--save folder of Megatron-LM, or one of its iter_NNNNNNN folders"
+    )
+    megatron.add_argument("target", metavar="TARGET", help="folder to write to")
+    megatron.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
+    )
+    megatron.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
 
 
 def _add_parity(commands: Any) -> None:

@@ -12,7 +12,7 @@ later line overrides an earlier one, and the sections override the names outside
 Source: Megatron-LM, megatron/training/yaml_arguments.py and tests/functional_tests/shell_test_utils/_run_training.sh.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Final
 
 import yaml
@@ -71,6 +71,25 @@ def read_megatron_yaml(file: str) -> Iterator[FlagWords | Problem | str]:
         yield from _Reader(file).flags(root)
     elif root is not None:
         yield Problem(f"{file}: expected names and values", "write `num_layers: 24`")
+
+
+def read_arguments(arguments: Mapping[str, object], source: str, wanted: Container[str]) -> Iterator[FlagWords]:
+    """Read arguments that Megatron-LM has resolved: all of them, with every default.
+
+    Flags are yielded for those that set a setting of `wanted`, by path, and for every other flag that is switched on.
+    """
+    wanted_flags = {
+        flag for setting in settings() if setting.path in wanted for flag in (setting.flag, setting.opposite_flag)
+    }
+    known = {*megatron_flags(), *aliases()}
+    for name, value in sorted(arguments.items()):
+        flag = _flag(name)
+        names = {flag, *_opposites(flag)}
+        if names & wanted_flags or (value is True and flag in known):
+            node = yaml.compose(yaml.safe_dump({name: value}))
+            yield from (
+                item for item in _Reader(source).values(node.value) if isinstance(item, FlagWords)
+            )
 
 
 class _Reader:
@@ -159,11 +178,15 @@ def _switch(key: str, *, is_true: bool) -> list[str]:
     settable = {setting.flag: setting.opposite_flag for setting in settings() if setting.kind is bool}
     if flag in settable:
         return [flag if is_true else settable[flag]]
-    opposites = [f"--{word}-{flag[2:]}" for word in ("no", "disable")]
-    known = [name for name in opposites if name in {*settable, *megatron_flags(), *aliases()}]
+    known = [name for name in _opposites(flag) if name in {*settable, *megatron_flags(), *aliases()}]
     if known:
         return [] if is_true else known[:1]
     return [flag] if is_true or flag not in {*megatron_flags(), *aliases()} else []
+
+
+def _opposites(flag: str) -> tuple[str, str]:
+    """Return the flags that may set the opposite of a switch."""
+    return f"--no-{flag[2:]}", f"--disable-{flag[2:]}"
 
 
 def _section_problem(place: str, key: str) -> Problem:

@@ -26,30 +26,41 @@ from megatrain.checkpoint.shard_file import ChunkEntry, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
 from megatrain.parallel.layout import Box, box_shape
-from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
+from megatrain.tools.checkpoint.source import BoxReader, Progress, TensorPart, opened, size_text
 
 _CHUNK_BYTES = 64 << 20
+_FILE_BYTES = 5 << 30
 _DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 INDEX_NAME = "model.safetensors.index.json"
 
 
 def reshard(arguments: argparse.Namespace) -> int:
     """Write a checkpoint again, with another number of files."""
-    target = Path(arguments.target)
-    if arguments.files < 1:
-        raise ConfigError(f"--files {arguments.files} is not a number of files", fix="use --files 1 or more")
     with opened(Path(arguments.source)) as reader:
-        final = target / folder_name(reader.manifest.iteration)
-        if base_folder(target) != target or final.exists():
-            raise ConfigError(
-                f"{final if final.exists() else target} is a checkpoint", fix="name another target folder"
-            )
-        files = _balanced(list(_boxes(reader)), arguments.files)
-        disk = Disk()
-        with _temporary_folder(final, files, target, disk) as temporary:
-            _write_checkpoint(reader, files, temporary, final, disk)
-    print(f"{final}: {len(files)} files")
+        write_checkpoint(reader, Path(arguments.target), arguments.files)
     return 0
+
+
+def write_checkpoint(reader: BoxReader, target: Path, num_files: int | None) -> None:
+    """Write all that `reader` reads as a checkpoint in the folder `target`; it is committed as a save is.
+
+    Args:
+        num_files: None: files of about 5 GB.
+    """
+    final = target / folder_name(reader.manifest.iteration)
+    if base_folder(target) != target or final.exists():
+        raise ConfigError(
+            f"{final if final.exists() else target} is a checkpoint", fix="name another target folder"
+        )
+    if num_files is not None and num_files < 1:
+        raise ConfigError(f"--files {num_files} is not a number of files", fix="use --files 1 or more")
+    parts = list(_boxes(reader))
+    total = sum(part.num_bytes for part in parts)
+    files = _balanced(parts, num_files or math.ceil(total / _FILE_BYTES))
+    disk = Disk()
+    with _temporary_folder(final, files, target, disk) as temporary:
+        _write_files(reader, files, temporary, final, disk)
+    print(f"{final}: {len(files)} files, {size_text(total)}")
 
 
 def export_weights(arguments: argparse.Namespace) -> int:
@@ -91,8 +102,8 @@ def _temporary_folder(
         raise
 
 
-def _write_checkpoint(
-    reader: CheckpointReader, files: Sequence[Sequence[TensorPart]], temporary: Path, final: Path, disk: Disk
+def _write_files(
+    reader: BoxReader, files: Sequence[Sequence[TensorPart]], temporary: Path, final: Path, disk: Disk
 ) -> None:
     reports: list[dict[str, Any]] = []
     with Progress("writing", sum(part.num_bytes for parts in files for part in parts)) as progress:
@@ -138,7 +149,7 @@ def _write_weights(
     write_file(disk, temporary / INDEX_NAME, json.dumps(index, indent=2).encode())
 
 
-def _data(reader: CheckpointReader, parts: Sequence[TensorPart], progress: Progress) -> Iterator[memoryview]:
+def _data(reader: BoxReader, parts: Sequence[TensorPart], progress: Progress) -> Iterator[memoryview]:
     """Yield the bytes of each part; one part is in memory at a time."""
     for part in parts:
         values = part.read(reader)
@@ -152,7 +163,7 @@ def _data(reader: CheckpointReader, parts: Sequence[TensorPart], progress: Progr
         progress.add(part.num_bytes)
 
 
-def _boxes(reader: CheckpointReader) -> Iterator[TensorPart]:
+def _boxes(reader: BoxReader) -> Iterator[TensorPart]:
     """Yield boxes of bounded size that cover all tensors, by kind and name."""
     manifest = reader.manifest
     kinds = {kind: None for tensor in manifest.tensors.values() for kind in tensor.kinds}

@@ -6,17 +6,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from megatrain.checkpoint.find import base_folder, find_checkpoints, is_of_megatron, newest_valid
-from megatrain.checkpoint.manifest import DTYPES, Manifest
+from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import NoCheckpointError
 from megatrain.parallel.layout import Box, box_shape
 from megatrain.training.logging.console import Console
+
+
+class BoxReader(Protocol):
+    """What the tools need of a checkpoint: `CheckpointReader` for one of ours."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration, and the shape and dtype of each tensor."""
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return one kind of state of a tensor."""
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy a box into `out`."""
 
 
 @contextmanager
@@ -60,7 +74,7 @@ class TensorPart:
     def num_bytes(self) -> int:
         return num_bytes_of(box_shape(self.box), self.dtype)
 
-    def read(self, reader: CheckpointReader) -> Tensor:
+    def read(self, reader: BoxReader) -> Tensor:
         """Return the checked values of this box; they may be of another checkpoint with the same tensor."""
         values = torch.empty(
             box_shape(self.box), dtype=DTYPES[reader.kind(self.name, self.shape, self.kind).dtype]

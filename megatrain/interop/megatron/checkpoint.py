@@ -1,0 +1,223 @@
+"""A checkpoint of Megatron-LM as a reader of canonical tensors: what the rest of the program reads of one of ours.
+
+    weight       optimizer.state.fp32_param.NAME, or NAME where the model itself has the precision of the optimizer
+    exp_avg ..   optimizer.state.exp_avg.NAME
+    state        counters, schedule and expert biases, from common_state and the arguments in it
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.errors import DamagedError, MismatchError
+from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
+from megatrain.config import Plan
+from megatrain.interop.megatron.arguments import plan_of
+from megatrain.interop.megatron.inert_pickle import Record
+from megatrain.interop.megatron.names import VOCABULARY, FusedRows, Part, parts_of
+from megatrain.interop.megatron.torch_dist import TorchDistFolder
+from megatrain.optim.sharded import WEIGHT
+from megatrain.parallel.layout import Box, intersect
+
+_STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+_MASTER: Final = ("fp32_param", "param")
+_BIAS: Final = ".mlp.router.expert_bias"
+_SAFETENSORS: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A canonical tensor in the parameters of Megatron-LM, by kind of state."""
+
+    part: Part
+    tensors: Mapping[str, str]
+
+
+class MegatronCheckpoint:
+    """Reads boxes of canonical tensors; has the manifest that a checkpoint of ours would have.
+
+    Args:
+        path: a folder iter_0000100 with .metadata.
+        vocab_size: rows of the vocabulary's tensors; None: the number of tokens, or all rows if Megatron-LM did not store it.
+
+    Raises:
+        DamagedError: a file does not hold what it should.
+        MismatchError: the checkpoint is of a model, or in a form, that is not read.
+    """
+
+    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
+        self.path = path
+        self._folder = TorchDistFolder(path)
+        try:
+            self._common = _mapping(self._folder.object("common_state"))
+            self._arguments = _mapping(self._common.get("args"))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DamagedError(f"{path}: common_state: {str(error)[:300]}") from error
+        self.plan = plan_of(self._arguments, path)
+        self.padded_vocab_size: int = self._arguments["padded_vocab_size"]
+        stored = self._arguments.get("vocab_size")
+        self.vocab_size: int = vocab_size or (stored if isinstance(stored, int) else self.padded_vocab_size)
+        if not 1 <= self.vocab_size <= self.padded_vocab_size:
+            raise MismatchError(
+                f"{path}: --vocab-size {self.vocab_size}, and its vocabulary has {self.padded_vocab_size} rows",
+                fix=f"use --vocab-size {self.padded_vocab_size} or less",
+            )
+        self._sources = dict(self._canonical())
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration and tensors, without files."""
+        try:
+            return self._manifest()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{self.path}: common_state: {type(error).__name__} {str(error)[:300]}") from error
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return the dtype of one kind of state of a tensor; it has no chunks."""
+        tensor = self.manifest.tensors[name]
+        assert tensor.shape == shape, name
+        return tensor.kinds[kind]
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
+        """Copy a box into `out`, which has the shape of the box and any float dtype."""
+        source = self._sources[name]
+        part, first = source.part, 0
+        stacked = tuple((index, index + 1) for index in part.place)
+        for rows in part.rows:
+            held = ((first, first + rows.stop - rows.start), *box[1:])
+            common = intersect(held, box)
+            if common is not None:
+                moved = tuple(row - first + rows.start for row in common[0])
+                values = self._folder.read(source.tensors[kind], (*stacked, (moved[0], moved[1]), *box[1:]))
+                low = box[0][0]
+                out[common[0][0] - low : common[0][1] - low].copy_(values.view(-1, *values.shape[len(stacked) + 1 :]))
+            first = held[0][1]
+
+    def _canonical(self) -> Iterator[tuple[str, _Source]]:
+        """Yield the source of each canonical tensor.
+
+        Raises:
+            MismatchError: a tensor has no counterpart, or the optimizer's state is stored by buckets.
+        """
+        names = sorted(self._folder.tensors)
+        states: dict[str, dict[str, str]] = {}
+        for name in names:
+            if _BUCKETS.match(name):
+                raise MismatchError(
+                    f"{self.path}: the state of its optimizer is stored by buckets, which only the same layout can read",
+                    fix="save once more in Megatron-LM with --dist-ckpt-optim-fully-reshardable, then convert that checkpoint",
+                )
+            if match := _STATE.fullmatch(name):
+                kind = WEIGHT if match[1] in _MASTER else match[1]
+                states.setdefault(match[2], {})[kind] = name
+        model = self.plan.config.model
+        fused = FusedRows(
+            model.num_attention_heads, model.num_query_groups or model.num_attention_heads, is_gated=_is_gated(self.plan)
+        )
+        for name in names:
+            if _STATE.fullmatch(name) or name.endswith(_BIAS):
+                continue
+            try:
+                parts = list(parts_of(name, self._folder.tensors[name].shape, fused))
+            except (KeyError, IndexError, ValueError) as error:
+                raise MismatchError(
+                    f"{self.path}: the tensor {name} has no counterpart in megatrain",
+                    fix="models of this kind are not converted; see docs/models.md",
+                ) from error
+            for part in parts:
+                yield part.name, _Source(part, {WEIGHT: name, **states.get(name, {})})
+
+    def _manifest(self) -> Manifest:
+        plan, arguments = self.plan, self._arguments
+        schedule, groups = self._common.get("opt_param_scheduler"), _param_groups(self._common.get("optimizer"))
+        iteration, consumed = self._common["iteration"], arguments["consumed_train_samples"]
+        tensors = {
+            name: StoredTensor(self._shape(source.part), self._kinds(source))
+            for name, source in sorted(self._sources.items())
+        }
+        has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
+        config = plan.config.to_dict()
+        config["tokenizer"] |= {"vocab_size": self.vocab_size, "tokenizer_type": arguments.get("tokenizer_type")}
+        state = {
+            "consumed_valid_samples": arguments.get("consumed_valid_samples", 0),
+            "scheduled_samples": schedule["num_steps"] if schedule else consumed,
+            "schedule": plan.derived.schedule.to_dict(),
+            "loss_scale": {},
+            "expert_biases": self._expert_biases(),
+            "has_optimizer": has_optimizer,
+            "is_evaluation_left": False,
+            "tokenizer_fingerprint": None,
+            "data_plans": {
+                "train": plan.derived.train_plan,
+                "valid": plan.derived.valid_plan,
+                "test": plan.derived.test_plan,
+            },
+            "pass_size": plan.config.training.micro_batch_size * plan.derived.data_parallel_size,
+            "datasets": [],
+        }
+        return Manifest(
+            iteration=iteration,
+            consumed_train_samples=consumed,
+            optimizer_step_count=max((group["step"] for group in groups if "step" in group), default=iteration),
+            state=state,
+            config=config,
+            files={},
+            tensors=tensors,
+        )
+
+    def _shape(self, part: Part) -> tuple[int, ...]:
+        """Return the shape of a canonical tensor; rows of padding are left out of the vocabulary's."""
+        return (self.vocab_size, *part.shape[1:]) if part.name in VOCABULARY else part.shape
+
+    def _kinds(self, source: _Source) -> dict[str, StoredKind]:
+        return {
+            kind: StoredKind(_SAFETENSORS[self._folder.tensors[name].dtype], ())
+            for kind, name in source.tensors.items()
+        }
+
+    def _expert_biases(self) -> dict[str, list[float]]:
+        """Return the biases by canonical name, as the state of a checkpoint has them."""
+        found: dict[str, list[float]] = {}
+        for name, tensor in self._folder.tensors.items():
+            if name.endswith(_BIAS):
+                values = self._folder.read(name, tuple((0, size) for size in tensor.shape))
+                if values.dim() == 1:
+                    found[name] = values.tolist()
+                else:
+                    prefix = name.removesuffix(_BIAS)
+                    found |= {f"{prefix}.{layer}{_BIAS}": row.tolist() for layer, row in enumerate(values)}
+        return found
+
+
+def _is_gated(plan: Plan) -> bool:
+    model = plan.config.model
+    return model.swiglu or model.geglu or model.quick_geglu
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Return a dictionary, a list with one, or the fields of a record as a dictionary."""
+    found = value[0] if isinstance(value, list) and value else value
+    found = found.state if isinstance(found, Record) else found
+    if not isinstance(found, dict):
+        raise TypeError(f"{type(found).__name__} where names and values were expected")
+    return found
+
+
+def _param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer, or of a chain of optimizers."""
+    if not isinstance(optimizer, dict):
+        return []
+    groups = optimizer.get("param_groups") or optimizer.get("optimizer", {}).get("param_groups", [])
+    for key, value in optimizer.items():
+        if isinstance(key, int) or (isinstance(key, str) and key.startswith("chained_")):
+            groups = [*groups, *_param_groups(value)]
+    return list(groups)

@@ -1,0 +1,132 @@
+"""Megatron-LM's parameters and the canonical tensors in them, as pure functions of names and shapes.
+
+decoder.layers.self_attention.linear_qkv.weight [layers, rows, h]    the layers of a uniform model are stacked
+decoder.layers.1.mlp.experts.experts.linear_fc1.weight [experts, rows, h]    the experts always are
+
+linear_qkv, 2 query groups     rows  q0 q1 k0 v0 | q2 q3 k1 v1   ->  q: q0 q1 q2 q3,  k: k0 k1,  v: v0 v1
+linear_fc1 of a gated MLP      rows  gate up                     ->  gate,  up
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+_LAYER: Final = {
+    "input_layernorm": ("attention.norm",),
+    "self_attention.linear_qkv": ("attention.q", "attention.k", "attention.v"),
+    "self_attention.q_layernorm": ("attention.q_norm",),
+    "self_attention.k_layernorm": ("attention.k_norm",),
+    "self_attention.linear_proj": ("attention.proj",),
+    "pre_mlp_layernorm": ("mlp.norm",),
+    "mlp.linear_fc1": ("mlp.gate", "mlp.up"),
+    "mlp.linear_fc2": ("mlp.down",),
+    "mlp.router": ("mlp.router",),
+    "mlp.experts.{}.linear_fc1": ("mlp.experts.{}.gate", "mlp.experts.{}.up"),
+    "mlp.experts.{}.linear_fc2": ("mlp.experts.{}.down",),
+    "mlp.shared_experts.linear_fc1": ("mlp.shared.gate", "mlp.shared.up"),
+    "mlp.shared_experts.linear_fc2": ("mlp.shared.down",),
+}
+TABLE: Final = {
+    "embedding.word_embeddings": ("embedding.word_embeddings",),
+    "embedding.position_embeddings": ("embedding.position_embeddings",),
+    "decoder.final_layernorm": ("decoder.final_norm",),
+    "output_layer": ("output_layer",),
+    **{
+        f"decoder.layers.{{}}.{theirs}": tuple(f"decoder.layers.{{}}.{name}" for name in ours)
+        for theirs, ours in _LAYER.items()
+    },
+}
+"""Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert."""
+_NORMS: Final = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""Norms that Megatron-LM stores under the name of the product that follows."""
+_EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.(?=linear_fc)")
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Canonical tensors whose rows are token ids: Megatron-LM's also have rows of padding."""
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Sizes that decide which rows of a fused parameter belong to which canonical tensor."""
+
+    num_heads: int
+    num_query_groups: int
+    is_gated: bool
+    """MLPs are gated: `linear_fc1` holds gate and up."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one of Megatron-LM's parameters that form a canonical tensor, in this order."""
+
+    name: str
+    shape: tuple[int, ...]
+    theirs: str
+    place: tuple[int, ...]
+    """Indices of the leading dimensions, over which layers and experts are stacked."""
+    rows: tuple[slice, ...]
+
+
+def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Part]:
+    """Yield the canonical tensors in a parameter of Megatron-LM.
+
+    Args:
+        name: Megatron-LM's, such as `decoder.layers.mlp.linear_fc1.weight`.
+        shape: of the parameter, with its stacked dimensions.
+        fused: sizes of the model.
+
+    Raises:
+        KeyError: the name is not known.
+    """
+    module, kind = _unstacked(name).rsplit(".", 1)
+    numbers = _NUMBER.findall(module)
+    pattern = _NUMBER.sub("{}", module)
+    if "layers." in pattern and "layers.{}." not in pattern:
+        pattern = pattern.replace("layers.", "layers.{}.")
+    pattern = pattern.replace("mlp.experts.linear", "mlp.experts.{}.linear")
+    names = TABLE[pattern]
+    num_stacked = pattern.count("{}") - len(numbers)
+    size, rest = shape[num_stacked], shape[num_stacked + 1 :]
+    found = {1: _whole, 2: _gate_and_up, 3: _queries_keys_values}[len(names)](size, fused)
+    for place in itertools.product(*map(range, shape[:num_stacked])):
+        for one, rows in zip(names, found, strict=True):
+            if rows:
+                num_rows = sum(part.stop - part.start for part in rows)
+                ours = one.format(*numbers, *place)
+                yield Part(f"{ours}.{kind}", (num_rows, *rest), name, place, rows)
+
+
+def _unstacked(name: str) -> str:
+    for stored, module in _NORMS.items():
+        name = name.replace(stored, module)
+    return _EXPERTS.sub("mlp.experts.", name)
+
+
+_Rows = tuple[slice, ...]
+
+
+def _whole(num_rows: int, fused: FusedRows) -> tuple[_Rows]:
+    return ((slice(0, num_rows),),)
+
+
+def _gate_and_up(num_rows: int, fused: FusedRows) -> tuple[_Rows, _Rows]:
+    gate = num_rows // 2 if fused.is_gated else 0
+    return (slice(0, gate),) if gate else (), (slice(gate, num_rows),)
+
+
+def _queries_keys_values(num_rows: int, fused: FusedRows) -> tuple[_Rows, _Rows, _Rows]:
+    group = num_rows // fused.num_query_groups
+    head = num_rows // (fused.num_heads + 2 * fused.num_query_groups)
+    starts = range(0, num_rows, group)
+    return (
+        tuple(slice(start, start + group - 2 * head) for start in starts),
+        tuple(slice(start + group - 2 * head, start + group - head) for start in starts),
+        tuple(slice(start + group - head, start + group) for start in starts),
+    )

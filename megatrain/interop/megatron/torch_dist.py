@@ -1,0 +1,243 @@
+"""The tensors and objects of a `torch_dist` checkpoint, by Megatron-LM's names.
+
+    .metadata          pickled index: name -> shape, dtype, chunks; (name, offset) -> file, first byte, bytes
+    __0_1.distcp       torch.save archives (zip) one after the other: data.pkl and the raw storage data/0
+
+The files are untrusted: no class is built, no code runs, names stay in the folder, sizes are compared before memory is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.disk import open_regular_file, read_small_file
+from megatrain.checkpoint.errors import DamagedError
+from megatrain.checkpoint.manifest import tiling_problem
+from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
+from megatrain.parallel.layout import Box, box_shape, intersect
+
+METADATA_NAME: Final = ".metadata"
+_MAX_METADATA_BYTES: Final = 1 << 30
+_MAX_CHUNK_BYTES: Final = 1 << 34
+_MAX_CACHED: Final = 4
+"""Chunks in memory: a fused parameter is read once for each of its parts."""
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.distcp")
+_DTYPES: Final = {
+    f"torch.{name}": getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
+}
+_STORAGES: Final = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.HalfStorage": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes of a file that hold one archive."""
+
+    file: str
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class IndexedTensor:
+    """A tensor of the checkpoint: its chunks are boxes, each in an archive."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Mapping[Box, Place]
+
+
+class TorchDistFolder:
+    """The index of a checkpoint, and access to its data.
+
+    Raises:
+        DamagedError: on opening or reading, if a file is missing or does not hold what the index says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = path / METADATA_NAME
+        data = read_small_file(file, max_bytes=_MAX_METADATA_BYTES)
+        try:
+            self.tensors, self._objects = _read_index(read_pickle(data))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{file}: {str(error)[:300]}") from error
+        self._cached = functools.lru_cache(_MAX_CACHED)(self._read_chunk)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """Return a box of a tensor."""
+        tensor = self.tensors[name]
+        out = torch.empty(box_shape(box), dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            common = intersect(chunk, box)
+            if common is not None:
+                out[_within(common, box)] = self._cached(name, chunk)[_within(common, chunk)]
+        return out
+
+    def object(self, name: str) -> Any:
+        """Return an object that is not a tensor, such as `common_state`; its classes are records.
+
+        Raises:
+            DamagedError: the checkpoint has none of this name.
+        """
+        found = next((place for key, place in self._objects.items() if key.split("/")[0] == name), None)
+        if found is None:
+            raise DamagedError(f"{self.path / METADATA_NAME}: has no {name}")
+        with self._archive(found) as archive:
+            return archive.load()
+
+    def _read_chunk(self, name: str, chunk: Box) -> Tensor:
+        tensor = self.tensors[name]
+        place = tensor.chunks[chunk]
+        with self._archive(place) as archive:
+            values = archive.tensor()
+        if values.dtype != tensor.dtype or values.shape != box_shape(chunk):
+            raise DamagedError(
+                f"{self.path / place.file}: byte {place.start} has {values.dtype} {list(values.shape)}, and the index"
+                f" says {tensor.dtype} {list(box_shape(chunk))} of {name}"
+            )
+        return values
+
+    def _archive(self, place: Place) -> _Archive:
+        return _Archive(self.path / place.file, place)
+
+
+class _Archive:
+    """A torch.save archive inside a file, as a context manager."""
+
+    def __init__(self, path: Path, place: Place) -> None:
+        self.path, self.place = path, place
+        self.where = f"{path}: bytes {place.start} to {place.start + place.num_bytes}"
+
+    def __enter__(self) -> _Archive:
+        if self.place.num_bytes > _MAX_CHUNK_BYTES:
+            raise DamagedError(f"{self.where}: an archive of {self.place.num_bytes} bytes")
+        with open_regular_file(self.path) as file:
+            file.seek(self.place.start)
+            data = file.read(self.place.num_bytes)
+        try:
+            self._zip = zipfile.ZipFile(io.BytesIO(data))
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise DamagedError(f"{self.where}: no archive of torch.save ({error})") from error
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._zip.close()
+
+    def load(self) -> Any:
+        """Return the object of the archive."""
+        try:
+            return read_pickle(self._member("data.pkl"))
+        except ValueError as error:
+            raise DamagedError(f"{self.where}: {error}") from error
+
+    def tensor(self) -> Tensor:
+        """Return the tensor of the archive."""
+        record = self.load()
+        try:
+            if path_of(record) != "torch._utils._rebuild_tensor_v2":
+                raise ValueError(f"{path_of(record) or type(record).__name__} is not a tensor")
+            (_, storage, key, _, numel), offset, size, stride = record.arguments[:4]
+            dtype = _STORAGES[path_of(storage)]
+            values = _are_counts((numel, offset, *size, *stride))
+            last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            if not values or min(size, default=1) < 1 or last >= numel or math.prod(size) > numel:
+                raise ValueError(f"a tensor of size {size} in a storage of {numel}")
+            data = bytearray(self._member(f"data/{int(key)}"))
+            if len(data) != numel * dtype.itemsize or self._member("byteorder", b"little") != b"little":
+                raise ValueError(f"{len(data)} bytes for {numel} elements")
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{self.where}: {str(error)[:300]}") from error
+        return torch.frombuffer(data, dtype=dtype).as_strided(size, stride, offset)
+
+    def _member(self, name: str, missing: bytes | None = None) -> bytes:
+        """Return the data of a member; its name starts with that of the archive."""
+        info = next((info for info in self._zip.infolist() if info.filename.partition("/")[2] == name), None)
+        if info is None:
+            if missing is not None:
+                return missing
+            raise ValueError(f"the archive has no {name}")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size > self.place.num_bytes:
+            raise ValueError(f"{name} is compressed, which torch.save never does")
+        try:
+            return self._zip.read(info)
+        except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def _are_counts(values: tuple[Any, ...]) -> bool:
+    """Return whether all values are integers of at least 0."""
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _read_index(root: Any) -> tuple[dict[str, IndexedTensor], dict[str, Place]]:
+    """Return the tensors and the places of objects in an index."""
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for index, info in root.field("storage_data").items():
+        offset = index.state.get("offset")  # absent for objects
+        where = None if offset is None else _size(offset)
+        file, start, num_bytes = (info.field(name) for name in ("relative_path", "offset", "length"))
+        if not _FILE_NAME.fullmatch(file) or not _are_counts((start, num_bytes)):
+            raise ValueError(f"{file!r}, {start!r}, {num_bytes!r} is not a place in a .distcp file")
+        places[index.field("fqn"), where] = Place(file, start, num_bytes)
+    tensors, objects = {}, {}
+    for name, entry in root.field("state_dict_metadata").items():
+        if path_of(entry).endswith(".BytesStorageMetadata"):
+            objects[name] = places[name, None]
+        elif (tensor := _indexed_tensor(name, entry, places)) is not None:
+            tensors[name] = tensor
+    return tensors, objects
+
+
+def _indexed_tensor(
+    name: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+) -> IndexedTensor | None:
+    """Return a tensor of the index; None for a dtype that is not a floating-point number of 16 bits or more."""
+    state = entry.field("properties").state
+    dtype = _DTYPES.get(path_of(state["dtype"] if isinstance(state, dict) else state[0]))
+    if dtype is None:
+        return None
+    shape = _size(entry.field("size"))
+    chunks: dict[Box, Place] = {}
+    for chunk in entry.field("chunks"):
+        offsets, sizes = _size(chunk.field("offsets")), _size(chunk.field("sizes"))
+        chunks[tuple((a, a + n) for a, n in zip(offsets, sizes, strict=True))] = places[name, offsets]
+    if problem := _problem_of_chunks(shape, list(chunks)):
+        raise ValueError(f"{name}: {problem}")
+    return IndexedTensor(shape, dtype, chunks)
+
+
+def _problem_of_chunks(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    inside = all(
+        len(box) == len(shape) and all(a < b <= size for (a, b), size in zip(box, shape, strict=True))
+        for box in boxes
+    )
+    return tiling_problem(shape, boxes) if inside else "a chunk lies outside of the tensor"
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    """Return the numbers of a pickled torch.Size."""
+    numbers = tuple(value.arguments[0]) if isinstance(value, Record) else tuple(value)
+    if not _are_counts(numbers):
+        raise ValueError(f"{numbers} is not a size")
+    return numbers
+
+
+def _within(common: Box, box: Box) -> tuple[slice, ...]:
+    """Return the slices of `common` in a tensor with the data of `box`."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))

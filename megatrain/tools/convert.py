@@ -1,0 +1,69 @@
+"""`megatrain convert`: checkpoints of other programs as checkpoints of megatrain."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from megatrain.checkpoint.find import is_of_megatron, list_candidates
+from megatrain.config.errors import NoCheckpointError
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.interop.megatron.torch_dist import METADATA_NAME
+from megatrain.tools.checkpoint.rewrite import write_checkpoint
+from megatrain.tools.subcommands import run_action
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit code."""
+    return run_action(_DIRECTIONS, arguments)
+
+
+def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint of Megatron-LM as one of megatrain."""
+    source, target = _newest(Path(arguments.source)), Path(arguments.target)
+    reader = MegatronCheckpoint(source, arguments.vocab_size)
+    write_checkpoint(reader, target, arguments.files)
+    manifest = reader.manifest
+    print(f"iteration {manifest.iteration}, {manifest.consumed_train_samples} samples consumed")
+    padding = reader.padded_vocab_size - reader.vocab_size
+    if padding:
+        print(
+            f"{padding} rows of padding are left out of the vocabulary's tensors. Megatron-LM counts them in the softmax, megatrain"
+            f" does not: for equal losses keep them with --vocab-size {reader.padded_vocab_size}, here and in training"
+        )
+    if not manifest.state["has_optimizer"]:
+        print("it has no optimizer state: start from the weights with --finetune, or add --no-load-optim")
+    print("the states of random generators are left out: dropout draws other masks than Megatron-LM would")
+    print(
+        f"continue the run with --load {target} and --vocab-size {reader.vocab_size}, or the tokenizer of that size;"
+        " `megatrain port SCRIPT.sh` translates the launch script"
+    )
+    return 0
+
+
+_DIRECTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "megatron-to-megatrain": megatron_to_megatrain
+}
+
+
+def _newest(path: Path) -> Path:
+    """Return the newest checkpoint of Megatron-LM in a folder, or the one at `path`.
+
+    Raises:
+        NoCheckpointError: there is none in the format torch_dist.
+    """
+    found = [path, path / "release", *(candidate.path for candidate in list_candidates(path))]
+    checkpoints = [one for one in found if is_of_megatron(one)]
+    readable = [one for one in checkpoints if (one / METADATA_NAME).exists()]
+    if readable:
+        return readable[0]
+    if checkpoints:
+        raise NoCheckpointError(
+            f"{checkpoints[0]} is a checkpoint of Megatron-LM in the format torch, which is not read",
+            fix="save it in Megatron-LM once more with --ckpt-format torch_dist, or convert it with --ckpt-convert-format",
+        )
+    raise NoCheckpointError(
+        f"{path} has no checkpoint of Megatron-LM", fix="name its --save folder, or one of its iter_NNNNNNN folders"
+    )
