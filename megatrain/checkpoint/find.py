@@ -116,7 +116,7 @@ def check_folder(path: Path, iteration: int) -> Manifest:
 
 def _problem_of(candidate: Candidate) -> str | None:
     if is_of_megatron(candidate.path):
-        return "a checkpoint of Megatron-LM, which is not read"
+        return "a checkpoint of Megatron-LM, which `megatrain convert` reads"
     try:
         check_folder(candidate.path, candidate.iteration)
     except (DamagedError, MismatchError) as error:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatrain.kernels.optimizer.adamw import AdamwStep, adamw
@@ -36,8 +37,17 @@ class AdamwRule:
 
     def update(self, shard: FlatUpdate, moments: Mapping[str, Tensor], step: int) -> None:
         """See `UpdateRule`."""
-        numbers = AdamwStep(beta1=self.beta1, beta2=self.beta2, eps=self.eps, step=step)
+        beta1, beta2 = (_rounded(beta, shard.master.dtype) for beta in (self.beta1, self.beta2))
+        numbers = AdamwStep(beta1=beta1, beta2=beta2, eps=self.eps, step=step)
         adamw(shard, moments["exp_avg"], moments["exp_avg_sq"], numbers)
+
+
+def _rounded(beta: float, dtype: torch.dtype) -> float:
+    """Return a decay as `dtype` holds it, so that it and its difference to 1 sum to 1: 0.999 has an error of 1.3e-8 in fp32.
+
+    Without, second moments differ by 1.3e-5 from those of Transformer Engine's Adam, which Megatron-LM's checkpoints hold.
+    """
+    return torch.tensor(beta, dtype=dtype).item()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,5 +65,6 @@ def _newest(path: Path) -> Path:
             fix="save it in Megatron-LM once more with --ckpt-format torch_dist, or convert it with --ckpt-convert-format",
         )
     raise NoCheckpointError(
-        f"{path} has no checkpoint of Megatron-LM", fix="name its --save folder, or one of its iter_NNNNNNN folders"
+        f"{path} has no checkpoint of Megatron-LM",
+        fix="name its --save folder, or one of its iter_NNNNNNN folders",
     )

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from copied_weights import CopiedWeights
-from megatron_weights import FusedRows, to_canonical
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatrain.config import parse
+from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.model import router
 from megatrain.tools.parity.measure import gradients_of
 from megatrain.training.launch.ranks import joined_ranks
@@ -100,7 +100,12 @@ def canonical(name: str, recordings: Path, trainer: Trainer) -> dict[str, Tensor
     model = trainer.plan.config.model
     groups = model.num_query_groups or model.num_attention_heads
     fused = FusedRows(model.num_attention_heads, groups, is_gated=model.swiglu)
-    return to_canonical(load_file(recordings / f"{name}.safetensors"), fused)
+    parameters = load_file(recordings / f"{name}.safetensors")
+    return {
+        part.name: torch.cat([tensor[part.place][rows] for rows in part.rows])
+        for theirs, tensor in parameters.items()
+        for part in parts_of(theirs, tuple(tensor.shape), fused)
+    }
 
 
 def hold(case: str, recordings: Path, folder: Path, bounds: Bounds, *, losses_of_routers: float = 0) -> None:

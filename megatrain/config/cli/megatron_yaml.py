@@ -73,23 +73,28 @@ def read_megatron_yaml(file: str) -> Iterator[FlagWords | Problem | str]:
         yield Problem(f"{file}: expected names and values", "write `num_layers: 24`")
 
 
-def read_arguments(arguments: Mapping[str, object], source: str, wanted: Container[str]) -> Iterator[FlagWords]:
+def read_arguments(
+    arguments: Mapping[str, object], source: str, wanted: Container[str]
+) -> Iterator[FlagWords]:
     """Read arguments that Megatron-LM has resolved: all of them, with every default.
 
     Flags are yielded for those that set a setting of `wanted`, by path, and for every other flag that is switched on.
     """
     wanted_flags = {
-        flag for setting in settings() if setting.path in wanted for flag in (setting.flag, setting.opposite_flag)
+        flag
+        for setting in settings()
+        if setting.path in wanted
+        for flag in (setting.flag, setting.opposite_flag)
     }
     known = {*megatron_flags(), *aliases()}
-    for name, value in sorted(arguments.items()):
-        flag = _flag(name)
-        names = {flag, *_opposites(flag)}
-        if names & wanted_flags or (value is True and flag in known):
-            node = yaml.compose(yaml.safe_dump({name: value}))
-            yield from (
-                item for item in _Reader(source).values(node.value) if isinstance(item, FlagWords)
-            )
+    given = {
+        name: value
+        for name, value in arguments.items()
+        if {_flag(name), *_opposites(_flag(name))} & wanted_flags or (value is True and _flag(name) in known)
+    }
+    root = yaml.compose(yaml.safe_dump(given))
+    assert isinstance(root, yaml.MappingNode)
+    yield from (item for item in _Reader(source).values(root.value) if isinstance(item, FlagWords))
 
 
 class _Reader:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.checkpoint.errors import MismatchError
-from megatrain.config import ConfigError, Facts, Plan, Problem, parse, resolve
+from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_arguments
 from megatrain.config.schema.tree import settings

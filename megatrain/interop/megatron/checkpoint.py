@@ -1,8 +1,8 @@
 """A checkpoint of Megatron-LM as a reader of canonical tensors: what the rest of the program reads of one of ours.
 
-    weight       optimizer.state.fp32_param.NAME, or NAME where the model itself has the precision of the optimizer
-    exp_avg ..   optimizer.state.exp_avg.NAME
-    state        counters, schedule and expert biases, from common_state and the arguments in it
+weight       optimizer.state.fp32_param.NAME, or NAME where the model itself has the precision of the optimizer
+exp_avg ..   optimizer.state.exp_avg.NAME
+state        counters, schedule and expert biases, from common_state and the arguments in it
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedError, MismatchError
@@ -72,6 +71,7 @@ class MegatronCheckpoint:
                 fix=f"use --vocab-size {self.padded_vocab_size} or less",
             )
         self._sources = dict(self._canonical())
+        self._check_kinds()
 
     @functools.cached_property
     def manifest(self) -> Manifest:
@@ -79,7 +79,9 @@ class MegatronCheckpoint:
         try:
             return self._manifest()
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{self.path}: common_state: {type(error).__name__} {str(error)[:300]}") from error
+            raise DamagedError(
+                f"{self.path}: common_state: {type(error).__name__} {str(error)[:300]}"
+            ) from error
 
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
         """Return the dtype of one kind of state of a tensor; it has no chunks."""
@@ -99,7 +101,9 @@ class MegatronCheckpoint:
                 moved = tuple(row - first + rows.start for row in common[0])
                 values = self._folder.read(source.tensors[kind], (*stacked, (moved[0], moved[1]), *box[1:]))
                 low = box[0][0]
-                out[common[0][0] - low : common[0][1] - low].copy_(values.view(-1, *values.shape[len(stacked) + 1 :]))
+                out[common[0][0] - low : common[0][1] - low].copy_(
+                    values.view(-1, *values.shape[len(stacked) + 1 :])
+                )
             first = held[0][1]
 
     def _canonical(self) -> Iterator[tuple[str, _Source]]:
@@ -121,7 +125,9 @@ class MegatronCheckpoint:
                 states.setdefault(match[2], {})[kind] = name
         model = self.plan.config.model
         fused = FusedRows(
-            model.num_attention_heads, model.num_query_groups or model.num_attention_heads, is_gated=_is_gated(self.plan)
+            model.num_attention_heads,
+            model.num_query_groups or model.num_attention_heads,
+            is_gated=_is_gated(self.plan),
         )
         for name in names:
             if _STATE.fullmatch(name) or name.endswith(_BIAS):
@@ -136,9 +142,23 @@ class MegatronCheckpoint:
             for part in parts:
                 yield part.name, _Source(part, {WEIGHT: name, **states.get(name, {})})
 
+    def _check_kinds(self) -> None:
+        """Check that all tensors have the same kinds of state: else a part of the optimizer's state is lost, or unknown."""
+        kinds = {name: frozenset(source.tensors) for name, source in self._sources.items()}
+        most = max(kinds.values(), key=len, default=frozenset())
+        for name, found in kinds.items():
+            if found != most:
+                raise MismatchError(
+                    f"{self.path}: {name} has {', '.join(sorted(found))}, and others have {', '.join(sorted(most))}",
+                    fix="restore the checkpoint from a backup; checkpoints of several optimizers (Muon) are not converted",
+                )
+
     def _manifest(self) -> Manifest:
         plan, arguments = self.plan, self._arguments
-        schedule, groups = self._common.get("opt_param_scheduler"), _param_groups(self._common.get("optimizer"))
+        schedule, groups = (
+            self._common.get("opt_param_scheduler"),
+            _param_groups(self._common.get("optimizer")),
+        )
         iteration, consumed = self._common["iteration"], arguments["consumed_train_samples"]
         tensors = {
             name: StoredTensor(self._shape(source.part), self._kinds(source))
@@ -146,7 +166,10 @@ class MegatronCheckpoint:
         }
         has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
         config = plan.config.to_dict()
-        config["tokenizer"] |= {"vocab_size": self.vocab_size, "tokenizer_type": arguments.get("tokenizer_type")}
+        config["tokenizer"] |= {
+            "vocab_size": self.vocab_size,
+            "tokenizer_type": arguments.get("tokenizer_type"),
+        }
         state = {
             "consumed_valid_samples": arguments.get("consumed_valid_samples", 0),
             "scheduled_samples": schedule["num_steps"] if schedule else consumed,
@@ -167,7 +190,9 @@ class MegatronCheckpoint:
         return Manifest(
             iteration=iteration,
             consumed_train_samples=consumed,
-            optimizer_step_count=max((group["step"] for group in groups if "step" in group), default=iteration),
+            optimizer_step_count=max(
+                (group["step"] for group in groups if "step" in group), default=iteration
+            ),
             state=state,
             config=config,
             files={},

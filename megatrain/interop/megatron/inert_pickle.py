@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from typing import Any, Self
 
 _MAX_BYTES = 1 << 30
 """Largest pickle that is read: the index of a checkpoint of a million chunks has some 500 MB."""
@@ -23,18 +23,23 @@ class Record:
     path: str = ""
     """Module and name of the class or function."""
 
-    def __new__(cls, *arguments: Any, **_: Any) -> Record:
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Self:
         record = object.__new__(cls)
-        record.arguments = arguments
-        record.state = None
+        record.arguments, record.state = arguments, None
         return record
 
-    def __init__(self, *arguments: Any, **_: Any) -> None:
-        self.arguments: tuple[Any, ...]
-        self.state: Any
+    def __init__(self, *_: Any) -> None:
+        """Take the arguments; `__new__`, which alone is called for some pickles, has kept them."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+    def __call__(self, *arguments: Any) -> Record:
+        """Stand for the result of a call."""
+        return Record(*arguments)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Take an item of a mapping; it is not kept."""

@@ -46,7 +46,7 @@ _NORMS: Final = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms that Megatron-LM stores under the name of the product that follows."""
-_EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.(?=linear_fc)")
+_EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Canonical tensors whose rows are token ids: Megatron-LM's also have rows of padding."""
@@ -112,7 +112,7 @@ def _unstacked(name: str) -> str:
 _Rows = tuple[slice, ...]
 
 
-def _whole(num_rows: int, fused: FusedRows) -> tuple[_Rows]:
+def _whole(num_rows: int, _: FusedRows) -> tuple[_Rows]:
     return ((slice(0, num_rows),),)
 
 

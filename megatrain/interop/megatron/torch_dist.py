@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class _Archive:
         self.path, self.place = path, place
         self.where = f"{path}: bytes {place.start} to {place.start + place.num_bytes}"
 
-    def __enter__(self) -> _Archive:
+    def __enter__(self) -> Self:
         if self.place.num_bytes > _MAX_CHUNK_BYTES:
             raise DamagedError(f"{self.where}: an archive of {self.place.num_bytes} bytes")
         with open_regular_file(self.path) as file:
@@ -150,27 +150,26 @@ class _Archive:
         """Return the tensor of the archive."""
         record = self.load()
         try:
-            if path_of(record) != "torch._utils._rebuild_tensor_v2":
-                raise ValueError(f"{path_of(record) or type(record).__name__} is not a tensor")
-            (_, storage, key, _, numel), offset, size, stride = record.arguments[:4]
-            dtype = _STORAGES[path_of(storage)]
-            values = _are_counts((numel, offset, *size, *stride))
-            last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            if not values or min(size, default=1) < 1 or last >= numel or math.prod(size) > numel:
-                raise ValueError(f"a tensor of size {size} in a storage of {numel}")
-            data = bytearray(self._member(f"data/{int(key)}"))
-            if len(data) != numel * dtype.itemsize or self._member("byteorder", b"little") != b"little":
-                raise ValueError(f"{len(data)} bytes for {numel} elements")
-        except (KeyError, TypeError, ValueError) as error:
+            return self._rebuilt(record)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"{self.where}: {str(error)[:300]}") from error
+
+    def _rebuilt(self, record: Any) -> Tensor:
+        if path_of(record) != "torch._utils._rebuild_tensor_v2":
+            raise ValueError(f"{path_of(record) or type(record).__name__} is not a tensor")
+        (_, storage, key, _, numel), offset, size, stride = record.arguments[:4]
+        if not _are_counts((numel, offset, *size, *stride)) or 0 in size or math.prod(size) > numel:
+            raise ValueError(f"a tensor of size {size} in a storage of {numel} elements")
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        dtype, data = _STORAGES[path_of(storage)], bytearray(self._member(f"data/{int(key)}"))
+        if last >= numel or len(data) != numel * dtype.itemsize or self._member("byteorder") != b"little":
+            raise ValueError(f"{len(data)} bytes for {numel} elements")
         return torch.frombuffer(data, dtype=dtype).as_strided(size, stride, offset)
 
-    def _member(self, name: str, missing: bytes | None = None) -> bytes:
+    def _member(self, name: str) -> bytes:
         """Return the data of a member; its name starts with that of the archive."""
         info = next((info for info in self._zip.infolist() if info.filename.partition("/")[2] == name), None)
         if info is None:
-            if missing is not None:
-                return missing
             raise ValueError(f"the archive has no {name}")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self.place.num_bytes:
             raise ValueError(f"{name} is compressed, which torch.save never does")

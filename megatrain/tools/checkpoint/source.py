@@ -20,7 +20,7 @@ from megatrain.training.logging.console import Console
 
 
 class BoxReader(Protocol):
-    """What the tools need of a checkpoint: `CheckpointReader` for one of ours."""
+    """The part of a reader that the tools use: `CheckpointReader` for our checkpoints."""
 
     @property
     def manifest(self) -> Manifest:
@@ -51,7 +51,7 @@ def no_checkpoint(path: Path) -> NoCheckpointError:
     """Return the error for a path without a valid checkpoint."""
     reasons = "".join(f"\n  {one.path}: {one.problem}" for one in find_checkpoints(path))
     if is_of_megatron(path) or is_of_megatron(path / "release"):
-        reasons = ": it is a checkpoint of Megatron-LM, which is not read"
+        reasons = ": it is a checkpoint of Megatron-LM, which `megatrain convert` reads"
     return NoCheckpointError(
         f"{path} has no valid checkpoint{reasons}",
         fix=f"name the --save folder of a run, or one of its iter_NNNNNNN folders; `megatrain checkpoint ls {base_folder(path)}`"

@@ -149,8 +149,9 @@ def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
     folder = base_folder(path)
     if _is_foreign(folder) or is_of_megatron(path):
         return NoCheckpointError(
-            f"{flag} {path} has a checkpoint of Megatron-LM, whose format is not read",
-            fix=f"continue that run with Megatron-LM, or start a new one without {flag} and with another --save",
+            f"{flag} {path} has a checkpoint of Megatron-LM",
+            fix=f"convert it once: `megatrain convert megatron-to-megatrain {path} NEW`, then use {flag} NEW; or start a new run"
+            f" without {flag} and with another --save",
         )
     found = find_checkpoints(folder)
     if folder != path:

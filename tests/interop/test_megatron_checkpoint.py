@@ -1,0 +1,238 @@
+"""Checkpoints of Megatron-LM: names, padding, master weights, and files that are damaged or hostile.
+
+torch's own distributed checkpoint writes the files, under Megatron-LM's names.
+"""
+
+import argparse
+import pickle
+import random
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.interop.megatron.inert_pickle import path_of, read_pickle
+from megatrain.interop.megatron.names import FusedRows, parts_of
+from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
+from megatrain.tools.main import main
+
+ARGUMENTS = {
+    "num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12, "num_attention_heads": 2, "seq_length": 16,
+    "max_position_embeddings": 16, "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False,
+    "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True, "micro_batch_size": 1,
+    "global_batch_size": 2, "train_iters": 10, "lr": 1e-3, "bf16": True, "world_size": 1, "vocab_size": 30,
+    "padded_vocab_size": 32, "consumed_train_samples": 6, "consumed_valid_samples": 0, "mock_data": True,
+    "tokenizer_type": "NullTokenizer", "bias_gelu_fusion": False, "eval_iters": 0, "hidden_dropout": 0.0, "rank": 0,
+}  # fmt: skip
+SHAPES = {
+    "embedding.word_embeddings.weight": (32, 8),
+    "decoder.layers.input_layernorm.weight": (2, 8),
+    "decoder.layers.self_attention.linear_qkv.weight": (2, 24, 8),
+    "decoder.layers.self_attention.linear_proj.weight": (2, 8, 8),
+    "decoder.layers.pre_mlp_layernorm.weight": (2, 8),
+    "decoder.layers.mlp.linear_fc1.weight": (2, 24, 8),
+    "decoder.layers.mlp.linear_fc2.weight": (2, 8, 12),
+    "decoder.final_layernorm.weight": (8,),
+    "output_layer.weight": (32, 8),
+}
+
+
+def weights() -> dict[str, Tensor]:
+    """Return bf16 weights, and fp32 master weights and moments, by Megatron-LM's names."""
+    generator = torch.Generator().manual_seed(1)
+    found: dict[str, Tensor] = {}
+    for name, shape in SHAPES.items():
+        master = torch.randn(shape, generator=generator)
+        found[name] = master.bfloat16()
+        found[f"optimizer.state.fp32_param.{name}"] = master
+        found[f"optimizer.state.exp_avg.{name}"] = torch.randn(shape, generator=generator)
+        found[f"optimizer.state.exp_avg_sq.{name}"] = torch.rand(shape, generator=generator)
+    return found
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor], common: Any = None, **arguments: Any) -> Path:
+    """Write a checkpoint of iteration 3 as Megatron-LM does; return its folder."""
+    common = common or {
+        "iteration": 3,
+        "args": argparse.Namespace(**{**ARGUMENTS, **arguments}),
+        "opt_param_scheduler": {"num_steps": 6},
+        "optimizer": {"param_groups": [{"step": 3}]},
+    }
+    path = folder / "iter_0000003"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        state = {**tensors, "common_state/shard_0_1": [common]}
+        dcp.save(state, checkpoint_id=path, planner=planner, no_dist=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("megatron"), weights())
+
+
+def box(*sizes: int) -> tuple[tuple[int, int], ...]:
+    return tuple((0, size) for size in sizes)
+
+
+def test_fused_and_stacked_parameters_have_canonical_parts() -> None:
+    fused = FusedRows(num_heads=4, num_query_groups=2, is_gated=True)
+    found = {
+        part.name: part
+        for part in parts_of("decoder.layers.self_attention.linear_qkv.weight", (3, 16, 8), fused)
+    }
+    key = found["decoder.layers.1.attention.k.weight"]
+    assert (key.shape, key.place, key.rows) == ((4, 8), (1,), (slice(4, 6), slice(12, 14)))
+    expert = list(parts_of("decoder.layers.2.mlp.experts.experts.linear_fc1.weight", (5, 6, 8), fused))
+    assert [part.name for part in expert[:2]] == [
+        "decoder.layers.2.mlp.experts.0.gate.weight",
+        "decoder.layers.2.mlp.experts.0.up.weight",
+    ]
+    assert (expert[-1].place, expert[-1].rows) == ((4,), (slice(3, 6),))
+    norm = next(parts_of("decoder.layers.mlp.linear_fc1.layer_norm_weight", (3, 8), fused))
+    assert norm.name == "decoder.layers.0.mlp.norm.weight"
+
+
+def test_a_reader_has_master_weights_and_moments_without_padding(stored: Path) -> None:
+    reader, expected = MegatronCheckpoint(stored), weights()
+    manifest = reader.manifest
+    assert (manifest.iteration, manifest.consumed_train_samples, manifest.optimizer_step_count) == (3, 6, 3)
+    assert manifest.tensors["output_layer.weight"].shape == (30, 8)
+    for kind, prefix in (("weight", "fp32_param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        out = torch.empty(3, 5)
+        reader.read_box(
+            out, kind=kind, name="decoder.layers.1.attention.k.weight", shape=(8, 8), box=((3, 6), (1, 6))
+        )
+        qkv = expected[f"optimizer.state.{prefix}.decoder.layers.self_attention.linear_qkv.weight"][1]
+        keys = torch.cat([qkv[4:8], qkv[16:20]])  # each head has 4 queries, 4 keys, 4 values
+        assert torch.equal(out, keys[3:6, 1:6])
+
+
+def test_settings_come_from_the_arguments(stored: Path) -> None:
+    config = MegatronCheckpoint(stored).plan.config
+    assert config.model.disable_bias_linear
+    assert config.model.swiglu
+    assert config.precision.bf16
+    assert config.training.global_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"multi_latent_attention": True, "heterogeneous_block_specs": True}, "its arguments: "),
+        ({"padded_vocab_size": None}, "no padded_vocab_size"),
+        ({"num_attention_heads": 3}, "its arguments: "),
+    ],
+)
+def test_models_without_an_equal_are_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(MismatchError, match=problem):
+        MegatronCheckpoint(write(tmp_path, weights(), **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("decoder.layers.self_attention.linear_strange.weight", "has no counterpart"),
+        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param", "stored by buckets"),
+    ],
+)
+def test_tensors_without_an_equal_are_refused(tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(MismatchError, match=problem):
+        MegatronCheckpoint(write(tmp_path, {**weights(), name: torch.zeros(2, 8)}))
+
+
+class Attack:
+    """Creates a file when a pickle of it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.marker,))
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "attacked"
+    common = {"iteration": 3, "args": argparse.Namespace(**ARGUMENTS), "more": Attack(marker)}
+    path = write(tmp_path, weights(), common)
+    assert not marker.exists()
+    assert MegatronCheckpoint(path).manifest.iteration == 3
+    (path / METADATA_NAME).write_bytes(pickle.dumps(Attack(marker)))
+    with pytest.raises(DamagedError):
+        MegatronCheckpoint(path)
+    record = read_pickle(pickle.dumps(Attack(marker)))
+    assert path_of(record).endswith(".touch")
+    assert not marker.exists()
+
+
+def test_a_place_outside_of_the_folder_is_refused(stored: Path, tmp_path: Path) -> None:
+    copy = tmp_path / stored.name
+    shutil.copytree(stored, copy)
+    data = (copy / METADATA_NAME).read_bytes()
+    assert b"__0_0.distcp" in data
+    (copy / METADATA_NAME).write_bytes(data.replace(b"__0_0.distcp", b"../../../etc"))
+    with pytest.raises(DamagedError, match="not a place"):
+        TorchDistFolder(copy)
+
+
+def whole(reader: MegatronCheckpoint) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in reader.manifest.tensors.items():
+        for kind in tensor.kinds:
+            out = found[f"{kind}/{name}"] = torch.empty(tensor.shape)
+            reader.read_box(out, kind=kind, name=name, shape=tensor.shape, box=box(*tensor.shape))
+    return found
+
+
+def test_damage_is_found_or_harmless(stored: Path, tmp_path: Path) -> None:
+    """Flipped bits and cut files lead to a clear error, or to the same tensors."""
+    expected, generator, found = whole(MegatronCheckpoint(stored)), random.Random(0), 0
+    for number in range(200):
+        copy = tmp_path / "copy"
+        shutil.copytree(stored, copy)
+        file = copy / generator.choice([METADATA_NAME, "__0_0.distcp", "__0_0.distcp"])
+        data = bytearray(file.read_bytes())
+        place = generator.randrange(len(data))
+        if number % 10 == 0:
+            del data[place:]
+        else:
+            data[place] ^= 1 << generator.randrange(8)
+        file.write_bytes(data)
+        try:
+            same = whole(MegatronCheckpoint(copy))
+        except CheckpointError:
+            found += 1
+        else:
+            assert same.keys() == expected.keys()
+            assert all(torch.equal(same[name], expected[name]) for name in expected), number
+        shutil.rmtree(copy)
+    assert found > 100
+
+
+def test_the_command_writes_a_checkpoint_and_says_how_to_continue(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "megatron-to-megatrain", str(stored.parent), str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "2 rows of padding are left out" in text
+    assert "--vocab-size 30" in text
+    assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
+    assert main(["convert", "megatron-to-megatrain", str(stored.parent), str(tmp_path / "run")]) == 2
+    assert "is a checkpoint" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_checkpoint_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "megatron-to-megatrain", str(tmp_path), str(tmp_path / "run")]) != 0
+    assert "has no checkpoint of Megatron-LM" in capsys.readouterr().err
