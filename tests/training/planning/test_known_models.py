@@ -1,0 +1,65 @@
+"""The files of configs/models/: each resolves at its number of GPUs, and its model has the published number of parameters."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.model.gpt import build_model
+from megatrain.model.specs import gpt_spec
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.rank_lists import GridShape
+from megatrain.training.planning.model_tree import model_tree
+
+FOLDER = Path(__file__).parents[3] / "configs" / "models"
+PUBLISHED = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or those that the paper's shapes give
+    "gpt2_124m": (8, 124_439_808),
+    "gpt3_175b": (1024, 174_604_259_328),
+    "llama3_8b": (256, 8_030_261_248),
+    "llama3_70b": (2048, 70_553_706_496),
+    "llama3_405b": (16384, 405_853_388_800),
+    "mixtral_8x7b": (64, 46_702_792_704),
+    "mixtral_8x22b": (256, 140_620_634_112),
+    "olmo2_7b": (256, 7_298_617_344),
+    "qwen3_0_6b": (8, 596_049_920),
+    "qwen3_8b": (64, 8_190_735_360),
+    "qwen3_30b_a3b": (64, 30_532_122_624),
+    "qwen3_235b_a22b": (512, 235_093_634_560),
+}
+
+LARGE = ("qwen3_235b_a22b",)
+"""12,000 experts: seconds."""
+
+
+def plan_of(name: str) -> Plan:
+    facts = Facts(
+        world_size=PUBLISHED[name][0],
+        device="cuda",
+        device_name="NVIDIA H100 80GB HBM3",
+        device_capability=(9, 0),
+        libraries={"torch": "2.11.0"},
+    )
+    return resolve(parse(["--config", str(FOLDER / f"{name}.yaml"), "--save", "/nowhere"]), facts)
+
+
+def test_every_file_is_listed() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LARGE else name for name in PUBLISHED]
+)
+def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
+    config = plan_of(name).config
+    assert config.tokenizer.vocab_size is not None
+    spec = gpt_spec(config.model, config.experts, vocab_size=config.tokenizer.vocab_size)
+    model = build_model(
+        spec,
+        build_grid(GridShape(), 0),
+        seq_length=config.data.seq_length,
+        sequence_parallel=False,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+    )
+    assert model_tree([model.registry], spec.routers).parameters == PUBLISHED[name][1]
