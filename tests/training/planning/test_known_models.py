@@ -1,4 +1,4 @@
-"""The files of configs/models/: each resolves at its number of GPUs, and its model has the published number of parameters."""
+"""The files of configs/models/: each resolves at its number of GPUs, and its model has as many parameters as the original."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.planning.model_tree import model_tree
 
 FOLDER = Path(__file__).parents[3] / "configs" / "models"
-PUBLISHED = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or those that the paper's shapes give
+ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or those that the paper's shapes give
     "gpt2_124m": (8, 124_439_808),
     "gpt3_175b": (1024, 174_604_259_328),
     "llama3_8b": (256, 8_030_261_248),
@@ -34,7 +34,7 @@ LARGE = ("qwen3_235b_a22b",)
 
 def plan_of(name: str) -> Plan:
     facts = Facts(
-        world_size=PUBLISHED[name][0],
+        world_size=ORIGINALS[name][0],
         device="cuda",
         device_name="NVIDIA H100 80GB HBM3",
         device_capability=(9, 0),
@@ -44,13 +44,13 @@ def plan_of(name: str) -> Plan:
 
 
 def test_every_file_is_listed() -> None:
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PUBLISHED)
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(ORIGINALS)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LARGE else name for name in PUBLISHED]
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LARGE else name for name in ORIGINALS]
 )
-def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
+def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
     config = plan_of(name).config
     assert config.tokenizer.vocab_size is not None
     spec = gpt_spec(config.model, config.experts, vocab_size=config.tokenizer.vocab_size)
@@ -62,4 +62,4 @@ def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
         dtype=torch.bfloat16,
         device=torch.device("meta"),
     )
-    assert model_tree([model.registry], spec.routers).parameters == PUBLISHED[name][1]
+    assert model_tree([model.registry], spec.routers).parameters == ORIGINALS[name][1]
