@@ -2,15 +2,16 @@
 
     every rank: work -> result or error -> gather -> all ranks continue, or all raise
 
-CheckpointError     the checkpoint could not be written or read
-  DamagedError      the files differ from what was written: an older checkpoint may be intact
-  MismatchError     an intact checkpoint of another model or program: older ones do not fit either
+CheckpointError        the checkpoint could not be written or read
+  DamagedError         the files differ from what was written: an older checkpoint may be intact
+  MismatchError        an intact checkpoint of another model or program: older ones do not fit either
+  NotFiniteStateError  weights or optimizer state must not become a checkpoint: the next save fails, too
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.messages import Messages
@@ -23,14 +24,29 @@ class CheckpointError(MegatrainError):
 class DamagedError(CheckpointError):
     """The files of a checkpoint differ from what was written. The problem names the file, and the tensor if there is one."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem, fix="load an older checkpoint, or restore this one from a backup")
+    def __init__(
+        self, problem: str, *, fix: str = "load an older checkpoint, or restore this one from a backup"
+    ) -> None:
+        super().__init__(problem, fix=fix)
 
 
 class MismatchError(CheckpointError):
     """An intact checkpoint of another model or a newer program: the command and the checkpoint do not fit."""
 
     exit_code = 2
+
+
+class NotFiniteStateError(CheckpointError):
+    """Weights or other state that no run can continue with."""
+
+
+_BY_SEVERITY: Final[tuple[type[CheckpointError], ...]] = (
+    MismatchError,
+    DamagedError,
+    NotFiniteStateError,
+    CheckpointError,
+)
+"""The worst first."""
 
 
 def agree(
@@ -42,7 +58,7 @@ def agree(
         The result of `then`, on all ranks.
 
     Raises:
-        CheckpointError: on all ranks if one fails; mismatch takes precedence over damage, damage over other errors.
+        CheckpointError: on all ranks if one fails, of the worst class: mismatch, damage, state that is not finite, others.
     """
     value, failure = None, None
     try:
@@ -64,18 +80,16 @@ def agree(
         return result
     severity, problem, fix, rank = worst
     where = f"rank {rank}: " if messages.size > 1 else ""
-    if severity == 0:
-        raise MismatchError(where + problem, fix=fix) from failure
-    if severity == 1:
-        raise DamagedError(where + problem) from failure
-    raise CheckpointError(where + problem, fix=fix) from failure
+    raise _BY_SEVERITY[severity](where + problem, fix=fix) from failure
 
 
 def _described(failure: Exception | None) -> tuple[int, str, str] | None:
     """Return severity (0 is the worst), problem and fix, or None without a failure."""
     if failure is None:
         return None
-    severity = 0 if isinstance(failure, MismatchError) else 1 if isinstance(failure, DamagedError) else 2
+    severity = next(
+        (n for n, kind in enumerate(_BY_SEVERITY) if isinstance(failure, kind)), len(_BY_SEVERITY) - 1
+    )
     if isinstance(failure, MegatrainError):
         return severity, failure.problems[0].text, failure.problems[0].fix
     if isinstance(failure, OSError):

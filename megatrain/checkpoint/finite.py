@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.errors import NotFiniteStateError
 
 SQUARES = ("exp_avg_sq",)
 """Kinds of state that are means of squares: never negative."""
-
-
-class NotFiniteStateError(CheckpointError):
-    """Weights or optimizer state that no run can continue with."""
 
 
 def check_finite(parts: Iterable[tuple[str, str, Tensor]]) -> None:
@@ -43,8 +40,24 @@ def check_finite(parts: Iterable[tuple[str, str, Tensor]]) -> None:
         more = f"; and {len(invalid) - _MAX_SHOWN} more tensors" if len(invalid) > _MAX_SHOWN else ""
         raise NotFiniteStateError(
             f"{shown}{more}",
-            fix="resume from an older checkpoint with --ckpt-step N; older checkpoints are intact",
+            fix=_FIX,
         )
+
+
+def check_finite_values(value: Any, name: str) -> None:
+    """Check the numbers in JSON values, such as the biases of experts; `name` is that of the value in the message.
+
+    Raises:
+        NotFiniteStateError: one is infinite or NaN.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            check_finite_values(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            check_finite_values(item, f"{name}[{number}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise NotFiniteStateError(f"{name} is {value}", fix=_FIX)
 
 
 def is_valid_from(kind: str) -> float:
@@ -60,3 +73,4 @@ def num_invalid(values: Tensor, kind: str) -> int:
 
 _LARGEST = torch.finfo(torch.float64).max
 _MAX_SHOWN = 3
+_FIX = "resume from an older checkpoint with --ckpt-step N; older checkpoints are intact"

@@ -18,9 +18,9 @@ from typing import Any
 
 from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.disk import Disk, write_file
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, agree
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, NotFiniteStateError, agree
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
-from megatrain.checkpoint.finite import check_finite
+from megatrain.checkpoint.finite import check_finite, check_finite_values
 from megatrain.checkpoint.manifest import (
     MANIFEST_NAME,
     Chunk,
@@ -176,11 +176,13 @@ class Save:
         """Check what this rank writes and the free space, and create the temporary folder.
 
         Raises:
+            NotFiniteStateError: on all ranks; state is infinite or NaN.
             CheckpointError: on all ranks.
         """
 
         def check() -> int:
             check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
+            check_finite_values(self._contents["state"], "state")
             return sum(chunk.num_bytes for chunk in plan)
 
         with self._cleaned_up():
@@ -219,7 +221,8 @@ class Save:
             if self.grid.world.is_first:
                 remove_failed_save(self.temporary, self.disk)
             problem = f"saving iteration {self.iteration} to {self.final} failed: {error.problems[0].text}"
-            raise CheckpointError(problem, fix=error.problems[0].fix) from error
+            kind = NotFiniteStateError if isinstance(error, NotFiniteStateError) else CheckpointError
+            raise kind(problem, fix=error.problems[0].fix) from error
 
 
 def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> None:

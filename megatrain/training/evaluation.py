@@ -11,6 +11,7 @@ import torch
 
 from megatrain.config import Plan
 from megatrain.config.derive.data_plans import evaluations
+from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
 from megatrain.training.engine import Engine, mean_losses
 from megatrain.training.garbage import GarbageCollection
@@ -18,6 +19,7 @@ from megatrain.training.iterations import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.progress import Progress
+from megatrain.training.saving import RunSaves
 from megatrain.training.stopping import StopRequest
 
 
@@ -33,6 +35,7 @@ class Evaluation:
         progress: of the run; updated.
         stop: stops an evaluation before its end.
         garbage: collects before and after an evaluation.
+        saves: saves of the run; those in the background are committed also during an evaluation.
     """
 
     def __init__(
@@ -46,9 +49,11 @@ class Evaluation:
         progress: Progress,
         stop: StopRequest,
         garbage: GarbageCollection,
+        saves: RunSaves,
     ) -> None:
         self.ranks, self.plan, self.engine, self.sets = ranks, plan, engine, sets
         self.log, self.progress, self.stop, self.garbage = log, progress, stop, garbage
+        self.saves = saves
         self.schedule = evaluations(plan)
 
     def run_if_due(self) -> str | None:
@@ -108,10 +113,23 @@ class Evaluation:
         per_batch = self.plan.derived.num_eval_microbatches
         sums = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
         for done in range(0, evaluation_set.num_microbatches, per_batch):
-            reason = self.stop.urgent_reason(self.ranks.grid.world, self.ranks.device)
+            reason = self._reason_to_stop()
             if reason is not None:
                 return float("nan"), reason
             count = min(per_batch, evaluation_set.num_microbatches - done)
             batches = evaluation_set.batches.microbatches(consumed + done * samples_per_pass, count)
             sums += self.engine.evaluate(batches)
         return mean_losses(sums).item(), None
+
+    def _reason_to_stop(self) -> str | None:
+        """Return the reason to stop during an evaluation, or None; commit a pending save that all ranks have written.
+
+        A collective: all ranks call it.
+
+        Raises:
+            CheckpointError: the save failed, see `RunSaves.commit_if_written`.
+        """
+        flags = torch.tensor((*self.stop.flags(), int(self.saves.is_writing)), device=self.ranks.device)
+        *stop_flags, is_any_rank_writing = all_reduce(flags, self.ranks.grid.world, "max").tolist()
+        self.saves.commit_if_written(is_any_rank_writing=bool(is_any_rank_writing))
+        return self.stop.urgent_reason(stop_flags)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
 from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.checkpoint.save import DirectWriter, Save
 from megatrain.config import Plan
@@ -194,12 +194,16 @@ class RunSaves:
 
     @contextlib.contextmanager
     def _failing_by_policy(self) -> Iterator[None]:
-        """Remember a save that fails, on all ranks, and raise its error unless --on-save-failure is warn."""
+        """Remember a save that fails, on all ranks, and raise its error unless --on-save-failure is warn.
+
+        State that is not finite always ends the run: it would never be saved again.
+        """
         try:
             yield
         except CheckpointError as error:
             self.failure = error.problems[0].text
-            if self.plan.config.checkpoint.on_save_failure == "stop":
+            is_fatal = isinstance(error, NotFiniteStateError)
+            if is_fatal or self.plan.config.checkpoint.on_save_failure == "stop":
                 raise
             self.ranks.console.print(
                 f"> WARNING: {self.failure}; training continues (--on-save-failure warn), and the next save tries again"

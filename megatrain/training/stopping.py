@@ -12,11 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-
-from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.grid import RankGroup
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SECONDS_OF_REPEATED_SIGNALS = 10.0
 
@@ -69,10 +64,9 @@ class StopRequest:
         """Return True if --exit-interval stops the run after this iteration."""
         return self.exit_interval is not None and iteration % self.exit_interval == 0
 
-    def urgent_reason(self, world: RankGroup, device: torch.device) -> str | None:
-        """Return the reason to stop during an evaluation, or None. A collective: all ranks call it."""
-        flags = torch.tensor(self.flags(), device=device)
-        return _text(all_reduce(flags, world, "max").tolist())
+    def urgent_reason(self, flags: Sequence[int]) -> str | None:
+        """Return the reason to stop during an evaluation, or None; `flags` are the maximum over all ranks."""
+        return _text(flags)
 
     def _remember(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -126,6 +126,7 @@ class Trainer:
             progress=self.progress,
             stop=stop,
             garbage=self.garbage,
+            saves=self.saves,
         )
         reason = None
         with stop.listening(), self.garbage.manual_collection(), self._saving():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from checkpoint_helpers import Rank, build_ranks, one_rank, run_ranks, save, small_spec
 
-from megatrain.checkpoint.errors import CheckpointError
+from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
 from megatrain.checkpoint.find import newest_valid
-from megatrain.checkpoint.finite import NotFiniteStateError, check_finite
+from megatrain.checkpoint.finite import check_finite, check_finite_values
 from megatrain.checkpoint.save import save_checkpoint
 from megatrain.parallel.rank_lists import GridShape
 
@@ -69,7 +69,7 @@ def test_all_ranks_fail_and_name_the_rank(tmp_path: Path) -> None:
     ranks[1].optimizer.state("exp_avg")[0][:2] = math.nan
 
     def attempt(rank: Rank) -> str:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(NotFiniteStateError) as caught:
             save_checkpoint(
                 tmp_path,
                 iteration=1,
@@ -84,3 +84,13 @@ def test_all_ranks_fail_and_name_the_rank(tmp_path: Path) -> None:
     for message in run_ranks(ranks, attempt):
         assert "rank 1: exp_avg of" in message
         assert "has 2 values" in message
+
+
+def test_values_of_the_manifest_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    check_finite_values({"a": [1.0, {"b": 2}], "c": None, "d": "nan"}, "state")
+    biases = {"layer 0": [0.0, math.inf]}
+    with pytest.raises(
+        NotFiniteStateError, match=r"state.expert_biases.layer 0\[1\] is inf(.|\n)*fix: .*--ckpt-step"
+    ):
+        save(tmp_path, one_rank(), 1, state={"expert_biases": biases})
+    assert not list(tmp_path.glob("iter_*"))

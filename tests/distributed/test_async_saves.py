@@ -21,6 +21,7 @@ from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 from megatrain.training import saving
+from megatrain.training.engine import Engine
 
 ASYNC = ["--async-save"]
 FAULTY_WRITER = """
@@ -226,6 +227,38 @@ def test_a_second_save_waits_for_the_first(pool: WorkerPool, tmp_path: Path) -> 
     assert places == sorted(places)
     assert text.count("> waiting until iteration") == 2
     assert sorted(saved(tmp_path)) == ["iter_0000004", "iter_0000008"]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "tp2")])
+def test_a_save_is_committed_during_an_evaluation(
+    pool: WorkerPool, tmp_path: Path, world_size: int, layout: str
+) -> None:
+    """The writer waits for the evaluation, and the evaluation gets slow until the save is committed."""
+    flags = [*LAYOUTS[layout][1], *folder_flags(tmp_path), *ASYNC]
+    flags += "--train-iters 7 --eval-interval 6 --eval-iters 100".split()
+    answers = pool.run(world_size, train_with_a_slow_evaluation, flags, str(tmp_path))
+    assert {exit_code for exit_code, _ in answers} == {0}
+    text = answers[0][1]
+    committed, evaluated = text.index("> committed iteration 4"), text.index("loss at iteration 6")
+    assert text.index("> saving iteration 4 in the background") < committed < evaluated
+    assert "waiting until iteration 4" not in text
+
+
+def train_with_a_slow_evaluation(
+    rank: int, world_size: int, flags: list[str], folder: str
+) -> tuple[int, str]:
+    is_evaluating, newest, evaluate = Path(folder) / "evaluating", "iter_0000004", Engine.evaluate
+
+    def slow(engine: Engine, *args: Any) -> Any:
+        if list(Path(folder).glob(f"{newest}*")):
+            is_evaluating.touch()
+        if is_evaluating.exists() and not (Path(folder) / newest).exists():
+            time.sleep(0.05)
+        return evaluate(engine, *args)
+
+    wait = f"while not os.path.exists({str(is_evaluating)!r}): time.sleep(0.02)"
+    with mock.patch.object(Engine, "evaluate", slow):
+        return train_with(rank, world_size, flags, FAULTY_WRITER.format(condition=ALL, fault=wait))
 
 
 def test_a_signal_waits_for_the_pending_save(pool: WorkerPool, tmp_path: Path) -> None:
