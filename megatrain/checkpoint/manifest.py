@@ -4,10 +4,11 @@
                      "state": {...}, "config": {...}, "block_bytes",
                      "files":   {file: {"bytes", "header_crc32"}},
                      "tensors": {canonical name: {"shape", "kinds": {kind: {"dtype", "chunks": [
-                                    {"file", "key", "box": [[start, stop], ...], "crc32s"}]}}}},
+                                    {"file", "key", "box": [[start, stop], ...], "checksums"}]}}}},
                      "checksum": crc32 of the rest as canonical JSON (sorted keys, no spaces, ASCII)}
 
-`crc32s` has eight hexadecimal digits for each block of `block_bytes` of the chunk. In version 1, `crc32` is that of the whole chunk.
+`checksums` has eight hexadecimal digits for each block of `block_bytes` of the chunk (block_checksums.py). In version 2 these are
+`crc32s` of the blocks; in version 1, `crc32` is that of the whole chunk.
 A manifest is untrusted input: every value is checked, and no file name leads out of the folder.
 """
 
@@ -25,15 +26,15 @@ from typing import Any
 
 import torch
 
+from megatrain.checkpoint.block_checksums import BLOCKS, BlockFormat, checksum_of_sums
 from megatrain.checkpoint.disk import read_small_file
 from megatrain.checkpoint.errors import DamagedError, MismatchError
-from megatrain.checkpoint.shard_file import BLOCK_BYTES
 from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.checkpoint.untrusted_json import InvalidError, json_object, parse_json, shown
 from megatrain.parallel.layout import Box, box_shape
 
 MANIFEST_NAME = "manifest.json"
-FORMAT, VERSION = "megatrain", 2
+FORMAT, VERSION = "megatrain", 3
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes by their safetensors names."""
 
@@ -60,8 +61,8 @@ class Chunk:
     file: str
     key: str
     box: Box
-    crc32s: str
-    """Crc32 of each block, eight hexadecimal digits each."""
+    checksums: str
+    """Checksum of each block, eight hexadecimal digits each."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Manifest:
     """The resolved configuration of the run."""
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, StoredTensor]
-    block_bytes: int = BLOCK_BYTES
-    """Bytes of a chunk's blocks, each with a checksum."""
+    blocks: BlockFormat = BLOCKS
+    """Format of the blocks of a chunk, each with a checksum."""
     checksum: int = 0
     """Crc32 as read; 0 before the manifest is written."""
 
@@ -144,8 +145,10 @@ def encode(manifest: Manifest) -> bytes:
         name: {"bytes": file.num_bytes, "header_crc32": file.header_crc32}
         for name, file in manifest.files.items()
     }
-    own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config", "block_bytes")
+    assert manifest.blocks == BLOCKS, "older formats are only read"
+    own = ("iteration", "consumed_train_samples", "optimizer_step_count", "state", "config")
     content = {"format": FORMAT, "version": VERSION, "files": files, "tensors": tensors}
+    content["block_bytes"] = BLOCKS.num_bytes
     content |= {name: getattr(manifest, name) for name in own}
     content = json.loads(json.dumps(content))  # converts keys to strings before they are sorted
     check_stored_values(content)
@@ -161,20 +164,19 @@ def decode(text: bytes) -> Manifest:
     del content["checksum"]
     if checksum != zlib.crc32(_canonical(content)):
         raise InvalidError("the checksum does not match the content")
-    version = content.get("version")
-    if content.get("format") != FORMAT or version not in (1, VERSION):
+    version: Any = content.get("version")
+    if content.get("format") != FORMAT or version not in range(1, VERSION + 1):
         raise MismatchError(
             f"format {shown(content.get('format'))}, version {shown(version)}; this program reads {FORMAT!r}, up to version {VERSION}",
             fix="use the program that wrote it",
         )
-    block_bytes = _WHOLE_CHUNK if version == 1 else _int(content, "block_bytes", least=_MIN_BLOCK_BYTES)
-    if version != 1 and (block_bytes > _MAX_BLOCK_BYTES or block_bytes % 8):
-        raise InvalidError(f"block_bytes {block_bytes} is not a valid size of blocks")
+    blocks = _blocks(content, version)
     files = {
         _file_name(name): StoredFile(_int(file, "bytes"), _int(file, "header_crc32"))
         for name, file in _items(content, "files")
     }
-    tensors = {name: _tensor(name, tensor, files, block_bytes) for name, tensor in _items(content, "tensors")}
+    stored = _Stored(version, files, blocks)
+    tensors = {name: _tensor(name, tensor, stored) for name, tensor in _items(content, "tensors")}
     check_stored_values(content)
     return Manifest(
         iteration=content["iteration"],
@@ -184,7 +186,7 @@ def decode(text: bytes) -> Manifest:
         config=content["config"],
         files=files,
         tensors=tensors,
-        block_bytes=block_bytes,
+        blocks=blocks,
         checksum=checksum,
     )
 
@@ -211,27 +213,46 @@ def _canonical(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _tensor(name: str, value: Any, files: Mapping[str, StoredFile], block_bytes: int) -> StoredTensor:
+@dataclass(frozen=True)
+class _Stored:
+    """Files and format that the chunks of a manifest refer to."""
+
+    version: int
+    files: Mapping[str, StoredFile]
+    blocks: BlockFormat
+
+    def checksums(self, chunk: Any) -> str:
+        """Return the checksums of a chunk by their name in this version."""
+        if self.version == 1:
+            return f"{_int(chunk, 'crc32'):08x}"
+        return _text(chunk, "crc32s" if self.version == 2 else "checksums")
+
+
+def _blocks(content: Any, version: int) -> BlockFormat:
+    if version == 1:
+        return BlockFormat(_WHOLE_CHUNK, zlib.crc32)
+    block_bytes = _int(content, "block_bytes", least=_MIN_BLOCK_BYTES)
+    if block_bytes > _MAX_BLOCK_BYTES or block_bytes % 8:
+        raise InvalidError(f"block_bytes {block_bytes} is not a valid size of blocks")
+    return BlockFormat(block_bytes, zlib.crc32 if version == 2 else checksum_of_sums)
+
+
+def _tensor(name: str, value: Any, stored: _Stored) -> StoredTensor:
     sizes = _list(json_object(value, name).get("shape"), f"{name}: shape")
     shape = tuple(_int({"size": size}, "size", least=1) for size in sizes)
     if not 1 <= len(shape) <= _MAX_DIMS or math.prod(shape) > _MAX_ELEMENTS:
         raise InvalidError(f"{name}: shape {shape}")
-    kinds = {
-        kind: _kind(f"{name}: {kind}", shape, stored, files, block_bytes)
-        for kind, stored in _items(value, "kinds")
-    }
+    kinds = {kind: _kind(f"{name}: {kind}", shape, found, stored) for kind, found in _items(value, "kinds")}
     return StoredTensor(shape, kinds)
 
 
-def _kind(
-    where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile], block_bytes: int
-) -> StoredKind:
+def _kind(where: str, shape: tuple[int, ...], value: Any, stored: _Stored) -> StoredKind:
     dtype = _text(value, "dtype")
     if dtype not in DTYPES:
         raise InvalidError(f"{where}: dtype {dtype}")
-    num_in_block = block_bytes // DTYPES[dtype].itemsize
+    num_in_block = stored.blocks.num_bytes // DTYPES[dtype].itemsize
     chunks = tuple(
-        _chunk(where, shape, chunk, files, num_in_block)
+        _chunk(where, shape, chunk, stored, num_in_block)
         for chunk in _list(value.get("chunks"), f"{where}: chunks")
     )
     problem = tiling_problem(shape, [chunk.box for chunk in chunks])
@@ -240,11 +261,9 @@ def _kind(
     return StoredKind(dtype, chunks)
 
 
-def _chunk(
-    where: str, shape: tuple[int, ...], value: Any, files: Mapping[str, StoredFile], num_in_block: int
-) -> Chunk:
+def _chunk(where: str, shape: tuple[int, ...], value: Any, stored: _Stored, num_in_block: int) -> Chunk:
     file = _text(value, "file")
-    if file not in files:
+    if file not in stored.files:
         raise InvalidError(f"{where}: {shown(file)} is not among the files")
     pairs = [_list(pair, f"{where}: box") for pair in _list(value.get("box"), f"{where}: box")]
     box = tuple((int(pair[0]), int(pair[1])) for pair in pairs if [type(n) for n in pair] == [int, int])
@@ -253,12 +272,11 @@ def _chunk(
     )
     if not is_inside or math.prod(box_shape(box)) > _MAX_CHUNK_ELEMENTS:
         raise InvalidError(f"{where}: box {shown(pairs)} of a tensor of shape {shape}")
-    is_version_1 = num_in_block > _MAX_BLOCK_BYTES
-    crc32s = f"{_int(value, 'crc32'):08x}" if is_version_1 else _text(value, "crc32s")
+    checksums = stored.checksums(value)
     num_blocks = -(-math.prod(box_shape(box)) // num_in_block)
-    if not _CHECKSUMS.fullmatch(crc32s) or len(crc32s) != 8 * num_blocks:
-        raise InvalidError(f"{where}: crc32s {crc32s[:80]!r} of {num_blocks} blocks")
-    return Chunk(file, _text(value, "key"), box, crc32s)
+    if not _CHECKSUMS.fullmatch(checksums) or len(checksums) != 8 * num_blocks:
+        raise InvalidError(f"{where}: checksums {checksums[:80]!r} of {num_blocks} blocks")
+    return Chunk(file, _text(value, "key"), box, checksums)
 
 
 def _file_name(name: str) -> str:

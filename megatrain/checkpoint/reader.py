@@ -141,8 +141,8 @@ class CheckpointReader:
             chunk.key,
             dtype=dtype,
             shape=shape,
-            crc32s=chunk.crc32s,
-            block_bytes=self.manifest.block_bytes,
+            checksums=chunk.checksums,
+            blocks=self.manifest.blocks,
             part=slice(start, start + size),
             buffer=buffer,
         ).view(box_shape(part))
@@ -152,13 +152,13 @@ class CheckpointReader:
         try:
             return self._buffers.get_nowait()
         except queue.Empty:
-            num_bytes = self._part_bytes + 2 * min(self.manifest.block_bytes, self._part_bytes)
+            num_bytes = self._part_bytes + 2 * min(self.manifest.blocks.num_bytes, self._part_bytes)
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     @property
     def _part_bytes(self) -> int:
         """Size of the parts that are read at once: at least a block, which in version 1 is a whole chunk."""
-        return min(max(_PART_BYTES, self.manifest.block_bytes), _MAX_CHUNK_BYTES)
+        return min(max(_PART_BYTES, self.manifest.blocks.num_bytes), _MAX_CHUNK_BYTES)
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:

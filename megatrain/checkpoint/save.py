@@ -273,8 +273,8 @@ def write_rank_shards(
 def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -> dict[str, Any]:
     """Return the name, size, checksums and chunks of a file, for `merge_reports`."""
     rows = [
-        (chunk.name, chunk.shape, chunk.kind, chunk.entry.dtype, chunk.key, chunk.box, crc32s)
-        for chunk, crc32s in zip(part, written.crc32s, strict=True)
+        (chunk.name, chunk.shape, chunk.kind, chunk.entry.dtype, chunk.key, chunk.box, checksums)
+        for chunk, checksums in zip(part, written.checksums, strict=True)
     ]
     file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
     return {"name": name, "file": file, "chunks": rows}
@@ -295,8 +295,8 @@ def merge_reports(
     chunks: dict[str, dict[tuple[str, str], list[Chunk]]] = {}
     for report in (report for rank_reports in reports for report in rank_reports):
         files[report["name"]] = StoredFile(**report["file"])
-        for name, shape, kind, dtype, key, box, crc32s in report["chunks"]:
-            chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), crc32s)
+        for name, shape, kind, dtype, key, box, checksums in report["chunks"]:
+            chunk = Chunk(report["name"], key, tuple((start, stop) for start, stop in box), checksums)
             shapes[name] = tuple(shape)
             chunks.setdefault(name, {}).setdefault((kind, dtype), []).append(chunk)
     has_optimizer = any(len(kinds) > 1 for kinds in chunks.values())

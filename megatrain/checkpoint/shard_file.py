@@ -13,17 +13,15 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint.block_checksums import BLOCKS
 from megatrain.checkpoint.disk import Disk, errors_name_file, open_regular_file, read_into
 from megatrain.checkpoint.errors import CheckpointError
-
-BLOCK_BYTES = 1 << 20
-"""Bytes of a chunk that share a checksum; the last block of a chunk may be smaller."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class WrittenFile:
 
     num_bytes: int
     header_crc32: int
-    crc32s: list[str]
-    """For each chunk, the crc32 of its blocks: eight hexadecimal digits each."""
+    checksums: list[str]
+    """For each chunk, those of its blocks, as `BlockFormat.checksums` returns them."""
 
 
 def write_shard_file(
@@ -65,16 +63,16 @@ def write_shard_file(
         OSError: the disk cannot write.
         CheckpointError: the disk returns other data than was written.
     """
-    header, crc32s = header_of(chunks), []
+    header, found = header_of(chunks), []
     with errors_name_file(path), disk.create(path) as file, ThreadPoolExecutor(1) as pool:
         disk.write(file, header)
         for values in data:
-            sums = pool.submit(checksums, values)
+            checksums = pool.submit(BLOCKS.checksums, values)
             disk.write(file, values)
-            crc32s.append(sums.result())
+            found.append(checksums.result())
         disk.sync(file)
     num_bytes = len(header) + sum(chunk.num_bytes for chunk in chunks)
-    written = WrittenFile(num_bytes, zlib.crc32(header), crc32s)
+    written = WrittenFile(num_bytes, zlib.crc32(header), found)
     if verifies:
         problem = _problem_on_disk(path, len(header), chunks, written)
         if problem is not None:
@@ -99,17 +97,6 @@ def header_of(chunks: Sequence[ChunkEntry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def blocks(data: memoryview, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
-    """Yield the blocks of a chunk's bytes."""
-    for start in range(0, len(data), block_bytes):
-        yield data[start : start + block_bytes]
-
-
-def checksums(data: memoryview, block_bytes: int = BLOCK_BYTES) -> str:
-    """Return the crc32 of each block, eight hexadecimal digits each."""
-    return "".join(f"{zlib.crc32(block):08x}" for block in blocks(data, block_bytes))
-
-
 def _problem_on_disk(
     path: Path, header_bytes: int, chunks: Sequence[ChunkEntry], written: WrittenFile
 ) -> str | None:
@@ -121,10 +108,10 @@ def _problem_on_disk(
         if zlib.crc32(buffer[:header_bytes]) != written.header_crc32:
             return "the header differs from what was written"
         at = header_bytes
-        for chunk, crc32s in zip(chunks, written.crc32s, strict=True):
+        for chunk, checksums in zip(chunks, written.checksums, strict=True):
             data = buffer[: chunk.num_bytes]
             read_into(file, data, at, path)
-            if checksums(data) != crc32s:
+            if BLOCKS.checksums(data) != checksums:
                 return f"{chunk.key} differs from what was written"
             at += chunk.num_bytes
     return None

@@ -15,10 +15,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from megatrain.checkpoint.block_checksums import BlockFormat
 from megatrain.checkpoint.disk import open_regular_file, read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import DTYPES, StoredFile
-from megatrain.checkpoint.shard_file import checksums
 from megatrain.checkpoint.untrusted_json import parse_json
 
 _MAX_HEADER_BYTES = 100_000_000
@@ -64,15 +64,16 @@ class TensorFile:
         *,
         dtype: str,
         shape: tuple[int, ...],
-        crc32s: str,
-        block_bytes: int,
+        checksums: str,
+        blocks: BlockFormat,
         part: slice | None = None,
         buffer: Tensor | None = None,
     ) -> Tensor:
         """Return elements of the chunk under `key`, flat; only the blocks that hold them are read and checked.
 
         Args:
-            crc32s: crc32 of each block of the chunk.
+            checksums: of each block of the chunk.
+            blocks: format of the blocks.
             part: range of elements in row-major order; None: the chunk.
             buffer: memory for the blocks, uint8; None or too small: it is allocated.
 
@@ -82,15 +83,19 @@ class TensorFile:
         start, size = self._find(key, dtype, shape)
         itemsize = DTYPES[dtype].itemsize
         part = part or slice(0, size // itemsize)
-        first = part.start * itemsize // block_bytes
-        low, high = first * block_bytes, min(-(-part.stop * itemsize // block_bytes) * block_bytes, size)
+        first = part.start * itemsize // blocks.num_bytes
+        low = first * blocks.num_bytes
+        high = min(-(-part.stop * itemsize // blocks.num_bytes) * blocks.num_bytes, size)
         if buffer is None or len(buffer) < high - low:
             buffer = torch.empty(high - low, dtype=torch.uint8)
         tensor = buffer[: high - low]
-        data = bytes_of(tensor)
-        read_into(self._file, data, self._data_start + start + low, self.path)
-        if checksums(data, block_bytes) != crc32s[8 * first : 8 * -(-high // block_bytes)]:
-            raise DamagedError(f"{self.path}: {key} does not match its checksum")
+        at = self._data_start + start + low
+        for number, block in enumerate(blocks.blocks(bytes_of(tensor)), start=first):
+            read_into(self._file, block, at, self.path)
+            # At once, while the block is in the processor's cache: later it would be read from memory again.
+            if blocks.checksum(block) != int(checksums[8 * number : 8 * number + 8], 16):
+                raise DamagedError(f"{self.path}: {key} does not match its checksum")
+            at += len(block)
         offset = part.start * itemsize - low
         return tensor[offset : offset + (part.stop - part.start) * itemsize].view(DTYPES[dtype])
 

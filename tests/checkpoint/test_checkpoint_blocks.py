@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import random
 import zlib
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_helpers import assert_same, load, one_rank, save, training_state, write_tensors
+from safetensors import safe_open
 
+from megatrain.checkpoint.block_checksums import BLOCKS, checksum_of_sums
 from megatrain.checkpoint.disk import read_into
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import Chunk, Manifest, StoredFile, StoredKind, StoredTensor, encode
 from megatrain.checkpoint.reader import CheckpointReader, verify
-from megatrain.checkpoint.shard_file import BLOCK_BYTES
 from megatrain.checkpoint.tensor_file import TensorFile
 
 torch.set_num_threads(1)
 
+BLOCK_BYTES = BLOCKS.num_bytes
 NUM_IN_BLOCK = BLOCK_BYTES // 4
 SIZE = 3 * NUM_IN_BLOCK + 5
 
@@ -32,7 +35,7 @@ def values() -> torch.Tensor:
 
 def opened(path: Path, values: torch.Tensor) -> tuple[TensorFile, str]:
     written = write_tensors(path, [("pad", torch.ones(3)), ("key", values)])
-    return TensorFile(path, StoredFile(written.num_bytes, written.header_crc32)), written.crc32s[1]
+    return TensorFile(path, StoredFile(written.num_bytes, written.header_crc32)), written.checksums[1]
 
 
 @pytest.mark.parametrize(
@@ -47,24 +50,22 @@ def opened(path: Path, values: torch.Tensor) -> tuple[TensorFile, str]:
     ],
 )
 def test_a_range_equals_that_of_the_chunk(tmp_path: Path, values: torch.Tensor, part: slice) -> None:
-    file, crc32s = opened(tmp_path / "a.safetensors", values)
+    file, checksums = opened(tmp_path / "a.safetensors", values)
     with file:
-        found = file.read(
-            "key", dtype="F32", shape=(SIZE,), crc32s=crc32s, block_bytes=BLOCK_BYTES, part=part
-        )
+        found = file.read("key", dtype="F32", shape=(SIZE,), checksums=checksums, blocks=BLOCKS, part=part)
     assert torch.equal(found, values[part])
 
 
 def test_damage_is_found_in_the_block_that_is_read(tmp_path: Path, values: torch.Tensor) -> None:
     path = tmp_path / "a.safetensors"
-    file, crc32s = opened(path, values)
+    file, checksums = opened(path, values)
     content = bytearray(path.read_bytes())
     content[-5 * 4 - NUM_IN_BLOCK * 4 + 3] ^= 16  # in the third block
     path.write_bytes(content)
 
     def read(start: int, stop: int) -> torch.Tensor:
         part = slice(start, stop)
-        return file.read("key", dtype="F32", shape=(SIZE,), crc32s=crc32s, block_bytes=BLOCK_BYTES, part=part)
+        return file.read("key", dtype="F32", shape=(SIZE,), checksums=checksums, blocks=BLOCKS, part=part)
 
     with file:
         assert torch.equal(read(0, 2 * NUM_IN_BLOCK), values[: 2 * NUM_IN_BLOCK])
@@ -74,24 +75,81 @@ def test_damage_is_found_in_the_block_that_is_read(tmp_path: Path, values: torch
                 read(start, stop)
 
 
-def test_checkpoints_of_version_1_are_read(tmp_path: Path) -> None:
-    """They have one checksum per chunk and no `block_bytes`."""
-    rank = one_rank(seed=3)
-    path = save(tmp_path, rank, 10)
-    expected = rank.values()
+def in_old_version(path: Path, version: int) -> None:
+    """Rewrite the manifest of a checkpoint, whose chunks are single blocks, as an older version of the program wrote it."""
     content = json.loads((path / "manifest.json").read_text())
-    del content["checksum"], content["block_bytes"]
-    content["version"] = 1
+    del content["checksum"]
+    content["version"] = version
+    if version == 1:
+        del content["block_bytes"]
     for tensor in content["tensors"].values():
         for stored in tensor["kinds"].values():
             for chunk in stored["chunks"]:
-                chunk["crc32"] = int(chunk.pop("crc32s"), 16)  # chunks of this model are single blocks
+                del chunk["checksums"]
+                with safe_open(path / chunk["file"], "pt") as file:
+                    crc32 = zlib.crc32(file.get_tensor(chunk["key"]).numpy())
+                chunk |= {"crc32": crc32} if version == 1 else {"crc32s": f"{crc32:08x}"}
     content["checksum"] = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     (path / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_checkpoints_of_older_versions_are_read_and_checked(tmp_path: Path, version: int) -> None:
+    rank = one_rank(seed=3)
+    path = save(tmp_path, rank, 10)
+    expected = rank.values()
+    in_old_version(path, version)
     assert verify(path) == []
     rank.clear()
     load(tmp_path, rank)
     assert_same(rank.values(), expected)
+    content = bytearray((path / "shard_00000.safetensors").read_bytes())
+    content[-3] ^= 1
+    (path / "shard_00000.safetensors").write_bytes(content)
+    assert any("does not match its checksum" in problem for problem in verify(path))
+
+
+def sums_by_definition(data: bytes) -> int:
+    data += bytes(-len(data) % 8)
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    sums = [sum(words[lane::1023]) % (1 << 64) for lane in range(1023)]
+    return zlib.crc32(b"".join(one.to_bytes(8, "little") for one in sums))
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 8184, 8185, 8191, 8192, 3 * 8184 - 1, 100_000])
+def test_the_checksum_is_that_of_its_definition(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    assert checksum_of_sums(memoryview(data)) == sums_by_definition(data)
+    assert checksum_of_sums(memoryview(b"?" + data)[1:]) == sums_by_definition(data)  # not aligned
+    assert checksum_of_sums(memoryview(b"\xff" * size)) == sums_by_definition(b"\xff" * size)
+
+
+def damaged_blocks(block: bytes, chance: random.Random) -> Iterator[bytes]:
+    """Yield what disks, networks and memory make of a block."""
+    for _ in range(200):  # one bit
+        at = chance.randrange(len(block))
+        yield block[:at] + bytes([block[at] ^ 1 << chance.randrange(8)]) + block[at + 1 :]
+    for size in (512, 4096, 65536):
+        for _ in range(20):
+            one, other = (size * place for place in chance.sample(range(len(block) // size), 2))
+            pages = bytearray(block)
+            pages[one : one + size] = bytes(size)  # zeroed
+            yield bytes(pages)
+            pages[one : one + size] = block[other : other + size]  # repeated
+            yield bytes(pages)
+            pages[other : other + size] = block[one : one + size]  # exchanged
+            yield bytes(pages)
+            yield block[:one] + chance.randbytes(size) + block[one + size :]
+    for shift in (1, 4, 8, 512, 4096, 8184):
+        yield block[shift:] + block[:shift]
+    yield bytes(len(block))
+
+
+def test_damage_of_a_block_changes_its_checksum() -> None:
+    chance = random.Random(1)
+    block = torch.randn(NUM_IN_BLOCK, generator=torch.Generator().manual_seed(4)).numpy().tobytes()
+    intact = checksum_of_sums(memoryview(block))
+    assert all(checksum_of_sums(memoryview(data)) != intact for data in damaged_blocks(block, chance))
 
 
 @pytest.fixture
@@ -109,7 +167,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, torch
         tmp_path / "a.safetensors", [(str(box), x) for box, x in zip(boxes, parts, strict=True)]
     )
     chunks = [
-        Chunk("a.safetensors", str(box), box, crc) for box, crc in zip(boxes, written.crc32s, strict=True)
+        Chunk("a.safetensors", str(box), box, crc) for box, crc in zip(boxes, written.checksums, strict=True)
     ]
     manifest = Manifest(
         iteration=10,

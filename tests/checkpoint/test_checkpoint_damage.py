@@ -250,10 +250,10 @@ def first_chunk(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: first_chunk(c).update(box=[[-1, 3], [0, 16]]), "box"),
         (lambda c: first_chunk(c).update(box=[[0]]), "box"),
         (lambda c: first_chunk(c).update(key="nothing"), "has no nothing"),
-        (lambda c: first_chunk(c).update(crc32s="00000000"), "does not match its checksum"),
-        (lambda c: first_chunk(c).update(crc32s=""), "crc32s '' of 1 blocks"),
-        (lambda c: first_chunk(c).update(crc32s="0" * 16), "of 1 blocks"),
-        (lambda c: first_chunk(c).update(crc32s="0000000G"), "of 1 blocks"),
+        (lambda c: first_chunk(c).update(checksums="00000000"), "does not match its checksum"),
+        (lambda c: first_chunk(c).update(checksums=""), "checksums '' of 1 blocks"),
+        (lambda c: first_chunk(c).update(checksums="0" * 16), "of 1 blocks"),
+        (lambda c: first_chunk(c).update(checksums="0000000G"), "of 1 blocks"),
         (lambda c: c.update(block_bytes=8), "block_bytes 8 is not an integer of at least 1024"),
         (lambda c: c.update(block_bytes=(1 << 20) + 1), "block_bytes 1048577"),
         (lambda c: c.update(block_bytes=1 << 62), "block_bytes"),
@@ -271,8 +271,8 @@ def test_an_edit_without_the_checksum_falls_back(folder: Path) -> None:
 
 
 def test_a_newer_format_is_reported_and_not_skipped(folder: Path) -> None:
-    edited(folder / NEW, lambda content: content.update(version=3))
-    with pytest.raises(MismatchError, match="version 3; this program reads 'megatrain', up to version 2"):
+    edited(folder / NEW, lambda content: content.update(version=4))
+    with pytest.raises(MismatchError, match="version 4; this program reads 'megatrain', up to version 3"):
         load(folder, one_rank())
 
 

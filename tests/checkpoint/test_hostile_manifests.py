@@ -14,6 +14,7 @@ import pytest
 from checkpoint_helpers import load, one_rank, save, training_state
 from hostile_manifests import HostileManifest, changed, hostile_manifests, signed
 
+from megatrain.checkpoint.block_checksums import BLOCKS
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.manifest import StoredFile, read_manifest, tiling_problem
 from megatrain.checkpoint.tensor_file import TensorFile
@@ -227,7 +228,7 @@ def test_a_hostile_header_is_damage(tmp_path: Path, header: bytes) -> None:
     path.write_bytes(content)
     stored = StoredFile(len(content), zlib.crc32(content[:-16]))
     with pytest.raises(DamagedError, match=r"shard\.safetensors: "), TensorFile(path, stored) as file:
-        file.read("k", dtype="F32", shape=(4,), crc32s="00000000", block_bytes=1024)
+        file.read("k", dtype="F32", shape=(4,), checksums="00000000", blocks=BLOCKS)
 
 
 def test_pairs_of_surrogates_are_characters() -> None:

@@ -117,8 +117,8 @@ def _write_files(
             ]
             written = write_shard_file(disk, temporary / name, entries, _data(reader, parts, progress))
             rows = [
-                (part.name, part.shape, part.kind, part.dtype, entry.key, part.box, crc32s)
-                for part, entry, crc32s in zip(parts, entries, written.crc32s, strict=True)
+                (part.name, part.shape, part.kind, part.dtype, entry.key, part.box, checksums)
+                for part, entry, checksums in zip(parts, entries, written.checksums, strict=True)
             ]
             file = {"num_bytes": written.num_bytes, "header_crc32": written.header_crc32}
             reports.append({"name": name, "file": file, "chunks": rows})
