@@ -164,6 +164,8 @@ class Save:
         self.final = folder / folder_name(iteration)
         save_id = grid.messages.broadcast(secrets.token_hex(4))
         self.temporary = self.final.with_name(f"{self.final.name}.tmp-{save_id}")
+        self.committed_bytes = 0
+        """Size of the files of all ranks, once they are committed."""
         self._contents: dict[str, Any] = {
             "iteration": iteration,
             "consumed_train_samples": consumed_train_samples,
@@ -202,12 +204,13 @@ class Save:
             CheckpointError: on all ranks; the files of this save are removed.
         """
 
-        def commit(reports: list[Any]) -> None:
+        def commit(reports: list[Any]) -> int:
             manifest = merge_reports(reports, **self._contents)
             commit_save(self.temporary, self.final, manifest, self.disk)
+            return sum(file.num_bytes for file in manifest.files.values())
 
         with self._cleaned_up():
-            agree(written, self.grid.messages, then=commit)
+            self.committed_bytes = agree(written, self.grid.messages, then=commit)
         if self.grid.world.is_first:
             remove_leftovers(self.folder, self.disk)
         return self.final

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +29,17 @@ from megatrain.training.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTimes:
-    """Times of a committed save, in seconds."""
+    """Size and times of a committed save. docs/metrics.md describes the fields."""
 
     iteration: int
-    stall_seconds: float
-    """Time that training waited for it."""
-    duration_seconds: float
+    folder: str
+    bytes: int
+    """Size of the files of all ranks."""
+    stall_ms: float
+    """Time that training waited for it, with `commit_ms`."""
+    commit_ms: float
+    """Time from the request to commit it, which waits for files that are not written yet, to its commit."""
+    duration_ms: float
     """Time from its begin to its commit."""
 
 
@@ -54,14 +59,22 @@ class RunSaves:
     Args:
         plan: the plan of the run after it has resumed.
         progress: position of the run.
+        on_commit: called after each commit.
     """
 
-    def __init__(self, ranks: Ranks, plan: Plan, engine: Engine, progress: Progress) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        plan: Plan,
+        engine: Engine,
+        progress: Progress,
+        *,
+        on_commit: Callable[[SaveTimes], None] = lambda _: None,
+    ) -> None:
         self.ranks, self.plan, self.engine, self.progress = ranks, plan, engine, progress
+        self.on_commit = on_commit
         self.failure: str | None = None
         """The reason why the last save failed; None: it did not."""
-        self.last: SaveTimes | None = None
-        """The last save that was committed."""
         self.stall_seconds = 0.0
         """Time that training waited for saves so far."""
         kinds = (WEIGHT,) if plan.config.checkpoint.no_save_optim else engine.optimizer.kinds
@@ -158,18 +171,24 @@ class RunSaves:
         pending, self._pending = self._pending, None
         save = pending.save
         with self._failing_by_policy():
+            start = time.perf_counter()
             with self._stalling("committing a checkpoint"):
                 path = self._writer.commit()
-            self.last = SaveTimes(
+            end = time.perf_counter()
+            times = SaveTimes(
                 iteration=save.iteration,
-                stall_seconds=self.stall_seconds - pending.stall_before,
-                duration_seconds=time.perf_counter() - pending.begun_at,
+                folder=str(save.folder),
+                bytes=save.committed_bytes,
+                stall_ms=1000 * (self.stall_seconds - pending.stall_before),
+                commit_ms=1000 * (end - start),
+                duration_ms=1000 * (end - pending.begun_at),
             )
             self.failure = None
             self.ranks.console.print(
-                f"> committed iteration {save.iteration} to {path}: saved in {self.last.duration_seconds:.1f} s,"
-                f" training waited {self.last.stall_seconds:.1f} s"
+                f"> committed iteration {save.iteration} to {path}: saved in {times.duration_ms / 1000:.1f} s,"
+                f" training waited {times.stall_ms / 1000:.1f} s"
             )
+            self.on_commit(times)
             self._remove_older(save)
 
     def _remove_older(self, save: Save) -> None:

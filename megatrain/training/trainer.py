@@ -13,8 +13,10 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config import render_plan, to_yaml
@@ -35,7 +37,7 @@ from megatrain.training.logging.model_summary import model_summary
 from megatrain.training.logging.run_log import RunLog
 from megatrain.training.logging.status_file import StatusFile
 from megatrain.training.progress import Progress
-from megatrain.training.saving import RunSaves
+from megatrain.training.saving import RunSaves, SaveTimes
 from megatrain.training.stopping import StopRequest
 
 REACHED, FAILED, STOPPED_EARLY = 0, 1, 75
@@ -60,7 +62,13 @@ class Trainer:
         )
         self.batches = RunBatches(None, ())
         self.log: RunLog | None = None
-        self.status = StatusFile(self.save_folder if ranks.is_main else None, lambda: self.progress.iteration)
+        self.last_save: dict[str, Any] | None = None
+        """Size and times of the last save that was committed, as in `metrics.jsonl`."""
+        self.status = StatusFile(
+            self.save_folder if ranks.is_main else None,
+            iteration=lambda: self.progress.iteration,
+            last_save=lambda: self.last_save,
+        )
 
     def resume(self) -> None:
         """Load the checkpoint of `--load`, or draw the initial weights."""
@@ -70,7 +78,7 @@ class Trainer:
     @cached_property
     def saves(self) -> RunSaves:
         """The saves of the run; used once it has resumed, if it resumes."""
-        return RunSaves(self.ranks, self.plan, self.engine, self.progress)
+        return RunSaves(self.ranks, self.plan, self.engine, self.progress, on_commit=self._record_save)
 
     def train(self) -> int:
         """Train up to the target or until a stop request; return the exit code.
@@ -226,6 +234,12 @@ class Trainer:
         self.saves.begin(folder)
         if self.log is not None:
             self.log.restart_clock()
+
+    def _record_save(self, times: SaveTimes) -> None:
+        self.last_save = asdict(times)
+        if self.log is not None:
+            self.log.record_save(self.last_save)
+        self.status.record_save()
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

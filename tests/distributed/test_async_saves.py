@@ -213,6 +213,24 @@ def train_with_a_file_in_the_way(
         )
 
 
+@pytest.mark.parametrize("flags", [ASYNC, []])
+def test_times_of_saves_are_in_the_metrics_and_in_the_status(
+    pool: WorkerPool, tmp_path: Path, flags: list[str]
+) -> None:
+    flags = [*LAYOUTS["tp2"][1], *folder_flags(tmp_path), *flags, "--train-iters", "15"]
+    assert pool.run(2, train_here, flags) == [0, 0]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = {line["iteration"]: line["save"] for line in lines if line.get("save") is not None}
+    last = status(tmp_path)["last_save"]
+    assert [save["iteration"] for save in [*found.values(), last]] == [4, 8, 12, 15]
+    for number, save in [*found.items(), (16, last)]:
+        assert number > save["iteration"]
+        files = (tmp_path / f"iter_{save['iteration']:07d}").glob("*.safetensors")
+        assert save["folder"] == str(tmp_path)
+        assert save["bytes"] == sum(file.stat().st_size for file in files)
+        assert 0 < save["commit_ms"] <= save["stall_ms"] <= save["duration_ms"]
+
+
 def test_a_second_save_waits_for_the_first(pool: WorkerPool, tmp_path: Path) -> None:
     program = FAULTY_WRITER.format(condition=ALL, fault=SLOW)
     flags = [*folder_flags(tmp_path), *ASYNC, "--train-iters", "8"]

@@ -13,7 +13,14 @@ from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
-NOT_REPRODUCIBLE = ("iteration_ms", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "max_memory_bytes")
+NOT_REPRODUCIBLE = (
+    "iteration_ms",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "max_memory_bytes",
+    "save",
+)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -62,6 +62,8 @@ class RunLog:
         self._metrics: MetricsFile | None = None
         self._curves: list[CurveWriter] = []
         self._interval: list[dict[str, Any]] = []
+        self._save: dict[str, Any] | None = None
+        """The save that was committed since the last iteration was logged."""
         self._last_end = DeviceTime(ranks.device)
         self.seconds_of_last_iteration = 0.0
         self._first_iteration = iteration
@@ -145,6 +147,7 @@ class RunLog:
             batch=batch,
             lr=lr,
         )
+        self._save = None
         self._interval.append(values)
         logging = self._config.logging
         self._write_metrics(values)
@@ -154,6 +157,10 @@ class RunLog:
         if is_line_due or iteration % logging.log_interval == 0:
             self._print_interval()
         self._show_bar(values)
+
+    def record_save(self, values: dict[str, Any]) -> None:
+        """Log a save that was committed with the next iteration."""
+        self._save = values
 
     def log_evaluation(
         self,
@@ -235,6 +242,7 @@ class RunLog:
             "max_memory_bytes": max_memory_bytes(device),
             "skipped": int(not report.is_finite),
             "nan": int(math.isnan(report.lm_loss)),
+            "save": self._save,
         }
 
     def _write_curves(self, scalars: dict[str, float], iteration: int, consumed_samples: int) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,18 @@ class StatusFile:
     Args:
         folder: the `--save` folder; None: write nothing, as on all ranks but rank 0.
         iteration: returns the number of completed iterations; called at each write.
+        last_save: returns size and times of the last save that was committed, or None; called at each write.
     """
 
-    def __init__(self, folder: Path | None, iteration: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        iteration: Callable[[], int],
+        last_save: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    ) -> None:
         self.folder = folder
-        self.iteration = iteration
+        self.iteration, self.last_save = iteration, last_save
         self._lock = threading.RLock()
         self._has_peer_failure = False
 
@@ -38,7 +45,19 @@ class StatusFile:
         """Write the current state; an exit code of None means that the run is active."""
         if self.folder is not None and self.folder.is_dir():
             with self._lock:  # the thread of the rank watch writes, too
-                write_status(self.folder, exit_code=exit_code, reason=reason, iteration=self.iteration())
+                write_status(
+                    self.folder,
+                    exit_code=exit_code,
+                    reason=reason,
+                    iteration=self.iteration(),
+                    last_save=self.last_save(),
+                )
+
+    def record_save(self) -> None:
+        """Record that a save was committed; the run is active."""
+        with self._lock:
+            if not self._has_peer_failure:
+                self.write(None, "running")
 
     def record_refused_start(self, exit_code: int, reason: str) -> None:
         """Record that this run did not start."""
@@ -58,14 +77,23 @@ class StatusFile:
                 self.write(exit_code, reason)
 
 
-def write_status(folder: Path, *, exit_code: int | None, reason: str, iteration: int | None) -> None:
+def write_status(
+    folder: Path,
+    *,
+    exit_code: int | None,
+    reason: str,
+    iteration: int | None,
+    last_save: Mapping[str, Any] | None = None,
+) -> None:
     """Write the status of a run.
 
     Args:
         exit_code: the exit code of pretrain.py, which launchers such as torchrun hide; None while the run is active.
         iteration: completed iterations; None for a run that did not start.
+        last_save: the last save that this process committed.
     """
-    _write(folder, _entry(exit_code=exit_code, reason=reason) | {"iteration": iteration})
+    entry = _entry(exit_code=exit_code, reason=reason)
+    _write(folder, entry | {"iteration": iteration, "last_save": last_save})
 
 
 def write_refused_start(folder: Path, *, exit_code: int, reason: str) -> None:
