@@ -28,7 +28,7 @@ from megatrain.config.errors import ConfigError, MegatrainError, Problem, descri
 from megatrain.config.schema.tree import settings
 from megatrain.config.schema.values import INVALID, is_resolved
 from megatrain.training.launch.facts import gather_facts, library_versions
-from megatrain.training.launch.save_lock import SaveLock, other_owner
+from megatrain.training.launch.save_lock import SaveLocks, other_owner
 from megatrain.training.logging.status_file import write_refused_start
 
 _SECONDS_TO_EXIT: Final = 10.0
@@ -37,14 +37,14 @@ _SAME_SOFTWARE: Final = "install the same code and packages on all hosts"
 
 
 def agreed_plan(
-    request: Request, environment: LaunchEnvironment, store: dist.Store | None, lock: SaveLock
+    request: Request, environment: LaunchEnvironment, store: dist.Store | None, locks: SaveLocks
 ) -> tuple[Facts, Plan]:
-    """Return facts and plan, equal on all ranks; an error on one rank is raised on all. Rank 0 then holds the lock."""
+    """Return facts and plan, equal on all ranks; an error on one rank is raised on all. Rank 0 then holds the locks."""
     try:
         if store is not None:
             _compare_with_rank_0(request, environment, store)
         if store is None or environment.rank == 0:
-            agreed = _plan_of_rank_0(request, environment, store, lock)
+            agreed = _plan_of_rank_0(request, environment, store, locks)
         else:
             agreed = _plan_of_another_rank(request, store)
     except MegatrainError as error:
@@ -150,7 +150,7 @@ def _difference(own: _StartSettings, of_rank_0: _StartSettings) -> ConfigError |
 
 
 def _plan_of_rank_0(
-    request: Request, environment: LaunchEnvironment, store: dist.Store | None, lock: SaveLock
+    request: Request, environment: LaunchEnvironment, store: dist.Store | None, locks: SaveLocks
 ) -> tuple[Facts, Plan]:
     """Gather the facts and store them with the plan: only rank 0 reads files, so that ranks cannot disagree about them."""
     answer: dict[str, Any] = {"facts": None, "config": None, "problems": [], "exit_code": 0}
@@ -158,7 +158,7 @@ def _plan_of_rank_0(
         facts = gather_facts(request, environment)
         answer["facts"] = facts.to_json()
         plan = resolve(request, facts)
-        lock.acquire()
+        locks.acquire()
         answer["config"] = plan.config.to_dict()
     except MegatrainError as error:
         print_error(error)  # before another rank exits: the launcher then kills this one

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,8 @@ from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
 from megatrain.training.launch.failure import exit_code_of
 from megatrain.training.launch.rank_watch import RankWatch
-from megatrain.training.launch.save_lock import SaveLock
+from megatrain.training.launch.save_lock import SaveLocks
+from megatrain.training.launch.stored_run import saved_folders
 from megatrain.training.logging.console import Console, Phases
 
 _RENDEZVOUS_TIMEOUT = timedelta(hours=1)
@@ -121,19 +121,18 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     with phases.phase("rendezvous with the other ranks"):
         store = _join_store(environment) if environment.world_size > 1 else None
         watch = RankWatch(environment, store) if store is not None else None
-    save = request.known("checkpoint.save") if environment.rank == 0 else None
-    lock = SaveLock(None if save is None else Path(save), phases.console.print)
+    locks = SaveLocks(saved_folders(request) if environment.rank == 0 else {}, phases.console.print)
     if watch is not None:
-        watch.before_exit = lock.release
+        watch.before_exit = locks.release
     try:
         with phases.phase("reading inputs and planning"):
-            facts, plan = agreed_plan(request, environment, store, lock)
+            facts, plan = agreed_plan(request, environment, store, locks)
     except BaseException as error:
         if watch is not None and isinstance(error, MegatrainError):
             watch.leave()  # raised on all ranks, which exit on their own
         elif watch is not None:
             watch.fail(error)
-        lock.release()
+        locks.release()
         raise
     try:
         with phases.phase("joining process groups"):
@@ -156,7 +155,7 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
         raise
     finally:
         phases.console.remove_bar()
-        lock.release()
+        locks.release()
     if watch is not None:
         watch.leave()
         dist.destroy_process_group()

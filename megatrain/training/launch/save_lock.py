@@ -1,4 +1,5 @@
-"""One run per `--save` folder: rank 0 creates `run.lock` in it before anything else is written.
+"""One run per folder of checkpoints: rank 0 creates `run.lock` in `--save`, before anything else is written, and in the folder of
+non-persistent checkpoints.
 
     no lock                              create it (O_EXCL), touch it every ten seconds, remove it at the end
     its process is gone                  take it over, and print that
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -99,11 +100,12 @@ _TYPES = {"host": str, "pid": int, "process_start": str, "machine": str, "run_st
 
 
 class SaveLock:
-    """The lock of this run on its `--save` folder.
+    """The lock of this run on a folder.
 
     Args:
         folder: None: there is nothing to lock, as without --save and on ranks other than 0.
         say: prints a line.
+        flag: the flag that names the folder.
         on_loss: called, outside the main thread, when another run has taken the lock over; the default ends the process.
     """
 
@@ -112,11 +114,12 @@ class SaveLock:
         folder: Path | None,
         say: Callable[[str], None],
         *,
+        flag: str = "--save",
         on_loss: Callable[[str], None] | None = None,
         touch_seconds: float = SECONDS_BETWEEN_TOUCHES,
         stale_seconds: float = SECONDS_TO_STALE,
     ) -> None:
-        self._folder, self._say = folder, say
+        self._folder, self._say, self._flag = folder, say, flag
         self._on_loss = on_loss or _exit_at_once
         self._touch_seconds, self._stale_seconds = touch_seconds, stale_seconds
         self._content = b""
@@ -143,8 +146,8 @@ class SaveLock:
             fsync_folder(self._folder)
         except OSError as error:
             raise ConfigError(
-                f"--save {self._folder} cannot be written: {describe_write_error(error, self._path)}",
-                fix="make the folder writable and free some space, or give --save another folder",
+                f"{self._flag} {self._folder} cannot be written: {describe_write_error(error, self._path)}",
+                fix=f"make the folder writable and free some space, or give {self._flag} another folder",
             ) from error
         self._content = content
         threading.Thread(target=self._touch, name="save-lock", daemon=True).start()
@@ -173,8 +176,8 @@ class SaveLock:
             is_alive = self._is_touched(seen, owner)
         if is_alive:
             raise ConfigError(
-                f"--save {self._folder} is used by another run: {owner or self._path}",
-                fix="wait for that run or stop it, or give --save another folder",
+                f"{self._flag} {self._folder} is used by another run: {owner or self._path}",
+                fix=f"wait for that run or stop it, or give {self._flag} another folder",
             )
         if _read(self._path) != seen[0]:
             return  # another start was faster
@@ -219,6 +222,32 @@ class SaveLock:
                     f"{self._path} was taken over by another run, {Owner.from_bytes(found) or 'unknown'}"
                 )
                 return
+
+
+class SaveLocks:
+    """The locks of this run on all folders that it saves checkpoints to.
+
+    Args:
+        folders: by the flag that names each; empty on ranks other than 0.
+        say: prints a line.
+    """
+
+    def __init__(self, folders: Mapping[str, Path], say: Callable[[str], None]) -> None:
+        self._locks = [SaveLock(folder, say, flag=flag) for flag, folder in folders.items()]
+
+    def acquire(self) -> None:
+        """Acquire all locks. After an error some may be held: call `release`.
+
+        Raises:
+            ConfigError: see `SaveLock.acquire`.
+        """
+        for lock in self._locks:
+            lock.acquire()
+
+    def release(self) -> None:
+        """Release the locks that this run holds."""
+        for lock in self._locks:
+            lock.release()
 
 
 def other_owner(folder: Path) -> Owner | None:

@@ -42,6 +42,19 @@ def stored_run(request: Request) -> StoredRun | None:
     return replace(found, settings=settings)
 
 
+def saved_folders(request: Request) -> dict[str, Path]:
+    """Return the folders that the run saves checkpoints to, by flag."""
+    save, interval = (
+        request.known(f"checkpoint.{name}") for name in ("save", "non_persistent_save_interval")
+    )
+    folders = {} if save is None else {"--save": Path(save)}
+    frequent = _non_persistent_folder(request)
+    if frequent is not None and interval is not None and _saves(request):
+        kind = request.known("checkpoint.non_persistent_ckpt_type")
+        folders[f"--non-persistent-{kind}-ckpt-dir"] = frequent
+    return folders
+
+
 def save_folder_problems(request: Request) -> Iterator[Problem]:
     """Yield a problem for each output folder that has checkpoints which the run does not continue: a resume would load them."""
     save, step = request.known("checkpoint.save"), _chosen_step(request)
@@ -215,6 +228,13 @@ def _other_run(request: Request) -> str | None:
 
 def _non_persistent_problems(request: Request) -> Iterator[Problem]:
     other, folder, step = _other_run(request), _non_persistent_folder(request), _chosen_step(request)
+    save = request.known("checkpoint.save")
+    if folder is not None and save is not None and folder.resolve() == Path(save).resolve():
+        yield Problem(
+            f"non-persistent checkpoints and --save have the same folder, {folder.resolve()}: only the newest would be kept",
+            "name another folder with --non-persistent-global-ckpt-dir or --non-persistent-local-ckpt-dir",
+        )
+        return
     if other is not None:
         yield Problem(
             f"{folder} has non-persistent checkpoints of the run in --save {other}, which this run does not continue and would"

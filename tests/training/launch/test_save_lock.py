@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -197,6 +198,41 @@ def test_two_runs_with_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"taken over: its run has ended: process {first.pid}" in capsys.readouterr().out
     assert not (tmp_path / LOCK_NAME).exists()
     assert json.loads((tmp_path / "status.json").read_text())["exit_code"] == 0
+
+
+@pytest.mark.parametrize("kind", ["global", "local"])
+def test_two_runs_with_one_folder_of_non_persistent_checkpoints(
+    tmp_path: Path, other_process: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    save, fast, flag = tmp_path / "run", tmp_path / "fast", f"--non-persistent-{kind}-ckpt-dir"
+    changed: dict[str, str | None] = {
+        "--save": str(save),
+        flag: str(fast),
+        "--non-persistent-ckpt-type": kind,
+    }
+    flags = command_line({**changed, "--non-persistent-save-interval": "1"})
+    lock_in(fast, owner_of(other_process.pid))
+    assert pretrain.main(flags) == 2
+    error = capsys.readouterr().err
+    assert f"{flag} {fast} is used by another run: process {other_process.pid} on" in error
+    assert sorted(path.name for path in fast.iterdir()) == [LOCK_NAME]
+    assert not (save / LOCK_NAME).exists()
+    assert pretrain.main(command_line(changed)) == 0  # it saves nothing there
+    shutil.rmtree(save)
+    (fast / LOCK_NAME).unlink()
+    assert pretrain.main(flags) == 0
+    assert not (fast / LOCK_NAME).exists()
+
+
+def test_one_folder_under_two_names_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    changed: dict[str, str | None] = {
+        "--save": str(tmp_path / "run"), "--non-persistent-ckpt-type": "global",
+        "--non-persistent-save-interval": "1", "--non-persistent-global-ckpt-dir": str(tmp_path / "link"),
+    }  # fmt: skip
+    assert pretrain.main(command_line(changed)) == 2
+    assert "have the same folder" in capsys.readouterr().err
 
 
 def test_a_failed_run_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
