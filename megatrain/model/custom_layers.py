@@ -3,7 +3,8 @@
     def my_spec(model: ModelConfig, layers: tuple[LayerSpec, ...]) -> Sequence[LayerSpec]: ...
 
 The function receives the resolved settings of the model and the layers that they describe, and returns as many layers. Every
-rank calls it; rank 0's digest of the file is in the plan, and a different digest on any rank is an error.
+rank calls it; rank 0's digest of the file is in the plan, and a different digest on any rank is an error. A digest is always
+compared before the file is run.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -30,13 +30,7 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.kernels.activations import ActivationFunction
 from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec
 
-
-@dataclass(frozen=True)
-class LoadedLayers:
-    """Layers that the function returned, and the digest of its file."""
-
-    layers: tuple[LayerSpec, ...]
-    digest: str
+_NAMES: Final = "give a file, such as my_layers.py:my_spec, or a module on the Python path (PYTHONPATH)"
 
 
 def apply_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
@@ -48,33 +42,46 @@ def apply_custom_layers(spec: GptSpec, model: ModelConfig) -> GptSpec:
     function = layer_function(model.spec)
     if function is None:
         return spec
-    loaded = load_layers(function, model, spec.layers)
-    if loaded.digest != model.spec_digest:
+    digest = digest_of(function)
+    if digest != model.spec_digest:
         raise ConfigError(
-            f"--spec {function}: this rank's file has digest {loaded.digest}, the plan has {model.spec_digest}",
+            f"--spec {function}: this rank's file has digest {digest}, the plan has {model.spec_digest}",
             fix="let all ranks read the same file, and do not change it during the start",
         )
-    return dataclasses.replace(spec, layers=loaded.layers)
+    return dataclasses.replace(spec, layers=load_layers(function, model, spec.layers))
 
 
 def describe_custom_layers(
     function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
 ) -> CustomLayers:
     """Describe the custom layers for a plan. Raises ConfigError."""
-    loaded = load_layers(function, model, default)
-    mixers = [layer.mixer for layer in loaded.layers if layer.mixer is not None]
+    digest, layers = digest_of(function), load_layers(function, model, default)
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
     has_either = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
     return CustomLayers(
-        digest=loaded.digest,
-        layers=tuple(map(_sizes, loaded.layers)),
-        differences=tuple(_differences(loaded.layers, default)),
+        digest=digest,
+        layers=tuple(map(_sizes, layers)),
+        differences=tuple(_differences(layers, default)),
         has_windows=any(mixer.window is not None for mixer in mixers),
         has_sinks=any(mixer.sink != "none" for mixer in mixers),
         softcap_or_dropout="none" if not any(has_either) else "all" if all(has_either) else "some",
     )
 
 
-def load_layers(function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]) -> LoadedLayers:
+def digest_of(function: LayerFunction) -> str:
+    """Return the digest of the file with the function, which is not run. Raises ConfigError."""
+    try:
+        return hashlib.sha256(_file_of(function.module).read_bytes()).hexdigest()[:16]
+    except (OSError, ImportError) as error:
+        raise ConfigError(
+            f"--spec {function}: {function.module} cannot be imported: {type(error).__name__}: {error}",
+            fix=_NAMES,
+        ) from error
+
+
+def load_layers(
+    function: LayerFunction, model: ModelConfig, default: tuple[LayerSpec, ...]
+) -> tuple[LayerSpec, ...]:
     """Load and call the function, and check its result. Raises ConfigError."""
     module = _module(function)
     found = getattr(module, function.function, None)
@@ -90,9 +97,24 @@ def load_layers(function: LayerFunction, model: ModelConfig, default: tuple[Laye
             f"--spec {function}: {_where(error)}", fix="correct the function at that line"
         ) from error
     _check(function, layers, len(default))
-    file = module.__file__
-    assert file is not None, "a module with Python functions has a file"
-    return LoadedLayers(tuple(layers), hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16])
+    return tuple(layers)
+
+
+def _file_of(module: str) -> Path:
+    """Return the file of a module. Neither it nor a package that it is in is imported."""
+    if module.endswith(".py"):
+        return Path(module)
+    name, folders, file = "", None, None
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        found = (finder.find_spec(name, folders) for finder in sys.meta_path)
+        spec = next((one for one in found if one is not None), None)
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        folders, file = spec.submodule_search_locations, spec.origin
+    if file is None:
+        raise ImportError(f"{module} has no file")
+    return Path(file)
 
 
 def _module(function: LayerFunction) -> ModuleType:
@@ -110,7 +132,7 @@ def _module(function: LayerFunction) -> ModuleType:
     except Exception as error:
         raise ConfigError(
             f"--spec {function}: {function.module} cannot be imported: {_where(error)}",
-            fix="give a file, such as my_layers.py:my_spec, or a module on the Python path (PYTHONPATH)",
+            fix=_NAMES,
         ) from error
     return module
 

@@ -1,6 +1,9 @@
 """--spec: the example of docs/models.md, its notes in a plan, and refused functions."""
 
+import dataclasses
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -230,13 +233,48 @@ def test_a_changed_file_is_reported(example: Path) -> None:
     first = plan_of(f"{example}:my_spec")
     example.write_text(example.read_text() + "# other\n")
     stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config=first.config.to_dict())
-    plan = plan_of(f"{example}:my_spec", stored=stored, flags="--load c")
+    with pytest.raises(
+        ConfigError, match=r"has changed.* checkpoint is [\s\S]*fix: .*--spec-digest"
+    ) as caught:
+        plan_of(f"{example}:my_spec", stored=stored, flags="--load c")
+    consent = re.search(r"--spec-digest \w+", str(caught.value))
+    assert consent is not None
+    plan = plan_of(f"{example}:my_spec", stored=stored, flags=f"--load c {consent[0]}")
     assert any(f"--spec-digest {first.config.model.spec_digest} -> " in note for note in plan.notes)
+    weights = dataclasses.replace(stored, is_start=True)
+    plan_of(f"{example}:my_spec", stored=weights, flags="--load c --finetune")
     digest = first.config.model.spec_digest
     with pytest.raises(ConfigError, match=r"--spec .*has changed[\s\S]*--spec-digest"):
         plan_of(f"{example}:my_spec", flags=f"--spec-digest {digest}")
     with pytest.raises(ConfigError, match="fix: let all ranks read the same file"):
         model_of(first)
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_changed_file_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_module: bool) -> None:
+    """Its digest is compared first: with --spec-digest, with that of the checkpoint and, on each rank, with that of the plan."""
+    package, mark = tmp_path / f"package_{is_module}", tmp_path / "the code ran"
+    package.mkdir()
+    file, text = package / "layers.py", "def f(model, layers): return layers\n"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"{package.name}.layers:f" if is_module else f"{file}:f"
+    first = plan_of(name)
+    for module in (package.name, f"{package.name}.layers"):
+        sys.modules.pop(module, None)
+    (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\n" if is_module else "")
+    file.write_text(f"open({str(mark)!r}, 'w').close()\n{text}")
+    importlib.invalidate_caches()
+    stored = StoredRun(path="c", iteration=1, consumed_train_samples=2, config=first.config.to_dict())
+    with pytest.raises(ConfigError, match="has changed"):
+        plan_of(name, stored=stored, flags="--load c")
+    with pytest.raises(ConfigError, match="has changed"):
+        plan_of(name, flags=f"--spec-digest {first.config.model.spec_digest}")
+    with pytest.raises(ConfigError, match="this rank's file has digest"):
+        model_of(first)
+    assert not mark.exists()
+    plan_of(name)
+    assert mark.exists()
 
 
 @pytest.mark.parametrize(

@@ -80,13 +80,6 @@ def spec_names_a_function(draft: Draft) -> Problems:
             "give file.py:function, module:function, or module and function; of Megatron-LM's specs only the GPT layers"
             " are supported",
         )
-    own = draft.facts.custom_layers
-    if function is not None and own is not None and model.spec_digest != own.digest:
-        yield Problem(
-            f"--spec {function}: the file has changed, its digest is {own.digest} and --spec-digest (from the saved"
-            f" configuration) is {model.spec_digest}",
-            "use the file of that run, or remove --spec-digest",
-        )
 
 
 def stages_are_not_empty(draft: Draft) -> Problems:

@@ -3,7 +3,6 @@
 import pytest
 
 from megatrain.config import Facts
-from megatrain.config.derive.custom_layers import CustomLayers
 from megatrain.config.rules.layers import LAYER_RULES
 
 LAYERS = "--heterogeneous-layers-config-encoded-json"
@@ -47,8 +46,6 @@ CASES = {
         ("--spec a b c", "", None, ("--spec", "a b c"), ("file.py:function",)),
         ("--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec", "", None,
          ("--spec", "mamba_stack_spec"), ("file.py:function",)),
-        ("--spec my.py:layers --spec-digest 12", "", Facts(custom_layers=CustomLayers(digest="34", layers=(), differences=())),
-         ("--spec", "--spec-digest", "34", "12"), ("--spec-digest",)),
     ],
 }  # fmt: skip
 
