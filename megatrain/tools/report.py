@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
         loss = one.summary["loss"]
         suffix = f", loss {loss:.4f} (mean of the last)" if loss is not None else ""
         print(f"{one.name}: {one.summary['iterations']:,} iterations{suffix}")
+        if one.note is not None:
+            print(f"{one.name}: its settings are unknown: {one.note}")
     print(f"{output}: {len(text.encode()) / 1e3:,.0f} kB, open it in a browser")
     return 0
 
@@ -42,7 +44,11 @@ def page(runs: Sequence[RunData]) -> str:
     content = {
         "version": __version__,
         "runs": [
-            {name: value for name, value in dataclasses.asdict(one).items() if name != "settings"}
+            {
+                name: value
+                for name, value in dataclasses.asdict(one).items()
+                if name not in ("settings", "note")
+            }
             for one in runs
         ],
         "differing": differing_settings(runs),

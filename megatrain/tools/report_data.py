@@ -2,6 +2,8 @@
 
 RUN/metrics.jsonl ─> rows ─> columns of numbers, downsampled for long runs
 RUN/config.yaml of all runs ─> the settings that differ
+
+Files may be damaged or of strangers: values of another type count as missing, and no text of a file is longer or deeper than a limit.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatrain.checkpoint.disk import read_small_file
+from megatrain.checkpoint.errors import CheckpointError
 from megatrain.config.errors import InputError
 
 CURVES = (
@@ -31,7 +35,7 @@ CURVES = (
     "global_batch_size",
     "loss_scale",
 )
-ROUTER_CURVES: dict[str, Callable[[list[float]], float]] = {
+ROUTER_CURVES: dict[str, Callable[[Sequence[float]], float]] = {
     "max_load": max,
     "entropy": statistics.fmean,
     "dropped": statistics.fmean,
@@ -41,7 +45,11 @@ MAX_BUCKETS = 500
 """Number of intervals of a long run. Each curve keeps its minimum and maximum in each interval, so that no spike is lost."""
 MAX_LAST_LOSSES = 100
 """Iterations at the end of a run over which its loss is averaged; at most a tenth of the run."""
+MAX_CONFIG_BYTES = MAX_STATUS_BYTES = 1 << 18
+MAX_SHOWN_CHARACTERS = 1000
+"""Limit of the text of a setting."""
 Columns = dict[str, list[float | None]]
+_MAX_INTEGER = 1 << 63
 _PATH_SETTINGS = ("checkpoint.save", "checkpoint.load", "logging.metrics_file")
 
 
@@ -69,7 +77,9 @@ class RunData:
     validations: dict[str, list[tuple[int, float | None]]]
     """Iteration and loss of each evaluation, by split or dataset."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """By path, such as `optimizer.lr`; empty without a config.yaml."""
+    """By path, such as `optimizer.lr`; empty without a valid config.yaml."""
+    note: str | None = None
+    """The reason why config.yaml cannot be read; None: it is valid, or there is none."""
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -91,11 +101,12 @@ def read_run(path: Path, name: str) -> RunData:
             f"{file} has no iterations yet", fix="wait for the first iteration, or name another run"
         )
     folder = file.parent
-    settings = _settings(folder / "config.yaml")
-    x, curves, means = _columns(steps, settings.get("data.seq_length"))
+    settings, note = _settings(folder / "config.yaml")
+    x, curves, means = _columns(steps, _number(settings.get("data.seq_length")))
     validations: dict[str, list[tuple[int, float | None]]] = {}
     for row in evaluations:
-        validations.setdefault(row["validation"], []).append((row["iteration"], _number(row.get("loss"))))
+        loss = _number(row.get("loss"))
+        validations.setdefault(str(row["validation"]), []).append((row["iteration"], loss))
     return RunData(
         name=name,
         folder=str(folder),
@@ -104,6 +115,7 @@ def read_run(path: Path, name: str) -> RunData:
         means=means,
         validations=validations,
         settings=settings,
+        note=note,
         summary=_summary(steps, validations, folder / "status.json"),
     )
 
@@ -160,9 +172,9 @@ def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if not isinstance(row, dict) or not isinstance(row.get("iteration"), int):
+            if not isinstance(row, dict) or not _is_iteration(row.get("iteration")):
                 continue
             if "validation" in row:
                 evaluations[row["iteration"], str(row["validation"])] = row
@@ -171,8 +183,12 @@ def _rows(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return [steps[number] for number in sorted(steps)], [evaluations[key] for key in sorted(evaluations)]
 
 
+def _is_iteration(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 50
+
+
 def _columns(
-    steps: Sequence[dict[str, Any]], seq_length: int | None
+    steps: Sequence[dict[str, Any]], seq_length: float | None
 ) -> tuple[Columns, Columns, Means | None]:
     """Return x values and curves of the points that are kept, and means if the run was downsampled."""
     hours, total = [], 0.0
@@ -188,22 +204,23 @@ def _columns(
     curves = {name: [_number(row.get(name)) for row in steps] for name in CURVES}
     curves |= {name: [_router_value(row, name) for row in steps] for name in ROUTER_CURVES}
     curves = {name: column for name, column in curves.items() if any(value is not None for value in column)}
-    kept = kept_rows(list(curves.values()))
+    kept = kept_rows(list(curves.values()) or [x["iteration"]])
     return _at(x, kept), _at(curves, kept), _means(x, curves) if len(kept) < len(steps) else None
 
 
-def _tokens(row: dict[str, Any], seq_length: int | None) -> float | None:
+def _tokens(row: dict[str, Any], seq_length: float | None) -> float | None:
     """Return the consumed tokens of a row; without the field, those of its samples."""
     tokens, samples = _number(row.get("consumed_tokens")), _number(row.get("consumed_samples"))
     if tokens is None and samples is not None and seq_length is not None:
-        return samples * seq_length
+        return _number(samples * seq_length)
     return tokens
 
 
 def _router_value(row: dict[str, Any], name: str) -> float | None:
-    layers = (row.get("routers") or {}).get("layers", ())
-    values = [value for layer in layers if (value := _number(layer.get(name))) is not None]
-    return _number(ROUTER_CURVES[name](values)) if values else None
+    layers = _dictionary(row.get("routers")).get("layers")
+    layers = layers if isinstance(layers, list) else []
+    values = [value for layer in layers if (value := _number(_dictionary(layer).get(name))) is not None]
+    return _reduced(ROUTER_CURVES[name], values)
 
 
 def _at(columns: Columns, rows: Sequence[int]) -> Columns:
@@ -217,7 +234,7 @@ def _means(x: Columns, curves: Columns) -> Means:
         by_interval = [
             [value for row in interval if (value := column[row]) is not None] for interval in intervals
         ]
-        means[name] = [_number(statistics.fmean(values)) if values else None for values in by_interval]
+        means[name] = [_reduced(statistics.fmean, values) for values in by_interval]
     return Means(_at(x, [interval[-1] for interval in intervals]), means)
 
 
@@ -227,6 +244,7 @@ def _summary(
     status_file: Path,
 ) -> dict[str, Any]:
     """Return the run's row in the table of runs."""
+    status = _status(status_file)
     last = steps[-1] if steps else {}
     speeds = [
         value for row in steps[1:] if (value := _number(row.get("tokens_per_second_per_gpu"))) is not None
@@ -235,14 +253,15 @@ def _summary(
     losses = [loss for _, loss in validations.get("valid", []) if loss is not None]
     return {
         "iterations": last.get("iteration", 0),
-        "tokens": last.get("consumed_tokens"),
+        "tokens": _number(last.get("consumed_tokens")),
         "loss": _last_loss(steps),
         "validation": losses[-1] if losses else None,
-        "tokens_per_second_per_gpu": statistics.median(speeds) if speeds else None,
-        "mfu": statistics.median(mfus) if mfus else None,
-        "max_memory_bytes": last.get("max_memory_bytes"),
-        "hours": sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6,
-        "status": _status(status_file),
+        "tokens_per_second_per_gpu": _number(statistics.median(speeds)) if speeds else None,
+        "mfu": _number(statistics.median(mfus)) if mfus else None,
+        "max_memory_bytes": _number(last.get("max_memory_bytes")),
+        "hours": _number(sum(_number(row.get("iteration_ms")) or 0.0 for row in steps) / 3.6e6),
+        **_saves(steps, status),
+        "status": _end(status)[:MAX_SHOWN_CHARACTERS],
     }
 
 
@@ -250,34 +269,68 @@ def _last_loss(steps: Sequence[dict[str, Any]]) -> float | None:
     """Return the mean training loss at the end of a run: one iteration's is too noisy to compare with an evaluation's."""
     losses = [_number(row.get("lm_loss")) for row in steps if not row.get("skipped")]
     last = [loss for loss in losses[-max(1, min(MAX_LAST_LOSSES, len(losses) // 10)) :] if loss is not None]
-    return _number(statistics.fmean(last)) if last else None
+    return _reduced(statistics.fmean, last)
 
 
-def _status(file: Path) -> str:
+def _status(file: Path) -> dict[str, Any]:
+    """Return the content of a status.json; empty if it cannot be read."""
     try:
-        status = json.loads(file.read_text(encoding="utf-8"))
-        code = status["exit_code"]
-        end = str(status["reason"]) if code is None else f"{status['reason']} (exit code {code})"
-        refused = status.get("refused_start")
-        return f"{end}; a later start was refused: {refused['reason']}" if refused else end
-    except (OSError, ValueError, KeyError, TypeError):
+        return _dictionary(json.loads(read_small_file(file, max_bytes=MAX_STATUS_BYTES)))
+    except (CheckpointError, ValueError, RecursionError):
+        return {}
+
+
+def _end(status: dict[str, Any]) -> str:
+    """Return how the run ended, for the user."""
+    if not {"exit_code", "reason"} <= status.keys():
         return "unknown"
+    code, refused = status["exit_code"], _dictionary(status.get("refused_start"))
+    end = str(status["reason"]) if code is None else f"{status['reason']} (exit code {code})"
+    return f"{end}; a later start was refused: {refused.get('reason')}" if refused else end
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a config.yaml by path; empty if it cannot be read."""
+def _saves(steps: Sequence[dict[str, Any]], status: dict[str, Any]) -> dict[str, Any]:
+    """Return the number of saves and the seconds in which training waited for them; no iteration follows the last one."""
+    found = [_dictionary(values) for values in (*(row.get("save") for row in steps), status.get("last_save"))]
+    stalls = {str(save.get("iteration")): _number(save.get("stall_ms")) or 0.0 for save in found if save}
+    return {"saves": len(stalls), "save_stall_seconds": _number(sum(stalls.values()) / 1000)}
+
+
+def _settings(file: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the settings of a config.yaml by path, and the reason if it cannot be read."""
+    if not file.exists():
+        return {}, None
     try:
-        sections = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    if not isinstance(sections, dict):
-        return {}
-    return {
-        f"{section}.{name}": value
-        for section, values in sections.items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-    }
+        text = read_small_file(file.resolve(), max_bytes=MAX_CONFIG_BYTES).decode()
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return dict(_scalars(root)), None
+    except CheckpointError as error:
+        return {}, error.problems[0].text
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return {}, f"{file}: not valid YAML: {type(error).__name__}"
+
+
+def _scalars(root: yaml.Node | None) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each setting: a scalar or a list of scalars. Nodes of another shape are no settings."""
+    loader = yaml.SafeLoader("")
+    for section, values in _entries(root):
+        for name, node in _entries(values):
+            if isinstance(node, yaml.ScalarNode):
+                yield f"{section}.{name}", _value(loader, node)
+            elif isinstance(node, yaml.SequenceNode):
+                items = [_value(loader, one) for one in node.value if isinstance(one, yaml.ScalarNode)]
+                yield f"{section}.{name}", items
+
+
+def _value(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    value = loader.construct_object(node)
+    is_too_large = isinstance(value, int) and abs(value) > _MAX_INTEGER
+    return str(node.value) if is_too_large else value
+
+
+def _entries(node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
+    if isinstance(node, yaml.MappingNode):
+        yield from ((key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode))
 
 
 def _displayed(run: RunData, path: str) -> str:
@@ -286,11 +339,25 @@ def _displayed(run: RunData, path: str) -> str:
     value = run.settings[path]
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    text = "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]} ..."
+
+
+def _dictionary(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _reduced(reduction: Callable[[Sequence[float]], float], values: Sequence[float]) -> float | None:
+    try:
+        return _number(reduction(values)) if values else None
+    except OverflowError:  # a sum of values near the largest
+        return None
 
 
 def _number(value: Any) -> float | None:
     """Return the value with six digits, more than are visible; None if it is not a finite number."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    return value if isinstance(value, int) else float(f"{value:.6g}")
+    if isinstance(value, int):
+        return value if abs(value) <= _MAX_INTEGER else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,6 +1,7 @@
 """`megatrain report`: the data that it reads, and the page, which needs no network."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -105,6 +106,82 @@ def test_settings_that_differ_are_found_without_the_folders(tmp_path: Path) -> N
     other = read_run(make_run(tmp_path / "b", lr=0.5), "b")
     assert differing_settings([one, other]) == [("optimizer.lr", ["0.001", "0.5"])]
     assert differing_settings([one]) == []
+
+
+DEEP = "[" * 20_000
+ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 8)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "is_valid"),
+    [
+        (DEEP, False),
+        ("a: {b: " * 5000, False),
+        (f"model:\n  x: {DEEP}", False),
+        ("\udcff\udcfe", False),
+        ("data: {seq_length: 8", False),
+        ("data: {seq_length: 2001-99-99}", False),
+        ("data: {seq_length: !!python/object/apply:os.system [exit 1]}", True),
+        ("data: {seq_length: !!python/name:os.system x}", False),
+        ("data: " + "x" * (1 << 20), False),
+        (ALIASES + "model: {x: *i, y: [*i, *i]}", True),
+        ("data: {seq_length: 'many'}", True),
+        ("data: {seq_length: [8]}", True),
+        ("data: {seq_length: .nan}", True),
+        (f"data: {{seq_length: 0x{'f' * 10_000}}}", True),
+        (f"data: {{seq_length: {'1' * 10_000}}}", False),
+        ("data: {? [1, 2] : 3, ? {a: b} : 4, 5: 6}", True),
+        ("? [model]\n: {x: 1}", True),
+        ("- 1\n- 2", True),
+        ("", True),
+        ('model: {x: "\\ud800"}', True),
+    ],
+)  # fmt: skip
+def test_a_damaged_configuration_stops_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, is_valid: bool
+) -> None:
+    run, output = make_run(tmp_path), tmp_path / "page.html"
+    (run / "config.yaml").write_text(content, errors="surrogateescape")
+    assert main(["report", str(run), "--output", str(output)]) == 0
+    assert ("its settings are unknown" in capsys.readouterr().out) == (not is_valid)
+    assert output.stat().st_size < 1 << 20
+    assert embedded(output.read_text())["runs"][0]["curves"]["lm_loss"] == [8.0, 4.0, 2.66667, 2.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"lm_loss": 1e308, "iteration_ms": 1e308, "tokens_per_second_per_gpu": 1e308, "mfu": 1e308},
+        {"routers": [1], "save": [2], "max_memory_bytes": math.nan, "consumed_tokens": [3]},
+        {"routers": {"layers": {"a": 1}}, "save": {"iteration": [], "stall_ms": "x"}},
+        {"routers": {"layers": [1, {"entropy": 1e308}, {"entropy": 1e308}]}, "consumed_samples": 10**400},
+        {"validation": ["valid"], "loss": "low"},
+        {"iteration": 10**30},
+        {"iteration": True},
+    ],
+)
+def test_hostile_metrics_stop_no_report(tmp_path: Path, line: dict[str, Any]) -> None:
+    run = make_run(tmp_path)
+    with (run / "metrics.jsonl").open("a") as file:
+        for number in (5, 6, 7):
+            file.write("\n" + json.dumps({"iteration": number} | line))
+        file.write(f"\n{DEEP}\n")
+    (run / "status.json").write_text(DEEP)
+    found = embedded(page([read_run(run, "run")]))
+    assert found["runs"][0]["summary"]["status"] == "unknown"
+
+
+def test_saves_are_counted_with_the_time_that_they_cost(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    rows = [{"iteration": 5 + n, "save": {"iteration": 4 + n, "stall_ms": 1500.0}} for n in (0, 1)]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"iteration": 9, "save": None}])))
+    for last in ({"iteration": 9, "stall_ms": 500.0}, {"iteration": 5, "stall_ms": 1500.0}, None):
+        (run / "status.json").write_text(json.dumps({"exit_code": 0, "reason": "done", "last_save": last}))
+        summary = read_run(run, "run").summary
+        is_new = last is not None and last["iteration"] == 9
+        assert (summary["saves"], summary["save_stall_seconds"]) == ((3, 3.5) if is_new else (2, 3.0))
 
 
 def test_run_names_differ() -> None:
