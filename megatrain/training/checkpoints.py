@@ -31,8 +31,8 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
     checkpoint = plan.config.checkpoint
     if checkpoint.save is None or plan.config.training.skip_train:
         return None
-    kinds = (WEIGHT,) if checkpoint.no_save_optim else engine.optimizer.kinds
-    own_bytes = sum(chunk.num_bytes for chunk in plan_chunks(engine.optimizer, ranks.grid, kinds))
+    plan_of_rank = plan_chunks(engine.optimizer, ranks.grid, saved_kinds(plan, engine))
+    own_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
     of_ranks = ranks.grid.messages.gather(own_bytes)
     found = (sum(of_ranks), Disk().free_bytes(Path(checkpoint.save))) if ranks.is_main else None
     num_bytes, free = ranks.grid.messages.broadcast(found)
@@ -42,6 +42,11 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
         error.is_reported = not ranks.is_main
         raise error
     return f"> WARNING: {text}: a second one does not fit" if free < 2 * num_bytes * SPACE_MARGIN else None
+
+
+def saved_kinds(plan: Plan, engine: Engine) -> tuple[str, ...]:
+    """Return the kinds of state that the run saves."""
+    return (WEIGHT,) if plan.config.checkpoint.no_save_optim else engine.optimizer.kinds
 
 
 def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:

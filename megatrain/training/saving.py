@@ -20,8 +20,7 @@ from megatrain.checkpoint.errors import CheckpointError, NotFiniteStateError
 from megatrain.checkpoint.retention import Retention, remove_older
 from megatrain.checkpoint.save import DirectWriter, Save
 from megatrain.config import Plan
-from megatrain.optim.sharded import WEIGHT
-from megatrain.training.checkpoints import state_to_save
+from megatrain.training.checkpoints import saved_kinds, state_to_save
 from megatrain.training.engine import Engine
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
@@ -53,6 +52,12 @@ class _Pending:
     """`RunSaves.stall_seconds` at its begin."""
 
 
+def saves_in_background(plan: Plan) -> bool:
+    """Return whether a run copies its state to host memory to save it."""
+    checkpoint = plan.config.checkpoint
+    return checkpoint.async_save and checkpoint.save is not None and not plan.config.training.skip_train
+
+
 class RunSaves:
     """The checkpoints that a run saves. All ranks make the same calls, except for `is_writing`.
 
@@ -77,9 +82,11 @@ class RunSaves:
         """The reason why the last save failed; None: it did not."""
         self.stall_seconds = 0.0
         """Time that training waited for saves so far."""
-        kinds = (WEIGHT,) if plan.config.checkpoint.no_save_optim else engine.optimizer.kinds
         self._writer: DirectWriter | BackgroundWriter = DirectWriter(
-            engine.optimizer, ranks.grid, kinds, verifies=plan.config.checkpoint.verify_saves
+            engine.optimizer,
+            ranks.grid,
+            saved_kinds(plan, engine),
+            verifies=plan.config.checkpoint.verify_saves,
         )
         self._pending: _Pending | None = None
 
@@ -87,7 +94,7 @@ class RunSaves:
     def in_background(self) -> Iterator[None]:
         """Save in the background inside the context, with --async-save. A save that is pending at its end is abandoned."""
         checkpoint, direct = self.plan.config.checkpoint, self._writer
-        if not checkpoint.async_save or checkpoint.save is None or self.plan.config.training.skip_train:
+        if not saves_in_background(self.plan):
             yield
             return
         with self.ranks.phases.phase("allocating host memory for --async-save"):

@@ -23,6 +23,7 @@ from megatrain.training.engine import Engine
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.data_and_timeline import DatasetUse, Timeline, dataset_uses, timeline_of
+from megatrain.training.planning.host_memory import HostMemory, host_memory
 from megatrain.training.planning.memory_limit import memory_warning
 from megatrain.training.planning.memory_plan import StageMemory, planned_memory
 from megatrain.training.planning.model_tree import ModelTree, model_tree
@@ -107,6 +108,8 @@ class DryRun:
     data: tuple[DatasetUse, ...]
     timeline: Timeline
     pipeline: Pipeline
+    host_memory: HostMemory | None
+    """Host memory of --async-save; None: the run does not save in the background."""
 
 
 def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
@@ -116,8 +119,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         MegatrainError: the run would not start.
     """
     world_size, reason = _world_size(request, environment)
-    environment = dataclasses.replace(environment, world_size=world_size, local_world_size=1)
-    facts = gather_facts(request, environment)
+    facts = gather_facts(request, dataclasses.replace(environment, world_size=world_size, local_world_size=1))
     plan = _plan(request, facts)
     shape = grid_shape(plan)
     pipeline = _pipeline(plan)
@@ -139,6 +141,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
         data=tuple(dataset_uses(plan, facts)),
         timeline=timeline_of(plan, facts),
         pipeline=pipeline,
+        host_memory=host_memory(plan, engines, environment),
     )
 
 

@@ -11,6 +11,7 @@ from megatrain.config import Request, render_plan
 from megatrain.config.environment import read_environment
 from megatrain.training.planning.data_and_timeline import Landmark, Repeated
 from megatrain.training.planning.dry_run import Axis, DryRun, examine
+from megatrain.training.planning.host_memory import HostMemory
 from megatrain.training.planning.memory_limit import comparison
 from megatrain.training.planning.memory_plan import StageMemory
 from megatrain.training.planning.model_tree import Block, StageTree
@@ -139,10 +140,25 @@ def _memory(found: DryRun) -> Iterator[str]:
     if any(stage.held.on_host for stage in found.memory):
         most = max(stage.held.on_host for stage in found.memory)
         yield f"  --optimizer-cpu-offload: up to {_gigabytes(most)} GB of host memory per rank, not in the table"
+    yield from _host_memory(found.host_memory)
     largest = max(stage.total for stage in found.memory)
     compared = comparison(found.plan, largest, found.device_memory_bytes)
     if compared is not None:
         yield f"  {compared}"
+
+
+def _host_memory(memory: HostMemory | None) -> Iterator[str]:
+    if memory is None:
+        return
+    yield (
+        f"  --async-save: {_gigabytes(max(memory.per_rank))} GB of host memory per rank, for a copy of its {', '.join(memory.kinds)};"
+        f" {_gigabytes(memory.per_host)} GB on a host of {memory.ranks_per_host} rank{'s' * (memory.ranks_per_host > 1)} ({memory.reason})"
+    )
+    available = f"the {_gigabytes(memory.available)} GB that this host has available"
+    if memory.per_host > memory.available:
+        yield f"    more than {available}: the run would not start here"
+    else:
+        yield f"    it fits into {available}"
 
 
 def _equal_stages(memory: Sequence[StageMemory]) -> list[tuple[tuple[int, ...], StageMemory]]:

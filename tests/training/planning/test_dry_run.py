@@ -18,12 +18,16 @@ import torch
 from run_helpers import ROOT, command_line
 
 import pretrain
+from megatrain.checkpoint.background import host_bytes
+from megatrain.checkpoint.chunks import plan_chunks
+from megatrain.checkpoint.writer_process import SharedMemory
 from megatrain.config import parse
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.data.indexed.writer import IndexedWriter
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.rank_lists import GridShape
 from megatrain.training.engine import Engine
+from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.planning.dry_run import DryRun, examine
 from megatrain.training.planning.dry_run_output import as_text
 from megatrain.training.planning.memory_limit import comparison, memory_warning
@@ -92,7 +96,8 @@ def test_a_model_of_400_billion_on_4096_ranks_takes_seconds(
 def test_stable_names(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, {})
     assert list(found) == [
-        "plan", "model", "flops", "memory", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "pipeline"
+        "plan", "model", "flops", "memory", "device_memory_bytes", "memory_warning", "ranks", "data", "timeline", "pipeline",
+        "host_memory",
     ]  # fmt: skip
     assert set(found["memory"][0]) == {
         "held", "held_total", "activations", "temporaries", "communication", "other", "total", "peak_at"
@@ -272,3 +277,51 @@ def test_memory_is_compared_with_this_hosts_gpu() -> None:
         (10**12, "the largest total fits into the 1000.00 GB"),
     ):
         assert words in as_text(dataclasses.replace(found, device_memory_bytes=limit))
+
+
+def test_host_memory_of_background_saves_is_that_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of four ranks; the first has the stage with the embedding, the second the one with the head."""
+    words = command_line(
+        {
+            "--save": str(tmp_path), "--async-save": "", "--tensor-model-parallel-size": "2", "--vocab-size": "3000",
+            "--pipeline-model-parallel-size": "2", "--untie-embeddings-and-output-weights": "", "--dry-run": "text",
+        }
+    )  # fmt: skip
+    launched = LaunchEnvironment(world_size=8, local_world_size=4)
+    found = examine(parse(words), launched)
+    memory = found.host_memory
+    assert memory is not None
+    grids = [build_grid(grid_shape(found.plan), rank) for rank in range(8)]
+    optimizers = [Engine(found.plan, grid, torch.device("meta")).optimizer for grid in grids]
+    copies = [
+        host_bytes(plan_chunks(optimizer, grid)) for optimizer, grid in zip(optimizers, grids, strict=True)
+    ]
+    assert (memory.per_rank[0], memory.per_rank[1]) == (copies[0], copies[4])
+    assert memory.per_host == pytest.approx(max(sum(copies[:4]), sum(copies[4:])), rel=0.05)
+    assert (memory.ranks_per_host, memory.reason) == (4, "as launched")
+    assert "on a host of 4 ranks (as launched)" in as_text(found)
+    assert "it fits into the" in as_text(found)
+    monkeypatch.setattr("megatrain.training.planning.host_memory.available_bytes", lambda: 1000)
+    assert "the run would not start here" in as_text(examine(parse(words), launched))
+    weights = examine(parse([*words, "--no-save-optim"]), launched).host_memory
+    assert weights is not None
+    assert weights.kinds == ("weight",)
+    assert weights.per_host == pytest.approx(memory.per_host / 3, rel=0.05)
+
+
+def test_host_memory_is_that_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: dict[str, str | None] = {"--save": str(tmp_path), "--async-save": ""}
+    planned, allocated = examined(flags).host_memory, []
+
+    def counted(num_bytes: int) -> SharedMemory:
+        allocated.append(num_bytes)
+        return SharedMemory(num_bytes)
+
+    monkeypatch.setattr("megatrain.checkpoint.background.SharedMemory", counted)
+    assert pretrain.main(command_line(flags)) == 0
+    assert planned is not None
+    assert (planned.per_rank, planned.per_host) == ((allocated[0],), allocated[0])
+    assert examined({"--save": str(tmp_path / "other")}).host_memory is None
+    assert examined({"--async-save": ""}).host_memory is None
