@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.grid import Channel, RankGrid, RankGroup
 from megatrain.parallel.messages import Messages
 from megatrain.parallel.rank_lists import GridShape, RankLists
 
@@ -32,9 +32,6 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
     separate = {
         "world": everyone,
         "pp": shape.rank_lists("pp"),
-        "pp_backward": shape.rank_lists("pp"),
-        "pp_down": shape.rank_lists("pp") if shape.num_chunks > 1 else [],
-        "pp_down_backward": shape.rank_lists("pp") if shape.num_chunks > 1 else [],
         "embedding": shape.embedding_lists(),
     }
     heads, rings = shape.context_levels()
@@ -60,12 +57,31 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
     }
     of_matrices = {"matrix": dense.matrix, "expert_matrix": expert.matrix}
     groups = {name: maker.make(name, lists) for name, lists in separate.items()}
+    channels = _channels(shape, maker)
     groups |= maker.make_sharing(of_layers)
     groups |= maker.make_sharing(of_replicas)
     groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)
     has_store = make_handle is not None and shape.world_size > 1
     store = make_handle("messages", everyone) if make_handle is not None and has_store else None
-    return RankGrid(shape=shape, rank=rank, messages=Messages(rank, shape.world_size, store), **groups)
+    return RankGrid(
+        shape=shape, rank=rank, messages=Messages(rank, shape.world_size, store), channels=channels, **groups
+    )
+
+
+def _channels(shape: GridShape, maker: _GroupMaker) -> dict[Channel, RankGroup]:
+    """Make the channels of a rank to and from adjacent virtual stages, in the same order on all ranks."""
+    found: dict[Channel, RankGroup] = {}
+    pipelines = shape.rank_lists("pp")
+    for is_forward in (True, False):
+        for number, pairs in enumerate(shape.channels()):
+            name = f"pp_{'forward' if is_forward else 'backward'}_{number}"
+            lists = [sorted((ranks[a], ranks[b])) for ranks in pipelines for a, b in pairs]
+            group = maker.make(name, lists)
+            own = [(a, b) for ranks in pipelines for a, b in pairs if maker.rank in (ranks[a], ranks[b])]
+            for first, second in own:
+                ends = (first, second) if is_forward else (second, first)
+                found[Channel(*ends, is_forward)] = group
+    return found
 
 
 class _GroupMaker:

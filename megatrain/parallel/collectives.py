@@ -147,13 +147,11 @@ def begin_send(x: Tensor, group: RankGroup, step: int) -> Transfer:
     return Transfer(dist.isend(x, group.ranks[group.rank + step], group=group.handle), x)
 
 
-def receive(x: Tensor, group: RankGroup, step: int) -> Tensor:
-    """Fill `x` from the rank `step` positions later in the group."""
-    if _is_sent(x, group):
-        work = dist.irecv(x, group.ranks[group.rank + step], group=group.handle)
-        assert work is not None
-        work.wait()
-    return x
+def begin_receive(x: Tensor, group: RankGroup, step: int) -> Transfer:
+    """Begin to fill `x` from the rank `step` positions later in the group."""
+    if not _is_sent(x, group):
+        return Transfer(None, x)
+    return Transfer(dist.irecv(x, group.ranks[group.rank + step], group=group.handle), x)
 
 
 def gather_json(value: Any, group: RankGroup, device: torch.device | None = None) -> list[Any]:

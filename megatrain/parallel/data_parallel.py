@@ -165,7 +165,7 @@ class DataParallel:
         expected = self._upcoming.popleft()
         assert segment_pass == expected, f"{segment_pass} runs before {expected}"
         own = self._buckets_of.get(segment_pass.segment, ())
-        if segment_pass.kind is not ActionKind.FORWARD or self._backward_follows(segment_pass):
+        if segment_pass.computes_gradients:
             for number in own:
                 self.gradients.prepare(number)
         if segment_pass.kind is not ActionKind.WEIGHT:
@@ -187,11 +187,6 @@ class DataParallel:
         for number in self._buckets_of.get(segment, ()):
             if segment == self.buffers.buckets[number].users[0]:
                 self.gradients.mark_ready(number, is_last=is_last)
-
-    def _backward_follows(self, segment_pass: SegmentPass) -> bool:
-        """Return whether this segment's backward pass is next: a head computes gradients in its forward pass too."""
-        backward = SegmentPass(ActionKind.BACKWARD, segment_pass.segment)
-        return bool(self._upcoming) and self._upcoming[0] == backward
 
     def _needed_next(self) -> Sequence[int]:
         """Return the buckets of the next pass that uses weights."""

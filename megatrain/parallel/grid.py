@@ -9,7 +9,7 @@ state is sharded. Expert parameters have groups of their own over the same ranks
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,15 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
+class Channel:
+    """Messages from one pipeline rank to another: hidden states if `is_forward`, else their gradients."""
+
+    sender: int
+    receiver: int
+    is_forward: bool
+
+
+@dataclass(frozen=True)
 class FamilyGroups:
     """The ranks that hold a family's parameters and their optimizer state, as seen by one of them."""
 
@@ -65,12 +74,8 @@ class RankGrid:
     messages: Messages
     """JSON values between all ranks; waiting there for a slow disk delays no collective."""
     pp: RankGroup
-    pp_backward: RankGroup
-    """The ranks of `pp` with a communicator for gradients, so that neither direction waits for the other."""
-    pp_down: RankGroup
-    """The ranks of `pp` with a communicator for messages to a later model chunk on an earlier rank; this rank alone with
-    one chunk per rank."""
-    pp_down_backward: RankGroup
+    channels: Mapping[Channel, RankGroup]
+    """A communicator for each pair of ranks with adjacent virtual stages and each direction, so that none waits for another."""
     embedding: RankGroup
     """First and last rank of `pp`; this rank alone if it is neither, or if they are the same."""
     tp: RankGroup

@@ -58,11 +58,11 @@ def _separate_store(timeout: timedelta | None) -> Any:
 
 def limit_collectives(grid: RankGrid, *, seconds: float) -> None:
     """Set the timeout of all collectives from now on; messages keep theirs."""
-    for group in groups_of(grid):
+    for group in (*groups_of(grid), *grid.channels.values()):
         _set_pg_timeout(timedelta(seconds=seconds), group.handle)
 
 
 def groups_of(grid: RankGrid) -> list[RankGroup]:
-    """Return all groups in which this rank communicates."""
+    """Return all groups of collectives in which this rank communicates."""
     found = [getattr(grid, field.name) for field in dataclasses.fields(grid)]
     return [group for group in found if isinstance(group, RankGroup) and group.handle is not None]

@@ -16,6 +16,8 @@ from typing import Literal
 
 import numpy as np
 
+from megatrain.parallel.pipeline.actions import Placement
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 STAGES_BEFORE_REPLICAS = "tp-cp-ep-pp-dp"
 """The order of --use-tp-pp-dp-mapping: ranks of a pipeline are closer than replicas."""
@@ -59,6 +61,8 @@ class GridShape:
     order: str = DEFAULT_ORDER
     num_chunks: int = 1
     """Model chunks of each pipeline rank."""
+    is_v: bool = False
+    """The second chunks are in reverse order of the ranks."""
     dp_copies: int = 1
     """Number of optimizer instances: runs of consecutive replicas that together hold all optimizer state."""
     expert_copies: int = 1
@@ -144,6 +148,26 @@ class GridShape:
             copies=[ranks[index::size] for ranks in replicas for index in range(size)] if copies > 1 else [],
             matrix=matrix,
         )
+
+    @property
+    def placement(self) -> Placement:
+        """Ranks of the virtual stages."""
+        return Placement(self.pp, self.num_chunks, is_v=self.is_v)
+
+    def channels(self) -> list[list[tuple[int, int]]]:
+        """Return the pairs of pipeline ranks with adjacent virtual stages, in lists of disjoint pairs.
+
+        0 > 1 > 2 > 3, interleaved:  01 23 | 12 30        in a V:  01 23 | 12 | 32 10 | 21
+        """
+        lists: list[list[tuple[int, int]]] = []
+        for pair in self.placement.adjacent_ranks:
+            free = (known for known in lists if not {rank for one in known for rank in one} & set(pair))
+            found = next(free, None)
+            if found is None:
+                lists.append([pair])
+            else:
+                found.append(pair)
+        return lists
 
     def embedding_lists(self) -> list[list[int]]:
         """Return the first and the last stage of each pipeline, which share a tied embedding."""

@@ -27,7 +27,8 @@ from megatrain.parallel.data_parallel import DataParallel, DataParallelOptions, 
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Placement
 from megatrain.parallel.pipeline.executor import Executor
-from megatrain.parallel.pipeline.schedule import PipelineSchedule
+from megatrain.parallel.pipeline.point_to_point import connect_channels
+from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule
 
 
 def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> Model:
@@ -65,9 +66,14 @@ def build_pipeline(plan: Plan) -> PipelineSchedule:
     parallel = plan.config.parallel
     kind = parallel.pipeline_schedule
     placement = Placement(
-        parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks, is_v=kind == "zb-v"
+        parallel.pipeline_model_parallel_size, plan.derived.pipeline_chunks, is_v=kind in V_SHAPED
     )
-    return PipelineSchedule(kind, placement, parallel.microbatch_group_size_per_virtual_pipeline_stage)
+    return PipelineSchedule(
+        kind,
+        placement,
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        posts_receives=parallel.overlap_p2p_communication,
+    )
 
 
 def build_buffers(plan: Plan, model: Model, grid: RankGrid, device: torch.device) -> FlatBuffers:
@@ -117,6 +123,7 @@ def build_executor(
 ) -> Executor:
     """Build the executor that runs pipeline schedules over the model's segments."""
     config = plan.config
+    connect_channels(grid, device)
     rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)
     return Executor(
         model.segments,

@@ -71,7 +71,7 @@ def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
     pp = parallel.pipeline_model_parallel_size
-    needed = {"1f1b": 1, "zb-h1": 1, "zb-v": 2}.get(schedule, chunks)
+    needed = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}.get(schedule, chunks)
     if pp > 1 and chunks != needed:
         yield Problem(
             f"--pipeline-schedule {schedule} has {needed} model chunk{'s' * (needed > 1)} per rank, not {chunks}",
@@ -127,8 +127,9 @@ def _chunks(draft: Draft) -> tuple[int, str]:
                 "use --pipeline-model-parallel-layout auto in place of --num-layers-per-virtual-pipeline-stage",
             )
         return units // (pp * per_stage), f"{units // pp} layers per rank / {per_stage}"
-    if draft.is_given("parallel.pipeline_schedule") and parallel.pipeline_schedule == "zb-v":
-        return 2, "--pipeline-schedule zb-v"
+    schedule = parallel.pipeline_schedule if draft.is_given("parallel.pipeline_schedule") else None
+    if schedule in ("zb-v", "dualpipe-v"):
+        return 2, f"--pipeline-schedule {schedule}"
     return 1, "default"
 
 

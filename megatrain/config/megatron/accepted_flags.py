@@ -173,8 +173,8 @@ ACCEPTED_FLAGS: Final = (
         "--overlap-param-gather-with-optimizer-step",
     ),
     accepted(
-        "pipeline communication is not overlapped with computation",
-        "--no-overlap-p2p-communication",
+        "--overlap-p2p-communication, on by default, posts all receives ahead, also at the start and the end of a step",
+        "--overlap-p2p-communication-warmup-flush",
     ),
     accepted(
         "process groups use only the backend of --distributed-backend",

@@ -14,10 +14,9 @@ PENDING_FLAGS: Final = (
         "--replication --replication-factor=* --replication-jump=*",
     ),
     pending(
-        "overlapped pipeline communication and delayed weight gradients",
-        "stages wait for their messages",
-        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*"
-        " --overlap-p2p-communication-warmup-flush",
+        "delayed weight gradients in other schedules than zero bubble",
+        "--pipeline-schedule zb-h1, zb-v and dualpipe-v compute weight gradients, the head's too, while a stage would wait",
+        "--delay-wgrad-compute --defer-embedding-wgrad-compute --wgrad-deferral-limit=*",
     ),
     pending(
         "overlapped tensor-parallel communication",

@@ -120,6 +120,10 @@ _ACCEPTED: Final = (
         "--use-contiguous-buffers-in-ddp --use-contiguous-buffers-in-local-ddp",
     ),
     accepted(
+        "each direction between two stages has its own communicator, so their messages need no batches",
+        "--batch-p2p-communication",
+    ),
+    accepted(
         "it is the default",
         "--no-query-key-layer-scaling --no-async-tensor-model-parallel-allreduce",
     ),
@@ -139,11 +143,6 @@ _ACCEPTED: Final = (
 )
 
 _UNSUPPORTED: Final = (
-    refused(
-        "overlapping pipeline communication with computation is not supported",
-        "--overlap-p2p-communication",
-        instead="remove the flag; results are the same, and steps take longer",
-    ),
     refused(
         "sharding saved activations across tensor-parallel ranks is not supported",
         "--distribute-checkpointed-activations",

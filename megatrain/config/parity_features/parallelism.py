@@ -177,6 +177,23 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
             Feature("interleaved", _CHUNKS, lambda p: _schedule(p) == "interleaved", needs=("pp",)),
             Feature("zbh1", f"{_SCHEDULE} zb-h1", lambda p: _schedule(p) == "zb-h1", needs=("pp",)),
             Feature("zbv", f"{_SCHEDULE} zb-v", lambda p: _schedule(p) == "zb-v", needs=("pp",)),
+            Feature(
+                "dualpipev", f"{_SCHEDULE} dualpipe-v", lambda p: _schedule(p) == "dualpipe-v", needs=("pp",)
+            ),
+        ),
+        is_layout=True,
+    ),
+    Option(
+        "pipeline communication",
+        ("parallel.overlap_p2p_communication",),
+        (
+            Feature("postsreceives", "", lambda p: p.config.parallel.overlap_p2p_communication),
+            Feature(
+                "noposts",
+                "--no-overlap-p2p-communication",
+                lambda p: not p.config.parallel.overlap_p2p_communication,
+                needs=("pp",),
+            ),
         ),
         is_layout=True,
     ),

@@ -83,7 +83,7 @@ SAFE: Final = ResumeClass(
     " moe_router_bias_update_rate moe_router_force_load_balancing moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
     " moe_token_drop_policy moe_token_dispatcher_type;"
     " parallel: tensor_model_parallel_size pipeline_model_parallel_size pipeline_schedule"
-    " num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage"
+    " overlap_p2p_communication num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage"
     " microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
     " account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout context_parallel_size cp_comm_type context_parallel_chunk_means"
     " hierarchical_context_parallel_sizes"

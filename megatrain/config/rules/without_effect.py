@@ -116,7 +116,7 @@ CONDITIONS: Final = (
             "pipeline_schedule num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage"
             " microbatch_group_size_per_virtual_pipeline_stage decoder_first_pipeline_num_layers"
             " decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split"
-            " account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
+            " account_for_loss_in_pipeline_split pipeline_model_parallel_layout overlap_p2p_communication",
         ),
     ),
     Condition(

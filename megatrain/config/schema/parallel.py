@@ -14,8 +14,8 @@ class ParallelConfig(CheckedSection):
     """Tensor-parallel size (tp): ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Pipeline-parallel size (pp): number of stages."""
-    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v"] = AUTO
-    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), or zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
+    pipeline_schedule: Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = AUTO
+    """Pipeline schedule: 1F1B, interleaved (several model chunks per rank), zero bubble with one chunk (zb-h1) or two chunks in a V (zb-v), or DualPipe-V (dualpipe-v: two chunks in a V, forward passes of one run together with backward passes of the other). auto: interleaved with several chunks, else 1f1b. Not in Megatron-LM."""
     num_virtual_stages_per_pipeline_rank: int | None = field(default=None, metadata=in_range(at_least=1))
     """Model chunks per pipeline rank (virtual stages)."""
     num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=in_range(at_least=1))
@@ -34,6 +34,8 @@ class ParallelConfig(CheckedSection):
     """Count the output layer as a layer when layers are split into stages."""
     pipeline_model_parallel_layout: str | None = None
     """Layers of each virtual stage, such as Ett|(tt|)*3tL: E embedding, t layer, L loss, | between stages, *N repetition. auto: balanced by FLOPs, head included."""
+    overlap_p2p_communication: bool = True
+    """Overlap communication between pipeline stages with computation: post each receive before the pass that precedes the one that needs it. Off: begin to receive when the message is needed."""
     context_parallel_size: int = field(default=1, metadata=in_range(at_least=1))
     """Context-parallel size (cp): ranks over which each sequence is split."""
     cp_comm_type: tuple[str, ...] = ()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 
 
 class ActionKind(Enum):
-    """The kind of an action; sends and receives name the direction of the data."""
+    """The kind of an action; posts, sends and receives name the direction of the data."""
 
     FORWARD = "F"
     BACKWARD = "B"
     WEIGHT = "W"
+    FORWARD_BACKWARD = "FB"
+    """A forward pass of one micro-batch and a backward pass of another, segment by segment in turn."""
     SEND_FORWARD = "sf"
-    RECV_FORWARD = "rf"
     SEND_BACKWARD = "sb"
+    POST_FORWARD = "pf"
+    """Begin to receive."""
+    POST_BACKWARD = "pb"
+    RECV_FORWARD = "rf"
+    """Wait for the message; begin to receive it unless it has been posted."""
     RECV_BACKWARD = "rb"
 
 
@@ -25,6 +32,20 @@ class Action:
     kind: ActionKind
     microbatch: int
     chunk: int = 0
+    backward: Action | None = None
+    """The backward pass of a FORWARD_BACKWARD action; the other fields are those of its forward pass."""
+
+    @property
+    def passes(self) -> tuple[Action, ...]:
+        """The passes of this action: one, two if it is a FORWARD_BACKWARD, none for messages."""
+        if self.backward is not None:
+            return Action(ActionKind.FORWARD, self.microbatch, self.chunk), self.backward
+        return (self,) if self.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT) else ()
+
+
+def combined(forward: Action, backward: Action) -> Action:
+    """Return the action that runs a forward and a backward pass together."""
+    return Action(ActionKind.FORWARD_BACKWARD, forward.microbatch, forward.chunk, backward)
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,12 @@ class Placement:
         """Return the rank of a virtual stage."""
         chunk, index = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - index if self.is_v and chunk else index
+
+    @property
+    def adjacent_ranks(self) -> list[tuple[int, int]]:
+        """Different ranks of adjacent virtual stages: the earlier stage's rank first, each pair once."""
+        ranks = [self.rank(stage) for stage in range(self.num_stages)]
+        return list(dict.fromkeys(pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]))
 
     def has_head(self, rank: int) -> bool:
         """Return whether a rank has the last virtual stage."""

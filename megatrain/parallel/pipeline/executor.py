@@ -4,13 +4,14 @@
 
 The executor knows segments only as callables. Since the graph is cut, it knows when a segment runs and when its
 gradients are complete, and reports both to its `hooks`, which gather weights and reduce gradients meanwhile; there are
-no autograd hooks. The same code runs one stage and many, in training and in evaluation.
+no autograd hooks. A combined action alternates between segments of its forward and of its backward pass. The same code
+runs one stage and many, in training and in evaluation.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,9 +22,9 @@ from torch.autograd import Function
 from torch.profiler import record_function
 
 from megatrain.parallel.batch import Batch, PassInfo
-from megatrain.parallel.collectives import Transfer, begin_send, receive
-from megatrain.parallel.grid import RankGrid, RankGroup
+from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.point_to_point import PointToPoint
 
 
 class Segment(Protocol):
@@ -38,6 +39,8 @@ class SegmentPass:
 
     kind: ActionKind
     segment: int
+    computes_gradients: bool = True
+    """False for a forward pass, unless it computes weight gradients, as that of a head does if they are not deferred."""
 
 
 class SegmentHooks(Protocol):
@@ -61,12 +64,31 @@ class _InFlight:
     """A micro-batch of one chunk, between its forward and its last backward action."""
 
     info: PassInfo
-    inputs: list[Tensor | None] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
-    received: Tensor | None = None
+    defers_weights: bool
+    """Weight gradients are an action of their own."""
+    hidden: Tensor | None = None
+    """Received hidden states, then the output of the last segment that has run, until the next virtual stage has it."""
     gradient: Tensor | None = None
+    """Received gradient, then that of the input of the last segment that has run backward."""
+    inputs: list[Tensor | None] = field(default_factory=list)
+    graphs: list[_Graph] = field(default_factory=list)
     deferred: list[list[Callable[[], None]]] = field(default_factory=list)
     """Weight gradients to compute, per segment, last segment first."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of a schedule."""
+
+    batches: Sequence[Batch]
+    states: dict[tuple[int, int], _InFlight]
+    """By micro-batch and chunk."""
+    num_done: list[int]
+    """Micro-batches whose gradients are complete, by segment."""
+    upcoming: Iterator[SegmentPass]
+
+    def state(self, action: Action) -> _InFlight:
+        return self.states[action.microbatch, action.chunk]
 
 
 class Executor:
@@ -74,7 +96,7 @@ class Executor:
 
     Args:
         segments: those of this rank's chunks, first to last.
-        grid: hidden states are sent over `pp` and `pp_down`, their gradients over `pp_backward` and `pp_down_backward`.
+        grid: hidden states and their gradients are sent over its `channels`.
         hidden_shape: shape of the hidden states between chunks, [s/tp, b, h] with sequence parallelism.
         dtype, device: those of the hidden states.
         hooks: called around each pass.
@@ -105,190 +127,185 @@ class Executor:
 
     def run(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> None:
         """Run a schedule; sums for the log remain in `infos`."""
-        states = {
-            (n, chunk): _InFlight(info) for n, info in enumerate(infos) for chunk in range(len(self.chunks))
-        }
-        num_done = [0] * len(self.segments)
-        messages = _Messages(self.grid, self.placement)
-        splits_backward = any(action.kind is ActionKind.WEIGHT for action in actions)
-        for info in infos:
-            info.splits_backward = splits_backward
-        self.hooks.on_schedule(segment_passes(actions, self.chunks))
+        run = self._begin(actions, batches, infos)
+        messages = PointToPoint(self.grid, self.placement)
         for action in actions:
-            state, chunk = states[action.microbatch, action.chunk], self.chunks[action.chunk]
+            state = run.state(action)
             match action.kind:
+                case ActionKind.POST_FORWARD | ActionKind.POST_BACKWARD:
+                    messages.post(action, self._empty())
                 case ActionKind.RECV_FORWARD:
-                    state.received = messages.receive(action, self._empty())
-                case ActionKind.FORWARD:
-                    self._forward(state, batches[action.microbatch], chunk)
-                    self._hand_over(states, action, state.outputs[-1])
-                case ActionKind.SEND_FORWARD:
-                    messages.send(action, state.outputs[-1])
-                    if not state.info.is_training:
-                        state.outputs = []
+                    state.hidden = messages.receive(action, self._empty)
                 case ActionKind.RECV_BACKWARD:
-                    state.gradient = messages.receive(action, self._empty())
-                case ActionKind.BACKWARD:
-                    self._backward(state, chunk, num_done, len(batches))
-                    self._hand_over(states, action, state.gradient)
+                    state.gradient = messages.receive(action, self._empty)
+                case ActionKind.SEND_FORWARD:
+                    assert state.hidden is not None
+                    messages.send(action, state.hidden)
+                    state.hidden = None
                 case ActionKind.SEND_BACKWARD:
                     assert state.gradient is not None
                     messages.send(action, state.gradient)
                     state.gradient = None
-                case ActionKind.WEIGHT:
-                    self._weight_gradients(state, chunk, num_done, len(batches))
+                case _:
+                    self._run_passes(run, action)
         messages.finish()
+
+    def _begin(self, actions: Sequence[Action], batches: Sequence[Batch], infos: Sequence[PassInfo]) -> _Run:
+        has_head = self.placement.has_head(self.grid.pp.rank)
+        passes = segment_passes(actions, self.chunks, head=len(self.segments) - 1 if has_head else None)
+        self.hooks.on_schedule(passes)
+        deferred = deferred_weights(actions)
+        states = {
+            (n, chunk): _InFlight(info, defers_weights=(n, chunk) in deferred)
+            for n, info in enumerate(infos)
+            for chunk in range(len(self.chunks))
+        }
+        return _Run(batches, states, [0] * len(self.segments), iter(passes))
 
     def _empty(self) -> Tensor:
         return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
 
-    def _hand_over(
-        self, states: Mapping[tuple[int, int], _InFlight], action: Action, x: Tensor | None
-    ) -> None:
+    def _run_passes(self, run: _Run, action: Action) -> None:
+        """Run the passes of an action, and give their results to an adjacent virtual stage of this rank."""
+        methods = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.WEIGHT: self._weights,
+        }
+        for one, number in segments_in_turn(action, self.chunks):
+            methods[one.kind](run, one, number)
+        for one in action.passes:
+            self._hand_over(run, one)
+
+    def _hand_over(self, run: _Run, one: Action) -> None:
         """Give the result of a pass to the next virtual stage, if it is a chunk of this rank."""
-        rank, is_forward = self.grid.pp.rank, action.kind is ActionKind.FORWARD
-        chunk = action.chunk + (1 if is_forward else -1)
-        if not 0 <= chunk < len(self.chunks):
+        is_forward = one.kind is ActionKind.FORWARD
+        chunk, rank = one.chunk + (1 if is_forward else -1), self.grid.pp.rank
+        if one.kind is ActionKind.WEIGHT or not 0 <= chunk < len(self.chunks):
             return  # as always with one chunk
-        distance = self.placement.stage(rank, chunk) - self.placement.stage(rank, action.chunk)
-        if abs(distance) != 1:
+        if abs(self.placement.stage(rank, chunk) - self.placement.stage(rank, one.chunk)) != 1:
             return
-        assert x is not None
+        state, other = run.state(one), run.states[one.microbatch, chunk]
         if is_forward:
-            states[action.microbatch, chunk].received = x.detach()
+            other.hidden, state.hidden = state.hidden, None
         else:
-            states[action.microbatch, chunk].gradient = x
+            other.gradient, state.gradient = state.gradient, None
 
     @record_function("forward")
-    def _forward(self, state: _InFlight, batch: Batch, chunk: range) -> None:
-        hidden = state.received
-        state.received = None
-        with torch.set_grad_enabled(state.info.is_training):
-            for number in chunk:
-                segment = self.segments[number]
-                if hidden is not None and state.info.is_training:
-                    hidden = hidden.detach().requires_grad_()
-                with self._pass(ActionKind.FORWARD, number):
-                    output = segment(hidden, batch, state.info)
-                if state.info.is_training:
-                    state.inputs.append(hidden)
-                    state.outputs.append(output)
-                hidden = output
-        if not state.info.is_training:
-            state.outputs = [output]  # for the next stage
+    def _forward(self, run: _Run, one: Action, number: int) -> None:
+        """Run a segment forward."""
+        state = run.state(one)
+        info, hidden = state.info, state.hidden
+        info.splits_backward = state.defers_weights
+        with torch.set_grad_enabled(info.is_training):
+            if hidden is not None and info.is_training:
+                hidden = hidden.detach().requires_grad_()
+            with self._pass(run):
+                output = self.segments[number](hidden, run.batches[one.microbatch], info)
+            if info.is_training:
+                state.inputs.append(hidden)
+                state.graphs.append(_Graph.of(output))
+        state.hidden = output.detach()
 
     @record_function("backward")
-    def _backward(self, state: _InFlight, chunk: range, num_done: list[int], num_microbatches: int) -> None:
-        gradient = state.gradient
-        for number in reversed(chunk):
-            state.info.deferred = [] if state.info.splits_backward else None
-            with self._pass(ActionKind.BACKWARD, number):
-                run_backward(state.outputs.pop(), gradient)
-            hidden = state.inputs.pop()
-            gradient = hidden.grad if hidden is not None else None
-            if state.info.deferred is not None:
-                state.deferred.append(state.info.deferred)
-            else:
-                self._count(number, num_done, num_microbatches)
-        state.info.deferred = None
-        state.gradient = gradient
+    def _backward(self, run: _Run, one: Action, number: int) -> None:
+        """Compute the gradient of a segment's input, and weight gradients that are not deferred."""
+        state = run.state(one)
+        info, graph = state.info, state.graphs.pop()
+        info.splits_backward, info.deferred = state.defers_weights, [] if state.defers_weights else None
+        if state.gradient is not None:
+            graph.gradient.append(state.gradient)
+            state.gradient = None
+        with self._pass(run):
+            torch.autograd.backward(graph.root)
+        hidden = state.inputs.pop()
+        if hidden is not None:
+            state.gradient = hidden.grad
+        if info.deferred is not None:
+            state.deferred.append(info.deferred)
+            info.deferred = None
+        else:
+            self._count(run, number)
 
     @record_function("weight gradients")
-    def _weight_gradients(
-        self, state: _InFlight, chunk: range, num_done: list[int], num_microbatches: int
-    ) -> None:
-        for number, deferred in zip(reversed(chunk), state.deferred, strict=True):
-            with torch.no_grad(), self._pass(ActionKind.WEIGHT, number):
-                for compute in deferred:
-                    compute()
-            self._count(number, num_done, num_microbatches)
-        state.deferred = []
+    def _weights(self, run: _Run, one: Action, number: int) -> None:
+        """Compute a segment's deferred weight gradients."""
+        with torch.no_grad(), self._pass(run):
+            for compute in run.state(one).deferred.pop(0):
+                compute()
+        self._count(run, number)
 
-    def _count(self, number: int, num_done: list[int], num_microbatches: int) -> None:
-        num_done[number] += 1
-        self.hooks.on_gradients(number, is_last=num_done[number] == num_microbatches)
+    def _count(self, run: _Run, number: int) -> None:
+        run.num_done[number] += 1
+        self.hooks.on_gradients(number, is_last=run.num_done[number] == len(run.batches))
 
     @contextmanager
-    def _pass(self, kind: ActionKind, segment: int) -> Iterator[None]:
-        segment_pass = SegmentPass(kind, segment)
+    def _pass(self, run: _Run) -> Iterator[None]:
+        segment_pass = next(run.upcoming)
         self.hooks.before(segment_pass)
         yield
         self.hooks.after(segment_pass)
 
 
-def segment_passes(actions: Sequence[Action], chunks: Sequence[range]) -> list[SegmentPass]:
-    """Return the passes of a schedule through a rank's segments: up in forward passes, down in the others."""
-    passes: list[SegmentPass] = []
+def segments_in_turn(action: Action, chunks: Sequence[range]) -> Iterator[tuple[Action, int]]:
+    """Yield the passes of an action with each segment: up in forward passes, down in others, in turn if there are two."""
+    numbers = [
+        [(one, number) for number in chunks[one.chunk][:: 1 if one.kind is ActionKind.FORWARD else -1]]
+        for one in action.passes
+    ]
+    for turn in itertools.zip_longest(*numbers):
+        yield from filter(None, turn)
+
+
+def segment_passes(
+    actions: Sequence[Action], chunks: Sequence[range], head: int | None = None
+) -> list[SegmentPass]:
+    """Return the passes of a schedule through a rank's segments, in order; `head`: number of the head's segment."""
+    deferred = deferred_weights(actions)
+    passes = [one for action in actions for one in action.passes]
+    trained = {(one.microbatch, one.chunk) for one in passes if one.kind is ActionKind.BACKWARD}
+    found: list[SegmentPass] = []
     for action in actions:
-        if action.kind is ActionKind.FORWARD:
-            passes += [SegmentPass(action.kind, number) for number in chunks[action.chunk]]
-        elif action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
-            passes += [SegmentPass(action.kind, number) for number in reversed(chunks[action.chunk])]
-    return passes
+        for one, number in segments_in_turn(action, chunks):
+            is_fused = number == head and (one.microbatch, one.chunk) in trained - deferred
+            found.append(SegmentPass(one.kind, number, one.kind is not ActionKind.FORWARD or is_fused))
+    return found
 
 
-class _Messages:
-    """Messages between the chunks of different ranks.
-
-    Each direction between two ranks has a communicator of its own, so that no message waits for one of another direction.
-    At most as many sends are in flight per direction as there are virtual stages: no schedule runs further ahead.
-    """
-
-    def __init__(self, grid: RankGrid, placement: Placement) -> None:
-        self.grid = grid
-        self.placement = placement
-        self.in_flight: dict[str, deque[Transfer]] = {}
-
-    def send(self, action: Action, x: Tensor) -> None:
-        """Begin to send to the next virtual stage in the direction of the action."""
-        group, peer = self._channel(action)
-        sends = self.in_flight.setdefault(group.name, deque())
-        sends.append(begin_send(x.detach().contiguous(), group, peer - group.rank))
-        if len(sends) > self.placement.num_stages:
-            sends.popleft().wait()
-
-    def receive(self, action: Action, x: Tensor) -> Tensor:
-        """Fill `x` from the virtual stage before, in the direction of the action."""
-        group, peer = self._channel(action)
-        return receive(x, group, peer - group.rank)
-
-    def finish(self) -> None:
-        """Wait for all sends."""
-        for sends in self.in_flight.values():
-            for transfer in sends:
-                transfer.wait()
-
-    def _channel(self, action: Action) -> tuple[RankGroup, int]:
-        """Return the group and the rank in it at the other end."""
-        own = self.grid.pp.rank
-        stage = self.placement.stage(own, action.chunk)
-        is_forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
-        other = stage + (1 if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD) else -1)
-        peer = self.placement.rank(other)
-        upper, lower = (peer, own) if other > stage else (own, peer)
-        goes_down = upper < lower  # the later virtual stage is on an earlier rank
-        if is_forward:
-            return (self.grid.pp_down if goes_down else self.grid.pp), peer
-        return (self.grid.pp_down_backward if goes_down else self.grid.pp_backward), peer
+def deferred_weights(actions: Sequence[Action]) -> set[tuple[int, int]]:
+    """Return the micro-batches and chunks whose weight gradients are actions of their own."""
+    return {(one.microbatch, one.chunk) for one in actions if one.kind is ActionKind.WEIGHT}
 
 
-def run_backward(output: Tensor, gradient: Tensor | None) -> None:
-    """Run the backward pass of a segment from the gradient of its output; None: the output is the loss."""
-    torch.autograd.backward(output if gradient is None else _Seed.apply(output, gradient))
+@dataclass(frozen=True)
+class _Graph:
+    """The autograd graph of a segment's pass. It does not keep the segment's output alive."""
+
+    root: Tensor
+    """The loss, or a scalar whose backward pass begins with `gradient`."""
+    gradient: list[Tensor]
+    """The gradient of the output, once it is known."""
+
+    @classmethod
+    def of(cls, output: Tensor) -> _Graph:
+        """Return the graph of an output; a scalar is the loss."""
+        gradient: list[Tensor] = []
+        return cls(output if output.dim() == 0 else _Seed.apply(output, gradient), gradient)
 
 
 class _Seed(Function):
-    """A scalar whose backward pass returns `gradient` for `output`.
+    """A scalar whose backward pass returns the tensor in `gradient` for `output`.
 
     torch.autograd.backward imports sympy if it is given gradients, to compare symbolic sizes: 2 s.
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
-        assert gradient.shape == output.shape
-        ctx.gradient = gradient
+    def forward(ctx: Any, output: Tensor, gradient: list[Tensor]) -> Tensor:
+        ctx.gradient, ctx.shape = gradient, output.shape
         return output.new_empty(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 (autograd's signature)
-        return ctx.gradient, None
+        gradient: Tensor = ctx.gradient.pop()
+        assert gradient.shape == ctx.shape
+        return gradient, None

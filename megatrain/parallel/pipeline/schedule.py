@@ -8,7 +8,8 @@
 
     zero bubble: backward passes compute the gradient of the input only; weight gradients (W) fill the bubble
 
-A schedule is built in two steps: the passes of a rank in order, then the messages that they need (`with_messages`).
+A schedule is built in three steps: the passes of a rank in order, the messages that they need (`with_messages`), and
+receives posted ahead (`with_posts`), so that a message arrives during the pass before the one that needs it.
 Pure functions of the rank and the numbers of ranks, chunks and micro-batches; `simulator.py` checks them.
 
 Sources: Narayanan et al., arXiv:2104.04473, section 2.2 (1F1B, there PipeDream-Flush, and interleaving); Qi et al.,
@@ -22,12 +23,19 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 
-ScheduleKind = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
+ScheduleKind = Literal["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
 """Values of --pipeline-schedule."""
+V_SHAPED: Final[tuple[ScheduleKind, ...]] = ("zb-v", "dualpipe-v")
+"""Schedules of two chunks per rank in a V."""
+_POSTS: Final = {
+    ActionKind.RECV_FORWARD: ActionKind.POST_FORWARD,
+    ActionKind.RECV_BACKWARD: ActionKind.POST_BACKWARD,
+}
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,20 @@ class PipelineSchedule:
     placement: Placement
     group_size: int | None = None
     """Micro-batches that one chunk computes before the next (interleaved)."""
+    posts_receives: bool = True
+    """Post each receive before the pass that precedes the one that needs it."""
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (there is one schedule per run)
     def training(self, rank: int, num_microbatches: int) -> list[Action]:
         """Return the actions of a rank in a training step. The list is built once per number of micro-batches."""
+        return self._posted(self._training(rank, num_microbatches))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019
+    def evaluation(self, rank: int, num_microbatches: int) -> list[Action]:
+        """Return the actions of a rank in an evaluation."""
+        return self._posted(forward_only(rank, self.placement, num_microbatches))
+
+    def _training(self, rank: int, num_microbatches: int) -> list[Action]:
         match self.kind:
             case "1f1b":
                 return one_forward_one_backward(rank, self.placement.num_ranks, num_microbatches)
@@ -49,11 +67,12 @@ class PipelineSchedule:
                 return interleaved(rank, self.placement, num_microbatches, group_size=self.group_size)
             case "zb-h1" | "zb-v":
                 return zero_bubble(rank, self.placement, num_microbatches)
+            case "dualpipe-v":
+                passes = dualpipe_v_passes(rank, self.placement.num_ranks, num_microbatches)
+                return with_messages(passes, rank, self.placement)
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019
-    def evaluation(self, rank: int, num_microbatches: int) -> list[Action]:
-        """Return the actions of a rank in an evaluation."""
-        return forward_only(rank, self.placement, num_microbatches)
+    def _posted(self, actions: Sequence[Action]) -> list[Action]:
+        return with_posts(actions) if self.posts_receives else list(actions)
 
 
 def one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -200,31 +219,51 @@ def with_split_backward(actions: Sequence[Action]) -> list[Action]:
 
 
 def with_messages(passes: Sequence[Action], rank: int, placement: Placement) -> list[Action]:
-    """Return a rank's passes with the messages to and from the neighbouring virtual stages."""
+    """Return a rank's passes, each between the messages that it needs and those that it sends to adjacent virtual stages."""
     return [action for one in passes for action in _with_messages(one, rank, placement)]
 
 
 def _with_messages(action: Action, rank: int, placement: Placement) -> Iterator[Action]:
-    stage = placement.stage(rank, action.chunk)
-    before, after = (
-        0 <= other < placement.num_stages and placement.rank(other) != rank
-        for other in (stage - 1, stage + 1)
-    )
-    match action.kind:
-        case ActionKind.FORWARD:
-            receives, sends = before, after
-            kinds = ActionKind.RECV_FORWARD, ActionKind.SEND_FORWARD
-        case ActionKind.BACKWARD:
-            receives, sends = after, before
-            kinds = ActionKind.RECV_BACKWARD, ActionKind.SEND_BACKWARD
-        case _:
-            yield action
-            return
-    if receives:
-        yield Action(kinds[0], action.microbatch, action.chunk)
+    sends: list[Action] = []
+    for one in action.passes:
+        stage = placement.stage(rank, one.chunk)
+        before, after = (
+            0 <= other < placement.num_stages and placement.rank(other) != rank
+            for other in (stage - 1, stage + 1)
+        )
+        if one.kind is ActionKind.FORWARD and before:
+            yield Action(ActionKind.RECV_FORWARD, one.microbatch, one.chunk)
+        if one.kind is ActionKind.BACKWARD and after:
+            yield Action(ActionKind.RECV_BACKWARD, one.microbatch, one.chunk)
+        if one.kind is ActionKind.FORWARD and after:
+            sends.append(Action(ActionKind.SEND_FORWARD, one.microbatch, one.chunk))
+        if one.kind is ActionKind.BACKWARD and before:
+            sends.append(Action(ActionKind.SEND_BACKWARD, one.microbatch, one.chunk))
     yield action
-    if sends:
-        yield Action(kinds[1], action.microbatch, action.chunk)
+    yield from sends
+
+
+def with_posts(actions: Sequence[Action]) -> list[Action]:
+    """Return the schedule with the receives of each pass posted one pass earlier: before the receives of that pass.
+
+    So a message arrives while another pass runs. Posts keep the order of the receives; at most those of two passes are
+    pending.
+    """
+    steps: list[list[Action]] = [[]]
+    """Each pass, with its receives before and its sends after it."""
+    for action in actions:
+        if (action.passes or action.kind in _POSTS) and any(one.passes for one in steps[-1]):
+            steps.append([])
+        steps[-1].append(action)
+    posts = [
+        [Action(_POSTS[one.kind], one.microbatch, one.chunk) for one in step if one.kind in _POSTS]
+        for step in steps
+    ]
+    later = [*posts[1:], []]
+    return [
+        *posts[0],
+        *(action for post, step in zip(later, steps, strict=True) for action in (*post, *step)),
+    ]
 
 
 def _alternating(forward: Sequence[Action], backward: Sequence[Action], ahead: int) -> list[Action]:

@@ -1,15 +1,16 @@
 """Simulates the schedules of all pipeline ranks without tensors: deadlocks, bubble, peak activations.
 
-Sends do not wait; a receive waits for its message. Messages between two ranks in one direction of the model arrive in the
-order in which they were sent: a receive that expects another message than the next one is an error, as it is between real
-ranks. Each pass must find its input: a backward pass follows its forward pass, a weight gradient its backward pass.
+Sends do not wait; a receive waits for its message. A message is transferred once it has been sent and its receive has been
+posted, one after the other between two ranks in one direction of the model, in the order in which they were sent: a receive
+that expects another message than the next one is an error, as it is between real ranks. Each pass must find its input: a
+backward pass follows its forward pass, a weight gradient its backward pass.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
 
@@ -24,7 +25,10 @@ _SENT_AS = {
     ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
     ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
 }
-_PASSES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT)
+_RECEIVED_AS = {
+    ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
+}
 
 
 class ScheduleError(AssertionError):
@@ -39,9 +43,11 @@ class StageCosts:
     backward: Sequence[float]
     """Gradients of the inputs."""
     weight: Sequence[float]
-    """Weight gradients; part of the backward pass in schedules that do not defer them."""
+    """Weight gradients; part of the backward pass unless the schedule defers them."""
     transfer: float = 0.0
-    """Time from the end of a pass to the arrival of its result at another rank, which may compute meanwhile."""
+    """Time in which a message is transferred to another rank; both may compute meanwhile."""
+    combined: float = 1.0
+    """Time of a forward and a backward pass that run together, as a fraction of the sum of both."""
 
     @classmethod
     def equal(cls, num_stages: int) -> StageCosts:
@@ -52,7 +58,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Span:
-    """A pass of a rank."""
+    """A pass of a rank, or a combined forward and backward pass."""
 
     action: Action
     start: float
@@ -118,7 +124,8 @@ class _Rank:
         self, number: int, schedule: Sequence[Action], costs: StageCosts, placement: Placement
     ) -> None:
         self.number, self.schedule, self.costs, self.placement = number, schedule, costs, placement
-        self.defers_weights = any(action.kind is ActionKind.WEIGHT for action in schedule)
+        self.deferred = {(one.microbatch, one.chunk) for one in schedule if one.kind is ActionKind.WEIGHT}
+        """Micro-batches and chunks whose weight gradients are actions of their own."""
         self.position = self.held = self.peak = 0
         self.clock = 0.0
         self.spans: list[Span] = []
@@ -132,73 +139,110 @@ class _Rank:
         first = self.position
         while self.has_actions:
             action = self.schedule[self.position]
-            if action.kind in _SENT_AS:
-                arrived = network.receive(self.number, action)
+            if action.kind in _RECEIVED_AS:
+                network.post(self.number, action, self.clock)
+            elif action.kind in _SENT_AS:
+                arrived = network.receive(self.number, action, self.clock)
                 if arrived is None:
                     break
                 self.clock = max(self.clock, arrived)
-            if action.kind in _PASSES:
-                start, self.clock = self.clock, self.clock + self._cost(action)
-                self.spans.append(Span(action, start, self.clock))
-            self.held += (action.kind is ActionKind.FORWARD) - (action.kind is ActionKind.BACKWARD)
-            self.peak = max(self.peak, self.held)
-            if action.kind in _SENT_AS.values():
+            elif action.kind in _STEPS:
                 network.send(self.number, action, self.clock)
+            else:
+                self._run_passes(action)
             self.position += 1
         return self.position > first
 
-    def _cost(self, action: Action) -> float:
-        stage = self.placement.stage(self.number, action.chunk)
-        match action.kind:
+    def _run_passes(self, action: Action) -> None:
+        start = self.clock
+        for one in action.passes:
+            self.clock += self._cost(one) * (self.costs.combined if len(action.passes) > 1 else 1.0)
+            self.held += one.kind is ActionKind.FORWARD
+            self.peak = max(self.peak, self.held)
+            self.held -= one.kind is ActionKind.BACKWARD
+        self.spans.append(Span(action, start, self.clock))
+
+    def _cost(self, one: Action) -> float:
+        stage = self.placement.stage(self.number, one.chunk)
+        match one.kind:
             case ActionKind.FORWARD:
                 return self.costs.forward[stage]
             case ActionKind.WEIGHT:
                 return self.costs.weight[stage]
             case _:
-                return self.costs.backward[stage] + (0 if self.defers_weights else self.costs.weight[stage])
+                is_deferred = (one.microbatch, one.chunk) in self.deferred
+                return self.costs.backward[stage] + (0 if is_deferred else self.costs.weight[stage])
 
 
 def _check_order(schedule: Sequence[Action]) -> None:
-    """Raise ScheduleError if a pass runs twice or before the pass that it needs."""
+    """Raise ScheduleError if a pass runs twice, before the pass that it needs, or together with it."""
     done: set[Action] = set()
     needed = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}
     for action in schedule:
-        before = needed.get(action.kind)
-        if action in done:
-            raise ScheduleError(f"{action} runs twice")
-        if before is not None and Action(before, action.microbatch, action.chunk) not in done:
-            raise ScheduleError(f"{action} runs before its {before.name.lower()} pass")
-        done.add(action)
+        for one in action.passes:
+            before = needed.get(one.kind)
+            if one in done:
+                raise ScheduleError(f"{one} runs twice")
+            if before is not None and Action(before, one.microbatch, one.chunk) not in done:
+                raise ScheduleError(f"{one} runs before its {before.name.lower()} pass")
+        done.update(action.passes)
+
+
+@dataclass
+class _Channel:
+    """The messages from one rank to another in one direction of the model."""
+
+    sent: deque[tuple[int, int, float]] = field(default_factory=deque)
+    """Micro-batch, virtual stage of the sender, and time of each message that has not been received."""
+    posted: deque[tuple[Action, float]] = field(default_factory=deque)
+    """Receives that have been posted and not completed, with their times."""
+    free_at: float = 0.0
+    """Arrival of the message before."""
 
 
 class _Network:
-    """The messages that were sent and not received, in order, by sender, receiver and direction."""
+    """The channels between all ranks, by sender, receiver and direction."""
 
     def __init__(self, placement: Placement, transfer: float) -> None:
         self.placement, self.transfer = placement, transfer
-        self.channels: dict[tuple[int, int, ActionKind], deque[tuple[int, int, float]]] = {}
+        self.channels: dict[tuple[int, int, ActionKind], _Channel] = {}
 
     @property
-    def unread(self) -> list[tuple[int, int, float]]:
-        """Micro-batch, virtual stage of the sender, and arrival of each message."""
-        return [message for channel in self.channels.values() for message in channel]
+    def unread(self) -> list[object]:
+        """Messages that were sent and not received, and receives that were posted and not completed."""
+        return [one for channel in self.channels.values() for one in (*channel.sent, *channel.posted)]
 
     def send(self, rank: int, action: Action, time: float) -> None:
         stage = self.placement.stage(rank, action.chunk)
         peer = self.placement.rank(stage + _STEPS[action.kind])
-        self.channels.setdefault((rank, peer, action.kind), deque()).append(
-            (action.microbatch, stage, time + self.transfer)
-        )
+        self._channel(rank, peer, action.kind).sent.append((action.microbatch, stage, time))
 
-    def receive(self, rank: int, action: Action) -> float | None:
-        """Return the time at which the message arrives; None: it has not been sent yet."""
-        source = self.placement.stage(rank, action.chunk) + _STEPS[action.kind]
-        channel = self.channels.get((self.placement.rank(source), rank, _SENT_AS[action.kind]))
-        if not channel:
+    def post(self, rank: int, action: Action, time: float) -> None:
+        """Begin a receive."""
+        received = Action(_RECEIVED_AS[action.kind], action.microbatch, action.chunk)
+        self._source(rank, received)[1].posted.append((received, time))
+
+    def receive(self, rank: int, action: Action, time: float) -> float | None:
+        """Return the time at which the message arrives; None: it has not been sent yet. Post the receive if necessary."""
+        source, channel = self._source(rank, action)
+        if action not in [one for one, _ in channel.posted]:
+            channel.posted.append((action, time))
+        if not channel.sent:
             return None
-        microbatch, stage, time = channel.popleft()
-        if (microbatch, stage) != (action.microbatch, source):
+        microbatch, stage, sent_at = channel.sent.popleft()
+        posted, posted_at = channel.posted.popleft()
+        if (microbatch, stage, posted) != (action.microbatch, source, action):
             raise ScheduleError(
-                f"rank {rank} expects {action} from virtual stage {source} and receives micro-batch {microbatch} from {stage}"
+                f"rank {rank} expects {action} from virtual stage {source} and receives micro-batch {microbatch} from"
+                f" {stage} for {posted}"
             )
-        return time
+        channel.free_at = max(sent_at, posted_at, channel.free_at) + self.transfer
+        return channel.free_at
+
+    def _source(self, rank: int, action: Action) -> tuple[int, _Channel]:
+        """Return the virtual stage that sends the message of a receive, and its channel."""
+        stage = self.placement.stage(rank, action.chunk) + _STEPS[action.kind]
+        return stage, self._channel(self.placement.rank(stage), rank, _SENT_AS[action.kind])
+
+    def _channel(self, sender: int, receiver: int, direction: ActionKind) -> _Channel:
+        return self.channels.setdefault((sender, receiver, direction), _Channel())

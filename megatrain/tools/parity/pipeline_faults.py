@@ -7,7 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+from torch import Tensor
+
 from megatrain.config.derive.pipeline import layer_ranges
+from megatrain.parallel.pipeline.actions import Action
 from megatrain.parallel.pipeline.executor import Executor
 from megatrain.training import build
 
@@ -24,28 +27,24 @@ def _swapped_chunks() -> AbstractContextManager[Any]:
 
 def _weight_gradients_skipped() -> AbstractContextManager[Any]:
     """Drop the deferred weight gradients of the first micro-batch on one rank."""
-    run = Executor._weight_gradients  # noqa: SLF001
+    run_segment = Executor._weights  # noqa: SLF001
 
-    def skipping(self: Executor, state: Any, *arguments: Any) -> None:
-        if state.info.microbatch == 0 and self.grid.pp.is_last:
-            state.deferred = [[] for _ in state.deferred]
-        run(self, state, *arguments)
+    def skipping(self: Executor, run: Any, one: Action, number: int) -> None:
+        if one.microbatch == 0 and self.grid.pp.is_last:
+            run.state(one).deferred[0] = []
+        run_segment(self, run, one, number)
 
-    return mock.patch.object(Executor, "_weight_gradients", skipping)
+    return mock.patch.object(Executor, "_weights", skipping)
 
 
 def _activations_of_another_chunk_freed() -> AbstractContextManager[Any]:
     """Overwrite the inputs that the first chunk has saved, when the second one of the same micro-batch has run."""
-    run, saved = Executor._forward, {}  # noqa: SLF001
+    run_segment = Executor._forward  # noqa: SLF001
 
-    def freeing(self: Executor, state: Any, batch: Any, chunk: range) -> None:
-        run(self, state, batch, chunk)
-        if not state.info.is_training:
-            return
-        if chunk is self.chunks[0]:
-            saved[state.info.microbatch] = state.inputs
-        else:
-            for hidden in saved.pop(state.info.microbatch, ()):
+    def freeing(self: Executor, run: Any, one: Action, number: int) -> None:
+        run_segment(self, run, one, number)
+        if one.chunk and number == self.chunks[one.chunk][-1] and run.state(one).info.is_training:
+            for hidden in run.states[one.microbatch, 0].inputs:
                 if hidden is not None:
                     hidden.data.zero_()
 
@@ -54,15 +53,29 @@ def _activations_of_another_chunk_freed() -> AbstractContextManager[Any]:
 
 def _loss_counted_twice() -> AbstractContextManager[Any]:
     """Double the loss that is logged by the last virtual stage."""
-    run = Executor._forward  # noqa: SLF001
+    run_segment = Executor._forward  # noqa: SLF001
 
-    def twice(self: Executor, state: Any, batch: Any, chunk: range) -> None:
-        before = state.info.sums.get("lm_loss")
-        run(self, state, batch, chunk)
-        if before is None and "lm_loss" in state.info.sums:
-            state.info.sums["lm_loss"] = 2 * state.info.sums["lm_loss"]
+    def twice(self: Executor, run: Any, one: Action, number: int) -> None:
+        sums = run.state(one).info.sums
+        before = sums.get("lm_loss")
+        run_segment(self, run, one, number)
+        if before is None and "lm_loss" in sums:
+            sums["lm_loss"] = 2 * sums["lm_loss"]
 
     return mock.patch.object(Executor, "_forward", twice)
+
+
+def _one_receive_buffer() -> AbstractContextManager[Any]:
+    """Receive all messages of a rank into one buffer, although activations are saved in it."""
+    empty = Executor._empty  # noqa: SLF001
+
+    def reused(self: Executor) -> Tensor:
+        if not hasattr(self, "buffer"):
+            vars(self)["buffer"] = empty(self)
+        buffer: Tensor = vars(self)["buffer"]
+        return buffer
+
+    return mock.patch.object(Executor, "_empty", reused)
 
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -72,5 +85,6 @@ PIPELINE_FAULTS: dict[str, tuple[Plant, str]] = {
     "weight gradients of one micro-batch skipped": (_weight_gradients_skipped, "pp2 zbh1"),
     "activations of another chunk freed": (_activations_of_another_chunk_freed, "pp2 zbv"),
     "loss of the last chunk twice": (_loss_counted_twice, "pp2 interleaved"),
+    "messages received into one buffer": (_one_receive_buffer, "pp2"),
 }
 """The function that plants each fault, and the layout in which parity finds it."""

@@ -256,7 +256,7 @@ def _stages_fit(known: Mapping[str, str | None]) -> bool:
     """Return whether the known words split the four layers of a model into virtual stages."""
     ranks = [max(1, number) for number in _numbers_of(known, "pipeline parallelism")]
     schedule, split = known["pipeline schedule"], known["pipeline split"]
-    chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,)}.get(schedule, (1,))
+    chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (1,))
     stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
     fitting = {None: (1, 2, 4), "uneven2": (2,), "uneven4": (4,)}.get(split, (1, 2, 4))
     return not set(stages).isdisjoint(fitting)

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.errors import ConfigError
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.schedule import PipelineSchedule, ScheduleKind
+from megatrain.parallel.pipeline.schedule import V_SHAPED, PipelineSchedule, ScheduleKind
 from megatrain.parallel.pipeline.simulator import Simulation, StageCosts, simulate
 from megatrain.tools.plan.timeline import timeline_svg
 
@@ -102,10 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def candidates(case: Case) -> Iterator[Candidate]:
     """Yield every schedule with an equal split, where there is one, and the balanced split."""
-    kinds: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)]
+    kinds: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
     kinds += [("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)]
     for kind, chunks in kinds:
-        placement = Placement(case.ranks, chunks, is_v=kind == "zb-v")
+        placement = Placement(case.ranks, chunks, is_v=kind in V_SHAPED)
         stages = placement.num_stages
         if stages > case.layers + 1 or case.ranks == 1 < stages:
             continue

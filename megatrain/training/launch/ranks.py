@@ -27,6 +27,7 @@ from megatrain.config.errors import ConfigError, MegatrainError
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
+from megatrain.parallel.pipeline.schedule import V_SHAPED
 from megatrain.parallel.process_groups import groups_of, make_group
 from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape
 from megatrain.training.launch.agreement import agreed_plan, print_error
@@ -192,6 +193,7 @@ def grid_shape(plan: Plan) -> GridShape:
         dp=plan.derived.data_parallel_size,
         pp=parallel.pipeline_model_parallel_size,
         num_chunks=plan.derived.pipeline_chunks,
+        is_v=parallel.pipeline_schedule in V_SHAPED,
         ep=parallel.expert_model_parallel_size,
         etp=None if plan.config.experts.num_experts is None else plan.derived.expert_tensor_parallel_size,
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
