@@ -35,12 +35,10 @@ def make_group(name: str, rank_lists: Sequence[Sequence[int]], *, timeout: timed
         lists = [list(ranks) for ranks in rank_lists]
         return dist.split_group(world, lists, timeout=timeout, group_desc=name)
     rank = dist.get_rank()
-    for ranks in rank_lists:
-        if rank in ranks:
-            return dist.new_group(
-                list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
-            )
-    return None
+    # torch names a group by its ranks and the number of groups that this rank has: a rank in no list makes one of its own.
+    own = next((list(ranks) for ranks in rank_lists if rank in ranks), [rank])
+    group = dist.new_group(own, timeout=timeout, use_local_synchronization=True, group_desc=name)
+    return group if len(own) > 1 else None
 
 
 def _separate_store(timeout: timedelta | None) -> Any:

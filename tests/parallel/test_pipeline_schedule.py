@@ -1,19 +1,21 @@
 """Schedules run against each other: no deadlock, the bubble and the memory that theory gives."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement
+from megatrain.parallel.pipeline.actions import Action, ActionKind, Placement, combined
+from megatrain.parallel.pipeline.dualpipe_v import dualpipe_v_passes
 from megatrain.parallel.pipeline.schedule import (
     PipelineSchedule,
+    ScheduleKind,
     forward_only,
     interleaved,
     one_forward_one_backward,
     with_split_backward,
-    zero_bubble,
 )
-from megatrain.parallel.pipeline.simulator import ScheduleError, Simulation, simulate
+from megatrain.parallel.pipeline.simulator import ScheduleError, Simulation, StageCosts, simulate
 
 
 def simulated(schedule: PipelineSchedule, num_microbatches: int) -> Simulation:
@@ -57,6 +59,46 @@ def test_zero_bubble_schedules_wait_only_at_start_and_end(ranks: int, factor: in
     assert max(two.peak_activations) <= 2 * ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 7])
+@pytest.mark.parametrize("combined", [1.0, 0.8])
+def test_dualpipe_v_has_the_bubble_and_the_peak_of_its_authors(
+    ranks: int, more: int, combined: float
+) -> None:
+    """Source: DeepSeek, DualPipe, README: (PP / 2 - 1) (F&B + B - 3 W) with PP = 2 * ranks stages, and PP + 1 activations.
+
+    B includes W, and F&B is the time of a combined pass. Exact for equal passes, else an upper bound.
+    """
+    count, placement = 2 * ranks + more, Placement(ranks, 2, is_v=True)
+    schedule = PipelineSchedule("dualpipe-v", placement)
+    actions = [schedule.training(rank, count) for rank in range(ranks)]
+    ones = [1.0] * (2 * ranks)
+    result = simulate(actions, StageCosts(ones, ones, ones, combined=combined), placement)
+    busy = [sum(span.end - span.start for span in spans) for spans in result.spans]
+    bubble = (ranks - 1) * (3 * combined + 2 - 3)
+    assert all(result.duration - time <= bubble + 1e-9 for time in busy)
+    if combined == 1.0:
+        assert result.duration == 6 * count + bubble
+    assert max(result.peak_activations) == min(2 * ranks + 1, 2 * count)
+
+
+def test_dualpipe_v_runs_forward_and_backward_passes_together() -> None:
+    """The table at the top of dualpipe_v.py."""
+
+    def text(one: Action) -> str:
+        letter = one.kind.value if one.chunk == 0 else one.kind.value.lower()
+        return f"{letter}{one.microbatch}"
+
+    rows = [
+        " ".join("&".join(map(text, action.passes)) for action in dualpipe_v_passes(rank, 2, 4))
+        for rank in range(2)
+    ]
+    assert rows == [
+        "F0 F1 F2 f0 b0 w0 f1 F3&b1 f2&B0 b2 f3&B1 b3 B2 W2 B3 W3",
+        "F0 f0 F1 f1 F2 b0 f2&B0 F3&b1 f3&B1 b2 B2 b3 B3 w3 W3",
+    ]
+
+
 RANDOM = random.Random(7)
 SAMPLES = [
     (RANDOM.randint(2, 12), RANDOM.randint(2, 5), RANDOM.randint(1, 40), RANDOM.randint(0, 9))
@@ -64,28 +106,137 @@ SAMPLES = [
 ]
 
 
+def closed_form(schedule: PipelineSchedule, count: int) -> float | None:
+    """Return the duration for passes of 1, free messages and so many micro-batches; None: there is no formula."""
+    ranks, chunks = schedule.placement.num_ranks, schedule.placement.num_chunks
+    match schedule.kind:
+        case "1f1b":
+            return 3 * (count + ranks - 1)
+        case "interleaved" if count % ranks == 0 and schedule.group_size == ranks:
+            return 3 * (chunks * count + ranks - 1)
+        case "zb-h1" if count >= ranks:
+            return 3 * count + ranks - 1
+        case "zb-v" if count >= 2 * ranks:
+            return 6 * count + ranks - 1
+        case "dualpipe-v" if count >= 2 * ranks:
+            return 6 * count + 2 * (ranks - 1)
+    return None
+
+
+def peak_bounds(schedule: PipelineSchedule, count: int) -> list[int]:
+    """Return the largest number of passes of chunks between forward and backward, by rank."""
+    ranks, chunks = schedule.placement.num_ranks, schedule.placement.num_chunks
+    match schedule.kind:
+        case "interleaved":
+            group = schedule.group_size or ranks
+            first = min(group + count % group, count)  # the longest group
+            bounds = [2 * (ranks - 1 - rank) + (chunks - 1) * first + 1 for rank in range(ranks)]
+        case "zb-v":
+            bounds = [2 * ranks] * ranks
+        case "dualpipe-v":
+            bounds = [2 * ranks + 1] * ranks
+        case _:
+            bounds = [ranks - rank for rank in range(ranks)]
+    return [min(bound, chunks * count) for bound in bounds]
+
+
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=[pytest.mark.nightly] * (n > 0)) for n in range(20)]
+    "number", [pytest.param(n, marks=[pytest.mark.nightly] * (n > 0)) for n in range(200)]
 )
-def test_no_numbers_of_ranks_chunks_and_microbatches_deadlock(number: int) -> None:
-    """The simulator also finds passes that run twice, lack their input, or are missing."""
-    for ranks, chunks, count, more in SAMPLES[number::20]:
+def test_random_numbers_of_ranks_chunks_and_microbatches(number: int) -> None:
+    """No deadlock, the duration of the formula, the peak within its bound; the simulator also finds passes that run
+    twice, lack their input, or are missing."""
+    for ranks, chunks, count, more in SAMPLES[number::200]:
+        in_v = Placement(ranks, 2, is_v=True)
         schedules = [
             PipelineSchedule("1f1b", Placement(ranks)),
-            PipelineSchedule("interleaved", Placement(ranks, chunks), ranks + more),
-            PipelineSchedule("zb-h1", Placement(ranks)),
-            PipelineSchedule("zb-v", Placement(ranks, 2, is_v=True)),
+            PipelineSchedule("interleaved", Placement(ranks, chunks), ranks + more * (number % 2)),
+            PipelineSchedule("zb-h1", Placement(ranks), posts_receives=number % 2 == 0),
+            PipelineSchedule("zb-v", in_v),
+            PipelineSchedule("dualpipe-v", in_v),
         ]
         for schedule in schedules:
             placement = schedule.placement
             result = simulated(schedule, count)
-            # The most units of work that a rank can hold: all micro-batches of all chunks.
-            assert max(result.peak_activations) <= count * placement.num_chunks
+            assert result.duration == (closed_form(schedule, count) or result.duration), schedule
+            bounds = peak_bounds(schedule, count)
+            pairs = zip(result.peak_activations, bounds, strict=True)
+            assert all(peak <= bound for peak, bound in pairs), (schedule, count)
             simulate([schedule.evaluation(rank, count) for rank in range(ranks)], placement=placement)
             for rank in (0, ranks - 1):
-                actions = schedule.training(rank, count)
+                passes = [one for action in schedule.training(rank, count) for one in action.passes]
                 for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-                    assert sum(action.kind is kind for action in actions) == count * placement.num_chunks
+                    assert sum(one.kind is kind for one in passes) == count * placement.num_chunks
+
+
+ALL_KINDS = [
+    PipelineSchedule("1f1b", Placement(4)),
+    PipelineSchedule("interleaved", Placement(4, 2)),
+    PipelineSchedule("zb-h1", Placement(4)),
+    PipelineSchedule("zb-v", Placement(4, 2, is_v=True)),
+    PipelineSchedule("dualpipe-v", Placement(4, 2, is_v=True)),
+]
+
+
+@pytest.mark.parametrize("schedule", ALL_KINDS, ids=lambda one: one.kind)
+def test_receives_are_posted_one_pass_ahead(schedule: PipelineSchedule) -> None:
+    """The other actions, and the order of the receives of each direction, stay the same."""
+    received = {
+        ActionKind.POST_FORWARD: ActionKind.RECV_FORWARD,
+        ActionKind.POST_BACKWARD: ActionKind.RECV_BACKWARD,
+    }
+    for rank in range(4):
+        plain = replace(schedule, posts_receives=False).training(rank, 9)
+        posted = schedule.training(rank, 9)
+        assert [action for action in posted if action.kind not in received] == plain
+        for post, receive in received.items():
+            orders = [[(a.microbatch, a.chunk) for a in posted if a.kind is kind] for kind in (post, receive)]
+            assert orders[0] == orders[1]
+        positions = {(a.kind, a.microbatch, a.chunk): n for n, a in enumerate(posted)}
+        for (kind, *which), position in positions.items():
+            if kind in received:
+                between = posted[position : positions[received[kind], *which]]
+                assert sum(bool(action.passes) for action in between) <= 1
+                assert (
+                    position == 0
+                    or any(action.passes for action in between)
+                    or not any(action.passes for action in posted[:position])
+                )
+
+
+@pytest.mark.parametrize("schedule", ALL_KINDS, ids=lambda one: one.kind)
+def test_posted_receives_hide_transfers(schedule: PipelineSchedule) -> None:
+    """A transfer begins when both ranks have posted it; without posts ahead every one of them is waited for."""
+    placement, count = schedule.placement, 12
+    times = [1 / placement.num_chunks] * placement.num_stages
+
+    def duration(transfer: float, one: PipelineSchedule) -> float:
+        actions = [one.training(rank, count) for rank in range(4)]
+        return simulate(actions, StageCosts(times, times, times, transfer), placement).duration
+
+    free = duration(0.0, schedule)
+    late, early = duration(0.2, replace(schedule, posts_receives=False)), duration(0.2, schedule)
+    assert duration(0.0, replace(schedule, posts_receives=False)) == free
+    assert free < early < late
+
+
+def test_the_simulator_sees_posts_in_another_order_than_receives() -> None:
+    first = [Action(kind, n) for n in range(2) for kind in (ActionKind.FORWARD, ActionKind.SEND_FORWARD)]
+    second = [Action(ActionKind.POST_FORWARD, 1), Action(ActionKind.RECV_FORWARD, 0)]
+    with pytest.raises(ScheduleError, match="expects"):
+        simulate([first, second])
+
+
+def test_the_simulator_sees_a_post_that_is_never_received() -> None:
+    first = [Action(ActionKind.FORWARD, 0), Action(ActionKind.SEND_FORWARD, 0)]
+    with pytest.raises(ScheduleError, match="no rank receives"):
+        simulate([first, [Action(ActionKind.POST_FORWARD, 0)]])
+
+
+def test_passes_of_a_micro_batch_do_not_run_together() -> None:
+    forward, backward = Action(ActionKind.FORWARD, 0), Action(ActionKind.BACKWARD, 0)
+    with pytest.raises(ScheduleError, match="runs before its forward pass"):
+        simulate([[combined(forward, backward)]])
 
 
 @pytest.mark.parametrize(
@@ -127,12 +278,18 @@ def test_evaluation_runs_forward_only(placement: Placement) -> None:
     simulate(schedules, placement=placement)
 
 
-def test_the_first_segments_weight_gradient_is_the_last_of_its_microbatch() -> None:
+@pytest.mark.parametrize("kind", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_the_first_segments_weight_gradient_is_the_last_of_its_microbatch(
+    kind: ScheduleKind, count: int
+) -> None:
     """Rank 0 of a V has the embedding and the head, which may share a weight."""
-    actions = zero_bubble(0, Placement(4, 2, is_v=True), 9)
-    for microbatch in range(9):
-        own = [a.chunk for a in actions if a.kind is ActionKind.WEIGHT and a.microbatch == microbatch]
-        assert own == [1, 0]
+    actions = PipelineSchedule(kind, Placement(4, 2, is_v=True)).training(0, count)
+    passes = [one for action in actions for one in action.passes if one.kind is not ActionKind.FORWARD]
+    for microbatch in range(count):
+        own = [one.chunk for one in passes if one.microbatch == microbatch]
+        assert own.index(0) > own.index(1)
+        assert own[-1] == 0
 
 
 def test_the_simulator_sees_a_deadlock() -> None:

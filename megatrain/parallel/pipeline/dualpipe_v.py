@@ -1,15 +1,15 @@
 """DualPipe-V: two chunks per rank in a V; a forward pass of one chunk runs together with a backward pass of the other.
 
-    2 ranks, 4 micro-batches (capitals: the first chunk, F&b: together, W: deferred weight gradients)
+    2 ranks, 4 micro-batches (capitals: the first chunk; F&b: together; W: deferred weight gradients)
 
-    rank 0   F0 F1 F2 f0 b0 W f1 | F3&b1 f2&B0 | b2 f3&B1 | b3 B2 | W B3 | W
-    rank 1   F0 f0 F1 f1 | F2 b0 f2&B0 F3&b1 f3&B1 | b2 B2 b3 B3 | W W
+    rank 0   F0 F1 F2 f0 b0 w0 f1 F3&b1 f2&B0 b2 f3&B1 b3 B2 W2 B3 W3
+    rank 1   F0 f0 F1 f1 F2 b0 f2&B0 F3&b1 f3&B1 b2 B2 b3 B3 w3 W3
 
 Each forward pass of a combined action has a backward pass to overlap with: the all-to-alls of experts of one pass can
 run concurrently with the computation of the other. Weight gradients are deferred at the start and at the end only.
 
-Source: DeepSeek, https://github.com/deepseek-ai/DualPipe, DualPipeV; the "cut in half" of Qi et al. (sail-sg), applied to
-DualPipe, arXiv:2412.19437, section 3.2.1.
+Source: DeepSeek, https://github.com/deepseek-ai/DualPipe, DualPipeV: DualPipe (arXiv:2412.19437, section 3.2.1) cut in half
+as proposed by Qi et al. (Sea AI Lab).
 """
 
 from __future__ import annotations
