@@ -72,15 +72,13 @@ def _channels(shape: GridShape, maker: _GroupMaker) -> dict[Channel, RankGroup]:
     """Make the channels of a rank to and from adjacent virtual stages, in the same order on all ranks."""
     found: dict[Channel, RankGroup] = {}
     pipelines = shape.rank_lists("pp")
-    for is_forward in (True, False):
-        for number, pairs in enumerate(shape.channels()):
-            name = f"pp_{'forward' if is_forward else 'backward'}_{number}"
-            lists = [sorted((ranks[a], ranks[b])) for ranks in pipelines for a, b in pairs]
-            group = maker.make(name, lists)
-            own = [(a, b) for ranks in pipelines for a, b in pairs if maker.rank in (ranks[a], ranks[b])]
-            for first, second in own:
-                ends = (first, second) if is_forward else (second, first)
-                found[Channel(*ends, is_forward)] = group
+    own = next(ranks for ranks in pipelines if maker.rank in ranks).index(maker.rank)
+    for number, pairs in enumerate(shape.channels()):
+        lists = [sorted((ranks[a], ranks[b])) for ranks in pipelines for a, b in pairs]
+        ends = [pair for pair in pairs if own in pair]  # one at most
+        for is_forward in (True, False):
+            group = maker.make(f"pp_{'forward' if is_forward else 'backward'}_{number}", lists)
+            found |= {Channel(*(pair if is_forward else pair[::-1]), is_forward): group for pair in ends}
     return found
 
 

@@ -177,3 +177,27 @@ def test_layers_and_replicas_share_no_communicator() -> None:
     grid = build_grid(GridShape(tp=2, cp=1, dp=1, etp=1, ep=1), 0, lambda name, _lists: name)
     assert (grid.tp.ranks, grid.expert_replicas.ranks) == ((0, 1), (0, 1))
     assert (grid.tp.handle, grid.expert_replicas.handle) == ("tp", "expert_replicas")
+
+
+@pytest.mark.parametrize(("shape", "lists"), [
+    (GridShape(pp=4), [[(0, 1), (2, 3)], [(1, 2)]]),
+    (GridShape(pp=3, num_chunks=2), [[(0, 1)], [(1, 2)], [(2, 0)]]),
+    (GridShape(pp=4, num_chunks=2), [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]),
+    (GridShape(pp=4, num_chunks=2, is_v=True), [[(0, 1), (2, 3)], [(1, 2)], [(3, 2), (1, 0)], [(2, 1)]]),
+    (GridShape(), []),
+])  # fmt: skip
+def test_ranks_with_adjacent_stages_share_channels(
+    shape: GridShape, lists: list[list[tuple[int, int]]]
+) -> None:
+    assert shape.channels() == lists
+    made: dict[int, list[str]] = {}
+    for rank in range(shape.pp):
+        names: list[str] = []
+        grid = build_grid(shape, rank, lambda name, _lists, names=names: names.append(name) or name)
+        made[rank] = names
+        expected = [pair for pairs in lists for pair in pairs if rank in pair]
+        assert [(one.sender, one.receiver) for one in grid.channels if one.is_forward] == expected
+        assert [(one.receiver, one.sender) for one in grid.channels if not one.is_forward] == expected
+        assert all({one.sender, one.receiver} == {*group.ranks} for one, group in grid.channels.items())
+        assert len({group.handle for group in grid.channels.values()}) == len(grid.channels)
+    assert all(names == made[0] for names in made.values())

@@ -205,7 +205,7 @@ class Executor:
             if info.is_training:
                 state.inputs.append(hidden)
                 state.graphs.append(_Graph.of(output))
-        state.hidden = output.detach()
+        state.hidden = output.detach() if output.dim() else None  # the loss stays here
 
     @record_function("backward")
     def _backward(self, run: _Run, one: Action, number: int) -> None:

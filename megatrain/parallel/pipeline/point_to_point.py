@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -28,17 +29,19 @@ _FORWARD: Final = (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
 _SENDS: Final = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
 
 
+@dataclass(frozen=True)
 class PointToPoint:
     """Sends and receives of one run of a schedule.
 
     At most as many sends are pending per channel as there are virtual stages: no schedule runs further ahead.
     """
 
-    def __init__(self, grid: RankGrid, placement: Placement) -> None:
-        self.grid = grid
-        self.placement = placement
-        self._sends: dict[Channel, deque[Transfer]] = {}
-        self._posted: dict[Action, tuple[Transfer, Tensor]] = {}
+    grid: RankGrid
+    placement: Placement
+    _sends: dict[Channel, deque[Transfer]] = field(default_factory=dict)
+    """Pending sends, oldest first."""
+    _posted: dict[Action, tuple[Transfer, Tensor]] = field(default_factory=dict)
+    """Pending receives, with the tensors that they fill."""
 
     def send(self, action: Action, x: Tensor) -> None:
         """Begin to send to an adjacent virtual stage."""
@@ -86,6 +89,8 @@ def connect_channels(grid: RankGrid, device: torch.device) -> None:
     the first step would deadlock.
     """
     for channel, group in grid.channels.items():
+        if group.handle is None:
+            continue  # no other rank runs
         x = torch.zeros(1, device=device)
         begin = begin_send if channel.sender == grid.pp.rank else begin_receive
         begin(x, group, step_to_peer(group)).wait()

@@ -25,9 +25,9 @@ from megatrain.parallel import collectives
 from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
 from megatrain.parallel.grid import RankGrid
-from megatrain.parallel.pipeline import executor
 from megatrain.parallel.pipeline.actions import ActionKind
-from megatrain.parallel.pipeline.executor import SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline.executor import Executor, SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline.point_to_point import PointToPoint
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import (
@@ -346,16 +346,9 @@ def _code_of(*classes: type) -> frozenset[CodeType]:
     return frozenset(method.__code__ for method in methods if inspect.isfunction(method))
 
 
-def _is_executor_class(member: object) -> bool:
-    """Return whether it is the executor or a helper of it; they allocate only messages between stages."""
-    if not inspect.isclass(member) or member.__module__ != executor.__name__:
-        return False
-    return not issubclass(member, torch.autograd.Function)
-
-
 _HOST_CREATORS = (zeros_on_host.__code__,)
 _BUCKET_CODE = _code_of(BucketMemory)
-_MESSAGE_CODE = _code_of(*(one for _, one in inspect.getmembers(executor, _is_executor_class)))
+_MESSAGE_CODE = _code_of(PointToPoint) | {Executor._empty.__code__}
 
 
 def _description(engine: Engine, activity: object, creator: CodeType | None) -> str:

@@ -33,7 +33,14 @@ CPU = torch.device("cpu")
 PASS_SECONDS, TRANSFER_SECONDS, NUM_MICROBATCHES = 0.02, 0.015, 4
 
 
-@pytest.mark.parametrize("layout", ["pp4", "pp2 interleaved", "pp4 zbh1", "pp2 zbv", "pp2 dualpipev"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp4",
+        "pp2 dualpipev",
+        *(pytest.param(one, marks=pytest.mark.nightly) for one in ("pp2 interleaved", "pp4 zbh1", "pp2 zbv")),
+    ],
+)
 def test_posted_receives_change_no_bit_in_training_and_evaluation(pool: WorkerPool, layout: str) -> None:
     posted, late = Layout.of(f"{layout} batch16"), Layout.of(f"{layout} batch16 noposts")
     found = pool.run(posted.world_size, trained, posted, ())
