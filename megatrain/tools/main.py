@@ -134,11 +134,18 @@ def _add_plan(commands: Any) -> None:
         "--weight-gradient": (1.0, "time of a layer's weight gradients"),
         "--head": (0.0, "cost of the head, as a multiple of a layer's"),
         "--transfer": (0.0, "time of a message between ranks"),
+        "--combined": (
+            1.0,
+            "time of a combined pass of dualpipe-v, as a fraction of its forward and backward pass",
+        ),
     }
     for flag, (default, text) in times.items():
         plan.add_argument(
             flag, type=float, default=default, metavar="T", help=f"{text} (default: {default:g})"
         )
+    plan.add_argument(
+        "--schedule", metavar="NAME", help="only this value of --pipeline-schedule (default: all)"
+    )
     plan.add_argument("--output", metavar="FILE", help="SVG file for the timeline of the fastest")
 
 

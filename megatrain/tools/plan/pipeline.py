@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from megatrain.config.derive.pipeline import balanced_split
 from megatrain.config.errors import ConfigError
@@ -19,6 +20,14 @@ from megatrain.tools.plan.timeline import timeline_svg
 
 _UNITS = 10**6
 """Cost of a layer in balanced splits, whose costs are integers."""
+_CHUNKS: Final[dict[ScheduleKind, tuple[int, ...]]] = {
+    "1f1b": (1,),
+    "zb-h1": (1,),
+    "zb-v": (2,),
+    "dualpipe-v": (2,),
+    "interleaved": (2, 3, 4, 6, 8),
+}
+"""Model chunks per rank to simulate."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,8 @@ class Case:
     weight: float
     head: float
     transfer: float
+    combined: float = 1.0
+    """Time of a forward and a backward pass that run together, as a fraction of the sum."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
         weight=arguments.weight_gradient,
         head=arguments.head,
         transfer=arguments.transfer,
+        combined=arguments.combined,
     )
-    found = sorted(candidates(case), key=lambda one: (one.simulation.duration, one.peak_layers))
+    if arguments.schedule not in (None, *_CHUNKS):
+        raise ConfigError(f"--schedule {arguments.schedule} is no schedule", fix=f"use {', '.join(_CHUNKS)}")
+    found = [one for one in candidates(case) if arguments.schedule in (None, one.schedule.kind)]
+    found.sort(key=lambda one: (one.simulation.duration, one.peak_layers))
     if not found:
+        chunks = min(_CHUNKS.get(arguments.schedule, (1,)))
         raise ConfigError(
             f"--layers {case.layers} are too few for --ranks {case.ranks}",
-            fix=f"use --ranks {case.layers + 1} or fewer",
+            fix=f"use --ranks {(case.layers + 1) // chunks} or fewer",
         )
     print(f"{'time':>10}  {'bubble':>6}  {'layers held':>11}  flags")
     for one in found:
@@ -102,9 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def candidates(case: Case) -> Iterator[Candidate]:
     """Yield every schedule with an equal split, where there is one, and the balanced split."""
-    kinds: list[tuple[ScheduleKind, int]] = [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
-    kinds += [("interleaved", chunks) for chunks in (2, 3, 4, 6, 8)]
-    for kind, chunks in kinds:
+    for kind, chunks in ((kind, chunks) for kind, numbers in _CHUNKS.items() for chunks in numbers):
         placement = Placement(case.ranks, chunks, is_v=kind in V_SHAPED)
         stages = placement.num_stages
         if stages > case.layers + 1 or case.ranks == 1 < stages:
@@ -123,7 +137,7 @@ def _costs(case: Case, counts: Sequence[int]) -> StageCosts:
     forward, backward, weight = (
         [time * size for size in units] for time in (case.forward, case.backward, case.weight)
     )
-    return StageCosts(forward, backward, weight, case.transfer)
+    return StageCosts(forward, backward, weight, case.transfer, case.combined)
 
 
 def _shortened(stages: Sequence[str]) -> str:

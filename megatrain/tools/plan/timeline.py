@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from megatrain.parallel.pipeline.actions import ActionKind
-from megatrain.parallel.pipeline.simulator import Simulation, Span
+from megatrain.parallel.pipeline.actions import Action, ActionKind
+from megatrain.parallel.pipeline.simulator import Simulation
 
 _WIDTH, _ROW, _LEFT, _TOP = 1600, 26, 64, 56
 _COLORS: Final = {
@@ -25,7 +25,10 @@ _MIN_LABEL_WIDTH: Final = 14
 
 
 def timeline_svg(simulation: Simulation, title: str) -> str:
-    """Return a drawing: a row per rank, a box per pass with its micro-batch, shades by model chunk."""
+    """Return a drawing: a row per rank, a box per pass with its micro-batch, shades by model chunk.
+
+    The passes of a combined action are one above the other.
+    """
     height = _TOP + _ROW * len(simulation.spans) + 24
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="11">',
@@ -51,17 +54,22 @@ def _row(simulation: Simulation, rank: int) -> Iterator[str]:
     y = _TOP + _ROW * rank
     yield f'<text x="8" y="{y + 16}">rank {rank}</text>'
     for span in simulation.spans[rank]:
-        yield from _box(span, y, (_WIDTH - _LEFT - 8) / simulation.duration)
+        passes = span.action.passes
+        height = (_ROW - 4) / len(passes)
+        for number, one in enumerate(passes):
+            scale = (_WIDTH - _LEFT - 8) / simulation.duration
+            yield from _box(one, span.start * scale, span.end * scale, y + number * height, height)
 
 
-def _box(span: Span, y: int, scale: float) -> Iterator[str]:
-    shades = _COLORS[span.action.kind]
-    x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-    color = shades[span.action.chunk % len(shades)]
+def _box(one: Action, start: float, end: float, y: float, height: float) -> Iterator[str]:
+    shades = _COLORS[one.kind]
+    x, width = _LEFT + start, end - start
+    color = shades[one.chunk % len(shades)]
     yield (
-        f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW - 4}" fill="{color}" stroke="white"'
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{color}" stroke="white"'
         ' stroke-width="0.5"/>'
     )
     if width >= _MIN_LABEL_WIDTH:
-        center = x + width / 2
-        yield f'<text x="{center:.2f}" y="{y + 15}" text-anchor="middle">{span.action.microbatch}</text>'
+        size = ' font-size="9"' if height < _ROW / 2 else ""
+        center, base = x + width / 2, y + height / 2 + (3 if size else 4)
+        yield f'<text x="{center:.2f}" y="{base:g}" text-anchor="middle"{size}>{one.microbatch}</text>'

@@ -1,5 +1,6 @@
 """`megatrain plan pipeline`: its flags give the simulated split, its table is sorted, its drawing has every pass."""
 
+import dataclasses
 import shlex
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -35,7 +36,14 @@ def test_a_balanced_split_is_faster_than_an_equal_one() -> None:
         ): one.simulation.duration
         for one in candidates(CASE)
     }
-    for kind, chunks in (("1f1b", 1), ("zb-h1", 1), ("zb-v", 2), ("interleaved", 2), ("interleaved", 4)):
+    for kind, chunks in (
+        ("1f1b", 1),
+        ("zb-h1", 1),
+        ("zb-v", 2),
+        ("dualpipe-v", 2),
+        ("interleaved", 2),
+        ("interleaved", 4),
+    ):
         assert times[kind, chunks, False] < times[kind, chunks, True]
     assert times["zb-h1", 1, False] < times["1f1b", 1, False]
 
@@ -51,7 +59,7 @@ def test_the_table_is_sorted_and_the_drawing_has_every_pass(
     assert times == sorted(times)
     assert "--pipeline-model-parallel-size 4" in lines[1]
     root = ET.fromstring(drawing.read_text())
-    chunks = 2 if "zb-v" in lines[1] else 1
+    chunks = 2 if "-v" in lines[1] else 1
     boxes = [node for node in root if node.tag.endswith("rect") and node.get("stroke")]
     assert len(boxes) == 4 * chunks * 6 * 3
 
@@ -59,3 +67,26 @@ def test_the_table_is_sorted_and_the_drawing_has_every_pass(
 def test_too_many_ranks_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main("plan pipeline --ranks 8 --layers 4 --microbatches 2".split()) == 2
     assert "--ranks 5 or fewer" in capsys.readouterr().err
+
+
+def test_an_unknown_schedule_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan pipeline --ranks 2 --layers 4 --microbatches 2 --schedule gpipe".split()) == 2
+    assert "dualpipe-v" in capsys.readouterr().err
+
+
+def test_combined_passes_that_overlap_shorten_dualpipe_v() -> None:
+    overlapped = dataclasses.replace(CASE, combined=0.8)
+    times = [
+        {one.schedule.kind: one.simulation.duration for one in candidates(case)}
+        for case in (CASE, overlapped)
+    ]
+    faster = {kind for kind, time in times[1].items() if time < times[0][kind]}
+    assert faster == {"dualpipe-v"}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_the_timelines_of_the_documentation_are_drawn_by_the_command(tmp_path: Path, kind: str) -> None:
+    drawing = tmp_path / "timeline.svg"
+    words = f"plan pipeline --ranks 4 --layers 8 --microbatches 8 --schedule {kind} --output {drawing}"
+    assert main(words.split()) == 0
+    assert drawing.read_text() == (Path(__file__).parents[3] / "docs" / "images" / f"{kind}.svg").read_text()
