@@ -9,7 +9,7 @@
     gradients       8 bytes per weight and micro-batch for fp32 accumulation, half of them hidden in the products
     optimizer       38 bytes per weight, with the gradient norm and zeroing
 
-Communication is assumed hidden and expert loads balanced; copies of tokens are not counted. Rates are those of one H200:
+Communication is assumed hidden, pipelines without bubbles, and expert loads balanced; copies of tokens are not counted. Rates are those of one H200:
 products of 8,192 rows at 750 of 790 TFLOP/s, cuDNN's attention at s 8192 and 128 channels (cudnn-frontend's tables), 4.0 of
 4.3 TB/s. The rates of S1, with heads of 64 channels, were measured by `scripts/part_rates.py`.
 """
@@ -115,7 +115,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["A1", "S1", "B1", "B3", "B5", "B6"]
+    names = sys.argv[1:] or ["A1", "S1", "B1", "B3", "B4", "B5", "B6"]
     parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
     print(
         f"{'case':<5}"

@@ -55,6 +55,16 @@ class StageCosts:
         ones = [1.0] * num_stages
         return cls(forward=ones, backward=ones, weight=ones)
 
+    def of(self, kind: ActionKind, stage: int, *, defers_weights: bool) -> float:
+        """Return the time of a pass of a virtual stage; `defers_weights`: its weight gradients are an action of their own."""
+        match kind:
+            case ActionKind.FORWARD:
+                return self.forward[stage]
+            case ActionKind.WEIGHT:
+                return self.weight[stage]
+            case _:
+                return self.backward[stage] + (0 if defers_weights else self.weight[stage])
+
 
 @dataclass(frozen=True)
 class Span:
@@ -163,15 +173,9 @@ class _Rank:
         self.spans.append(Span(action, start, self.clock))
 
     def _cost(self, one: Action) -> float:
+        is_deferred = (one.microbatch, one.chunk) in self.deferred
         stage = self.placement.stage(self.number, one.chunk)
-        match one.kind:
-            case ActionKind.FORWARD:
-                return self.costs.forward[stage]
-            case ActionKind.WEIGHT:
-                return self.costs.weight[stage]
-            case _:
-                is_deferred = (one.microbatch, one.chunk) in self.deferred
-                return self.costs.backward[stage] + (0 if is_deferred else self.costs.weight[stage])
+        return self.costs.of(one.kind, stage, defers_weights=is_deferred)
 
 
 def _check_order(schedule: Sequence[Action]) -> None:
