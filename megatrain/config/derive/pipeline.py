@@ -60,17 +60,27 @@ def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
     """Rule: the settings of the pipeline give every virtual stage something to compute."""
     try:
         chunks, _ = _chunks(draft)
+        yield from _schedule_problems(draft, chunks)
         counts, _ = _layers(draft, chunks)
         _check_stages(counts)
     except PipelineError as error:
         yield error.problem
-        return
     parallel = draft.config.parallel
-    schedule, group = (
-        parallel.pipeline_schedule,
+    pp, group = (
+        parallel.pipeline_model_parallel_size,
         parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )
-    pp = parallel.pipeline_model_parallel_size
+    if group is not None and group < pp:
+        yield Problem(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}:"
+            " stages would wait for one another for ever",
+            f"use --microbatch-group-size-per-virtual-pipeline-stage {pp} or more",
+        )
+
+
+def _schedule_problems(draft: Draft, chunks: int) -> Iterator[Problem]:
+    """Yield the problem of a schedule that has another number of model chunks."""
+    schedule, pp = draft.config.parallel.pipeline_schedule, draft.config.parallel.pipeline_model_parallel_size
     needed = {"1f1b": 1, "zb-h1": 1, "zb-v": 2, "dualpipe-v": 2}.get(schedule, chunks)
     if pp > 1 and chunks != needed:
         yield Problem(
@@ -81,12 +91,6 @@ def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
         yield Problem(
             "--pipeline-schedule interleaved requires several model chunks per rank",
             "add --num-virtual-stages-per-pipeline-rank 2, or use --pipeline-schedule 1f1b",
-        )
-    if group is not None and group < pp:
-        yield Problem(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {pp}:"
-            " stages would wait for one another for ever",
-            f"use --microbatch-group-size-per-virtual-pipeline-stage {pp} or more",
         )
 
 

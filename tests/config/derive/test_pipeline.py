@@ -22,6 +22,7 @@ PP4 = "--pipeline-model-parallel-size 4"
         ("--num-layers 14 --pipeline-model-parallel-layout Et*2|(tt|)*5t|tL", (2, 2, 2, 2, 2, 2, 1, 1), "interleaved"),
         ("--num-layers 13 --pipeline-model-parallel-layout Ett|(tttt|)*2,tttL", (2, 4, 4, 3), "1f1b"),
         ("--num-layers 8 --pipeline-schedule zb-v", (1,) * 8, "zb-v"),
+        ("--num-layers 8 --pipeline-schedule dualpipe-v", (1,) * 8, "dualpipe-v"),
         ("--num-layers 8 --pipeline-schedule zb-h1", (2, 2, 2, 2), "zb-h1"),
     ],
 )  # fmt: skip

@@ -90,6 +90,8 @@ CASES = {
          ("--pipeline-schedule interleaved", "several model chunks"), ("--num-virtual-stages-per-pipeline-rank 2",)),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 2", "", Facts(world_size=2),
          ("--pipeline-schedule zb-h1", "1 model chunk per rank, not 2"), ("--num-virtual-stages-per-pipeline-rank 1",)),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v --num-virtual-stages-per-pipeline-rank 1", "", Facts(world_size=2),
+         ("--pipeline-schedule dualpipe-v", "2 model chunks per rank, not 1"), ("--num-virtual-stages-per-pipeline-rank 2",)),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 1", "", Facts(world_size=2),
          ("--microbatch-group-size-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size 2"), ("--microbatch-group-size-per-virtual-pipeline-stage 2",)),
     ],
