@@ -70,9 +70,7 @@ def main() -> int:
     parser.add_argument("--schedule", nargs="+", choices=sorted(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--ranks", type=int, default=2, help="pipeline stages")
     parser.add_argument("--device", choices=sorted(MODELS), default="cuda")
-    parser.add_argument(
-        "--iterations", type=int, default=8, help="steps, of which the first three do not count"
-    )
+    parser.add_argument("--iterations", type=int, default=8, help="steps; the first three do not count")
     parser.add_argument("--measure", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("flags", nargs="*", help="flags of pretrain.py, after --")
     arguments = parser.parse_args()
