@@ -1,5 +1,7 @@
 """Pipelines over gloo: posted receives change no bit, and hide transfers as the simulator computes."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from torch.autograd import Function
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.collectives import Transfer, begin_receive
+from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.pipeline import point_to_point
 from megatrain.parallel.pipeline.actions import Placement
@@ -53,21 +55,33 @@ def test_posted_receives_change_no_bit_in_training_and_evaluation(pool: WorkerPo
     assert np.array(found[0][0]) == pytest.approx(np.array(alone), rel=1e-10)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        PipelineSchedule("interleaved", Placement(2, 2)),
-        pytest.param(PipelineSchedule("1f1b", Placement(2)), marks=pytest.mark.nightly),
-        pytest.param(PipelineSchedule("zb-h1", Placement(2)), marks=pytest.mark.nightly),
-        pytest.param(PipelineSchedule("zb-v", Placement(2, 2, is_v=True)), marks=pytest.mark.nightly),
-        pytest.param(PipelineSchedule("dualpipe-v", Placement(2, 2, is_v=True)), marks=pytest.mark.nightly),
-    ],
-    ids=lambda one: one.kind,
-)
+SCHEDULES = [
+    PipelineSchedule("1f1b", Placement(2)),
+    PipelineSchedule("interleaved", Placement(2, 2)),
+    PipelineSchedule("zb-h1", Placement(2)),
+    PipelineSchedule("zb-v", Placement(2, 2, is_v=True)),
+    PipelineSchedule("dualpipe-v", Placement(2, 2, is_v=True)),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.kind)
+def test_a_step_takes_the_simulated_time_by_the_clocks_of_its_ranks(
+    pool: WorkerPool, schedule: PipelineSchedule
+) -> None:
+    """Passes and messages advance a clock per rank: the executor posts, sends and waits where the simulator does."""
+    for posts in (False, True):
+        ends = pool.run(2, steps_of, schedule, posts, Clock())
+        assert max(max(seconds) for seconds in ends) == pytest.approx(simulated(schedule, posts=posts))
+    assert simulated(schedule, posts=True) < simulated(schedule, posts=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda one: one.kind)
 def test_a_slow_network_costs_what_the_simulator_computes(
     pool: WorkerPool, schedule: PipelineSchedule
 ) -> None:
-    measured = {posts: min(pool.run(2, steps_of, schedule, posts)[0]) for posts in (False, True)}
+    """In real time, which needs two idle cores: passes sleep, and so do transfers, in threads."""
+    measured = {posts: min(pool.run(2, steps_of, schedule, posts, RealClock())[0]) for posts in (False, True)}
     for posts, seconds in measured.items():
         assert seconds == pytest.approx(simulated(schedule, posts=posts), rel=0.08), f"posts {posts}"
     saved = simulated(schedule, posts=False) - simulated(schedule, posts=True)
@@ -83,18 +97,24 @@ def simulated(schedule: PipelineSchedule, *, posts: bool) -> float:
     return simulate(actions, StageCosts(times, times, times, TRANSFER_SECONDS), placement).duration
 
 
-def steps_of(rank: int, _world_size: int, schedule: PipelineSchedule, posts: bool) -> list[float]:
-    """Run three steps of segments that sleep; return their seconds."""
+def steps_of(
+    rank: int,
+    _world_size: int,
+    schedule: PipelineSchedule,
+    posts: bool,
+    clock: Clock,
+) -> list[float]:
+    """Run three steps of segments that only take time; return their seconds on this rank."""
     placement = schedule.placement
     shape = GridShape(pp=2, num_chunks=placement.num_chunks, is_v=placement.is_v)
     grid = build_grid(shape, rank, make_group)
     connect_channels(grid, CPU)
     stages = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
     executor = Executor(
-        [_Sleeping(is_last=stage == placement.num_stages - 1) for stage in stages],
+        [_Segment(clock, is_last=stage == placement.num_stages - 1) for stage in stages],
         grid,
         hidden_shape=(2, 1, 3),
-        dtype=torch.float32,
+        dtype=torch.float64,
         device=CPU,
         hooks=_NoHooks(),
         chunks=[range(chunk, chunk + 1) for chunk in range(len(stages))],
@@ -104,48 +124,79 @@ def steps_of(rank: int, _world_size: int, schedule: PipelineSchedule, posts: boo
     actions, tokens = one.training(rank, NUM_MICROBATCHES), torch.zeros(1, 2, dtype=torch.int64)
     batch = Batch(tokens=tokens, labels=tokens, loss_mask=torch.ones(1, 2), position_ids=tokens)
     seconds = []
-    with _slow_network():
-        for _ in range(3):
-            torch.distributed.barrier()
-            began = time.perf_counter()
-            infos = [PassInfo(microbatch=number) for number in range(NUM_MICROBATCHES)]
+    for _ in range(3):
+        torch.distributed.barrier()
+        clock.start()
+        infos = [PassInfo(microbatch=number) for number in range(NUM_MICROBATCHES)]
+        with clock.network():
             executor.run(actions, [batch] * NUM_MICROBATCHES, infos)
-            torch.distributed.barrier()
-            seconds.append(time.perf_counter() - began)
+        seconds.append(clock.stop())
     return seconds
 
 
-class _Sleeping:
-    """A segment whose passes sleep."""
+class Clock:
+    """The clock of a rank; passes and messages advance it. A message holds the time at which it was sent."""
 
-    def __init__(self, *, is_last: bool) -> None:
-        self.is_last = is_last
+    def start(self) -> None:
+        self.now = 0.0
+        self.free_at: dict[str, float] = {}
+        """Arrival of the last message, by group."""
 
-    def __call__(self, hidden: Tensor | None, _batch: Batch, info: PassInfo) -> Tensor:
-        x = torch.zeros(2, 1, 3, requires_grad=True) if hidden is None else hidden
-        output: Tensor = _Sleep.apply(x, info)
-        return output.sum() if self.is_last else output
+    def stop(self) -> float:
+        return self.now
+
+    def run_pass(self) -> None:
+        self.now += PASS_SECONDS
+
+    def network(self) -> AbstractContextManager[Any]:
+        """Replace the network by one whose messages take TRANSFER_SECONDS once both ranks have posted them."""
+
+        def send(x: Tensor, group: RankGroup, step: int) -> Transfer:
+            return begin_send(torch.full_like(x, self.now), group, step)
+
+        def receive(x: Tensor, group: RankGroup, step: int) -> Transfer:
+            return _ClockedTransfer(begin_receive(x, group, step), x, group.name, self)
+
+        return mock.patch.multiple(point_to_point, begin_send=send, begin_receive=receive)
 
 
-class _Sleep(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, info: PassInfo) -> Tensor:
+class _ClockedTransfer(Transfer):
+    def __init__(self, transfer: Transfer, x: Tensor, channel: str, clock: Clock) -> None:
+        super().__init__()
+        self.transfer, self.x, self.channel, self.clock, self.posted_at = (
+            transfer,
+            x,
+            channel,
+            clock,
+            clock.now,
+        )
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        free_at = self.clock.free_at
+        began = max(self.x[0, 0, 0].item(), self.posted_at, free_at.get(self.channel, 0.0))
+        free_at[self.channel] = began + TRANSFER_SECONDS
+        self.clock.now = max(self.clock.now, free_at[self.channel])
+
+
+class RealClock(Clock):
+    """Real time."""
+
+    def start(self) -> None:
+        self.began = time.perf_counter()
+
+    def stop(self) -> float:
+        torch.distributed.barrier()
+        return time.perf_counter() - self.began
+
+    def run_pass(self) -> None:
         time.sleep(PASS_SECONDS)
-        ctx.info = info
-        return x + 1
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(PASS_SECONDS)
-        ctx.info.compute_weight_gradient(lambda: time.sleep(PASS_SECONDS))
-        return grads[0], None
+    def network(self) -> AbstractContextManager[Any]:
+        def receive(x: Tensor, group: RankGroup, step: int) -> Transfer:
+            return _SlowTransfer(begin_receive(x, group, step))
 
-
-class _NoHooks:
-    def on_schedule(self, passes: Sequence[SegmentPass]) -> None: ...
-    def before(self, segment_pass: SegmentPass) -> None: ...
-    def after(self, segment_pass: SegmentPass) -> None: ...
-    def on_gradients(self, segment: int, *, is_last: bool) -> None: ...
+        return mock.patch.object(point_to_point, "begin_receive", receive)
 
 
 class _SlowTransfer(Transfer):
@@ -164,8 +215,34 @@ class _SlowTransfer(Transfer):
         self._thread.join()
 
 
-def _slow_network() -> AbstractContextManager[Any]:
-    def slow(x: Tensor, group: RankGroup, step: int) -> Transfer:
-        return _SlowTransfer(begin_receive(x, group, step))
+class _Segment:
+    """A segment whose passes only take time."""
 
-    return mock.patch.object(point_to_point, "begin_receive", slow)
+    def __init__(self, clock: Clock, *, is_last: bool) -> None:
+        self.clock, self.is_last = clock, is_last
+
+    def __call__(self, hidden: Tensor | None, _batch: Batch, info: PassInfo) -> Tensor:
+        x = torch.zeros(2, 1, 3, dtype=torch.float64, requires_grad=True) if hidden is None else hidden
+        output: Tensor = _Pass.apply(x, info, self.clock)
+        return output.sum() if self.is_last else output
+
+
+class _Pass(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, info: PassInfo, clock: Clock) -> Tensor:
+        clock.run_pass()
+        ctx.info, ctx.clock = info, clock
+        return x + 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock.run_pass()
+        ctx.info.compute_weight_gradient(ctx.clock.run_pass)
+        return grads[0], None, None
+
+
+class _NoHooks:
+    def on_schedule(self, passes: Sequence[SegmentPass]) -> None: ...
+    def before(self, segment_pass: SegmentPass) -> None: ...
+    def after(self, segment_pass: SegmentPass) -> None: ...
+    def on_gradients(self, segment: int, *, is_last: bool) -> None: ...
