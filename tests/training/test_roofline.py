@@ -23,7 +23,15 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize(
     ("case", "tokens_per_second"),
-    [("A1", 23_500), ("B1", 12_700), ("B3", 12_500), ("B5", 8_440), ("B6", 65_050), ("S1", 613_000)],
+    [
+        ("A1", 23_500),
+        ("B1", 12_700),
+        ("B3", 12_500),
+        ("B4", 12_700),
+        ("B5", 8_440),
+        ("B6", 65_050),
+        ("S1", 613_000),
+    ],
 )
 def test_a_case_has_the_roofline_counted_by_hand(
     case: str, tokens_per_second: float, monkeypatch: pytest.MonkeyPatch
