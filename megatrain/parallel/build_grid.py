@@ -56,8 +56,8 @@ def build_grid(shape: GridShape, rank: int, make_handle: MakeHandle | None = Non
         "expert_copies": expert.copies,
     }
     of_matrices = {"matrix": dense.matrix, "expert_matrix": expert.matrix}
-    groups = {name: maker.make(name, lists) for name, lists in separate.items()}
     channels = _channels(shape, maker)
+    groups = {name: maker.make(name, lists) for name, lists in separate.items()}
     groups |= maker.make_sharing(of_layers)
     groups |= maker.make_sharing(of_replicas)
     groups |= maker.make_sharing(of_matrices, with_others=of_layers | of_replicas, made=groups)

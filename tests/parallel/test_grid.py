@@ -167,7 +167,7 @@ def test_without_experts_no_groups_are_made_for_them() -> None:
     shape = GridShape(tp=2, cp=2, dp=2, pp=2, order=STAGES_BEFORE_REPLICAS)
     grid = build_grid(shape, 0, lambda name, _lists: made.append(name) or name)
     assert made == [
-        "world", "pp", "embedding", "pp_forward_0", "pp_backward_0", "tp", "cp", "tp_cp", "dp", "replicas", "messages",
+        "pp_forward_0", "pp_backward_0", "world", "pp", "embedding", "tp", "cp", "tp_cp", "dp", "replicas", "messages",
     ]  # fmt: skip
     assert (grid.expert_replicas.handle, grid.etp.handle) == ("replicas", "tp")
 
