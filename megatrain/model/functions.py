@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import norms, rotary
+from megatrain.kernels import latent_heads, norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.qkv import concat_heads
@@ -61,6 +61,13 @@ def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tens
     """Split [s, b, n + 2 g, d] into queries, keys and values; gradients in adjacent memory are joined without a copy."""
     q, k, v = _SplitHeads.apply(qkv, sizes)
     return q, k, v
+
+
+def expand_heads(
+    q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> latent_heads.Heads:
+    """Compute the heads of multi-latent attention (`kernels.latent_heads`); saves only the tables. `q` must not be reused."""
+    return latent_heads.Heads(*_ExpandHeads.apply(q, kv, key, cos, sin, is_interleaved))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
@@ -182,6 +189,27 @@ class _SplitHeads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return concat_heads(grads), None
+
+
+class _ExpandHeads(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.num_rotary, ctx.is_interleaved = key.shape[-1], is_interleaved
+        heads = latent_heads.expand_heads(
+            q.detach(), kv.detach(), key, cos, sin, is_interleaved=is_interleaved
+        )
+        return tuple(heads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        found = latent_heads.expand_heads_backward(
+            latent_heads.Heads(*grads), ctx.num_rotary, cos, sin, is_interleaved=ctx.is_interleaved
+        )
+        return *found, None, None, None
 
 
 class _Attend(Function):

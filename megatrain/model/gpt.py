@@ -23,6 +23,7 @@ from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.implementations.transformer_engine import TransformerEngineLeaves
+from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp, RotaryEmbedding, Sequential, TransformerLayer
 from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
@@ -211,8 +212,9 @@ def _layer(
     position = layer.norm_position
     branches: list[nn.Module] = []
     if layer.mixer is not None:
+        attention = Attention if layer.mixer.latent is None else LatentAttention
         branches.append(
-            Attention(layer.mixer, spec, position, f"{prefix}.attention", leaves, tp, rope, recompute)
+            attention(layer.mixer, spec, position, f"{prefix}.attention", leaves, tp, rope, recompute)
         )
     if isinstance(layer.mlp, ExpertsSpec):
         branches.append(ExpertBranch(layer.mlp, spec, number, position, leaves, ranks, recompute))
@@ -268,7 +270,7 @@ class _RotaryEmbeddings:
         """Return the module of a layer, if it has RoPE."""
         if attention is None or attention.rotary is None:
             return None
-        key = (attention.rotary, attention.head_channels)
+        key = (attention.rotary, attention.rope_channels)
         if key not in self.modules:
             self.modules[key] = RotaryEmbedding(*key, self.positions, self.dtype)
         return self.modules[key]

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from megatrain.kernels.latent_heads import Heads
 from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
 from megatrain.model import functions
-from megatrain.model.implementations.leaves import Leaves, Pointwise
+from megatrain.model.implementations.leaves import Leaves, Pointwise, RowLinear
 from megatrain.model.layouts import (
     Columns,
     Weights,
@@ -69,14 +70,13 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        d, h = spec.head_channels, gpt.hidden_size
         local_groups = max(1, spec.num_query_groups // tp.size)
         self.sizes = [spec.num_heads // tp.size, local_groups, local_groups]
-        init, output_init = Init(std=gpt.init_std), Init(std=gpt.output_init_std)
+        columns, init = qkv_columns(spec, prefix, "weight", tp), Init(std=gpt.init_std)
         self.qkv = leaves.column_linear(
             branch_norm_weights(gpt, position, prefix, tp),
             Weights(
-                columns_layout(qkv_columns(spec, prefix, "weight", tp), h, init, tp, is_qkv=True),
+                columns_layout(columns, gpt.hidden_size, init, tp, is_qkv=True),
                 columns_bias_layout(qkv_columns(spec, prefix, "bias", tp), tp) if spec.has_qkv_bias else None,
             ),
             recompute_norm=recompute.has_part("layernorm"),
@@ -89,16 +89,9 @@ class Attention(nn.Module):
         self.rope = None if any(norms) else rope
         after_norm: list[Pointwise] = [] if rope is None or self.rope is not None else [rope]
         self.query_output, self.key_output = (Sequential([*norm, *after_norm]) for norm in norms)
-        sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, init)
-        core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
-        assert isinstance(core, nn.Module)
+        core = core_attention(spec, gpt, prefix, leaves, tp)
         self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
-        self.proj = leaves.row_linear(
-            Weights(
-                rows_layout(f"{prefix}.proj.weight", h, spec.num_heads * d, output_init, tp),
-                stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
-            )
-        )
+        self.proj = attention_projection(spec, gpt, prefix, leaves, tp)
         self.output = branch_output(gpt, position, prefix, leaves, tp)
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
@@ -171,6 +164,11 @@ class RotaryEmbedding(nn.Module):
         cos, sin = (table[: x.shape[0]] for table in self.tables)
         return functions.apply_rope(x, cos, sin, is_interleaved=self.is_interleaved)
 
+    def expand_heads(self, q: Tensor, kv: Tensor, key: Tensor) -> Heads:
+        """Return the heads of multi-latent attention; `q` must not be reused."""
+        cos, sin = (table[: q.shape[0]] for table in self.tables)
+        return functions.expand_heads(q, kv, key, cos, sin, is_interleaved=self.is_interleaved)
+
     def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s, b, n + 2 g, d] and apply RoPE to queries and keys in place; `qkv` must not be reused."""
         cos, sin = (table[: qkv.shape[0]] for table in self.tables)
@@ -189,6 +187,29 @@ class Sequential(nn.Module):
         for step in self.steps:
             x = step(x, info)
         return x
+
+
+def core_attention(
+    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
+) -> nn.Module:
+    """Build the core attention of a layer, with its sink logits."""
+    sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
+    core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
+    assert isinstance(core, nn.Module)
+    return core
+
+
+def attention_projection(
+    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
+) -> RowLinear:
+    """Build the projection of the heads' outputs to the residual stream."""
+    h, channels = gpt.hidden_size, spec.num_heads * spec.value_channels
+    return leaves.row_linear(
+        Weights(
+            rows_layout(f"{prefix}.proj.weight", h, channels, Init(std=gpt.output_init_std), tp),
+            stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
+        )
+    )
 
 
 def branch_output(

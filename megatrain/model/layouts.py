@@ -3,6 +3,7 @@
 columns  [o, h] by rows of the weight      tensors fused into one are split one by one, then stacked
                                            with fewer query groups than ranks, consecutive ranks hold copies
 rows     [h, i] by columns of the weight
+whole    [o, h] replicated
 vocab    [v, h] by rows, padded; the rows of padding belong to no piece
 norm     [h] replicated, as are the biases of rows
 """
@@ -49,6 +50,21 @@ def columns_layout(
     pieces = _split_columns(tensors, (num_inputs,), tp.group)
     rows = sum(piece.local_shape[0] for piece in pieces)
     return ParamLayout(shape=(rows, num_inputs), pieces=pieces, init=init, is_qkv=is_qkv)
+
+
+def replicated_layout(
+    tensors: Sequence[tuple[str, int]], num_inputs: int, init: Init, tp: TensorParallel
+) -> ParamLayout:
+    """Return the layout of a weight that all tensor ranks hold whole: canonical tensors with their rows, stacked.
+
+    Under sequence parallelism its gradients are partial sums, each from local tokens.
+    """
+    pieces: list[Piece] = []
+    row = 0
+    for name, rows in tensors:
+        pieces.append(_replicated(name, (rows, num_inputs), tp, tp.norm_grad_sum, row))
+        row += rows
+    return ParamLayout(shape=(row, num_inputs), pieces=tuple(pieces), init=init, num_matrices=len(pieces))
 
 
 def rows_layout(name: str, num_outputs: int, num_inputs: int, init: Init, tp: TensorParallel) -> ParamLayout:
@@ -186,9 +202,11 @@ def positions_layout(
     )
 
 
-def _replicated(name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None) -> Piece:
+def _replicated(
+    name: str, shape: tuple[int, ...], tp: TensorParallel, grad_sum_group: str | None, row: int = 0
+) -> Piece:
     box = tuple((0, size) for size in shape)
-    return Piece(name, shape, box, copies=(tp.group.name,), grad_sum_group=grad_sum_group)
+    return Piece(name, shape, box, row, copies=(tp.group.name,), grad_sum_group=grad_sum_group)
 
 
 def vocab_layout(
@@ -221,6 +239,5 @@ def vocab_layout(
 def router_layout(
     name: str, num_experts: int, num_inputs: int, init: Init, tp: TensorParallel
 ) -> ParamLayout:
-    """Return the layout of a router's weight: replicated; under sp with partial gradients, each from local tokens."""
-    shape = (num_experts, num_inputs)
-    return ParamLayout(shape=shape, pieces=(_replicated(name, shape, tp, tp.norm_grad_sum),), init=init)
+    """Return the layout of a router's weight."""
+    return replicated_layout([(name, num_experts)], num_inputs, init, tp)

@@ -2,8 +2,8 @@
 
     uniform   chunks of n layers, each a segment that keeps its inputs
     block     the first n layers of a stage, one by one
-    parts     within every layer: core attention, MLP, experts, or the norms before linear layers, whose output the linear
-              layer recomputes for its weight gradient
+    parts     within every layer: core attention, MLP, experts, the expansion of latents to heads, or the norms before linear
+              layers, whose output the linear layer recomputes for its weight gradient
 
 No random state is saved for the second run: dropout is a function of the token. Sources: Chen et al., arXiv:1604.06174;
 Korthikanti et al., arXiv:2205.05198 (parts).
@@ -11,10 +11,12 @@ Korthikanti et al., arXiv:2205.05198 (parts).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,7 +31,7 @@ class Recompute:
     num_layers: int = 1
     """Layers of a chunk (uniform), or the first layers of a stage (block)."""
     parts: tuple[str, ...] = ()
-    """`core_attn`, `mlp`, `layernorm`; `moe` and `shared_experts` in layers with experts."""
+    """`core_attn`, `mlp`, `layernorm`; `mla_up_proj` with latents; `moe` and `shared_experts` with experts."""
 
     def has_part(self, name: str) -> bool:
         """Return whether this part of every layer is recomputed."""
@@ -45,6 +47,51 @@ class RecomputedModule(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return checkpoint(self.module, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+@contextmanager
+def discarded(tensors: Sequence[Tensor], recompute_fn: Callable[[], Sequence[Tensor]]) -> Iterator[None]:
+    """Operations inside the context keep none of these tensors, nor views of them: their backward passes compute them again.
+
+    Args:
+        recompute_fn: returns the same tensors, with the same strides.
+    """
+    places = {x.untyped_storage().data_ptr(): number for number, x in enumerate(tensors)}
+    found: list[Sequence[Tensor]] = []
+    num_left = 0
+
+    def pack(x: Tensor) -> Tensor | _View:
+        nonlocal num_left
+        number = places.get(x.untyped_storage().data_ptr())
+        if number is None:
+            return x
+        num_left += 1
+        return _View(number, x.shape, x.stride(), int(x.storage_offset()))
+
+    def unpack(saved: Tensor | _View) -> Tensor:
+        nonlocal num_left
+        if isinstance(saved, Tensor):
+            return saved
+        if not found:
+            with torch.no_grad():
+                found.append(recompute_fn())
+        x = found[0][saved.number].as_strided(saved.shape, saved.stride, saved.offset)
+        num_left -= 1
+        if not num_left:
+            found.clear()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+class _View(NamedTuple):
+    """A view of a discarded tensor: its number, and its place in the storage."""
+
+    number: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 class Layers(nn.Module):

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes, layer_table
+from megatrain.config.derive.layer_sizes import ExpertSizes, LatentSizes, LayerSizes, layer_table
 from megatrain.config.derive.model import activation_of, attention_scale, matrix_init_std
 from megatrain.config.derive.patterns import parse_layer_pattern, parse_window
 from megatrain.config.plan import Activation
@@ -43,6 +43,9 @@ class AttentionSpec:
     num_heads: int
     num_query_groups: int
     head_channels: int
+    """Channels of a head of queries and keys."""
+    latent: LatentSizes | None = None
+    """Latents of queries, keys and values (multi-latent attention); None: one projection."""
     rotary: RotarySpec | None = None
     """RoPE; None: none is applied."""
     window: int | None = None
@@ -55,13 +58,23 @@ class AttentionSpec:
     """Sink logit of each head, in the softmax denominator: 0 or learned."""
     dropout: float = 0.0
     """Probability that training drops an attention probability."""
-    qk_norm: Literal["none", "head", "all_heads"] = "none"
-    """Norm of queries and keys, over the channels of a head or of all heads."""
+    qk_norm: Literal["none", "head", "all_heads", "latent"] = "none"
+    """Norm of queries and keys, over the channels of a head or of all heads; or of the latents."""
     qk_norm_decays: bool = False
     """Weight decay applies to these norms."""
     has_qkv_bias: bool = False
     has_bias: bool = False
     """The output projection has a bias."""
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a head of values."""
+        return self.head_channels if self.latent is None else self.latent.value_channels
+
+    @property
+    def rope_channels(self) -> int:
+        """Channels of a head that RoPE receives; it may leave some unchanged."""
+        return self.head_channels if self.latent is None else self.latent.rotary_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,15 +259,16 @@ def _layers(
             num_heads=sizes.num_heads,
             num_query_groups=sizes.num_query_groups,
             head_channels=sizes.head_channels,
+            latent=sizes.latent,
             rotary=rotary if has_rotary[number] else None,
             window=left if has_window[number] else None,
             scale=scale,
             softcap=model.attn_logit_softcapping,
             sink=_SINKS[model.softmax_type],
             dropout=model.attention_dropout,
-            qk_norm=model.qk_layernorm_width if model.qk_layernorm else "none",
+            qk_norm=_qk_norm(model),
             qk_norm_decays=qk_norm_decays,
-            has_qkv_bias=has_bias or model.add_qkv_bias,
+            has_qkv_bias=(has_bias or model.add_qkv_bias) and sizes.latent is None,
             has_bias=has_bias,
         )
         mlp = MlpSpec(
@@ -312,6 +326,12 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
     )
 
 
+def _qk_norm(model: ModelConfig) -> Literal["none", "head", "all_heads", "latent"]:
+    if not model.qk_layernorm:
+        return "none"
+    return "latent" if model.multi_latent_attention else model.qk_layernorm_width
+
+
 _SINKS: dict[str, Literal["none", "zero", "learned"]] = {
     "vanilla": "none",
     "off-by-one": "zero",
@@ -320,20 +340,13 @@ _SINKS: dict[str, Literal["none", "zero", "learned"]] = {
 
 
 def _rotary(model: ModelConfig) -> RotarySpec | None:
+    if model.multi_latent_attention:  # has RoPE of its own, whatever the position embedding
+        return _rotary_of_latents(model)
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
     scaling: LlamaScaling | YarnScaling | None = None
     if model.position_embedding_type == "yarn":
-        assert model.yarn_original_max_position_embeddings is not None, "a rule requires it"
-        scaling = YarnScaling(
-            factor=model.rotary_scaling_factor,
-            original_length=model.yarn_original_max_position_embeddings,
-            beta_fast=model.yarn_beta_fast,
-            beta_slow=model.yarn_beta_slow,
-            mscale=model.mscale,
-            mscale_all_dim=model.mscale_all_dim,
-            rounds_range=model.yarn_correction_range_round_to_int,
-        )
+        scaling = _yarn(model)
     elif model.use_rope_scaling:
         scaling = LlamaScaling(factor=model.rope_scaling_factor)
     return RotarySpec(
@@ -342,4 +355,28 @@ def _rotary(model: ModelConfig) -> RotarySpec | None:
         is_interleaved=model.rotary_interleaved,
         interpolation=float(model.rotary_seq_len_interpolation_factor or 1),
         scaling=scaling,
+    )
+
+
+def _rotary_of_latents(model: ModelConfig) -> RotarySpec:
+    """Return the RoPE of multi-latent attention: adjacent channels form a pair, as in DeepSeek-V2 and Megatron-LM."""
+    is_yarn = model.rope_type == "yarn"
+    return RotarySpec(
+        base=float(model.rotary_base),
+        rotary_percent=1.0 if is_yarn else model.rotary_percent,
+        is_interleaved=True,
+        scaling=_yarn(model) if is_yarn else None,
+    )
+
+
+def _yarn(model: ModelConfig) -> YarnScaling:
+    assert model.yarn_original_max_position_embeddings is not None, "a rule requires it"
+    return YarnScaling(
+        factor=model.rotary_scaling_factor,
+        original_length=model.yarn_original_max_position_embeddings,
+        beta_fast=model.yarn_beta_fast,
+        beta_slow=model.yarn_beta_slow,
+        mscale=model.mscale,
+        mscale_all_dim=model.mscale_all_dim,
+        rounds_range=model.yarn_correction_range_round_to_int,
     )

@@ -65,6 +65,12 @@ class TensorParallel:
         return self.group.rank
 
     @property
+    def alone(self) -> TensorParallel:
+        """This rank without the others, for layers that every rank computes whole."""
+        group = RankGroup("alone", (self.group.ranks[self.rank],), 0)
+        return TensorParallel(group, group, sequence_parallel=False)
+
+    @property
     def norm_grad_sum(self) -> str | None:
         """`grad_sum_group` of weights that are applied to a split sequence."""
         return self.group.name if self.sequence_parallel and self.size > 1 else None

@@ -71,7 +71,18 @@ def attention_backend(draft: Draft) -> DerivedValue:
     kernel, why = _chosen(draft)
     if kernel not in ("triton", "math") and layers_with_softcap_or_dropout(draft) == "some":
         why += f"; layers with {softcap_or_dropout_flags(draft)} store all scores"
-    return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}")
+    return DerivedValue(kernel, f"{words}: {_KERNELS[kernel]}{why}{_padded_values(kernel, draft)}")
+
+
+def _padded_values(kernel: str, draft: Draft) -> str:
+    """Return a remark if values get channels of zeros: these kernels and context ranks need those of keys."""
+    is_native = kernel in ("sdpa", "math") and draft.config.parallel.context_parallel_size == 1
+    layers = draft.derived.layer_table.layers
+    widths = {(layer.value_channels, layer.head_channels) for layer in layers if layer.num_heads}
+    narrow = sorted(width for width in widths if width[0] < width[1])
+    if is_native or not narrow:
+        return ""
+    return "; " + ", ".join(f"values of {value} channels are padded to {key}" for value, key in narrow)
 
 
 def _chosen(draft: Draft) -> tuple[str, str]:

@@ -93,7 +93,8 @@ def why_not_heads(draft: Draft, *, maximum: int, multiple: int) -> str:
         channels = layer.head_channels
         if layer.num_heads and (channels % multiple or channels > maximum):
             is_flag = channels == draft.config.model.kv_channels
-            found = f"--kv-channels is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
+            flags = "--kv-channels" if layer.latent is None else "--qk-head-dim + --qk-pos-emb-head-dim"
+            found = f"{flags} is {channels}" if is_flag else f"layer {number} (from 0) has {channels}"
             return f"needs heads of at most {maximum} channels in multiples of {multiple}, and {found}"
     return ""
 

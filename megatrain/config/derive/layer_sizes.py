@@ -40,12 +40,35 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-latent attention (MLA). Channels are those of a head."""
+
+    query_rank: int | None
+    """Channels of the latent of queries; None: queries are projected from the hidden states."""
+    kv_rank: int
+    """Channels of the latent of keys and values."""
+    plain_channels: int
+    """Channels of queries and keys without RoPE."""
+    rotary_channels: int
+    """Channels of queries and keys with RoPE; all heads of keys share them."""
+    value_channels: int
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head of queries and keys."""
+        return self.plain_channels + self.rotary_channels
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """Sizes of a layer. 0 heads: no attention; a width of 0 and no experts: no MLP."""
 
     num_heads: int = 0
     num_query_groups: int = 0
     head_channels: int = 0
+    """Channels of a head of queries and keys."""
+    latent: LatentSizes | None = None
+    """Multi-latent attention; None: one projection to queries, keys and values."""
     ffn_hidden_size: int = 0
     """Width of a dense MLP."""
     is_gated: bool = False
@@ -54,8 +77,19 @@ class LayerSizes:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSizes:
         """Build from the values of a JSON object."""
-        experts = values["experts"]
-        return cls(**{**values, "experts": None if experts is None else ExpertSizes(**experts)})
+        latent, experts = values["latent"], values["experts"]
+        return cls(
+            **{
+                **values,
+                "latent": None if latent is None else LatentSizes(**latent),
+                "experts": None if experts is None else ExpertSizes(**experts),
+            }
+        )
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a head of values."""
+        return self.head_channels if self.latent is None else self.latent.value_channels
 
     @property
     def has_mlp(self) -> bool:
@@ -125,12 +159,26 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
     )
 
 
+def latent_sizes(model: ModelConfig) -> LatentSizes | None:
+    """Return the sizes of multi-latent attention; None: the model does not have it."""
+    if not model.multi_latent_attention:
+        return None
+    return LatentSizes(
+        query_rank=model.q_lora_rank,
+        kv_rank=model.kv_lora_rank,
+        plain_channels=model.qk_head_dim,
+        rotary_channels=model.qk_pos_emb_head_dim,
+        value_channels=model.v_head_dim,
+    )
+
+
 def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
-    text = model.heterogeneous_layers_config_encoded_json
+    text, latent = model.heterogeneous_layers_config_encoded_json, latent_sizes(model)
     default = LayerSizes(
         num_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        head_channels=model.kv_channels,
+        head_channels=model.kv_channels if latent is None else latent.head_channels,
+        latent=latent,
         ffn_hidden_size=model.ffn_hidden_size,
         is_gated=model.swiglu or model.geglu or model.quick_geglu,
     )

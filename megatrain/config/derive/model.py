@@ -8,6 +8,9 @@ FLOPs, each a multiply and an add, forward and twice in backward (times 6):
     per token              h*v         the output layer           v = padded vocabulary
     per pair of tokens     q           scores and their use: the causal half of two products
 
+    with MLA               cq*(h + n*d + 1) + ck*(h + n*(dp + dv) + 1) + h*(dr + n*dv), and n*(d + dv)/2 per pair; ranks
+                           cq and ck, heads n, channels dp plain, dr rotary, d = dp + dr, values dv; 1 for the norms
+
 Recomputation, norms, softmax and embedding are not counted. Source: Megatron-LM, training/training.py; its numbers
 are in tests/golden. It treats --quick-geglu as not gated, and counts windows as whole sequences; only the latter is
 done here.
@@ -24,10 +27,18 @@ A --decoupled-lr is not scaled. Source: Yang et al., arXiv:2203.03466, table 8, 
 untied output layer with Adam.
 """
 
+import math
 from typing import Final
 
 from megatrain.config.derive.custom_layers import is_plain_gpt_layer, layer_function
-from megatrain.config.derive.layer_sizes import LayersError, LayerSizes, LayerTable, condensed, layer_table
+from megatrain.config.derive.layer_sizes import (
+    LayersError,
+    LayerSizes,
+    LayerTable,
+    condensed,
+    latent_sizes,
+    layer_table,
+)
 from megatrain.config.plan import Activation, DerivedValue, Draft
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.values import UnresolvedError, whole
@@ -41,6 +52,12 @@ _FLOPS_PER_BYTE: Final = 600 / 4
 
 def kv_channels(draft: Draft) -> DerivedValue:
     model = draft.config.model
+    latent = latent_sizes(model)
+    if latent is not None:
+        return DerivedValue(
+            latent.head_channels,
+            f"queries and keys of --multi-latent-attention: {model.qk_head_dim} + {model.qk_pos_emb_head_dim}",
+        )
     width = whole(model.hidden_size, model.num_attention_heads)
     return DerivedValue(width, f"hidden size {model.hidden_size} / {model.num_attention_heads} heads")
 
@@ -87,6 +104,19 @@ def num_query_groups(draft: Draft) -> DerivedValue:
     if model.group_query_attention:
         raise UnresolvedError  # The rule `query_groups_are_given` asks for it.
     return DerivedValue(model.num_attention_heads, f"one for each of {model.num_attention_heads} heads")
+
+
+def rope_type(draft: Draft) -> DerivedValue:
+    if draft.config.model.multi_latent_attention:
+        return DerivedValue("yarn", "Megatron-LM's default with --multi-latent-attention")
+    return DerivedValue("rope", "--multi-latent-attention is not given")
+
+
+def yarn_original_max_position_embeddings(draft: Draft) -> DerivedValue:
+    model = draft.config.model
+    if model.multi_latent_attention and model.rope_type == "yarn":
+        return DerivedValue(4096, "Megatron-LM's value for --rope-type yarn")
+    return DerivedValue(None, "--rope-type is not yarn")
 
 
 def heterogeneous_layers_config_encoded_json(draft: Draft) -> DerivedValue:
@@ -172,12 +202,24 @@ def scale_of_attention(draft: Draft) -> DerivedValue:
 
 def attention_scale(model: ModelConfig) -> tuple[float | None, str]:
     """Return the factor of attention scores, and the reason. None: 1 / sqrt(kv channels)."""
+    if model.multi_latent_attention and model.softmax_scale is None:
+        temperature, channels = (
+            yarn_temperature(model),
+            model.qk_head_dim + model.qk_pos_emb_head_dim,
+        )
+        return temperature**2 / channels**0.5, f"temperature {temperature:g} ** 2 / sqrt({channels} channels)"
     if model.softmax_scale is not None or not model.use_mup:
         return model.softmax_scale, "equals --softmax-scale"
     base, power = model.mup_base_head_dim, model.mup_attn_scale_power
     root = 1.0 if base is None else base**0.5
     numerator = "1" if base is None else f"sqrt(base head channels {base:g})"
     return root / model.kv_channels**power, f"{numerator} / kv channels {model.kv_channels} ** {power:g}"
+
+
+def yarn_temperature(model: ModelConfig) -> float:
+    """Return the factor of queries and of keys that multi-latent attention applies in its scores (DeepSeek-V2), in every channel."""
+    factor = model.rotary_scaling_factor
+    return 0.1 * model.mscale_all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def init_std_of_matrices(draft: Draft) -> DerivedValue:
@@ -243,25 +285,41 @@ def training_flops(
     """Return the FLOPs of forward and backward over documents of these lengths."""
     h = model.hidden_size
     weights = h * model.padded_vocab_size + sum(_weights(h, layer) for layer in table.layers)
-    channels = sum(layer.head_channels * layer.num_heads for layer in table.layers)
-    return 6 * (num_tokens * weights + sum_of_squared_lengths * channels)
+    channels = sum(map(_pair_channels, table.layers))
+    return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
 
 
 def flops_per_token(draft: Draft) -> tuple[list[int], int]:
     """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents."""
     h, length = draft.config.model.hidden_size, draft.config.data.seq_length
     layers = [
-        6 * (_weights(h, layer) + length * layer.head_channels * layer.num_heads)
+        6 * _weights(h, layer) + 3 * length * _pair_channels(layer)
         for layer in draft.derived.layer_table.layers
     ]
     return layers, 6 * h * draft.config.model.padded_vocab_size
 
 
+def _pair_channels(layer: LayerSizes) -> int:
+    """Return the channels of all heads in the two products of a pair of tokens: scores, and their use."""
+    return layer.num_heads * (layer.head_channels + layer.value_channels)
+
+
 def _weights(hidden_size: int, layer: LayerSizes) -> int:
     """Return the weights of a layer's matrices that process each token."""
-    q, k = layer.head_channels * layer.num_heads, layer.head_channels * layer.num_query_groups
     matrices = 3 if layer.is_gated else 2
-    return hidden_size * (matrices * layer.active_width + 2 * q + 2 * k)
+    return hidden_size * matrices * layer.active_width + _attention_weights(hidden_size, layer)
+
+
+def _attention_weights(hidden_size: int, layer: LayerSizes) -> int:
+    sizes, heads = layer.latent, layer.num_heads
+    if sizes is None:
+        return hidden_size * 2 * layer.head_channels * (heads + layer.num_query_groups)
+    queries, rank = heads * sizes.head_channels, sizes.query_rank
+    return (
+        (hidden_size * queries if rank is None else rank * (hidden_size + queries + 1))
+        + sizes.kv_rank * (hidden_size + heads * (sizes.plain_channels + sizes.value_channels) + 1)
+        + hidden_size * (sizes.rotary_channels + heads * sizes.value_channels)
+    )
 
 
 def recompute_norms(draft: Draft) -> DerivedValue:

@@ -35,10 +35,12 @@ from megatrain.config.derive.model import (
     padded_vocab_size,
     plain_gpt_layers,
     recompute_norms,
+    rope_type,
     scale_of_attention,
     sizes_of_layers,
     spec_digest,
     vocab_size,
+    yarn_original_max_position_embeddings,
 )
 from megatrain.config.derive.pipeline import pipeline_chunks, pipeline_layers, pipeline_schedule
 from megatrain.config.derive.ranks import (
@@ -84,6 +86,8 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("parallel.distributed_backend", distributed_backend),
     ("parallel.data_parallel_sharding_strategy", data_parallel_sharding_strategy),
     ("model.kv_channels", kv_channels),
+    ("model.rope_type", rope_type),
+    ("model.yarn_original_max_position_embeddings", yarn_original_max_position_embeddings),
     ("model.ffn_hidden_size", ffn_hidden_size),
     ("experts.moe_ffn_hidden_size", moe_ffn_hidden_size),
     ("model.num_query_groups", num_query_groups),

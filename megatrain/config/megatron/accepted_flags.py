@@ -44,6 +44,10 @@ ACCEPTED_FLAGS: Final = (
         " --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding --disable-jit-fuser",
     ),
     accepted(
+        "the down-projections of multi-latent attention are always one product",
+        "--mla-down-proj-fusion",
+    ),
+    accepted(
         "initial weights depend on --seed only, not on the device or the layout",
         "--use-cpu-initialization --init-model-with-meta-device",
     ),

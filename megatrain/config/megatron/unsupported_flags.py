@@ -55,10 +55,9 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     # The model
     missing(
-        "multi-latent attention (MLA) is not supported",
-        "--multi-latent-attention --kv-lora-rank= --q-lora-rank= --qk-head-dim= --qk-pos-emb-head-dim="
-        " --v-head-dim= --cache-mla-latents --mla-down-proj-fusion --rope-type=",
-        instead="remove the flag; --group-query-attention also makes keys and values smaller",
+        "a cache of latents for text generation is not supported",
+        "--cache-mla-latents",
+        instead="remove the flag; training does not use it",
     ),
     missing(
         "multi-token prediction (MTP) is not supported",

@@ -12,7 +12,7 @@ from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
-_DENSE_MODULES: Final = ("core_attn", "mlp", "layernorm")
+_DENSE_MODULES: Final = ("core_attn", "mlp", "layernorm", "mla_up_proj")
 EXPERT_MODULES: Final = ("moe", "shared_experts", "moe_act")
 
 
@@ -60,7 +60,8 @@ def rotary_channels_are_even(draft: Draft) -> Problems:
     model = draft.config.model
     rotary_channels = int(model.kv_channels * model.rotary_percent)
     is_even = rotary_channels and rotary_channels % 2 == 0
-    if model.position_embedding_type not in ("rope", "yarn") or is_even:
+    has_rope = model.position_embedding_type in ("rope", "yarn") and not model.multi_latent_attention
+    if not has_rope or is_even:
         return
     if model.rotary_percent == 1:
         hidden = multiple_near(model.hidden_size, 2 * model.num_attention_heads)

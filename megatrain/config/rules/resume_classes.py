@@ -30,7 +30,7 @@ SHAPE: Final = ResumeClass(
     kind="refused",
     reason="the shape or the meaning of the weights depends on it",
     settings="model: num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention"
-    " num_query_groups heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
+    " num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
     " quick_geglu position_embedding_type softmax_type untie_embeddings_and_output_weights disable_bias_linear"
     " add_qkv_bias;"
     " experts: num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate"
@@ -46,7 +46,7 @@ FUNCTION: Final = ResumeClass(
     reason="the function that the model computes depends on it",
     consent="--finetune",
     settings="model: norm_epsilon squared_relu no_bias_gelu_fusion activation_func_clamp_value glu_linear_offset"
-    " rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
+    " rope_type rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
     " rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"
     " mscale mscale_all_dim yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq"
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"

@@ -15,6 +15,7 @@ from megatrain.config.rules.context_parallel import CONTEXT_PARALLEL_RULES
 from megatrain.config.rules.data import DATA_RULES
 from megatrain.config.rules.device import DEVICE_RULES
 from megatrain.config.rules.experts import EXPERT_RULES
+from megatrain.config.rules.latent_attention import LATENT_RULES
 from megatrain.config.rules.layers import LAYER_RULES
 from megatrain.config.rules.logging import LOGGING_RULES
 from megatrain.config.rules.model import MODEL_RULES
@@ -30,6 +31,7 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *PARALLEL_RULES,
     *CONTEXT_PARALLEL_RULES,
     *MODEL_RULES,
+    *LATENT_RULES,
     *LAYER_RULES,
     *EXPERT_RULES,
     *TRAINING_RULES,

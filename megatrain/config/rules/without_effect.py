@@ -24,6 +24,10 @@ def _settings(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
+def _has_latents(draft: Draft) -> bool:
+    return draft.config.model.multi_latent_attention
+
+
 _OF_EXPERTS: Final = tuple(
     f"experts.{entry.name}" for entry in fields(ExpertsConfig) if entry.name != "num_experts"
 )
@@ -79,11 +83,29 @@ CONDITIONS: Final = (
     ),
     Condition(
         "without RoPE",
-        lambda d: d.config.model.position_embedding_type in ("rope", "yarn"),
+        lambda d: _has_latents(d) or d.config.model.position_embedding_type in ("rope", "yarn"),
         _settings(
             "model",
             "no_rope_freq rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor",
         ),
+    ),
+    Condition(
+        "without --multi-latent-attention",
+        lambda d: _has_latents(d),
+        _settings("model", "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"),
+    ),
+    Condition(
+        "with --multi-latent-attention",
+        lambda d: not _has_latents(d),
+        _settings(
+            "model",
+            "kv_channels add_qkv_bias rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor",
+        ),
+    ),
+    Condition(
+        "with --rope-type yarn",
+        lambda d: not (_has_latents(d) and d.config.model.rope_type == "yarn"),
+        _settings("model", "rotary_percent"),
     ),
     Condition(
         "without --window-size",
@@ -221,11 +243,13 @@ def settings_without_effect(draft: Draft) -> Iterator[str]:
             yield f"{flags} {'have' if len(changed) > 1 else 'has'} no effect {condition.reason}"
 
 
-def expert_modules_without_effect(draft: Draft) -> Iterator[str]:
-    """Name the parts of experts that a dense model is asked to recompute."""
+def modules_without_effect(draft: Draft) -> Iterator[str]:
+    """Name the parts that the model is asked to recompute and does not have."""
     names = [name for name in draft.config.training.recompute_modules if name in EXPERT_MODULES]
     if names and draft.config.experts.num_experts is None:
         yield f"--recompute-modules {' '.join(names)} has no effect without --num-experts"
+    if "mla_up_proj" in draft.config.training.recompute_modules and not _has_latents(draft):
+        yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention"
 
 
 def _value(value: object) -> str:

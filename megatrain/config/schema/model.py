@@ -19,11 +19,23 @@ class ModelConfig(CheckedSection):
     ffn_hidden_size: int = field(default=AUTO, metadata=in_range(at_least=1))
     """Width of the MLP. auto: 4 * hidden size; with --swiglu or --geglu two thirds of that, rounded down to a multiple of 64."""
     kv_channels: int = field(default=AUTO, metadata=in_range(at_least=1))
-    """Channels per attention head. auto: hidden size / number of heads."""
+    """Channels per attention head. auto: hidden size / number of heads; with MLA those of queries and keys."""
     group_query_attention: bool = False
     """Use grouped-query attention with --num-query-groups."""
     num_query_groups: int = field(default=AUTO, metadata=in_range(at_least=1))
     """Key and value heads per attention layer. auto: one per query head."""
+    multi_latent_attention: bool = False
+    """Use multi-latent attention (MLA, DeepSeek-V2): queries, keys and values are projected from latents of low rank."""
+    q_lora_rank: int | None = field(default=None, metadata=in_range(at_least=1))
+    """MLA: channels of the latent of queries. none: queries are projected from the hidden states."""
+    kv_lora_rank: int = field(default=32, metadata=in_range(at_least=1))
+    """MLA: channels of the latent of keys and values."""
+    qk_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    """MLA: channels of a head of queries and keys without RoPE."""
+    qk_pos_emb_head_dim: int = field(default=64, metadata=in_range(at_least=1))
+    """MLA: channels of a head of queries and keys with RoPE; all heads of keys share them."""
+    v_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    """MLA: channels of a head of values."""
     max_position_embeddings: int | None = field(default=None, metadata=in_range(at_least=1))
     """Largest sequence length of the model: limit of --seq-length, and rows of a learned position embedding."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
@@ -35,7 +47,7 @@ class ModelConfig(CheckedSection):
     norm_position: Literal["pre", "post", "both"] = "pre"
     """Position of the norm on a residual branch: before the sublayer, after it (OLMo 2), or both (Gemma 2). Megatron-LM has only pre."""
     qk_layernorm: bool = False
-    """Normalize queries and keys."""
+    """Normalize queries and keys; with MLA the latents."""
     qk_layernorm_width: Literal["head", "all_heads"] = "head"
     """Channels that --qk-layernorm normalizes together: of each head, as in Megatron-LM, or of all heads (OLMo 2)."""
     swiglu: bool = False
@@ -54,6 +66,8 @@ class ModelConfig(CheckedSection):
     """GLU offset: act(gate) * (up + offset)."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
+    rope_type: Literal["rope", "yarn"] = AUTO
+    """MLA: type of RoPE, whatever the position embedding type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
     rotary_base: float = field(default=10000.0, metadata=in_range(above=0))
     """Base of the RoPE frequencies (theta)."""
     rotary_percent: float = field(default=1.0, metadata=in_range(above=0, at_most=1))
@@ -67,9 +81,9 @@ class ModelConfig(CheckedSection):
     rope_scaling_factor: float = field(default=8.0, metadata=in_range(at_least=1))
     """Context extension factor of --use-rope-scaling."""
     rotary_scaling_factor: float = field(default=1.0, metadata=in_range(at_least=1))
-    """Context extension factor of --position-embedding-type yarn."""
-    yarn_original_max_position_embeddings: int | None = field(default=None, metadata=in_range(at_least=1))
-    """Original context length in tokens, with --position-embedding-type yarn."""
+    """Context extension factor of YaRN (--position-embedding-type yarn, or --rope-type yarn)."""
+    yarn_original_max_position_embeddings: int | None = field(default=AUTO, metadata=in_range(at_least=1))
+    """YaRN: original context length in tokens. auto: 4096 with --rope-type yarn, as in Megatron-LM; else none."""
     yarn_beta_fast: float = field(default=32.0, metadata=in_range(above=0))
     """YaRN: channels with at least this many rotations over the original context are not scaled."""
     yarn_beta_slow: float = field(default=1.0, metadata=in_range(above=0))

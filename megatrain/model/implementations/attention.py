@@ -3,6 +3,8 @@
     LocalAttention          one context rank, with windows and documents
     LocalContextAttention   several context ranks, sinks, softcap, dropout
 
+Values may have fewer channels than keys. Kernels without support for that get values with channels of zeros.
+
 Two classes: torch's SDPA takes any head size and dtype and differentiates itself. Context parallelism needs kernels that
 return the log-sum-exp, copies keys and values into one buffer and sums their gradients in the accumulation dtype.
 """
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.attention.backends import Flash4, attention_kernel
 from megatrain.kernels.attention.dropout import Dropout
+from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec
 from megatrain.kernels.attention.torch_sdpa import sdpa, varlen_attention
 from megatrain.model import functions
@@ -36,6 +39,7 @@ class LocalAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents, window, scale = info.documents, self.spec.window, self.spec.scale
+        v = v if self.backend == "sdpa" else _padded(v, self.spec)
         if self.backend == "flash4":
             mask = MaskSpec(is_causal=True, window=window, cu_seqlens=_cu_seqlens(documents))
             out = functions.attend(q, k, v, Flash4(_scale(self.spec)), mask)
@@ -51,7 +55,7 @@ class LocalAttention(nn.Module):
             out = varlen_attention(
                 q, k, v, documents.cu_seqlens, documents.max_seqlen, scale=scale, window=window
             )
-        return out.flatten(2)
+        return out[..., : self.spec.value_channels].flatten(2)
 
 
 class LocalContextAttention(LaidOutModule):
@@ -78,12 +82,15 @@ class LocalContextAttention(LaidOutModule):
         super().__init__()
         self.spec = spec
         self.kernel = _kernel(spec, backend)
+        is_alone = context.ring.size == context.heads.size == 1 and spec.sink == "none"
+        self.pads_values = not (is_alone and isinstance(self.kernel, EagerAttention))
         self.dropout_key = dropout_key
         self.tp, self.context = tp, context
         if sink is not None:
             self.add_weight("sink", sink, dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
+        v = _padded(v, self.spec) if self.pads_values else v
         q, k, v = self.context.sequence_to_heads(q, k, v)
         masks = BlockMasks(
             device=q.device,
@@ -98,7 +105,7 @@ class LocalContextAttention(LaidOutModule):
             out = functions.attend(q, k, v, self.kernel, masks.between(whole, whole))
         else:
             out = self.context.attend(q, k, v, sink, self.kernel, masks)
-        return self.context.heads_to_sequence(out).flatten(2)
+        return self.context.heads_to_sequence(out)[..., : self.spec.value_channels].flatten(2)
 
     def _dropout(self, q: Tensor, info: PassInfo) -> Dropout | None:
         """Return the dropout rule of the local heads; None: no dropout."""
@@ -127,6 +134,12 @@ class LocalContextAttention(LaidOutModule):
 def _kernel(spec: AttentionSpec, backend: str) -> AttentionKernel:
     has_kernel = backend == "triton" or (spec.softcap is None and not spec.dropout)
     return attention_kernel(backend if has_kernel else "math", _scale(spec), spec.softcap)
+
+
+def _padded(v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return values with as many channels as keys; the added ones are 0 and contribute zeros."""
+    missing = spec.head_channels - spec.value_channels
+    return nn.functional.pad(v, (0, missing)) if missing else v
 
 
 def _scale(spec: AttentionSpec) -> float:

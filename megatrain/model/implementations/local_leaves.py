@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,12 @@ class LocalLeaves:
         return LocalColumnLinear(
             self.residual_norm(norm), linear, self.tp, self.dtype, recompute_norm=recompute_norm
         )
+
+    def replicated_linear(
+        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+    ) -> ColumnLinear:
+        alone = dataclasses.replace(self, tp=self.tp.alone)
+        return alone.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:
         return CastToWeightDtype(self.dtype) if norm is None else LocalNorm(norm, self.norms, self.dtype)

@@ -1,0 +1,213 @@
+"""Multi-latent attention (MLA): queries, keys and values are projected from latents of low rank.
+
+hidden ── + ── norm ── down ─┬─ latent of queries ── norm, up ───────────────── RoPE ──┐
+                             ├─ latent of keys and values ── norm, up ─┬─ keys ────────┼─ core attention ─ projection ─ output
+                             │                                         └─ values ──────┤
+                             └─ rotary channels of keys, one head ───────────── RoPE ──┘
+
+    over tp    every rank computes the latents of its rows, and expands them to its heads; all heads share the rotary channels
+               of keys, so that their gradient is summed over the ranks
+
+Without a latent of queries, they are projected from the norm of the hidden states. Under context parallelism the expanded
+keys and values are exchanged.
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; tensors and the order of their rows are those of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from megatrain.kernels.latent_heads import Heads
+from megatrain.model.implementations.leaves import ColumnLinear, Leaves
+from megatrain.model.layer import RotaryEmbedding, attention_projection, branch_output, core_attention
+from megatrain.model.layouts import (
+    Columns,
+    Weights,
+    branch_norm_weights,
+    columns_layout,
+    norm_weights,
+    replicated_layout,
+)
+from megatrain.model.recompute import Recompute, RecomputedModule, discarded
+from megatrain.model.specs import AttentionSpec, GptSpec, NormPosition
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.layout import Init
+from megatrain.parallel.tensor_parallel import TensorParallel, enter_tp_region
+
+
+class Latents(NamedTuple):
+    """What queries, keys and values of a rank's rows are projected from, [s/tp, b, ...]."""
+
+    queries: Tensor
+    """Latent of queries; or the norm of the hidden states."""
+    keys_values: Tensor
+    rotary_keys: Tensor
+    """Rotary channels of keys, which all heads share."""
+
+
+class LatentAttention(nn.Module):
+    """Multi-latent attention over this rank's heads, from the norm to the output of the branch."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        gpt: GptSpec,
+        position: NormPosition,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+        rope: RotaryEmbedding | None,
+        recompute: Recompute,
+    ) -> None:
+        super().__init__()
+        assert spec.latent is not None
+        has_latent_queries = spec.latent.query_rank is not None
+        down = DownProjection if has_latent_queries else DownProjectionOfKeys
+        self.down = down(spec, gpt, position, prefix, leaves, tp, recompute)
+        self.attention = _attention(
+            UpProjection(spec, gpt, prefix, leaves, tp, rope, recompute),
+            core_attention(spec, gpt, prefix, leaves, tp),
+            recompute,
+        )
+        self.proj = attention_projection(spec, gpt, prefix, leaves, tp)
+        self.output = branch_output(gpt, position, prefix, leaves, tp)
+
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+        residual, latents = self.down(residual, delta, info)
+        return residual, self.output(self.proj(self.attention(*latents, info), info), info)
+
+
+class DownProjection(nn.Module):
+    """Norm of the branch, and one product for all latents."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        gpt: GptSpec,
+        position: NormPosition,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+        recompute: Recompute,
+    ) -> None:
+        super().__init__()
+        assert spec.latent is not None
+        assert spec.latent.query_rank is not None
+        sizes = spec.latent
+        self.sizes = [sizes.query_rank, sizes.kv_rank, sizes.rotary_channels]
+        tensors = [(f"{prefix}.q_down.weight", sizes.query_rank), _kv_down(spec, prefix)]
+        self.linear = leaves.replicated_linear(
+            branch_norm_weights(gpt, position, prefix, tp),
+            Weights(replicated_layout(tensors, gpt.hidden_size, Init(std=gpt.init_std), tp)),
+            recompute_norm=recompute.has_part("layernorm"),
+        )
+
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Latents]:
+        residual, latents = self.linear(residual, delta, info)
+        return residual, Latents(*latents.split(self.sizes, dim=-1))
+
+
+class DownProjectionOfKeys(nn.Module):
+    """Norm of the branch, from which queries are projected, and a product for the latent of keys and values."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        gpt: GptSpec,
+        position: NormPosition,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+        recompute: Recompute,  # noqa: ARG002 (two products keep the output of the norm)
+    ) -> None:
+        super().__init__()
+        assert spec.latent is not None
+        self.sizes = [spec.latent.kv_rank, spec.latent.rotary_channels]
+        self.norm = leaves.residual_norm(branch_norm_weights(gpt, position, prefix, tp))
+        layout = replicated_layout([_kv_down(spec, prefix)], gpt.hidden_size, Init(std=gpt.init_std), tp)
+        self.linear = leaves.replicated_linear(None, Weights(layout))
+
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Latents]:
+        residual, x = self.norm.add_and_norm(residual, delta)
+        return residual, Latents(x, *self.linear(x, None, info)[1].split(self.sizes, dim=-1))
+
+
+class UpProjection(nn.Module):
+    """Norms of the latents, their products with the weights of this rank's heads, and RoPE."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        gpt: GptSpec,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+        rope: RotaryEmbedding | None,
+        recompute: Recompute,
+    ) -> None:
+        super().__init__()
+        assert spec.latent is not None
+        assert rope is not None, "the rotary channels have RoPE"
+        self.tp, self.rope, self.local_heads = tp, rope, spec.num_heads // tp.size
+        sizes = spec.latent
+        recompute_norm = recompute.has_part("layernorm") or recompute.has_part("mla_up_proj")
+
+        def linear(name: str, norm: str, channels: int, rank: int | None) -> ColumnLinear:
+            columns = [Columns(f"{prefix}.{name}.weight", spec.num_heads * channels)]
+            has_norm = spec.qk_norm == "latent" and rank is not None
+            return leaves.column_linear(
+                norm_weights(f"{prefix}.{norm}", rank, gpt.norm, tp) if has_norm else None,
+                Weights(columns_layout(columns, rank or gpt.hidden_size, Init(std=gpt.init_std), tp)),
+                recompute_norm=recompute_norm and has_norm,
+            )
+
+        name = "q" if sizes.query_rank is None else "q_up"
+        self.queries = linear(name, "q_norm", sizes.head_channels, sizes.query_rank)
+        width = sizes.plain_channels + sizes.value_channels
+        self.keys_values = linear("kv_up", "kv_norm", width, sizes.kv_rank)
+
+    def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Heads:
+        """Map `Latents` to q and k [s, b, n/tp, d] and v [s, b, n/tp, value channels]."""
+        q = self.queries(queries, None, info)[1]
+        kv = self.keys_values(keys_values, None, info)[1]
+        q, kv = (x.unflatten(-1, (self.local_heads, -1)) for x in (q, kv))
+        return self.rope.expand_heads(q, kv, enter_tp_region(rotary_keys, self.tp))
+
+
+class ExpandedAttention(nn.Module):
+    """Up-projection and core attention: `Latents` -> [s, b, n/tp * value channels]."""
+
+    def __init__(self, up: UpProjection, core: nn.Module) -> None:
+        super().__init__()
+        self.up, self.core = up, core
+
+    def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Tensor:
+        out: Tensor = self.core(*self.up(queries, keys_values, rotary_keys, info), info)
+        return out
+
+
+class RecomputedExpansion(ExpandedAttention):
+    """The same; core attention keeps no heads, and its backward pass expands the latents again."""
+
+    def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Tensor:
+        heads = self.up(queries, keys_values, rotary_keys, info)
+        latents = [x.detach() for x in (queries, keys_values, rotary_keys)]
+        with discarded(heads, lambda: self.up(*latents, info)):
+            out: Tensor = self.core(*heads, info)
+        return out
+
+
+def _attention(up: UpProjection, core: nn.Module, recompute: Recompute) -> nn.Module:
+    recomputes_core = recompute.has_part("core_attn")
+    if not recompute.has_part("mla_up_proj"):
+        return ExpandedAttention(up, RecomputedModule(core) if recomputes_core else core)
+    return RecomputedModule(ExpandedAttention(up, core)) if recomputes_core else RecomputedExpansion(up, core)
+
+
+def _kv_down(spec: AttentionSpec, prefix: str) -> tuple[str, int]:
+    """Return name and rows of the weight for the latent of keys and values and the rotary channels of keys."""
+    assert spec.latent is not None
+    return f"{prefix}.kv_down.weight", spec.latent.kv_rank + spec.latent.rotary_channels
