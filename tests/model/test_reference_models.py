@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers_weights import (
     GEMMA2_NORMS,
+    LATENTS,
     OLMO2_NORMS,
     PRE_NORMS,
     QK_NORMS,
@@ -251,6 +252,37 @@ MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights
     ),
 }  # fmt: skip
 MODELS |= MODELS_WITH_EXPERTS
+
+LATENT_SIZES = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10,
+                "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}  # fmt: skip
+LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+LATENT_FLAGS = (
+    f"{LLAMA} {UNTIED} --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8"
+    " --v-head-dim 10 --qk-layernorm --norm-epsilon 1e-6"
+)
+DEEPSEEK_EXPERTS = "--num-experts 12 --moe-ffn-hidden-size 24 --moe-layer-freq [0]+[1]*3 --moe-router-topk 4"
+MODELS |= {
+    "DeepSeek-V2": (
+        "DeepseekV2ForCausalLM",
+        {**SHAPE, **LATENT_SIZES, "q_lora_rank": None, "n_routed_experts": 12, "moe_intermediate_size": 24,
+         "n_shared_experts": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "topk_method": "greedy",
+         "routed_scaling_factor": 1.5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        (f"{LATENT_FLAGS} --rope-type rope {DEEPSEEK_EXPERTS} --moe-router-pre-softmax"
+         " --moe-router-topk-scaling-factor 1.5 --moe-shared-expert-intermediate-size 48"),
+        with_norms_and_experts({**PRE_NORMS, **LATENTS}),
+    ),
+    "DeepSeek-V3": (
+        "DeepseekV3ForCausalLM",
+        {**SHAPE, **LATENT_SIZES, "q_lora_rank": 20, "n_routed_experts": 12, "moe_intermediate_size": 24,
+         "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_group": 3, "topk_group": 2,
+         "num_mtp_layers": 0, "rope_parameters": LATENT_YARN},
+        (f"{LATENT_FLAGS} --q-lora-rank 20 --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+         f" --mscale 0.7 --mscale-all-dim 1.3 {DEEPSEEK_EXPERTS} --moe-router-score-function sigmoid"
+         " --moe-router-num-groups 3 --moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5"
+         " --moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 24"),
+        with_norms_and_experts({**PRE_NORMS, **LATENTS}),
+    ),
+}  # fmt: skip
 
 
 def reference(kind: str, settings: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,15 @@ GEMMA2_NORMS = {
     "mlp.post_norm": "post_feedforward_layernorm",
 }
 
+LATENTS = {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.q_up": "self_attn.q_b_proj",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv_up": "self_attn.kv_b_proj",
+}
+
 
 def llama_like(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Weights:
     """Convert Llama and models with its names."""
@@ -89,8 +100,9 @@ def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Wei
         ours[f"{here}.router.weight"] = theirs[f"{there}.gate.weight"]
         if f"{there}.shared_expert_gate.weight" in theirs:
             ours[f"{here}.shared_gate.weight"] = theirs[f"{there}.shared_expert_gate.weight"]
-            for name in ("gate", "up", "down"):
-                ours[f"{here}.shared.{name}.weight"] = theirs[f"{there}.shared_expert.{name}_proj.weight"]
+        for name, shared in product(("gate", "up", "down"), ("shared_expert", "shared_experts")):
+            if f"{there}.{shared}.{name}_proj.weight" in theirs:
+                ours[f"{here}.shared.{name}.weight"] = theirs[f"{there}.{shared}.{name}_proj.weight"]
         stacked = zip(
             theirs[f"{there}.experts.gate_up_proj"], theirs[f"{there}.experts.down_proj"], strict=True
         )

@@ -324,6 +324,7 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
                 rows={
                     "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
                     "recomputenorms": "--recompute-granularity selective --recompute-modules core_attn layernorm",
+                    "recomputelatents": "--recompute-granularity selective --recompute-modules mla_up_proj",
                 },
             ),
             Feature(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _GQA = "--group-query-attention --num-query-groups 24"
 _NO_DROPOUT = "--hidden-dropout 0"
+_LATENTS = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4 --v-head-dim 4"
 _ROPE = "--position-embedding-type rope"
 
 MODELS = {
@@ -52,9 +53,19 @@ MODELS = {
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.1 "
         "--spec megatrain.tools.parity.layers:mixed_layers"
     ),
+    # Multi-latent attention: DeepSeek-V3's; and without a latent of queries and without norms, as variants of DeepSeek-V2.
+    "mla": (
+        f"--normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --qk-layernorm "
+        f"{_LATENTS} --q-lora-rank 20 --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 "
+        "--mscale 0.7 --mscale-all-dim 1.3"
+    ),
+    "mlav2": f"--max-position-embeddings 30 --hidden-dropout 0.1 {_LATENTS} --rope-type rope --rotary-percent 0.5",
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by model name; all models have the same sizes."""
 
 WITHOUT_EXPERTS = ("puzzle", "own")
 """Models that define each layer themselves and cannot be combined with experts."""
+
+WITHOUT_GROUPS = ("mla", "mlav2")
+"""Models whose heads have keys of their own: they cannot be combined with fewer query groups."""

@@ -28,6 +28,7 @@ from megatrain.config.parity_features.table import REFUSED_PAIRS
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
 from megatrain.tools.parity.models import MODELS
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
+from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
 
 MAX_RANKS = 8
 MICRO_BATCH = 2
@@ -225,7 +226,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
-    if not _stages_fit(known):
+    if not _stages_fit(known) or not _groups_fit(known):
         return False
     if not {"a2aring", "a2agather"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
         return False
@@ -260,6 +261,12 @@ def _stages_fit(known: Mapping[str, str | None]) -> bool:
     stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
     fitting = {None: (1, 2, 4), "uneven2": (2,), "uneven4": (4,)}.get(split, (1, 2, 4))
     return not set(stages).isdisjoint(fitting)
+
+
+def _groups_fit(known: Mapping[str, str | None]) -> bool:
+    """Return whether the known model can have the known number of query groups."""
+    is_replicated = known["key-value replication"] not in (None, "nocopies")
+    return not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
 
 
 def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:
