@@ -94,11 +94,12 @@ class DownProjection(nn.Module):
         recompute: Recompute,
     ) -> None:
         super().__init__()
-        assert spec.latent is not None
-        assert spec.latent.query_rank is not None
         sizes = spec.latent
-        self.sizes = [sizes.query_rank, sizes.kv_rank, sizes.rotary_channels]
-        tensors = [(f"{prefix}.q_down.weight", sizes.query_rank), _kv_down(spec, prefix)]
+        assert sizes is not None
+        rank = sizes.query_rank
+        assert rank is not None
+        self.sizes = [rank, sizes.kv_rank, sizes.rotary_channels]
+        tensors = [(f"{prefix}.q_down.weight", rank), _kv_down(spec, prefix)]
         self.linear = leaves.replicated_linear(
             branch_norm_weights(gpt, position, prefix, tp),
             Weights(replicated_layout(tensors, gpt.hidden_size, Init(std=gpt.init_std), tp)),
@@ -155,19 +156,21 @@ class UpProjection(nn.Module):
         sizes = spec.latent
         recompute_norm = recompute.has_part("layernorm") or recompute.has_part("mla_up_proj")
 
-        def linear(name: str, norm: str, channels: int, rank: int | None) -> ColumnLinear:
+        def linear(name: str, channels: int, rank: int | None) -> ColumnLinear:
             columns = [Columns(f"{prefix}.{name}.weight", spec.num_heads * channels)]
-            has_norm = spec.qk_norm == "latent" and rank is not None
+            norm = None
+            if rank is not None and spec.qk_norm == "latent":
+                norm = norm_weights(f"{prefix}.{name.removesuffix('_up')}_norm", rank, gpt.norm, tp)
             return leaves.column_linear(
-                norm_weights(f"{prefix}.{norm}", rank, gpt.norm, tp) if has_norm else None,
+                norm,
                 Weights(columns_layout(columns, rank or gpt.hidden_size, Init(std=gpt.init_std), tp)),
-                recompute_norm=recompute_norm and has_norm,
+                recompute_norm=recompute_norm and norm is not None,
             )
 
-        name = "q" if sizes.query_rank is None else "q_up"
-        self.queries = linear(name, "q_norm", sizes.head_channels, sizes.query_rank)
-        width = sizes.plain_channels + sizes.value_channels
-        self.keys_values = linear("kv_up", "kv_norm", width, sizes.kv_rank)
+        self.queries = linear(
+            "q" if sizes.query_rank is None else "q_up", sizes.head_channels, sizes.query_rank
+        )
+        self.keys_values = linear("kv_up", sizes.plain_channels + sizes.value_channels, sizes.kv_rank)
 
     def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Heads:
         """Map `Latents` to q and k [s, b, n/tp, d] and v [s, b, n/tp, value channels]."""

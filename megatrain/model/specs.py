@@ -340,7 +340,7 @@ _SINKS: dict[str, Literal["none", "zero", "learned"]] = {
 
 
 def _rotary(model: ModelConfig) -> RotarySpec | None:
-    if model.multi_latent_attention:  # has RoPE of its own, whatever the position embedding
+    if model.multi_latent_attention:  # has RoPE under every type of position embedding
         return _rotary_of_latents(model)
     if model.position_embedding_type not in ("rope", "yarn"):
         return None

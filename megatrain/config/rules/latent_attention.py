@@ -62,7 +62,7 @@ def rotary_channels_of_latents_are_even(draft: Draft) -> Problems:
     percent = model.rotary_percent if model.rope_type == "rope" else 1.0
     channels, given = int(model.qk_pos_emb_head_dim * percent), model.qk_pos_emb_head_dim
     if channels == 0 or channels % 2:
-        also = "" if percent == 1 else f" of which --rotary-percent {percent} is {channels} channels"
+        also = "" if percent == 1 else f" times --rotary-percent {percent} is {channels} channels"
         yield Problem(
             f"--qk-pos-emb-head-dim {given}{also}: RoPE requires an even number of channels above 0",
             f"use --qk-pos-emb-head-dim {given + given % 2}" if percent == 1 else "remove --rotary-percent",

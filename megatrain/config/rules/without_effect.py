@@ -91,7 +91,7 @@ CONDITIONS: Final = (
     ),
     Condition(
         "without --multi-latent-attention",
-        lambda d: _has_latents(d),
+        _has_latents,
         _settings("model", "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"),
     ),
     Condition(

@@ -67,7 +67,7 @@ class ModelConfig(CheckedSection):
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
     rope_type: Literal["rope", "yarn"] = AUTO
-    """MLA: type of RoPE, whatever the position embedding type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
+    """MLA: type of its RoPE, which it has under every --position-embedding-type. auto: yarn with --multi-latent-attention, as in Megatron-LM."""
     rotary_base: float = field(default=10000.0, metadata=in_range(above=0))
     """Base of the RoPE frequencies (theta)."""
     rotary_percent: float = field(default=1.0, metadata=in_range(above=0, at_most=1))
