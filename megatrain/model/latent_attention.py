@@ -39,11 +39,12 @@ from megatrain.parallel.tensor_parallel import TensorParallel, enter_tp_region
 
 
 class Latents(NamedTuple):
-    """What queries, keys and values of a rank's rows are projected from, [s/tp, b, ...]."""
+    """Inputs of the up-projections for a rank's rows, [s/tp, b, channels]."""
 
     queries: Tensor
-    """Latent of queries; or the norm of the hidden states."""
+    """Latent of queries, or the norm of the hidden states."""
     keys_values: Tensor
+    """Latent of keys and values."""
     rotary_keys: Tensor
     """Rotary channels of keys, which all heads share."""
 

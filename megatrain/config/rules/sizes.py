@@ -69,7 +69,8 @@ def query_groups_have_an_effect(draft: Draft) -> Problems:
 
 def hidden_size_divides_over_heads(draft: Draft) -> Problems:
     model = draft.config.model
-    if not draft.is_given_or_stored("model.kv_channels") and model.hidden_size % model.num_attention_heads:
+    is_divided = not (draft.is_given_or_stored("model.kv_channels") or model.multi_latent_attention)
+    if is_divided and model.hidden_size % model.num_attention_heads:
         # RoPE needs an even number of channels per head.
         size = multiple_near(model.hidden_size, 2 * model.num_attention_heads)
         yield Problem(

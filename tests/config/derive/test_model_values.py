@@ -13,7 +13,6 @@ from megatrain.config.schema.experts import ExpertsConfig
 GOLDEN = Path(__file__).parents[2] / "golden"
 NOT_SUPPORTED = (
     "mtp_num_layers",
-    "multi_latent_attention",
     "hybrid_layer_pattern",
     "attention_output_gate",
 )
@@ -40,6 +39,15 @@ def test_flops_equal_megatron_lm(case):
         "padded_vocab_size",
         "swiglu",
     )
+    if arguments["multi_latent_attention"]:
+        names += (
+            "multi_latent_attention",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+        )
     model = ModelConfig(
         **{name: arguments[name] for name in names},
         num_query_groups=arguments["num_query_groups"] or arguments["num_attention_heads"],
@@ -64,7 +72,8 @@ def test_flops_equal_megatron_lm(case):
 
 
 def test_enough_cases_are_compared():
-    assert len(CASES) >= 11
+    assert len(CASES) >= 12
+    assert any(case["arguments"]["multi_latent_attention"] for case in CASES)
     assert sum(case["arguments"]["num_experts"] is not None for case in CASES) >= 4
 
 

@@ -80,8 +80,8 @@ CASES = {
          ("--recompute-granularity full", "--recompute-activations"), ("one of them",)),
     ],
     "recompute_modules_are_supported": [
-        ("--recompute-activations --recompute-modules mlp mla_up_proj", "", None,
-         ("--recompute-modules mla_up_proj",), ("--recompute-modules core_attn mlp layernorm",)),
+        ("--recompute-activations --recompute-modules mlp attention", "", None,
+         ("--recompute-modules attention",), ("--recompute-modules core_attn mlp layernorm",)),
     ],
     "attention_backend_is_there": [
         ("--attention-backend flash4", "", None,
