@@ -16,6 +16,8 @@ def latents_exclude_other_heads(draft: Draft) -> Problems:
     model, optimizer = draft.config.model, draft.config.optimizer
     if not model.multi_latent_attention:
         return
+    path = model.heterogeneous_layers_config_path
+    layers = f"--heterogeneous-layers-config-{'encoded-json' if path is None else 'path'}"
     found = {
         "--group-query-attention": (model.group_query_attention, "every head has its own keys"),
         "--rotary-interleaved": (model.rotary_interleaved, "adjacent channels always form a pair"),
@@ -29,10 +31,7 @@ def latents_exclude_other_heads(draft: Draft) -> Problems:
             "norms of latents have no weight decay",
         ),
         "--use-mup": (model.use_mup, "no rule scales the latents"),
-        "--heterogeneous-layers-config-path": (
-            model.heterogeneous_layers_config_encoded_json is not None,
-            "its file has no latents",
-        ),
+        layers: (model.heterogeneous_layers_config_encoded_json is not None, "its layers have no latents"),
     }
     for flag, (is_given, reason) in found.items():
         if is_given:
@@ -51,7 +50,7 @@ def latents_have_rope_of_their_own(draft: Draft) -> Problems:
     if model.yarn_original_max_position_embeddings is None:
         yield Problem(
             "--rope-type yarn requires --yarn-original-max-position-embeddings",
-            "remove it (auto: 4096, as in Megatron-LM), or give the sequence length of the original training",
+            "give the sequence length of the original training, such as --yarn-original-max-position-embeddings 4096",
         )
 
 

@@ -19,13 +19,14 @@ CASES = {
          ("--apply-wd-to-qk-layernorm", MLA), ("remove",)),
         (f"{MLA} --use-mup", "", None, ("--use-mup", MLA), ("remove",)),
         (f"{MLA} --heterogeneous-layers-config-encoded-json {JSON}", "", None,
-         ("--heterogeneous-layers-config-path", MLA), ("remove",)),
+         ("--heterogeneous-layers-config-encoded-json", MLA), ("remove",)),
     ],
     "latents_have_rope_of_their_own": [
         (f"{MLA} --position-embedding-type yarn", "", None,
          ("--position-embedding-type yarn", MLA), ("--position-embedding-type rope --rope-type yarn",)),
         (f"{MLA} --yarn-original-max-position-embeddings none", "", None,
-         ("--rope-type yarn", "--yarn-original-max-position-embeddings"), ("4096",)),
+         ("--rope-type yarn", "--yarn-original-max-position-embeddings"),
+         ("--yarn-original-max-position-embeddings 4096",)),
     ],
     "rotary_channels_of_latents_are_even": [
         (f"{MLA} --qk-pos-emb-head-dim 7", "", None,
