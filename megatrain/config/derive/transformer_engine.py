@@ -76,7 +76,9 @@ def why_local_attention(draft: Draft) -> Iterator[str]:
         yield "sinks in the softmax"
     if draft.config.training.deterministic_mode:
         yield "--deterministic-mode"
-    if cp > 1 and has_documents(draft):
+    if model.multi_latent_attention and (cp > 1 or has_documents(draft)):
+        yield f"--multi-latent-attention with {'context ranks' if cp > 1 else 'documents'}"
+    elif cp > 1 and has_documents(draft):
         yield f"documents with --context-parallel-size {cp}"
     if "a2a+all_gather" in draft.derived.cp_comm_types:
         yield "--cp-comm-type a2a+all_gather"

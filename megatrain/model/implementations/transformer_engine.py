@@ -313,9 +313,12 @@ class TECoreAttention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, tp: TensorParallel, context_options: dict[str, Any]) -> None:
         super().__init__()
+        self.has_latents = spec.latent is not None  # values are then views of a projection with keys
         module = library().DotProductAttention(
             num_attention_heads=spec.num_heads // tp.size,
-            kv_channels=spec.head_channels,
+            kv_channels=spec.head_channels
+            if spec.latent is None
+            else (spec.head_channels, spec.value_channels),
             num_gqa_groups=max(1, spec.num_query_groups // tp.size),
             attention_dropout=0.0,
             qkv_format="sbhd",
@@ -329,7 +332,7 @@ class TECoreAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents = info.documents
         if documents is None:
-            return self.adapter(q, k, v)
+            return self.adapter(q, k, v.contiguous() if self.has_latents else v)
         s, b = q.shape[:2]
         # The library chooses and builds kernels again for each new maximum: few maxima, none far above the longest document.
         longest = min(s, -(-documents.max_seqlen // _MAX_SEQLEN_MULTIPLE) * _MAX_SEQLEN_MULTIPLE)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from transformer_engine_stand_in import SIGNATURES, stand_in
 
+from megatrain.config.derive.layer_sizes import LatentSizes
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
@@ -29,6 +31,16 @@ from megatrain.parallel.rank_lists import GridShape
 VOCAB, SEQ, BATCH, PASSES = 101, 12, 2, 3
 CPU = torch.device("cpu")
 _ATTENTION = {"num_heads": 4, "num_query_groups": 2, "head_channels": 8, "rotary": RotarySpec(base=10000.0)}
+
+
+def _of_latents(query_rank: int | None, **options: Any) -> AttentionSpec:
+    sizes = LatentSizes(
+        query_rank=query_rank, kv_rank=5, plain_channels=6, rotary_channels=4, value_channels=7
+    )
+    return AttentionSpec(
+        num_heads=4, num_query_groups=4, head_channels=10, latent=sizes,
+        rotary=RotarySpec(base=10000.0, is_interleaved=True), **options,
+    )  # fmt: skip
 
 
 def spec_of(attention: AttentionSpec, mlp: MlpSpec, *, position: str = "pre", **norm: object) -> GptSpec:
@@ -59,6 +71,8 @@ SPECS = {
         kind="LayerNorm",
         is_stored_minus_one=True,
     ),
+    "latents": spec_of(_of_latents(6, qk_norm="latent"), MlpSpec(ffn_hidden_size=24)),
+    "latents of keys": spec_of(_of_latents(None), MlpSpec(ffn_hidden_size=24)),
     "quick": spec_of(AttentionSpec(**_ATTENTION), MlpSpec(ffn_hidden_size=24, activation="quick_geglu")),
 }
 
