@@ -29,7 +29,6 @@ STARTING: Final = _FOLDER / "starting.txt"
 _BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
-    r"--recompute-modules .*mla_up_proj": "multi-latent attention (MLA)",
     r"--spec \S*hybrid": "Mamba and linear-attention layers",
 }
 """Missing features that cause problems of rules."""
