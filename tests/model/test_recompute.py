@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 
+from megatrain.model.recompute import discarded
 from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import OPTIONS, Layout
 
@@ -38,3 +43,34 @@ def test_gradients_are_the_same_bits_and_less_is_saved(model: str) -> None:
     assert kept["uniform"] < kept["selective"] < all_of_it
     assert kept["uniform"] < kept["block"] < all_of_it
     assert kept["uniform"] < kept["recomputenorms"] < all_of_it
+
+
+@pytest.mark.parametrize("model", ["mla", "mlav2"])
+def test_gradients_are_the_same_bits_with_recomputed_latents(model: str) -> None:
+    expected, _ = run("norecompute", model)
+    for name in ("block", "selective", "recomputenorms", "recomputelatents"):
+        assert torch.equal(run(name, model)[0], expected), name
+
+
+@pytest.mark.parametrize("is_discarded", [True, False])
+def test_a_discarded_tensor_is_freed_and_computed_once_more(is_discarded: bool) -> None:
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    calls = []
+
+    def recomputed() -> list[torch.Tensor]:
+        calls.append(torch.is_grad_enabled())
+        return [x.detach() * 2]
+
+    heads = x * 2
+    with discarded([heads], recomputed) if is_discarded else nullcontext():
+        y = (heads.sin() + heads[:, 1:].square().sum()) * torch.arange(4.0)
+    freed = weakref.ref(heads)
+    del heads
+    gc.collect()
+    assert (freed() is None) == is_discarded
+    y.sum().backward()
+    assert calls == ([False] if is_discarded else [])
+    weights = torch.arange(4.0, dtype=torch.float64)
+    expected = 2 * (2 * x).cos() * weights
+    expected[:, 1:] += 8 * x[:, 1:] * weights.sum() * len(x)
+    torch.testing.assert_close(x.grad, expected.detach())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.config.derive.layer_sizes import LatentSizes
 from megatrain.kernels.random import attention_dropout_threshold, attention_keep_mask, stream_key
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Columns, columns_bias_layout
@@ -46,7 +47,7 @@ def reference(
         kept = attention_keep_mask(heads, torch.arange(S), range(S), key=key, p=spec.dropout)
     dropped = attention_dropout_threshold(spec.dropout) / 2**16 if info.is_training else 0
     factor = 1 / (1 - dropped)
-    out = torch.zeros(S, B, HEADS, D, dtype=q.dtype)
+    out = torch.zeros(S, B, HEADS, v.shape[-1], dtype=q.dtype)
     for b in range(B):
         for n in range(HEADS):
             for i in range(S):
@@ -66,7 +67,14 @@ def reference(
     return out.flatten(2)
 
 
+NARROW = LatentSizes(query_rank=None, kv_rank=4, plain_channels=6, rotary_channels=2, value_channels=5)
 CASES = {
+    "narrow values": spec(latent=NARROW),
+    "narrow values and a window": spec(latent=NARROW, window=3),
+    "narrow values and dropout": spec(latent=NARROW, dropout=0.3),
+    "narrow values and all": spec(
+        latent=NARROW, window=6, scale=0.9, softcap=2.0, sink="learned", dropout=0.2
+    ),
     "window": spec(window=3),
     "window of the query alone": spec(window=0),
     "scale": spec(scale=0.7),
@@ -83,9 +91,10 @@ CASES = {
 @pytest.mark.parametrize("is_training", [False, True])
 def test_attention_matches_a_loop_over_queries(name: str, has_documents: bool, is_training: bool) -> None:
     case, generator = CASES[name], torch.Generator().manual_seed(1)
-    shapes = [(S, B, HEADS, D), (S, B, GROUPS, D), (S, B, GROUPS, D), (HEADS,)]
+    width = case.value_channels
+    shapes = [(S, B, HEADS, D), (S, B, GROUPS, D), (S, B, GROUPS, width), (HEADS,)]
     inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
-    upstream = torch.randn(S, B, HEADS * D, dtype=torch.float64, generator=generator)
+    upstream = torch.randn(S, B, HEADS * width, dtype=torch.float64, generator=generator)
     documents = Documents(torch.tensor(CU_SEQLENS, dtype=torch.int32), 8, B, S) if has_documents else None
     info = PassInfo(documents=documents, first_sample=10, is_training=is_training)
 
