@@ -59,7 +59,7 @@ MODELS = {
         f"{_LATENTS} --q-lora-rank 20 --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 8 "
         "--mscale 0.7 --mscale-all-dim 1.3"
     ),
-    "mlav2": f"--max-position-embeddings 30 --hidden-dropout 0.1 {_LATENTS} --rope-type rope --rotary-percent 0.5",
+    "mlav2": f"--position-embedding-type none --hidden-dropout 0.1 {_LATENTS} --rope-type rope --rotary-percent 0.5",
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by model name; all models have the same sizes."""
