@@ -20,6 +20,12 @@ _LAYER: Final = {
     "self_attention.linear_qkv": ("attention.q", "attention.k", "attention.v"),
     "self_attention.q_layernorm": ("attention.q_norm",),
     "self_attention.k_layernorm": ("attention.k_norm",),
+    "self_attention.linear_q_proj": ("attention.q",),
+    "self_attention.linear_q_down_proj": ("attention.q_down",),
+    "self_attention.linear_q_up_proj": ("attention.q_up",),
+    "self_attention.linear_kv_down_proj": ("attention.kv_down",),
+    "self_attention.linear_kv_up_proj": ("attention.kv_up",),
+    "self_attention.kv_layernorm": ("attention.kv_norm",),
     "self_attention.linear_proj": ("attention.proj",),
     "pre_mlp_layernorm": ("mlp.norm",),
     "mlp.linear_fc1": ("mlp.gate", "mlp.up"),
@@ -43,6 +49,8 @@ TABLE: Final = {
 """Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert."""
 _NORMS: Final = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """Norms that Megatron-LM stores under the name of the product that follows."""
