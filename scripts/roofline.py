@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.derive.model import attention_weights, pair_channels
 from megatrain.training.launch.facts import library_versions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,17 +81,17 @@ def plan_of(name: str, flags: Sequence[str] = (), *, world_size: int | None = No
 def _roofline(plan: Plan, rates: Rates) -> Roofline:
     model, derived, parallel = plan.config.model, plan.derived, plan.config.parallel
     h, s = model.hidden_size, plan.config.data.seq_length
-    has_rope = model.position_embedding_type == "rope"
+    has_rope = model.position_embedding_type == "rope" or model.multi_latent_attention
     attention = linear = experts = inactive = moved = 0
     for layer in derived.layer_table.layers:
         inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
         f, matrices = layer.active_width, 3 if layer.is_gated else 2
-        linear += h * (2 * inner + 2 * keys) + matrices * h * f
+        linear += attention_weights(h, layer) + matrices * h * f
         if layer.experts is not None:
             per_expert = matrices * h * layer.experts.ffn_hidden_size
             experts += per_expert * layer.experts.num_experts
             inactive += per_expert * (layer.experts.num_experts - layer.experts.top_k)
-        attention += 2 * s * inner
+        attention += s * pair_channels(layer)
         moved += 2 * (8 * 2 * h) + 14 * h + (2 * 4 * (inner + keys) if has_rope else 0)
         moved += (6 + 10) * f if layer.is_gated else (4 + 6) * f
     head = h * model.padded_vocab_size

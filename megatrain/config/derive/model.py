@@ -285,7 +285,7 @@ def training_flops(
     """Return the FLOPs of forward and backward over documents of these lengths."""
     h = model.hidden_size
     weights = h * model.padded_vocab_size + sum(_weights(h, layer) for layer in table.layers)
-    channels = sum(map(_pair_channels, table.layers))
+    channels = sum(map(pair_channels, table.layers))
     return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
 
 
@@ -293,13 +293,13 @@ def flops_per_token(draft: Draft) -> tuple[list[int], int]:
     """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents."""
     h, length = draft.config.model.hidden_size, draft.config.data.seq_length
     layers = [
-        6 * _weights(h, layer) + 3 * length * _pair_channels(layer)
+        6 * _weights(h, layer) + 3 * length * pair_channels(layer)
         for layer in draft.derived.layer_table.layers
     ]
     return layers, 6 * h * draft.config.model.padded_vocab_size
 
 
-def _pair_channels(layer: LayerSizes) -> int:
+def pair_channels(layer: LayerSizes) -> int:
     """Return the channels of all heads in the two products of a pair of tokens: scores, and their use."""
     return layer.num_heads * (layer.head_channels + layer.value_channels)
 
@@ -307,10 +307,11 @@ def _pair_channels(layer: LayerSizes) -> int:
 def _weights(hidden_size: int, layer: LayerSizes) -> int:
     """Return the weights of a layer's matrices that process each token."""
     matrices = 3 if layer.is_gated else 2
-    return hidden_size * matrices * layer.active_width + _attention_weights(hidden_size, layer)
+    return hidden_size * matrices * layer.active_width + attention_weights(hidden_size, layer)
 
 
-def _attention_weights(hidden_size: int, layer: LayerSizes) -> int:
+def attention_weights(hidden_size: int, layer: LayerSizes) -> int:
+    """Return the weights of attention's matrices, and with MLA those of the latents' norms, as Megatron-LM counts them."""
     sizes, heads = layer.latent, layer.num_heads
     if sizes is None:
         return hidden_size * 2 * layer.head_channels * (heads + layer.num_query_groups)
