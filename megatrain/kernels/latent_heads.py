@@ -1,68 +1,53 @@
-"""Heads of multi-latent attention: RoPE, and keys and values expanded from one projection of their latent.
+"""Heads of multi-latent attention: RoPE of queries, and keys and values expanded from one projection of their latent.
 
     q    [s, b, n, c + r]   c plain channels, then r channels to which RoPE is applied
     kv   [s, b, n, c + v]   plain channels of keys, then values      ─┬─> k [s, b, n, c + r]
-    key  [s, b, r]          rotary channels of keys, for all heads   ─┘   v [s, b, n, v], a view of kv
+    key  [s, b, 1, r]       rotary channels of keys, for all heads   ─┘   v [s, b, n, v], a view of kv
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.3.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from megatrain.kernels import rotary
+from megatrain.kernels.dtypes import accumulation_dtype
 
 
-class Heads(NamedTuple):
-    """Queries, keys and values."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-class ProjectionGradients(NamedTuple):
-    """Gradients of the tensors that `expand_heads` takes."""
-
-    dq: Tensor
-    dkv: Tensor
-    dkey: Tensor
-
-
-def expand_heads(
-    q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> Heads:
-    """Return the heads. Queries are in the memory of `q`, which must not be reused.
+def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Apply RoPE to the last `num_rotary` channels of each head, in place.
 
     Args:
         cos, sin: tables of the positions in the accumulation dtype, [s, 1, 1, at most r/2].
     """
-    plain = q.shape[-1] - key.shape[-1]
-    rotary_q = q[..., plain:]
-    rotary_q.copy_(rotary.apply_rope(rotary_q, cos, sin, is_interleaved=is_interleaved))
-    k = kv.new_empty((*kv.shape[:-1], q.shape[-1]))
+    part = q[..., -num_rotary:]
+    part.copy_(rotary.apply_rope(part, cos, sin, is_interleaved=is_interleaved))
+    return q
+
+
+def rotate_queries_backward(
+    dq: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool
+) -> Tensor:
+    """Return the gradient of `rotate_queries`."""
+    part = rotary.apply_rope(dq[..., -num_rotary:], cos, sin, is_interleaved=is_interleaved, is_backward=True)
+    return torch.cat((dq[..., :-num_rotary], part), dim=-1)
+
+
+def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values. `key` has RoPE already.
+
+    Args:
+        plain: number of channels of keys in `kv`.
+    """
+    k = kv.new_empty((*kv.shape[:-1], plain + key.shape[-1]))
     k[..., :plain] = kv[..., :plain]
-    k[..., plain:] = rotary.apply_rope(key.unsqueeze(2), cos, sin, is_interleaved=is_interleaved)
-    return Heads(q, k, kv[..., plain:])
+    k[..., plain:] = key
+    return k, kv[..., plain:]
 
 
-def expand_heads_backward(
-    gradients: Heads, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> ProjectionGradients:
-    """Return the gradients of `expand_heads`. The gradient of `key` is the sum over the heads of this rank."""
-    dq, dk, dv = gradients
-    plain = dq.shape[-1] - num_rotary
-
-    def unrotated(x: Tensor) -> Tensor:
-        return rotary.apply_rope(x, cos, sin, is_interleaved=is_interleaved, is_backward=True)
-
-    dkey = unrotated(dk[..., plain:].sum(2, keepdim=True, dtype=cos.dtype)).squeeze(2)
-    return ProjectionGradients(
-        torch.cat((dq[..., :plain], unrotated(dq[..., plain:])), dim=-1),
-        torch.cat((dk[..., :plain], dv), dim=-1),
-        dkey.to(dk.dtype),
-    )
+def expand_keys_backward(dk: Tensor, dv: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `kv` and `key`, the latter summed over the heads of this rank."""
+    dkey = dk[..., plain:].sum(2, keepdim=True, dtype=accumulation_dtype(dk.dtype))
+    return torch.cat((dk[..., :plain], dv), dim=-1), dkey.to(dk.dtype)

@@ -63,11 +63,16 @@ def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tens
     return q, k, v
 
 
-def expand_heads(
-    q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> latent_heads.Heads:
-    """Compute the heads of multi-latent attention (`kernels.latent_heads`); saves only the tables. `q` must not be reused."""
-    return latent_heads.Heads(*_ExpandHeads.apply(q, kv, key, cos, sin, is_interleaved))
+def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Apply RoPE to the last channels of heads in place (`kernels.latent_heads`); saves only the tables. `q` must not be reused."""
+    out: Tensor = _RotateQueries.apply(q, num_rotary, cos, sin, is_interleaved)
+    return out
+
+
+def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Compute keys and values of multi-latent attention (`kernels.latent_heads`); saves nothing."""
+    k, v = _ExpandKeys.apply(kv, key, plain)
+    return k, v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
@@ -191,25 +196,33 @@ class _SplitHeads(Function):
         return concat_heads(grads), None
 
 
-class _ExpandHeads(Function):
+class _RotateQueries(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, key: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, is_interleaved: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.num_rotary, ctx.is_interleaved = key.shape[-1], is_interleaved
-        heads = latent_heads.expand_heads(
-            q.detach(), kv.detach(), key, cos, sin, is_interleaved=is_interleaved
-        )
-        return tuple(heads)
+        ctx.num_rotary, ctx.is_interleaved = num_rotary, is_interleaved
+        return latent_heads.rotate_queries(q.detach(), num_rotary, cos, sin, is_interleaved=is_interleaved)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        found = latent_heads.expand_heads_backward(
-            latent_heads.Heads(*grads), ctx.num_rotary, cos, sin, is_interleaved=ctx.is_interleaved
+        dq = latent_heads.rotate_queries_backward(
+            grads[0], ctx.num_rotary, *ctx.saved_tensors, is_interleaved=ctx.is_interleaved
         )
-        return *found, None, None, None
+        return dq, None, None, None, None
+
+
+class _ExpandKeys(Function):
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+        ctx.plain = plain
+        return latent_heads.expand_keys(kv.detach(), key, plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        dk, dv = grads
+        return *latent_heads.expand_keys_backward(dk, dv, ctx.plain), None
 
 
 class _Attend(Function):

@@ -8,8 +8,8 @@ hidden ── + ── norm ── down ─┬─ latent of queries ── norm,
     over tp    every rank computes the latents of its rows, and expands them to its heads; all heads share the rotary channels
                of keys, so that their gradient is summed over the ranks
 
-Without a latent of queries, they are projected from the norm of the hidden states. Under context parallelism the expanded
-keys and values are exchanged.
+Without a latent of queries, they are projected from the norm of the hidden states. Context ranks exchange expanded keys and
+values, or gather the latents of whole samples (`--cp-comm-type all_gather`).
 
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; tensors and the order of their rows are those of Megatron-LM.
 """
@@ -20,8 +20,12 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megatrain.kernels.latent_heads import Heads
-from megatrain.model.implementations.leaves import ColumnLinear, Leaves
+from megatrain.model import functions
+from megatrain.model.implementations.leaves import (
+    AttentionToSamples,
+    ColumnLinear,
+    Leaves,
+)
 from megatrain.model.layer import RotaryEmbedding, attention_projection, branch_output, core_attention
 from megatrain.model.layouts import (
     Columns,
@@ -34,6 +38,7 @@ from megatrain.model.layouts import (
 from megatrain.model.recompute import Recompute, RecomputedModule, discarded
 from megatrain.model.specs import AttentionSpec, GptSpec, NormPosition
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.latent_context import gather_latents, gather_samples
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel, enter_tp_region
 
@@ -47,6 +52,14 @@ class Latents(NamedTuple):
     """Latent of keys and values."""
     rotary_keys: Tensor
     """Rotary channels of keys, which all heads share."""
+
+
+class Heads(NamedTuple):
+    """Queries and keys [s, b, n/tp, d], and values [s, b, n/tp, value channels]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 class LatentAttention(nn.Module):
@@ -68,11 +81,7 @@ class LatentAttention(nn.Module):
         has_latent_queries = spec.latent.query_rank is not None
         down = DownProjection if has_latent_queries else DownProjectionOfKeys
         self.down = down(spec, gpt, position, prefix, leaves, tp, recompute)
-        self.attention = _attention(
-            UpProjection(spec, gpt, prefix, leaves, tp, rope, recompute),
-            core_attention(spec, gpt, prefix, leaves, tp),
-            recompute,
-        )
+        self.attention = _attention(spec, gpt, prefix, leaves, tp, rope, recompute)
         self.proj = attention_projection(spec, gpt, prefix, leaves, tp)
         self.output = branch_output(gpt, position, prefix, leaves, tp)
 
@@ -138,7 +147,11 @@ class DownProjectionOfKeys(nn.Module):
 
 
 class UpProjection(nn.Module):
-    """Norms of the latents, their products with the weights of this rank's heads, and RoPE."""
+    """Norms of the latents, their products with the weights of this rank's heads, and RoPE.
+
+    Args:
+        is_gathered: latents of keys and values have the rows of whole samples on every rank.
+    """
 
     def __init__(
         self,
@@ -149,36 +162,51 @@ class UpProjection(nn.Module):
         tp: TensorParallel,
         rope: RotaryEmbedding | None,
         recompute: Recompute,
+        *,
+        is_gathered: bool,
     ) -> None:
         super().__init__()
         assert spec.latent is not None
         assert rope is not None, "the rotary channels have RoPE"
         self.tp, self.rope, self.local_heads = tp, rope, spec.num_heads // tp.size
-        sizes = spec.latent
+        self.sizes = sizes = spec.latent
         recompute_norm = recompute.has_part("layernorm") or recompute.has_part("mla_up_proj")
 
-        def linear(name: str, channels: int, rank: int | None) -> ColumnLinear:
+        def linear(name: str, channels: int, rank: int | None, *, is_gathered: bool = False) -> ColumnLinear:
             columns = [Columns(f"{prefix}.{name}.weight", spec.num_heads * channels)]
-            norm = None
-            if rank is not None and spec.qk_norm == "latent":
-                norm = norm_weights(f"{prefix}.{name.removesuffix('_up')}_norm", rank, gpt.norm, tp)
-            return leaves.column_linear(
-                norm,
-                Weights(columns_layout(columns, rank or gpt.hidden_size, Init(std=gpt.init_std), tp)),
-                recompute_norm=recompute_norm and norm is not None,
-            )
+            norm, has_norm = None, spec.qk_norm == "latent"
+            if rank is not None and has_norm:
+                rows_tp = tp.with_whole_rows if is_gathered else tp
+                norm = norm_weights(f"{prefix}.{name.removesuffix('_up')}_norm", rank, gpt.norm, rows_tp)
+            build = leaves.whole_rows_linear if is_gathered else leaves.column_linear
+            layout = columns_layout(columns, rank or gpt.hidden_size, Init(std=gpt.init_std), tp)
+            return build(norm, Weights(layout), recompute_norm=recompute_norm and norm is not None)
 
         self.queries = linear(
             "q" if sizes.query_rank is None else "q_up", sizes.head_channels, sizes.query_rank
         )
-        self.keys_values = linear("kv_up", sizes.plain_channels + sizes.value_channels, sizes.kv_rank)
+        width = sizes.plain_channels + sizes.value_channels
+        self.keys_values = linear("kv_up", width, sizes.kv_rank, is_gathered=is_gathered)
 
     def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Heads:
-        """Map `Latents` to q and k [s, b, n/tp, d] and v [s, b, n/tp, value channels]."""
-        q = self.queries(queries, None, info)[1]
-        kv = self.keys_values(keys_values, None, info)[1]
-        q, kv = (x.unflatten(-1, (self.local_heads, -1)) for x in (q, kv))
-        return self.rope.expand_heads(q, kv, enter_tp_region(rotary_keys, self.tp))
+        """Map `Latents` to the heads of a rank's rows."""
+        k, v = self.expand(keys_values, self.rotate(rotary_keys, info), info)
+        return Heads(self.project_queries(queries, info), k, v)
+
+    def project_queries(self, queries: Tensor, info: PassInfo) -> Tensor:
+        """Return queries with RoPE, [s, b, n/tp, d]."""
+        q = self.queries(queries, None, info)[1].unflatten(-1, (self.local_heads, -1))
+        return self.rope.rotate_queries(q, self.sizes.rotary_channels)
+
+    def rotate(self, rotary_keys: Tensor, info: PassInfo) -> Tensor:
+        """Return the rotary channels of keys with RoPE, [s, b, 1, r]; their gradient is summed over the heads of all ranks."""
+        rotated: Tensor = self.rope(enter_tp_region(rotary_keys, self.tp).unsqueeze(2), info)
+        return rotated
+
+    def expand(self, keys_values: Tensor, rotated: Tensor, info: PassInfo) -> tuple[Tensor, Tensor]:
+        """Return keys [s, b, n/tp, d] and values [s, b, n/tp, value channels]."""
+        kv = self.keys_values(keys_values, None, info)[1].unflatten(-1, (self.local_heads, -1))
+        return functions.expand_keys(kv, rotated, self.sizes.plain_channels)
 
 
 class ExpandedAttention(nn.Module):
@@ -204,8 +232,47 @@ class RecomputedExpansion(ExpandedAttention):
         return out
 
 
-def _attention(up: UpProjection, core: nn.Module, recompute: Recompute) -> nn.Module:
+class GatheredAttention(nn.Module):
+    """Up-projection of latents gathered over context ranks, and core attention of this rank's rows to whole samples.
+
+    Keys and values of whole samples are not kept: the backward pass of core attention gathers and expands again.
+    """
+
+    def __init__(self, up: UpProjection, core: AttentionToSamples) -> None:
+        super().__init__()
+        self.up, self.core = up, core
+
+    def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: PassInfo) -> Tensor:
+        q, rotated = self.up.project_queries(queries, info), self.up.rotate(rotary_keys, info)
+        latents = keys_values.detach(), rotated.detach()
+        heads = self._expand(keys_values, rotated, info)
+        with discarded(heads, lambda: self._expand(*latents, info)):
+            return self.core(q, *heads, info)
+
+    def _expand(self, keys_values: Tensor, rotated: Tensor, info: PassInfo) -> tuple[Tensor, Tensor]:
+        """Return keys and padded values of whole samples."""
+        ring = self.core.context.ring
+        latents = gather_latents(keys_values, self.up.tp, ring)
+        k, v = self.up.expand(latents, gather_samples(rotated, ring), info)
+        return k, self.core.padded(v)
+
+
+def _attention(
+    spec: AttentionSpec,
+    gpt: GptSpec,
+    prefix: str,
+    leaves: Leaves,
+    tp: TensorParallel,
+    rope: RotaryEmbedding | None,
+    recompute: Recompute,
+) -> nn.Module:
     recomputes_core = recompute.has_part("core_attn")
+    to_samples = leaves.attention_to_samples(spec, prefix)
+    up = UpProjection(spec, gpt, prefix, leaves, tp, rope, recompute, is_gathered=to_samples is not None)
+    if to_samples is not None:
+        gathered = GatheredAttention(up, to_samples)
+        return RecomputedModule(gathered) if recomputes_core else gathered
+    core = core_attention(spec, gpt, prefix, leaves, tp)
     if not recompute.has_part("mla_up_proj"):
         return ExpandedAttention(up, RecomputedModule(core) if recomputes_core else core)
     return RecomputedModule(ExpandedAttention(up, core)) if recomputes_core else RecomputedExpansion(up, core)

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from megatrain.kernels.latent_heads import Heads
 from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
 from megatrain.model import functions
 from megatrain.model.implementations.leaves import Leaves, Pointwise, RowLinear
@@ -164,10 +163,10 @@ class RotaryEmbedding(nn.Module):
         cos, sin = (table[: x.shape[0]] for table in self.tables)
         return functions.apply_rope(x, cos, sin, is_interleaved=self.is_interleaved)
 
-    def expand_heads(self, q: Tensor, kv: Tensor, key: Tensor) -> Heads:
-        """Return the heads of multi-latent attention; `q` must not be reused."""
+    def rotate_queries(self, q: Tensor, num_rotary: int) -> Tensor:
+        """Apply RoPE to the last channels of heads in place; `q` must not be reused."""
         cos, sin = (table[: q.shape[0]] for table in self.tables)
-        return functions.expand_heads(q, kv, key, cos, sin, is_interleaved=self.is_interleaved)
+        return functions.rotate_queries(q, num_rotary, cos, sin, is_interleaved=self.is_interleaved)
 
     def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s, b, n + 2 g, d] and apply RoPE to queries and keys in place; `qkv` must not be reused."""

@@ -382,9 +382,14 @@ class _GatheredKeys:
     def positions(self, half: int) -> tuple[tuple[range], tuple[range]]:
         """Return the positions of the queries of a chunk, and of the keys that they need."""
         chunk = self.chunks[half]
-        first = 0 if self.window is None else max(0, chunk.start - self.window)
-        first -= first % KEY_BLOCK  # for kernels with dropout; masks exclude the keys before the window
-        return (chunk,), (range(first, chunk.stop),)
+        return (chunk,), (key_range(chunk, self.window),)
+
+
+def key_range(chunk: range, window: int | None) -> range:
+    """Return the positions of the keys that queries at these positions need."""
+    first = 0 if window is None else max(0, chunk.start - window)
+    first -= first % KEY_BLOCK  # for kernels with dropout; masks exclude the keys before the window
+    return range(first, chunk.stop)
 
 
 def _halves(q: Tensor) -> tuple[slice, slice]:

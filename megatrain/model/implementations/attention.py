@@ -2,6 +2,7 @@
 
     LocalAttention          one context rank, with windows and documents
     LocalContextAttention   several context ranks, sinks, softcap, dropout
+    LocalAttentionToSamples the same without exchange: each rank has all keys, expanded from gathered latents
 
 Values may have fewer channels than keys. Kernels without support for that get values with channels of zeros.
 
@@ -25,6 +26,7 @@ from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
 from megatrain.parallel.context_attention import BlockMasks, ContextAttention
+from megatrain.parallel.latent_context import attend_to_samples
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
 
@@ -90,15 +92,8 @@ class LocalContextAttention(LaidOutModule):
             self.add_weight("sink", sink, dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        v = _padded(v, self.spec) if self.pads_values else v
-        q, k, v = self.context.sequence_to_heads(q, k, v)
-        masks = BlockMasks(
-            device=q.device,
-            needs_explicit_mask=self.kernel.needs_explicit_mask,
-            window=self.spec.window,
-            documents=info.documents,
-            dropout=self._dropout(q, info),
-        )
+        q, k, v = self.context.sequence_to_heads(q, k, self.padded(v))
+        masks = self._masks(q, info)
         sink, ring = self._sink_logits(q), self.context.ring
         if ring.size == 1 and sink is None:  # one block: nothing to merge
             whole = ring.position_ranges(q.shape[0])
@@ -106,6 +101,19 @@ class LocalContextAttention(LaidOutModule):
         else:
             out = self.context.attend(q, k, v, sink, self.kernel, masks)
         return self.context.heads_to_sequence(out)[..., : self.spec.value_channels].flatten(2)
+
+    def padded(self, v: Tensor) -> Tensor:
+        """Return values with the channels that the kernel needs."""
+        return _padded(v, self.spec) if self.pads_values else v
+
+    def _masks(self, q: Tensor, info: PassInfo) -> BlockMasks:
+        return BlockMasks(
+            device=q.device,
+            needs_explicit_mask=self.kernel.needs_explicit_mask,
+            window=self.spec.window,
+            documents=info.documents,
+            dropout=self._dropout(q, info),
+        )
 
     def _dropout(self, q: Tensor, info: PassInfo) -> Dropout | None:
         """Return the dropout rule of the local heads; None: no dropout."""
@@ -129,6 +137,14 @@ class LocalContextAttention(LaidOutModule):
             return q.new_zeros(num_heads)
         sink = functions.as_leaf(self.sink, self.weight_grads.get("sink"))
         return sink[self.context.heads.rank * num_heads :][:num_heads]
+
+
+class LocalAttentionToSamples(LocalContextAttention):
+    """Attention of this rank's rows and heads to keys and values of whole samples; values are `padded`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
+        out = attend_to_samples(q, k, v, self.kernel, self._masks(q, info), self.context.ring)
+        return out[..., : self.spec.value_channels].flatten(2)
 
 
 def _kernel(spec: AttentionSpec, backend: str) -> AttentionKernel:

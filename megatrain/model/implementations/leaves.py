@@ -12,6 +12,7 @@ from torch import Tensor
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.expert_parallel import DispatchedTokens
 from megatrain.parallel.layout import ParamLayout
 
@@ -64,6 +65,16 @@ class CoreAttention(Protocol):
         ...
 
 
+class AttentionToSamples(CoreAttention, Protocol):
+    """Causal attention of this rank's rows and heads to keys of whole samples."""
+
+    context: ContextAttention
+
+    def padded(self, v: Tensor) -> Tensor:
+        """Return values with the channels that the kernel needs."""
+        ...
+
+
 class Leaves(Protocol):
     """Builder of the leaves of one implementation."""
 
@@ -89,6 +100,12 @@ class Leaves(Protocol):
         """Build a linear layer whose weight all tensor ranks hold whole; its rows stay local: -> [s/tp, b, o]."""
         ...
 
+    def whole_rows_linear(
+        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+    ) -> ColumnLinear:
+        """Build a column-parallel linear layer whose input has all rows on every tensor rank: [s, b, h] -> [s, b, o/tp]."""
+        ...
+
     def row_linear(self, linear: Weights) -> RowLinear: ...
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear: ...
@@ -101,6 +118,10 @@ class Leaves(Protocol):
 
     def core_attention(self, spec: AttentionSpec, sink: ParamLayout | None, name: str) -> CoreAttention:
         """Build it. `name`: name of the attention layer, the key of its dropout."""
+        ...
+
+    def attention_to_samples(self, spec: AttentionSpec, name: str) -> AttentionToSamples | None:
+        """Build core attention to keys of whole samples; None: context ranks exchange keys and values, or there is one."""
         ...
 
     def dropout(self, p: float, name: str) -> Pointwise: ...

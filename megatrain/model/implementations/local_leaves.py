@@ -10,8 +10,18 @@ import torch
 from megatrain.kernels import activations
 from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
-from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
-from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
+from megatrain.model.implementations.attention import (
+    LocalAttention,
+    LocalAttentionToSamples,
+    LocalContextAttention,
+)
+from megatrain.model.implementations.leaves import (
+    AttentionToSamples,
+    ColumnLinear,
+    CoreAttention,
+    Pointwise,
+    RowLinear,
+)
 from megatrain.model.implementations.local import (
     CastToWeightDtype,
     LocalActivationRowLinear,
@@ -65,6 +75,12 @@ class LocalLeaves:
         alone = dataclasses.replace(self, tp=self.tp.alone)
         return alone.column_linear(norm, linear, recompute_norm=recompute_norm)
 
+    def whole_rows_linear(
+        self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
+    ) -> ColumnLinear:
+        leaves = dataclasses.replace(self, tp=self.tp.with_whole_rows)
+        return leaves.column_linear(norm, linear, recompute_norm=recompute_norm)
+
     def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:
         return CastToWeightDtype(self.dtype) if norm is None else LocalNorm(norm, self.norms, self.dtype)
 
@@ -86,6 +102,15 @@ class LocalLeaves:
         key = stream_key(self.seed, f"{name}.dropout")
         context = self.context or ContextAttention(RankGroup("heads", (0,), 0), self.cp)
         return LocalContextAttention(spec, sink, key, self.tp, context, self.attention, self.dtype)
+
+    def attention_to_samples(self, spec: AttentionSpec, name: str) -> AttentionToSamples | None:
+        context = self.context
+        if context is None or not context.gathers or spec.sink != "none":
+            return None
+        if context.ring.size == 1 or context.heads.size > 1:
+            return None
+        key = stream_key(self.seed, f"{name}.dropout")
+        return LocalAttentionToSamples(spec, None, key, self.tp, context, self.attention, self.dtype)
 
     def dropout(self, p: float, name: str) -> Pointwise:
         return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)

@@ -13,6 +13,8 @@ from torch import Tensor
 from megatrain.model import latent_attention
 from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import replicated_layout
+from megatrain.parallel import latent_context
+from megatrain.parallel.collectives import reduce_scatter
 from megatrain.parallel.layout import ParamLayout
 from megatrain.tools.parity.expert_faults import Plant
 
@@ -44,9 +46,22 @@ def _latent_gradients_not_reduced() -> AbstractContextManager[Any]:
     return mock.patch.object(latent_attention, "replicated_layout", of_own_tokens)
 
 
+def _gathered_gradients_summed() -> AbstractContextManager[Any]:
+    """Sum the gradients of gathered latents over tensor ranks, which all have the whole gradient."""
+    return mock.patch.object(
+        latent_context._GatherWithEqualGradients,
+        "backward",
+        staticmethod(lambda ctx, grad: (reduce_scatter(grad, ctx.group), None)),
+    )
+
+
 LATENT_FAULTS: dict[str, tuple[Plant, str]] = {
     "latent norm skipped on one rank": (_latent_norms_skipped, "tp2 mla"),
     "rotary channels of keys not shared over the heads of all ranks": (_rotary_keys_per_rank, "tp2 mla"),
     "gradient of a down-projection not reduced under sp": (_latent_gradients_not_reduced, "tp2 sp mla"),
+    "gradient of gathered latents summed over tensor ranks": (
+        _gathered_gradients_summed,
+        "tp2 sp cp2 allgather mla",
+    ),
 }
 """Context manager and layout of each fault."""
