@@ -13,7 +13,6 @@ from torch import Tensor
 from megatrain.model import latent_attention
 from megatrain.model.implementations.local import LocalNorm
 from megatrain.model.layouts import replicated_layout
-from megatrain.parallel import latent_context
 from megatrain.parallel.collectives import reduce_scatter
 from megatrain.parallel.layout import ParamLayout
 from megatrain.tools.parity.expert_faults import Plant
@@ -48,9 +47,8 @@ def _latent_gradients_not_reduced() -> AbstractContextManager[Any]:
 
 def _gathered_gradients_summed() -> AbstractContextManager[Any]:
     """Sum the gradients of gathered latents over tensor ranks, which all have the whole gradient."""
-    return mock.patch.object(
-        latent_context._GatherWithEqualGradients,
-        "backward",
+    return mock.patch(
+        "megatrain.parallel.latent_context._GatherWithEqualGradients.backward",
         staticmethod(lambda ctx, grad: (reduce_scatter(grad, ctx.group), None)),
     )
 

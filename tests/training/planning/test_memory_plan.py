@@ -118,6 +118,7 @@ class LocalDist:
         "tp2 sp dp2 pp2 zero1 gpt2",
         "cp2",
         "cp4 allgather documents",
+        "tp2 sp cp2 allgather mla",
         "tp2 sp cp2 heads gpt2",
     ],
 )
