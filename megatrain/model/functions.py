@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import latent_heads, norms, rotary
+from megatrain.kernels import norms, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.qkv import concat_heads
@@ -61,18 +61,6 @@ def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tens
     """Split [s, b, n + 2 g, d] into queries, keys and values; gradients in adjacent memory are joined without a copy."""
     q, k, v = _SplitHeads.apply(qkv, sizes)
     return q, k, v
-
-
-def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
-    """Apply RoPE to the last channels of heads in place (`kernels.latent_heads`); saves only the tables. `q` must not be reused."""
-    out: Tensor = _RotateQueries.apply(q, num_rotary, cos, sin, is_interleaved)
-    return out
-
-
-def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-    """Compute keys and values of multi-latent attention (`kernels.latent_heads`); saves nothing."""
-    k, v = _ExpandKeys.apply(kv, key, plain)
-    return k, v
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
@@ -194,35 +182,6 @@ class _SplitHeads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return concat_heads(grads), None
-
-
-class _RotateQueries(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, is_interleaved: bool
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.num_rotary, ctx.is_interleaved = num_rotary, is_interleaved
-        return latent_heads.rotate_queries(q.detach(), num_rotary, cos, sin, is_interleaved=is_interleaved)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dq = latent_heads.rotate_queries_backward(
-            grads[0], ctx.num_rotary, *ctx.saved_tensors, is_interleaved=ctx.is_interleaved
-        )
-        return dq, None, None, None, None
-
-
-class _ExpandKeys(Function):
-    @staticmethod
-    def forward(ctx: Any, kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
-        ctx.plain = plain
-        return latent_heads.expand_keys(kv.detach(), key, plain)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        dk, dv = grads
-        return *latent_heads.expand_keys_backward(dk, dv, ctx.plain), None
 
 
 class _Attend(Function):

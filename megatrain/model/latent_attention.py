@@ -16,11 +16,12 @@ Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; tensors and the order of the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from megatrain.model import functions
+from megatrain.model import latent_functions
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
@@ -176,7 +177,7 @@ class UpProjection(nn.Module):
             columns = [Columns(f"{prefix}.{name}.weight", spec.num_heads * channels)]
             norm, has_norm = None, spec.qk_norm == "latent"
             if rank is not None and has_norm:
-                rows_tp = tp.with_whole_rows if is_gathered else tp
+                rows_tp = replace(tp, sequence_parallel=False) if is_gathered else tp
                 norm = norm_weights(f"{prefix}.{name.removesuffix('_up')}_norm", rank, gpt.norm, rows_tp)
             build = leaves.whole_rows_linear if is_gathered else leaves.column_linear
             layout = columns_layout(columns, rank or gpt.hidden_size, Init(std=gpt.init_std), tp)
@@ -196,7 +197,10 @@ class UpProjection(nn.Module):
     def project_queries(self, queries: Tensor, info: PassInfo) -> Tensor:
         """Return queries with RoPE, [s, b, n/tp, d]."""
         q = self.queries(queries, None, info)[1].unflatten(-1, (self.local_heads, -1))
-        return self.rope.rotate_queries(q, self.sizes.rotary_channels)
+        cos, sin = (table[: q.shape[0]] for table in self.rope.tables)
+        return latent_functions.rotate_queries(
+            q, self.sizes.rotary_channels, cos, sin, is_interleaved=self.rope.is_interleaved
+        )
 
     def rotate(self, rotary_keys: Tensor, info: PassInfo) -> Tensor:
         """Return the rotary channels of keys with RoPE, [s, b, 1, r]; their gradient is summed over the heads of all ranks."""
@@ -206,7 +210,7 @@ class UpProjection(nn.Module):
     def expand(self, keys_values: Tensor, rotated: Tensor, info: PassInfo) -> tuple[Tensor, Tensor]:
         """Return keys [s, b, n/tp, d] and values [s, b, n/tp, value channels]."""
         kv = self.keys_values(keys_values, None, info)[1].unflatten(-1, (self.local_heads, -1))
-        return functions.expand_keys(kv, rotated, self.sizes.plain_channels)
+        return latent_functions.expand_keys(kv, rotated, self.sizes.plain_channels)
 
 
 class ExpandedAttention(nn.Module):

@@ -163,11 +163,6 @@ class RotaryEmbedding(nn.Module):
         cos, sin = (table[: x.shape[0]] for table in self.tables)
         return functions.apply_rope(x, cos, sin, is_interleaved=self.is_interleaved)
 
-    def rotate_queries(self, q: Tensor, num_rotary: int) -> Tensor:
-        """Apply RoPE to the last channels of heads in place; `q` must not be reused."""
-        cos, sin = (table[: q.shape[0]] for table in self.tables)
-        return functions.rotate_queries(q, num_rotary, cos, sin, is_interleaved=self.is_interleaved)
-
     def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Split [s, b, n + 2 g, d] and apply RoPE to queries and keys in place; `qkv` must not be reused."""
         cos, sin = (table[: qkv.shape[0]] for table in self.tables)

@@ -21,7 +21,7 @@ Sources: Shoeybi et al., arXiv:1909.08053 (tensor), Korthikanti et al., arXiv:22
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -63,17 +63,6 @@ class TensorParallel:
     @property
     def rank(self) -> int:
         return self.group.rank
-
-    @property
-    def alone(self) -> TensorParallel:
-        """This rank without the others, for layers that every rank computes whole."""
-        group = RankGroup("alone", (self.group.ranks[self.rank],), 0)
-        return TensorParallel(group, group, sequence_parallel=False)
-
-    @property
-    def with_whole_rows(self) -> TensorParallel:
-        """The same ranks, for layers whose input has all rows on every rank."""
-        return replace(self, sequence_parallel=False)
 
     @property
     def norm_grad_sum(self) -> str | None:

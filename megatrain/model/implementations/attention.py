@@ -2,7 +2,6 @@
 
     LocalAttention          one context rank, with windows and documents
     LocalContextAttention   several context ranks, sinks, softcap, dropout
-    LocalAttentionToSamples the same without exchange: each rank has all keys, expanded from gathered latents
 
 Values may have fewer channels than keys. Kernels without support for that get values with channels of zeros.
 
@@ -26,7 +25,6 @@ from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
 from megatrain.parallel.context_attention import BlockMasks, ContextAttention
-from megatrain.parallel.latent_context import attend_to_samples
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
 
@@ -38,10 +36,12 @@ class LocalAttention(nn.Module):
         super().__init__()
         self.spec = spec
         self.backend = backend
+        self.value_channels = spec.value_channels
+        self.padding = spec.head_channels - spec.value_channels
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents, window, scale = info.documents, self.spec.window, self.spec.scale
-        v = v if self.backend == "sdpa" else _padded(v, self.spec)
+        v = v if self.backend == "sdpa" else padded(v, self.padding)
         if self.backend == "flash4":
             mask = MaskSpec(is_causal=True, window=window, cu_seqlens=_cu_seqlens(documents))
             out = functions.attend(q, k, v, Flash4(_scale(self.spec)), mask)
@@ -57,7 +57,7 @@ class LocalAttention(nn.Module):
             out = varlen_attention(
                 q, k, v, documents.cu_seqlens, documents.max_seqlen, scale=scale, window=window
             )
-        return out[..., : self.spec.value_channels].flatten(2)
+        return out[..., : self.value_channels].flatten(2)
 
 
 class LocalContextAttention(LaidOutModule):
@@ -85,7 +85,9 @@ class LocalContextAttention(LaidOutModule):
         self.spec = spec
         self.kernel = _kernel(spec, backend)
         is_alone = context.ring.size == context.heads.size == 1 and spec.sink == "none"
-        self.pads_values = not (is_alone and isinstance(self.kernel, EagerAttention))
+        is_native = is_alone and isinstance(self.kernel, EagerAttention)
+        self.value_channels = spec.value_channels
+        self.padding = 0 if is_native else spec.head_channels - spec.value_channels
         self.dropout_key = dropout_key
         self.tp, self.context = tp, context
         if sink is not None:
@@ -93,20 +95,21 @@ class LocalContextAttention(LaidOutModule):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         q, k, v = self.context.sequence_to_heads(q, k, self.padded(v))
-        masks = self._masks(q, info)
+        masks = self.masks(q, info)
         sink, ring = self._sink_logits(q), self.context.ring
         if ring.size == 1 and sink is None:  # one block: nothing to merge
             whole = ring.position_ranges(q.shape[0])
             out = functions.attend(q, k, v, self.kernel, masks.between(whole, whole))
         else:
             out = self.context.attend(q, k, v, sink, self.kernel, masks)
-        return self.context.heads_to_sequence(out)[..., : self.spec.value_channels].flatten(2)
+        return self.context.heads_to_sequence(out)[..., : self.value_channels].flatten(2)
 
     def padded(self, v: Tensor) -> Tensor:
         """Return values with the channels that the kernel needs."""
-        return _padded(v, self.spec) if self.pads_values else v
+        return padded(v, self.padding)
 
-    def _masks(self, q: Tensor, info: PassInfo) -> BlockMasks:
+    def masks(self, q: Tensor, info: PassInfo) -> BlockMasks:
+        """Return the masks of this pass."""
         return BlockMasks(
             device=q.device,
             needs_explicit_mask=self.kernel.needs_explicit_mask,
@@ -139,23 +142,14 @@ class LocalContextAttention(LaidOutModule):
         return sink[self.context.heads.rank * num_heads :][:num_heads]
 
 
-class LocalAttentionToSamples(LocalContextAttention):
-    """Attention of this rank's rows and heads to keys and values of whole samples; values are `padded`."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
-        out = attend_to_samples(q, k, v, self.kernel, self._masks(q, info), self.context.ring)
-        return out[..., : self.spec.value_channels].flatten(2)
-
-
 def _kernel(spec: AttentionSpec, backend: str) -> AttentionKernel:
     has_kernel = backend == "triton" or (spec.softcap is None and not spec.dropout)
     return attention_kernel(backend if has_kernel else "math", _scale(spec), spec.softcap)
 
 
-def _padded(v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Return values with as many channels as keys; the added ones are 0 and contribute zeros."""
-    missing = spec.head_channels - spec.value_channels
-    return nn.functional.pad(v, (0, missing)) if missing else v
+def padded(v: Tensor, channels: int) -> Tensor:
+    """Return values with further channels, of zeros."""
+    return nn.functional.pad(v, (0, channels)) if channels else v
 
 
 def _scale(spec: AttentionSpec) -> float:

@@ -10,11 +10,8 @@ import torch
 from megatrain.kernels import activations
 from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
-from megatrain.model.implementations.attention import (
-    LocalAttention,
-    LocalAttentionToSamples,
-    LocalContextAttention,
-)
+from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
+from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
@@ -72,13 +69,13 @@ class LocalLeaves:
     def replicated_linear(
         self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        alone = dataclasses.replace(self, tp=self.tp.alone)
+        alone = dataclasses.replace(self, tp=_alone(self.tp))
         return alone.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def whole_rows_linear(
         self, norm: Weights | None, linear: Weights, *, recompute_norm: bool = False
     ) -> ColumnLinear:
-        leaves = dataclasses.replace(self, tp=self.tp.with_whole_rows)
+        leaves = dataclasses.replace(self, tp=dataclasses.replace(self.tp, sequence_parallel=False))
         return leaves.column_linear(norm, linear, recompute_norm=recompute_norm)
 
     def residual_norm(self, norm: Weights | None) -> LocalNorm | CastToWeightDtype:
@@ -124,6 +121,12 @@ _ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
     "gelu_tanh": activations.GELU_TANH,
     "squared_relu": activations.SQUARED_RELU,
 }
+
+
+def _alone(tp: TensorParallel) -> TensorParallel:
+    """Return this rank without the others, for layers that every rank computes whole."""
+    group = RankGroup("alone", (tp.group.ranks[tp.rank],), 0)
+    return TensorParallel(group, group, sequence_parallel=False)
 
 
 def _activation(spec: MlpSpec) -> Activation:

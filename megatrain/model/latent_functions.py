@@ -1,0 +1,51 @@
+"""Autograd functions around the kernels of multi-latent attention; they save no heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from megatrain.kernels import latent_heads
+
+
+def rotate_queries(q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
+    """Apply RoPE to the last channels of heads in place (`kernels.latent_heads`); saves only the tables. `q` must not be reused."""
+    out: Tensor = _RotateQueries.apply(q, num_rotary, cos, sin, is_interleaved)
+    return out
+
+
+def expand_keys(kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Compute keys and values of multi-latent attention (`kernels.latent_heads`); saves nothing."""
+    k, v = _ExpandKeys.apply(kv, key, plain)
+    return k, v
+
+
+class _RotateQueries(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, num_rotary: int, cos: Tensor, sin: Tensor, is_interleaved: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.num_rotary, ctx.is_interleaved = num_rotary, is_interleaved
+        return latent_heads.rotate_queries(q.detach(), num_rotary, cos, sin, is_interleaved=is_interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dq = latent_heads.rotate_queries_backward(
+            grads[0], ctx.num_rotary, *ctx.saved_tensors, is_interleaved=ctx.is_interleaved
+        )
+        return dq, None, None, None, None
+
+
+class _ExpandKeys(Function):
+    @staticmethod
+    def forward(ctx: Any, kv: Tensor, key: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+        ctx.plain = plain
+        return latent_heads.expand_keys(kv.detach(), key, plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        dk, dv = grads
+        return *latent_heads.expand_keys_backward(dk, dv, ctx.plain), None
