@@ -21,6 +21,7 @@ ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or 
     "llama3_405b": (16384, 405_853_388_800),
     "mixtral_8x7b": (64, 46_702_792_704),
     "mixtral_8x22b": (256, 140_620_634_112),
+    "deepseek_v2_lite": (64, 15_706_484_224),
     "olmo2_7b": (256, 7_298_617_344),
     "qwen3_0_6b": (8, 596_049_920),
     "qwen3_8b": (64, 8_190_735_360),
