@@ -62,6 +62,17 @@ def kv_channels(draft: Draft) -> DerivedValue:
     return DerivedValue(width, f"hidden size {model.hidden_size} / {model.num_attention_heads} heads")
 
 
+def kv_channels_of_latents(draft: Draft) -> DerivedValue | None:
+    """Override --kv-channels with multi-latent attention, which has channels of its own, as in Megatron-LM."""
+    given, latent = draft.config.model.kv_channels, latent_sizes(draft.config.model)
+    if latent is None or given == latent.head_channels:
+        return None
+    return DerivedValue(
+        latent.head_channels,
+        f"--kv-channels {given} has no effect with --multi-latent-attention, whose keys have {latent.head_channels} channels",
+    )
+
+
 def ffn_hidden_size(draft: Draft) -> DerivedValue:
     model = draft.config.model
     if model.swiglu or model.geglu:

@@ -99,7 +99,7 @@ CONDITIONS: Final = (
         lambda d: not _has_latents(d),
         _settings(
             "model",
-            "kv_channels add_qkv_bias rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor",
+            "add_qkv_bias rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor",
         ),
     ),
     Condition(

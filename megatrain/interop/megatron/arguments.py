@@ -28,6 +28,7 @@ _ELSEWHERE: Final = frozenset(
     """.split()
 )
 """Arguments about files, devices and the start of a run: they belong to a command, not to a model or its training."""
+_PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 
 
 def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
@@ -42,7 +43,11 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     """
     wanted = {setting.path for setting in settings() if setting.section in _SECTIONS}
     left_out = _ELSEWHERE | frozenset(_implied(arguments))
-    given = {name: value for name, value in arguments.items() if name not in left_out and _is_plain(value)}
+    given = {
+        name: _as_pattern(value) if name in _PATTERNS else value
+        for name, value in arguments.items()
+        if name not in left_out and _is_plain(value)
+    }
     words: list[str] = []
     for item in read_arguments(given, str(source), wanted):
         if isinstance(item, FlagWords):
@@ -67,6 +72,11 @@ def _implied(arguments: Mapping[str, Any]) -> Iterator[str]:
         yield "add_qkv_bias"
     if arguments.get("swiglu") or not arguments.get("add_bias_linear"):
         yield "bias_gelu_fusion"
+
+
+def _as_pattern(value: Any) -> Any:
+    """Return the words of a flag for a pattern of layers, which Megatron-LM stores as the list of their values."""
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else value
 
 
 def _is_plain(value: Any) -> bool:
