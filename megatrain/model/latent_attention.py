@@ -22,12 +22,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from megatrain.model import latent_functions
+from megatrain.model.attention_parts import attention_projection, core_attention
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
     Leaves,
 )
-from megatrain.model.layer import RotaryEmbedding, attention_projection, branch_output, core_attention
+from megatrain.model.layer import RotaryEmbedding, branch_output
 from megatrain.model.layouts import (
     Columns,
     Weights,

@@ -10,7 +10,6 @@ one kernel does this addition and the norm. Layers with experts have the branch 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -18,22 +17,21 @@ from torch import Tensor, nn
 
 from megatrain.kernels.rotary import RotarySpec, cos_sin_tables
 from megatrain.model import functions
-from megatrain.model.implementations.leaves import Leaves, Pointwise, RowLinear
+from megatrain.model.attention_parts import attention_projection, core_attention, qk_norm
+from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layouts import (
     Columns,
     Weights,
     branch_norm_weights,
     columns_bias_layout,
     columns_layout,
-    heads_layout,
     norm_weights,
     qkv_columns,
     rows_layout,
     stream_layout,
-    unit_gain,
 )
 from megatrain.model.recompute import Recompute, RecomputedModule
-from megatrain.model.specs import AttentionSpec, GptSpec, MlpSpec, NormPosition, NormSpec
+from megatrain.model.specs import AttentionSpec, GptSpec, MlpSpec, NormPosition
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import Init
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -81,7 +79,7 @@ class Attention(nn.Module):
             recompute_norm=recompute.has_part("layernorm"),
         )
         norms = [
-            _qk_norm(spec, f"{prefix}.{x}_norm", columns, gpt.norm, leaves, tp)
+            qk_norm(spec, f"{prefix}.{x}_norm", columns, gpt.norm, leaves, tp)
             for x, columns in zip("qk", qkv_columns(spec, prefix, "norm", tp)[:2], strict=True)
         ]
         # Without norms of queries and keys, one kernel splits the projection and applies RoPE.
@@ -183,29 +181,6 @@ class Sequential(nn.Module):
         return x
 
 
-def core_attention(
-    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
-) -> nn.Module:
-    """Build the core attention of a layer, with its sink logits."""
-    sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
-    core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
-    assert isinstance(core, nn.Module)
-    return core
-
-
-def attention_projection(
-    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
-) -> RowLinear:
-    """Build the projection of the heads' outputs to the residual stream."""
-    h, channels = gpt.hidden_size, spec.num_heads * spec.value_channels
-    return leaves.row_linear(
-        Weights(
-            rows_layout(f"{prefix}.proj.weight", h, channels, Init(std=gpt.output_init_std), tp),
-            stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
-        )
-    )
-
-
 def branch_output(
     gpt: GptSpec, position: NormPosition, prefix: str, leaves: Leaves, tp: TensorParallel
 ) -> Sequential:
@@ -217,18 +192,3 @@ def branch_output(
     if gpt.hidden_dropout:
         modules.append(leaves.dropout(gpt.hidden_dropout, f"{prefix}.hidden"))
     return Sequential(modules)
-
-
-def _qk_norm(
-    spec: AttentionSpec, name: str, columns: Columns, norm: NormSpec, leaves: Leaves, tp: TensorParallel
-) -> list[Pointwise]:
-    """Build the norm of queries or keys, if there is one; `columns` are their outputs of the projection."""
-    decays, gain = spec.qk_norm_decays, unit_gain(norm)
-    if spec.qk_norm == "head":
-        weight = heads_layout(f"{name}.weight", spec.head_channels, gain, tp, decays=decays)
-        bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp, decays=decays)
-        return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
-    if spec.qk_norm == "all_heads":
-        channels = dataclasses.replace(columns, name=f"{name}.weight")
-        return [leaves.split_norm(Weights(columns_bias_layout([channels], tp, gain, decays=decays)), norm)]
-    return []

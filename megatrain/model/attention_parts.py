@@ -1,0 +1,59 @@
+"""Parts of an attention layer, built from its spec: core attention, projection, norms of queries and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from megatrain.model.implementations.leaves import Leaves, Pointwise, RowLinear
+from megatrain.model.layouts import (
+    Columns,
+    Weights,
+    columns_bias_layout,
+    heads_layout,
+    rows_layout,
+    stream_layout,
+    unit_gain,
+)
+from megatrain.model.specs import AttentionSpec, GptSpec, NormSpec
+from megatrain.parallel.layout import Init
+from megatrain.parallel.tensor_parallel import TensorParallel
+
+
+def core_attention(
+    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
+) -> nn.Module:
+    """Build the core attention of a layer, with its sink logits."""
+    sink = columns_bias_layout([Columns(f"{prefix}.sink", spec.num_heads)], tp, Init(std=gpt.init_std))
+    core = leaves.core_attention(spec, sink if spec.sink == "learned" else None, prefix)
+    assert isinstance(core, nn.Module)
+    return core
+
+
+def attention_projection(
+    spec: AttentionSpec, gpt: GptSpec, prefix: str, leaves: Leaves, tp: TensorParallel
+) -> RowLinear:
+    """Build the projection of the heads' outputs to the residual stream."""
+    h, channels = gpt.hidden_size, spec.num_heads * spec.value_channels
+    return leaves.row_linear(
+        Weights(
+            rows_layout(f"{prefix}.proj.weight", h, channels, Init(std=gpt.output_init_std), tp),
+            stream_layout(f"{prefix}.proj.bias", h, Init(), tp) if spec.has_bias else None,
+        )
+    )
+
+
+def qk_norm(
+    spec: AttentionSpec, name: str, columns: Columns, norm: NormSpec, leaves: Leaves, tp: TensorParallel
+) -> list[Pointwise]:
+    """Build the norm of queries or keys, if there is one; `columns` are their outputs of the projection."""
+    decays, gain = spec.qk_norm_decays, unit_gain(norm)
+    if spec.qk_norm == "head":
+        weight = heads_layout(f"{name}.weight", spec.head_channels, gain, tp, decays=decays)
+        bias = heads_layout(f"{name}.bias", spec.head_channels, Init(), tp, decays=decays)
+        return [leaves.norm(Weights(weight, bias if norm.kind == "LayerNorm" else None), norm)]
+    if spec.qk_norm == "all_heads":
+        channels = dataclasses.replace(columns, name=f"{name}.weight")
+        return [leaves.split_norm(Weights(columns_bias_layout([channels], tp, gain, decays=decays)), norm)]
+    return []
