@@ -1,4 +1,4 @@
-"""Heads of queries, keys and values as one fused tensor, [s, b, n + 2 g, d], the layout of the QKV projection."""
+"""Heads of queries, keys, values and gate as one fused tensor, [s, b, heads, d], the layout of the QKV projection."""
 
 from __future__ import annotations
 

@@ -139,11 +139,11 @@ def apply_rope(
 
 def apply_rope_to_qkv(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a QKV projection [s, b, n + 2 g, d] and apply RoPE to queries and keys, in place on GPUs; do not reuse `qkv`.
+) -> tuple[Tensor, ...]:
+    """Split a QKV projection [s, b, heads, d] and apply RoPE to queries and keys, in place on GPUs; do not reuse `qkv`.
 
     Args:
-        sizes: heads of queries, keys and values.
+        sizes: heads of queries, keys, and of the parts without RoPE: values, and a gate if there is one.
     """
     implementation = fused.apply_rope_to_qkv if is_fused(qkv) else apply_rope_to_qkv_reference
     return implementation(qkv, sizes, cos, sin, is_interleaved=is_interleaved)
@@ -152,7 +152,7 @@ def apply_rope_to_qkv(
 def apply_rope_to_qkv_backward(
     gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, *, is_interleaved: bool
 ) -> Tensor:
-    """Return the gradient of `qkv`, [s, b, n + 2 g, d], from those of q, k and v, which may be overwritten."""
+    """Return the gradient of `qkv`, [s, b, heads, d], from those of its parts, which may be overwritten."""
     implementation = (
         fused.apply_rope_to_qkv_backward if is_fused(gradients[0]) else apply_rope_to_qkv_backward_reference
     )
@@ -175,11 +175,11 @@ def apply_rope_reference(
 
 def apply_rope_to_qkv_reference(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Split and apply RoPE with torch operators."""
-    q, k, v = qkv.split(list(sizes), dim=2)
+    q, k, *others = qkv.split(list(sizes), dim=2)
     q, k = (apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved) for x in (q, k))
-    return q, k, v
+    return q, k, *others
 
 
 def apply_rope_to_qkv_backward_reference(
@@ -190,4 +190,4 @@ def apply_rope_to_qkv_backward_reference(
         apply_rope_reference(x, cos, sin, is_interleaved=is_interleaved, is_backward=True)
         for x in gradients[:2]
     )
-    return torch.cat((dq, dk, gradients[2]), dim=2)
+    return torch.cat((dq, dk, *gradients[2:]), dim=2)

@@ -185,6 +185,7 @@ def _sizes(layer: LayerSpec) -> LayerSizes:
         num_query_groups=mixer.num_query_groups if mixer else 0,
         head_channels=mixer.head_channels if mixer else 0,
         latent=mixer.latent if mixer else None,
+        has_output_gate=mixer is not None and mixer.has_output_gate,
         ffn_hidden_size=mlp.ffn_hidden_size if isinstance(mlp, MlpSpec) else 0,
         is_gated=any(one.is_gated for one in _mlps(layer)),
         experts=_expert_sizes(mlp) if isinstance(mlp, ExpertsSpec) else None,

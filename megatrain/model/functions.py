@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatrain.kernels import norms, rotary
+from megatrain.kernels import norms, output_gate, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.qkv import concat_heads
@@ -48,19 +48,25 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> 
 
 def apply_rope_to_qkv(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [s, b, n + 2 g, d] and apply RoPE to queries and keys in place; saves only the tables.
+) -> tuple[Tensor, ...]:
+    """Split [s, b, heads, d] and apply RoPE to the first two parts, queries and keys, in place; saves only the tables.
 
     Neither `qkv` nor the gradients of the results may be reused.
     """
-    q, k, v = _ApplyRopeToQkv.apply(qkv, sizes, cos, sin, is_interleaved)
-    return q, k, v
+    parts: tuple[Tensor, ...] = _ApplyRopeToQkv.apply(qkv, sizes, cos, sin, is_interleaved)
+    return parts
 
 
-def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [s, b, n + 2 g, d] into queries, keys and values; gradients in adjacent memory are joined without a copy."""
-    q, k, v = _SplitHeads.apply(qkv, sizes)
-    return q, k, v
+def split_heads(qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Split [s, b, heads, d] into parts of these sizes; gradients in adjacent memory are joined without a copy."""
+    parts: tuple[Tensor, ...] = _SplitHeads.apply(qkv, sizes)
+    return parts
+
+
+def gate_output(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute x * sigmoid(gate), both [s, b, n d]; saves both."""
+    out: Tensor = _GateOutput.apply(x, gate)
+    return out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, mask: MaskSpec) -> Tensor:
@@ -176,12 +182,22 @@ class _ApplyRopeToQkv(Function):
 class _SplitHeads(Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: ARG004 (autograd's signature)
-        q, k, v = qkv.split(list(sizes), dim=2)
-        return q, k, v
+        return tuple(qkv.split(list(sizes), dim=2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
         return concat_heads(grads), None
+
+
+class _GateOutput(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return output_gate.gate_output(x, gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return output_gate.gate_output_backward(grads[0], *ctx.saved_tensors)
 
 
 class _Attend(Function):

@@ -1,10 +1,10 @@
 """A transformer layer: branches of the residual stream, each made of leaves.
 
-hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ projection ─ output ─┐
-         └───────────────────────────── + ────────────────────────────┘──┬─ norm + fc1 ─ activation + fc2 ─ output ─┐
-                                                                         └───────────────────── + ──────────────────┘── hidden
+hidden ──┬─ norm + qkv ─ RoPE ─ core attention ─ gate ─ projection ─ output ─┐
+         └───────────────────────────────── + ───────────────────────────────┘──┬─ norm + fc1 ─ activation + fc2 ─ output ─┐
+                                                                                └───────────────────── + ──────────────────┘── hidden
 
-"Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
+"Gate" is --attention-output-gate. "Output" is a norm, dropout, both or nothing. A branch adds the output of the branch before it to the residual stream, so that
 one kernel does this addition and the norm. Layers with experts have the branch of experts.py in place of the MLP.
 """
 
@@ -68,7 +68,8 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = spec
         local_groups = max(1, spec.num_query_groups // tp.size)
-        self.sizes = [spec.num_heads // tp.size, local_groups, local_groups]
+        num_heads = spec.num_heads // tp.size
+        self.sizes = [num_heads, local_groups, local_groups, *([num_heads] if spec.has_output_gate else [])]
         columns, init = qkv_columns(spec, prefix, "weight", tp), Init(std=gpt.init_std)
         self.qkv = leaves.column_linear(
             branch_norm_weights(gpt, position, prefix, tp),
@@ -93,15 +94,18 @@ class Attention(nn.Module):
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, qkv = self.qkv(residual, delta, info)
-        q, k, v = self._split(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
-        return residual, self.output(self.proj(self.core(q, k, v, info), info), info)
+        q, k, v, *gates = self._split(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
+        heads = self.core(q, k, v, info)
+        for gate in gates:
+            heads = functions.gate_output(heads, gate.flatten(2))
+        return residual, self.output(self.proj(heads, info), info)
 
-    def _split(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [s, b, n + 2 g, d] into queries, keys and values; norm and RoPE are applied to queries and keys."""
+    def _split(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
+        """Split [s, b, heads, d] into queries, keys, values and, if there is one, the gate; queries and keys get norm and RoPE."""
         if self.rope is not None:
             return self.rope.split_qkv(qkv, self.sizes)
-        q, k, v = functions.split_heads(qkv, self.sizes)
-        return self.query_output(q, info), self.key_output(k, info), v
+        q, k, *others = functions.split_heads(qkv, self.sizes)
+        return self.query_output(q, info), self.key_output(k, info), *others
 
 
 class Mlp(nn.Module):
@@ -161,8 +165,8 @@ class RotaryEmbedding(nn.Module):
         cos, sin = (table[: x.shape[0]] for table in self.tables)
         return functions.apply_rope(x, cos, sin, is_interleaved=self.is_interleaved)
 
-    def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [s, b, n + 2 g, d] and apply RoPE to queries and keys in place; `qkv` must not be reused."""
+    def split_qkv(self, qkv: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """Split [s, b, heads, d] and apply RoPE to the first two parts, queries and keys, in place; `qkv` must not be reused."""
         cos, sin = (table[: qkv.shape[0]] for table in self.tables)
         return functions.apply_rope_to_qkv(qkv, sizes, cos, sin, is_interleaved=self.is_interleaved)
 

@@ -83,14 +83,15 @@ def columns_bias_layout(
 
 
 def qkv_columns(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
-    """Return the outputs of the QKV projection: queries, keys and values."""
+    """Return the outputs of the QKV projection: queries, keys, values and the gate of the output, if there is one."""
     queries, keys = spec.num_heads * spec.head_channels, spec.num_query_groups * spec.head_channels
     copies = tp.kv if spec.num_query_groups < tp.size else None
-    return [
+    columns = [
         Columns(f"{prefix}.q.{kind}", queries),
         Columns(f"{prefix}.k.{kind}", keys, copies=copies),
         Columns(f"{prefix}.v.{kind}", keys, copies=copies),
     ]
+    return [*columns, Columns(f"{prefix}.gate.{kind}", queries)] if spec.has_output_gate else columns
 
 
 def expert_columns_layout(

@@ -62,6 +62,8 @@ class AttentionSpec:
     """Norm of queries and keys, over the channels of a head or of all heads; or of the latents."""
     qk_norm_decays: bool = False
     """Weight decay applies to these norms."""
+    has_output_gate: bool = False
+    """The output of each head is multiplied by the sigmoid of a projection of the layer's input."""
     has_qkv_bias: bool = False
     has_bias: bool = False
     """The output projection has a bias."""
@@ -268,6 +270,7 @@ def _layers(
             dropout=model.attention_dropout,
             qk_norm=_qk_norm(model),
             qk_norm_decays=qk_norm_decays,
+            has_output_gate=model.attention_output_gate,
             has_qkv_bias=(has_bias or model.add_qkv_bias) and sizes.latent is None,
             has_bias=has_bias,
         )

@@ -98,12 +98,16 @@ def test_pairings_differ_by_the_order_of_channels() -> None:
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("rotary_percent", [1.0, 0.5])
-def test_rope_of_a_qkv_projection_and_its_gradient(is_interleaved: bool, rotary_percent: float) -> None:
+@pytest.mark.parametrize(
+    ("rotary_percent", "sizes"), [(1.0, (3, 2, 2)), (0.5, (3, 2, 2)), (1.0, (4, 2, 2, 4))]
+)
+def test_rope_of_a_qkv_projection_and_its_gradient(
+    is_interleaved: bool, rotary_percent: float, sizes: tuple[int, ...]
+) -> None:
     cos, sin = _tables(5, rotary_percent=rotary_percent)
-    x, sizes = _random(5, 2, 7, 8).requires_grad_(), (3, 2, 2)
-    q, k, v = x.split(list(sizes), dim=2)
-    expected = [apply_rope(one, cos, sin, is_interleaved=is_interleaved) for one in (q, k)] + [v]
+    x = _random(5, 2, sum(sizes), 8).requires_grad_()
+    q, k, *others = x.split(list(sizes), dim=2)
+    expected = [apply_rope(one, cos, sin, is_interleaved=is_interleaved) for one in (q, k)] + others
     if rotary_percent < 1:
         torch.testing.assert_close(expected[0][..., 4:], q[..., 4:])
     upstream = [_random(5, 2, n, 8) for n in sizes]

@@ -22,8 +22,10 @@ from transformers_weights import (
     Weights,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama_like,
     perturb,
+    qwen3_next,
     with_experts,
 )
 
@@ -250,6 +252,28 @@ MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights
         f"{LLAMA} {UNTIED} {EXPERTS} --moe-router-pre-softmax --qk-layernorm --qk-layernorm-width all_heads",
         with_norms_and_experts({**PRE_NORMS, **QK_NORMS}),
     ),
+    "Qwen3-Next without linear attention": (
+        "Qwen3NextForCausalLM",
+        {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "num_experts": 6,
+         "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 2,
+         "layer_types": ["full_attention"] * LAYERS,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}},
+        (f"{LLAMA} {GQA} {UNTIED} {EXPERTS} --kv-channels 16 --qk-layernorm --apply-layernorm-1p --norm-epsilon 1e-6"
+        " --attention-output-gate --rotary-base 10000000 --rotary-percent 0.25"
+        " --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate"),
+        lambda theirs: qwen3_next(theirs, LAYERS, 4),
+    ),
+    "GPT-OSS": (
+        "GptOssForCausalLM",
+        {**SHAPE, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6,
+         "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 0.3,
+         "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False}},
+        (f"{GQA} {UNTIED} {EXPERTS} --normalization RMSNorm --disable-bias-linear --add-qkv-bias --kv-channels 16"
+        " --softmax-type learnable --window-size 7,0 --window-attn-skip-freq 2 --quick-geglu --glu-linear-offset 1"
+        " --activation-func-clamp-value 0.3 --position-embedding-type yarn --rotary-base 150000"
+        " --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --no-yarn-correction-range-round-to-int"),
+        lambda theirs: {k: v for k, v in gpt_oss(theirs, LAYERS).items() if not k.endswith('proj.bias')},
+    ),
 }  # fmt: skip
 MODELS |= MODELS_WITH_EXPERTS
 
@@ -294,6 +318,9 @@ def reference(kind: str, settings: dict[str, Any]) -> tuple[Any, Tensor, Tensor]
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
     with torch.no_grad():
         perturb(dict(theirs.named_parameters()))
+        for name, w in theirs.named_parameters():
+            if kind.startswith("GptOss") and (name.endswith("proj_bias") or name.endswith("o_proj.bias") or name.endswith("router.bias")):
+                w.zero_()
     return theirs, tokens, labels
 
 

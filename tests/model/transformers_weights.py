@@ -113,6 +113,33 @@ def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Wei
     return ours
 
 
+def qwen3_next(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
+    """Convert Qwen3-Next without linear attention. It stores queries and gates of the output head by head."""
+    split = dict(theirs)
+    for number in range(num_layers):
+        projection = f"model.layers.{number}.self_attn.{{}}_proj.weight"
+        both = split[projection.format("q")].unflatten(0, (num_heads, 2, -1))
+        for name, part in zip(("q", "gate"), both.unbind(1), strict=True):
+            split[projection.format(name)] = part.flatten(0, 1)
+    norms = {**PRE_NORMS, **QK_NORMS, "attention.gate": "self_attn.gate_proj"}
+    return with_experts(split, num_layers, norms)
+
+
+def gpt_oss(theirs: Weights, num_layers: int) -> Weights:
+    """Convert GPT-OSS, whose experts store transposed weights, with gate and up in turns."""
+    ours = llama_like(theirs, num_layers, PRE_NORMS)
+    for number in range(num_layers):
+        there, here = f"model.layers.{number}.mlp", f"{LAYER.format(number)}.mlp"
+        ours[f"{here}.router.weight"] = theirs[f"{there}.router.weight"]
+        stacked = zip(
+            theirs[f"{there}.experts.gate_up_proj"], theirs[f"{there}.experts.down_proj"], strict=True
+        )
+        for expert, (first, last) in enumerate(stacked):
+            for name, part in (("gate", first[:, ::2]), ("up", first[:, 1::2]), ("down", last)):
+                ours[f"{here}.experts.{expert}.{name}.weight"] = part.t()
+    return ours
+
+
 def gpt_neox(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
     """Convert GPT-NeoX, which stores q, k and v head by head."""
     ours = {

@@ -69,6 +69,8 @@ class LayerSizes:
     """Channels of a head of queries and keys."""
     latent: LatentSizes | None = None
     """Multi-latent attention; None: one projection to queries, keys and values."""
+    has_output_gate: bool = False
+    """A projection of the width of the queries gates the output of attention."""
     ffn_hidden_size: int = 0
     """Width of a dense MLP."""
     is_gated: bool = False
@@ -179,6 +181,7 @@ def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
         num_query_groups=model.num_query_groups,
         head_channels=model.kv_channels if latent is None else latent.head_channels,
         latent=latent,
+        has_output_gate=model.attention_output_gate,
         ffn_hidden_size=model.ffn_hidden_size,
         is_gated=model.swiglu or model.geglu or model.quick_geglu,
     )
@@ -218,6 +221,7 @@ def _layer(block: Any, place: str, default: LayerSizes, model: ModelConfig) -> L
         num_heads=default.num_heads if groups else 0,
         num_query_groups=groups,
         head_channels=default.head_channels if groups else 0,
+        has_output_gate=default.has_output_gate and groups > 0,
         ffn_hidden_size=width,
         is_gated=default.is_gated and width > 0,
     )

@@ -2,7 +2,7 @@
 
 FLOPs, each a multiply and an add, forward and twice in backward (times 6):
 
-    per token and layer    h*(q + 2k)  queries, keys, values      q = heads * channels
+    per token and layer    h*(q + 2k)  queries, keys, values      q = heads * channels, twice with an output gate
                            q*h         attention output           k = groups * channels
                            m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
     per token              h*v         the output layer           v = padded vocabulary
@@ -325,7 +325,8 @@ def attention_weights(hidden_size: int, layer: LayerSizes) -> int:
     """Return the weights of attention's matrices, and with MLA those of the latents' norms, as Megatron-LM counts them."""
     sizes, heads = layer.latent, layer.num_heads
     if sizes is None:
-        return hidden_size * 2 * layer.head_channels * (heads + layer.num_query_groups)
+        projections = 3 if layer.has_output_gate else 2
+        return hidden_size * layer.head_channels * (projections * heads + 2 * layer.num_query_groups)
     queries, rank = heads * sizes.head_channels, sizes.query_rank
     return (
         (hidden_size * queries if rank is None else rank * (hidden_size + queries + 1))

@@ -82,9 +82,8 @@ UNSUPPORTED_FLAGS: Final = (
         " --dsa-indexer-topk-freq= --dsa-indexer-use-sparse-loss --dsa-kernel-backend=none",
     ),
     missing(
-        "QK L2 norm, QK clipping and gated attention output are not supported",
-        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --attention-output-gate"
-        " --log-max-attention-logit",
+        "QK L2 norm and QK clipping are not supported",
+        "--qk-l2-norm --qk-clip --qk-clip-alpha= --qk-clip-threshold= --log-max-attention-logit",
     ),
     missing(
         "this position embedding is not supported",

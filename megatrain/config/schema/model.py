@@ -50,6 +50,8 @@ class ModelConfig(CheckedSection):
     """Normalize queries and keys; with MLA the latents."""
     qk_layernorm_width: Literal["head", "all_heads"] = "head"
     """Channels that --qk-layernorm normalizes together: of each head, as in Megatron-LM, or of all heads (OLMo 2)."""
+    attention_output_gate: bool = False
+    """Multiply the output of each attention head, channel by channel, by the sigmoid of a projection (Qwen3-Next)."""
     swiglu: bool = False
     """Use a gated MLP with SiLU (SwiGLU)."""
     geglu: bool = False

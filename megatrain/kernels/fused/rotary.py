@@ -25,12 +25,11 @@ def apply_rope(
 
 def apply_rope_to_qkv(
     qkv: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, *, is_interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Implement `kernels.rotary.apply_rope_to_qkv`; the results are views of `qkv`."""
     rotated = qkv[:, :, : sizes[0] + sizes[1]]
     _rotate_into(rotated, rotated, cos, sin, is_interleaved, False)
-    q, k, v = qkv.split(list(sizes), dim=2)
-    return q, k, v
+    return tuple(qkv.split(list(sizes), dim=2))
 
 
 def apply_rope_to_qkv_backward(
@@ -45,10 +44,11 @@ def apply_rope_to_qkv_backward(
         _rotate_into(rotated, rotated, cos, sin, is_interleaved, True)
         return whole
     out = torch.empty(s, b, sum(sizes), d, dtype=gradients[0].dtype, device=gradients[0].device)
-    dq, dk, dv = out.split(sizes, dim=2)
+    dq, dk, *others = out.split(sizes, dim=2)
     _rotate_into(dq, gradients[0], cos, sin, is_interleaved, True)
     _rotate_into(dk, gradients[1], cos, sin, is_interleaved, True)
-    dv.copy_(gradients[2])
+    for other, gradient in zip(others, gradients[2:], strict=True):
+        other.copy_(gradient)
     return out
 
 

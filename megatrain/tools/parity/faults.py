@@ -25,6 +25,7 @@ from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.data_parallel import DataParallel, GradientReduction, WeightAllGather
 from megatrain.parallel.grid import RankGrid, RankGroup
 from megatrain.parallel.tensor_parallel import VocabShard
+from megatrain.tools.parity.attention_faults import ATTENTION_FAULTS
 from megatrain.tools.parity.expert_faults import EXPERT_FAULTS
 from megatrain.tools.parity.latent_faults import LATENT_FAULTS
 from megatrain.tools.parity.pipeline_faults import PIPELINE_FAULTS
@@ -362,5 +363,8 @@ FAULTS = {
     "expert biases updated by the replica's own loads": Fault(_biases_not_reduced, "dp2 deepseek"),
     "Muon orthogonalizes a rank's shard only": Fault(_muon_per_rank, "tp2 muon"),
     "wrong tied embedding": Fault(_partial_sums_skipped_over("embedding"), "pp2 tied"),
-    **{name: Fault(*fault) for name, fault in (EXPERT_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS).items()},
+    **{
+        name: Fault(*fault)
+        for name, fault in (ATTENTION_FAULTS | EXPERT_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS).items()
+    },
 }

@@ -22,7 +22,7 @@ MODELS = {
     ),
     "qwen": (
         f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear --add-qkv-bias --qk-layernorm "
-        "--use-rope-scaling --hidden-dropout 0.2 --fp32-residual-connection"
+        "--use-rope-scaling --hidden-dropout 0.2 --fp32-residual-connection --attention-output-gate"
     ),
     "gpt-oss": (
         f"{_GQA} --normalization RMSNorm --quick-geglu --activation-func-clamp-value 1 --glu-linear-offset 1 {_NO_DROPOUT} "
@@ -40,7 +40,7 @@ MODELS = {
     ),
     # Layers of different sizes, without attention, without an MLP, and without both.
     "puzzle": (
-        f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 "
+        f"--normalization RMSNorm --swiglu {_ROPE} --hidden-dropout 0.2 --attention-output-gate "
         "--heterogeneous-layers-config-encoded-json "
         '{"block_configs":['
         '{"attention":{"num_query_groups":1},"mlp":{"ffn_hidden_size":48}},'

@@ -4,12 +4,13 @@ import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn, near
 
-from megatrain.kernels import activations, column_sums, cross_entropy, norms, random, rotary
+from megatrain.kernels import activations, column_sums, cross_entropy, norms, output_gate, random, rotary
 from megatrain.kernels.activations import Activation
 from megatrain.kernels.fused import activations as fused_activations
 from megatrain.kernels.fused import column_sums as fused_column_sums
 from megatrain.kernels.fused import cross_entropy as fused_cross_entropy
 from megatrain.kernels.fused import norms as fused_norms
+from megatrain.kernels.fused import output_gate as fused_output_gate
 from megatrain.kernels.fused import random as fused_random
 from megatrain.kernels.fused import rotary as fused_rotary
 
@@ -124,7 +125,8 @@ def test_activation(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "d", "rotary_percent"), [((4, 2, 2), 8, 1.0), ((40, 1, 1), 64, 1.0), ((3, 3, 3), 24, 0.5)]
+    ("heads", "d", "rotary_percent"),
+    [((4, 2, 2), 8, 1.0), ((40, 1, 1), 64, 1.0), ((3, 3, 3), 24, 0.5), ((4, 2, 2, 4), 8, 1.0)],
 )
 def test_rotary(
     dtype: torch.dtype, is_interleaved: bool, heads: tuple[int, ...], d: int, rotary_percent: float
@@ -151,6 +153,22 @@ def test_rotary(
     for one, other in zip(
         fused_rotary.apply_rope_to_qkv(qkv, heads, cos, sin, **kind), expected, strict=True
     ):
+        near(one, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "d"), [((4, 2, 2, 4), 8), ((3, 1, 1, 3), 33), ((40, 8, 8, 40), 64)])
+def test_output_gate(dtype: torch.dtype, heads: tuple[int, ...], d: int) -> None:
+    """The gate is a part of the QKV projection; the gradient may have other strides too."""
+    s, b = 3, 2
+    gate = drawn(s, b, sum(heads), d, dtype=dtype).split(list(heads), dim=2)[3].flatten(2)
+    assert not gate.is_contiguous()
+    x = drawn(s, b, heads[0] * d, dtype=dtype, seed=1)
+    dy = drawn(b, s, heads[0] * d, dtype=dtype, seed=2).transpose(0, 1)
+    near(fused_output_gate.gate_output(x, gate), output_gate.gate_output_reference(x, gate), dtype)
+    found = fused_output_gate.gate_output_backward(dy, x, gate)
+    expected = output_gate.gate_output_backward_reference(dy, x, gate)
+    for one, other in zip(found, expected, strict=True):
         near(one, other, dtype)
 
 

@@ -1,0 +1,57 @@
+"""Planted faults of sinks and output gates of attention, each with the layout in which parity must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatrain.model import functions
+from megatrain.model.implementations.attention import LocalContextAttention
+from megatrain.model.layer import Attention
+from megatrain.parallel.batch import PassInfo
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def _sinks_of_first_context_rank() -> AbstractContextManager[Any]:
+    """Give every rank that computes some heads of all tokens the sink logits of the first rank's heads."""
+
+    def of_first_heads(self: LocalContextAttention, q: Tensor) -> Tensor:
+        return functions.as_leaf(self.sink, self.weight_grads.get("sink"))[: q.shape[2]]
+
+    return mock.patch.object(LocalContextAttention, "_sink_logits", of_first_heads)
+
+
+def _sinks_of_next_head() -> AbstractContextManager[Any]:
+    """Shift the sink logits of one tensor rank's heads by a head."""
+
+    def shifted(self: LocalContextAttention, q: Tensor) -> Tensor | None:
+        sinks = sink_logits(self, q)
+        return sinks if sinks is None or self.tp.rank == 0 else sinks.roll(1)
+
+    sink_logits = LocalContextAttention._sink_logits
+    return mock.patch.object(LocalContextAttention, "_sink_logits", shifted)
+
+
+def _gates_of_next_head() -> AbstractContextManager[Any]:
+    """Shift the gates of one rank's heads by a head."""
+
+    def shifted(self: Attention, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
+        q, k, v, gate = split(self, qkv, info)
+        return q, k, v, gate if dist.get_rank() == 0 else gate.roll(1, 2)
+
+    split = Attention._split
+    return mock.patch.object(Attention, "_split", shifted)
+
+
+ATTENTION_FAULTS: dict[str, tuple[Plant, str]] = {
+    "sinks of the first context rank's heads": (_sinks_of_first_context_rank, "cp2 heads gpt-oss"),
+    "sinks of the next head on a tensor rank": (_sinks_of_next_head, "tp2 gpt-oss"),
+    "output gates of the next head on a tensor rank": (_gates_of_next_head, "tp2 qwen"),
+}
+"""Context manager and layout of each fault."""
