@@ -94,13 +94,13 @@ class Attention(nn.Module):
 
     def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
         residual, qkv = self.qkv(residual, delta, info)
-        q, k, v, *gates = self._split(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
+        q, k, v, *gates = self.split_heads(qkv.unflatten(-1, (-1, self.spec.head_channels)), info)
         heads = self.core(q, k, v, info)
         for gate in gates:
             heads = functions.gate_output(heads, gate.flatten(2))
         return residual, self.output(self.proj(heads, info), info)
 
-    def _split(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
+    def split_heads(self, qkv: Tensor, info: PassInfo) -> tuple[Tensor, ...]:
         """Split [s, b, heads, d] into queries, keys, values and, if there is one, the gate; queries and keys get norm and RoPE."""
         if self.rope is not None:
             return self.rope.split_qkv(qkv, self.sizes)

@@ -27,6 +27,7 @@ from transformers_weights import (
     perturb,
     qwen3_next,
     with_experts,
+    without_biases,
 )
 
 from megatrain.config import Facts, parse, resolve
@@ -272,7 +273,7 @@ MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights
         " --softmax-type learnable --window-size 7,0 --window-attn-skip-freq 2 --quick-geglu --glu-linear-offset 1"
         " --activation-func-clamp-value 0.3 --position-embedding-type yarn --rotary-base 150000"
         " --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --no-yarn-correction-range-round-to-int"),
-        lambda theirs: {k: v for k, v in gpt_oss(theirs, LAYERS).items() if not k.endswith('proj.bias')},
+        lambda theirs: gpt_oss(theirs, LAYERS),
     ),
 }  # fmt: skip
 MODELS |= MODELS_WITH_EXPERTS
@@ -318,9 +319,8 @@ def reference(kind: str, settings: dict[str, Any]) -> tuple[Any, Tensor, Tensor]
     tokens, labels = torch.randint(0, VOCAB, (2, 2, SEQ))
     with torch.no_grad():
         perturb(dict(theirs.named_parameters()))
-        for name, w in theirs.named_parameters():
-            if kind.startswith("GptOss") and (name.endswith("proj_bias") or name.endswith("o_proj.bias") or name.endswith("router.bias")):
-                w.zero_()
+        if kind == "GptOssForCausalLM":
+            without_biases(dict(theirs.named_parameters()))
     return theirs, tokens, labels
 
 

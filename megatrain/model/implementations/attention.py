@@ -96,7 +96,7 @@ class LocalContextAttention(LaidOutModule):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         q, k, v = self.context.sequence_to_heads(q, k, self.padded(v))
         masks = self.masks(q, info)
-        sink, ring = self._sink_logits(q), self.context.ring
+        sink, ring = self.sink_logits(q), self.context.ring
         if ring.size == 1 and sink is None:  # one block: nothing to merge
             whole = ring.position_ranges(q.shape[0])
             out = functions.attend(q, k, v, self.kernel, masks.between(whole, whole))
@@ -131,7 +131,7 @@ class LocalContextAttention(LaidOutModule):
             first_head=(self.tp.rank * heads.size + heads.rank) * q.shape[2],
         )
 
-    def _sink_logits(self, q: Tensor) -> Tensor | None:
+    def sink_logits(self, q: Tensor) -> Tensor | None:
         """Return the sink logit of each local head, [n], which enters the softmax denominator."""
         num_heads = q.shape[2]
         if self.spec.sink == "none":

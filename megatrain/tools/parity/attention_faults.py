@@ -24,7 +24,7 @@ def _sinks_of_first_context_rank() -> AbstractContextManager[Any]:
     def of_first_heads(self: LocalContextAttention, q: Tensor) -> Tensor:
         return functions.as_leaf(self.sink, self.weight_grads.get("sink"))[: q.shape[2]]
 
-    return mock.patch.object(LocalContextAttention, "_sink_logits", of_first_heads)
+    return mock.patch.object(LocalContextAttention, "sink_logits", of_first_heads)
 
 
 def _sinks_of_next_head() -> AbstractContextManager[Any]:
@@ -34,8 +34,8 @@ def _sinks_of_next_head() -> AbstractContextManager[Any]:
         sinks = sink_logits(self, q)
         return sinks if sinks is None or self.tp.rank == 0 else sinks.roll(1)
 
-    sink_logits = LocalContextAttention._sink_logits
-    return mock.patch.object(LocalContextAttention, "_sink_logits", shifted)
+    sink_logits = LocalContextAttention.sink_logits
+    return mock.patch.object(LocalContextAttention, "sink_logits", shifted)
 
 
 def _gates_of_next_head() -> AbstractContextManager[Any]:
@@ -45,8 +45,8 @@ def _gates_of_next_head() -> AbstractContextManager[Any]:
         q, k, v, gate = split(self, qkv, info)
         return q, k, v, gate if dist.get_rank() == 0 else gate.roll(1, 2)
 
-    split = Attention._split
-    return mock.patch.object(Attention, "_split", shifted)
+    split = Attention.split_heads
+    return mock.patch.object(Attention, "split_heads", shifted)
 
 
 ATTENTION_FAULTS: dict[str, tuple[Plant, str]] = {

@@ -49,6 +49,14 @@ def test_flops_depend_on_the_layers(plan_of):
     assert plan_of(f"--num-layers 2 --ffn-hidden-size 96 {parts}").derived.flops_per_iteration == whole
 
 
+def test_an_output_gate_of_attention_adds_a_projection_of_the_width_of_the_queries(plan_of):
+    shape = "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --kv-channels 24"
+    plain, gated = plan_of(shape), plan_of(f"{shape} --attention-output-gate")
+    tokens = plain.derived.tokens_per_iteration
+    added = gated.derived.flops_per_iteration - plain.derived.flops_per_iteration
+    assert added == 6 * tokens * 3 * 64 * 4 * 24
+
+
 def test_the_configuration_stores_the_contents_of_the_file(plan_of):
     text = json.dumps({"hidden_size": 1, "block_configs": [FULL] * 4}, indent=2)
     path = "--heterogeneous-layers-config-path sizes.json"

@@ -14,7 +14,6 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 NOT_SUPPORTED = (
     "mtp_num_layers",
     "hybrid_layer_pattern",
-    "attention_output_gate",
 )
 
 
@@ -38,6 +37,7 @@ def test_flops_equal_megatron_lm(case):
         "kv_channels",
         "padded_vocab_size",
         "swiglu",
+        "attention_output_gate",
     )
     if arguments["multi_latent_attention"]:
         names += (
