@@ -128,6 +128,7 @@ class MegatronCheckpoint:
             model.num_attention_heads,
             model.num_query_groups or model.num_attention_heads,
             is_gated=_is_gated(self.plan),
+            has_output_gate=model.attention_output_gate,
         )
         for name in names:
             if _STATE.fullmatch(name) or name.endswith(_BIAS):

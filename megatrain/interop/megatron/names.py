@@ -4,6 +4,7 @@ decoder.layers.self_attention.linear_qkv.weight [layers, rows, h]    the layers 
 decoder.layers.1.mlp.experts.experts.linear_fc1.weight [experts, rows, h]    the experts always are
 
 linear_qkv, 2 query groups     rows  q0 q1 k0 v0 | q2 q3 k1 v1   ->  q: q0 q1 q2 q3,  k: k0 k1,  v: v0 v1
+with an output gate            rows  q0 q1 g0 g1 k0 v0 | ...
 linear_fc1 of a gated MLP      rows  gate up                     ->  gate,  up
 """
 
@@ -17,7 +18,7 @@ from typing import Final
 
 _LAYER: Final = {
     "input_layernorm": ("attention.norm",),
-    "self_attention.linear_qkv": ("attention.q", "attention.k", "attention.v"),
+    "self_attention.linear_qkv": ("attention.q", "attention.gate", "attention.k", "attention.v"),
     "self_attention.q_layernorm": ("attention.q_norm",),
     "self_attention.k_layernorm": ("attention.k_norm",),
     "self_attention.linear_q_proj": ("attention.q",),
@@ -68,6 +69,8 @@ class FusedRows:
     num_query_groups: int
     is_gated: bool
     """MLPs are gated: `linear_fc1` holds gate and up."""
+    has_output_gate: bool = False
+    """Attention is gated: `linear_qkv` holds queries, gates, keys and values."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
     names = TABLE[pattern]
     num_stacked = pattern.count("{}") - len(numbers)
     size, rest = shape[num_stacked], shape[num_stacked + 1 :]
-    found = {1: _whole, 2: _gate_and_up, 3: _queries_keys_values}[len(names)](size, fused)
+    found = {1: _whole, 2: _gate_and_up, 4: _queries_gates_keys_values}[len(names)](size, fused)
     for place in itertools.product(*map(range, shape[:num_stacked])):
         for one, rows in zip(names, found, strict=True):
             if rows:
@@ -129,12 +132,13 @@ def _gate_and_up(num_rows: int, fused: FusedRows) -> tuple[_Rows, _Rows]:
     return (slice(0, gate),) if gate else (), (slice(gate, num_rows),)
 
 
-def _queries_keys_values(num_rows: int, fused: FusedRows) -> tuple[_Rows, _Rows, _Rows]:
+def _queries_gates_keys_values(num_rows: int, fused: FusedRows) -> tuple[_Rows, ...]:
+    queries = fused.num_heads // fused.num_query_groups
+    heads = (queries, queries if fused.has_output_gate else 0, 1, 1)  # of each query group
     group = num_rows // fused.num_query_groups
-    head = num_rows // (fused.num_heads + 2 * fused.num_query_groups)
-    starts = range(0, num_rows, group)
-    return (
-        tuple(slice(start, start + group - 2 * head) for start in starts),
-        tuple(slice(start + group - 2 * head, start + group - head) for start in starts),
-        tuple(slice(start + group - head, start + group) for start in starts),
+    head = group // sum(heads)
+    ends = [head * end for end in itertools.accumulate(heads)]
+    return tuple(
+        tuple(slice(start + end - head * count, start + end) for start in range(0, num_rows, group) if count)
+        for count, end in zip(heads, ends, strict=True)
     )
