@@ -29,7 +29,8 @@ STARTING: Final = _FOLDER / "starting.txt"
 _BEGIN, _END = "<!-- command lines -->", "<!-- end of command lines -->"
 _RULES: Final = {
     r"--num-layers \d+ is not divisible by --pipeline": "interleaved and uneven pipeline stages",
-    r"--spec \S*hybrid": "Mamba and linear-attention layers",
+    r"--spec \S*hybrid": "Mamba layers",
+    r"--experimental-attention-variant.* dsa": "sparse attention",
 }
 """Missing features that cause problems of rules."""
 

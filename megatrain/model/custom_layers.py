@@ -28,7 +28,14 @@ from megatrain.config.derive.layer_sizes import ExpertSizes, LayerSizes
 from megatrain.config.errors import ConfigError
 from megatrain.config.schema.model import ModelConfig
 from megatrain.kernels.activations import ActivationFunction
-from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec
+from megatrain.model.specs import (
+    AttentionSpec,
+    ExpertsSpec,
+    GptSpec,
+    LayerSpec,
+    LinearAttentionSpec,
+    MlpSpec,
+)
 
 _NAMES: Final = "give a file, such as my_layers.py:my_spec, or a module on the Python path (PYTHONPATH)"
 
@@ -56,7 +63,7 @@ def describe_custom_layers(
 ) -> CustomLayers:
     """Describe the custom layers for a plan. Raises ConfigError."""
     digest, layers = digest_of(function), load_layers(function, model, default)
-    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    mixers = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
     has_either = [mixer.softcap is not None or bool(mixer.dropout) for mixer in mixers]
     return CustomLayers(
         digest=digest,
@@ -179,13 +186,16 @@ def _mlps(layer: LayerSpec) -> list[MlpSpec]:
 
 
 def _sizes(layer: LayerSpec) -> LayerSizes:
-    mixer, mlp = layer.mixer, layer.mlp
+    mlp = layer.mlp
+    mixer = layer.mixer if isinstance(layer.mixer, AttentionSpec) else None
+    linear = layer.mixer if isinstance(layer.mixer, LinearAttentionSpec) else None
     return LayerSizes(
         num_heads=mixer.num_heads if mixer else 0,
         num_query_groups=mixer.num_query_groups if mixer else 0,
         head_channels=mixer.head_channels if mixer else 0,
         latent=mixer.latent if mixer else None,
         has_output_gate=mixer is not None and mixer.has_output_gate,
+        linear=None if linear is None else linear.sizes,
         ffn_hidden_size=mlp.ffn_hidden_size if isinstance(mlp, MlpSpec) else 0,
         is_gated=any(one.is_gated for one in _mlps(layer)),
         experts=_expert_sizes(mlp) if isinstance(mlp, ExpertsSpec) else None,

@@ -26,8 +26,9 @@ from megatrain.model.implementations.transformer_engine import TransformerEngine
 from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp, RotaryEmbedding, Sequential, TransformerLayer
 from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
+from megatrain.model.linear_attention import LinearAttention
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
-from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec
+from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LinearAttentionSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
 from megatrain.parallel.expert_parallel import ExpertParallel
@@ -211,10 +212,15 @@ def _layer(
     layer, tp, prefix = spec.layers[number], ranks.split.tp, f"decoder.layers.{number}"
     position = layer.norm_position
     branches: list[nn.Module] = []
-    if layer.mixer is not None:
+    if isinstance(layer.mixer, AttentionSpec):
         attention = Attention if layer.mixer.latent is None else LatentAttention
         branches.append(
             attention(layer.mixer, spec, position, f"{prefix}.attention", leaves, tp, rope, recompute)
+        )
+    elif layer.mixer is not None:
+        name = f"{prefix}.linear_attention"
+        branches.append(
+            LinearAttention(layer.mixer, spec, position, name, leaves, tp, recompute, ranks.dtype)
         )
     if isinstance(layer.mlp, ExpertsSpec):
         branches.append(ExpertBranch(layer.mlp, spec, number, position, leaves, ranks, recompute))
@@ -266,11 +272,11 @@ class _RotaryEmbeddings:
         self.positions, self.dtype = positions, accumulation_dtype(dtype)
         self.modules: dict[tuple[RotarySpec, int], RotaryEmbedding] = {}
 
-    def of(self, attention: AttentionSpec | None) -> RotaryEmbedding | None:
+    def of(self, mixer: AttentionSpec | LinearAttentionSpec | None) -> RotaryEmbedding | None:
         """Return the module of a layer, if it has RoPE."""
-        if attention is None or attention.rotary is None:
+        if not isinstance(mixer, AttentionSpec) or mixer.rotary is None:
             return None
-        key = (attention.rotary, attention.rope_channels)
+        key = (mixer.rotary, mixer.rope_channels)
         if key not in self.modules:
             self.modules[key] = RotaryEmbedding(*key, self.positions, self.dtype)
         return self.modules[key]

@@ -82,6 +82,15 @@ def columns_bias_layout(
     return ParamLayout(shape=(rows,), pieces=pieces, init=init or Init(), decays=decays, kind="vector")
 
 
+def convolution_layout(tensors: Sequence[Columns], num_taps: int, tp: TensorParallel) -> ParamLayout:
+    """Return the layout of one filter per channel, [channels, taps]: split as the channels; torch's initial values of Conv1d."""
+    pieces = _split_columns(tensors, (num_taps,), tp.group)
+    rows, bound = sum(piece.local_shape[0] for piece in pieces), num_taps**-0.5
+    return ParamLayout(
+        shape=(rows, num_taps), pieces=pieces, init=Init(uniform=(-bound, bound)), kind="vector"
+    )
+
+
 def qkv_columns(spec: AttentionSpec, prefix: str, kind: str, tp: TensorParallel) -> list[Columns]:
     """Return the outputs of the QKV projection: queries, keys, values and the gate of the output, if there is one."""
     queries, keys = spec.num_heads * spec.head_channels, spec.num_query_groups * spec.head_channels

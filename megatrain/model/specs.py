@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from megatrain.config.derive.layer_sizes import ExpertSizes, LatentSizes, LayerSizes, layer_table
+from megatrain.config.derive.layer_sizes import ExpertSizes, LatentSizes, LayerSizes, LinearSizes, layer_table
 from megatrain.config.derive.model import activation_of, attention_scale, matrix_init_std
 from megatrain.config.derive.patterns import parse_layer_pattern, parse_window
 from megatrain.config.plan import Activation
@@ -77,6 +77,15 @@ class AttentionSpec:
     def rope_channels(self) -> int:
         """Channels of a head that RoPE receives; it may leave some unchanged."""
         return self.head_channels if self.latent is None else self.latent.rotary_channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionSpec:
+    """Linear attention by the gated delta rule, in place of attention."""
+
+    sizes: LinearSizes
+    activation: Activation = "swiglu"
+    """Its function is that of the convolved queries, keys and values, and of the gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +169,8 @@ class ExpertsSpec:
 class LayerSpec:
     """One layer."""
 
-    mixer: AttentionSpec | None
-    """Attention; None: none."""
+    mixer: AttentionSpec | LinearAttentionSpec | None
+    """Attention or a linear one; None: neither."""
     mlp: MlpSpec | ExpertsSpec | None
     """MLP or experts; None: neither."""
     norm_position: NormPosition = "pre"
@@ -283,12 +292,22 @@ def _layers(
         )
         layers.append(
             LayerSpec(
-                mixer=attention if sizes.num_heads else None,
+                mixer=attention if sizes.num_heads else _linear_attention(model, sizes),
                 mlp=_mlp(mlp, sizes, experts),
                 norm_position=model.norm_position,
             )
         )
     return tuple(layers)
+
+
+def _linear_attention(model: ModelConfig, sizes: LayerSizes) -> LinearAttentionSpec | None:
+    """Return the linear attention of a layer, if it has one. Its GELU is exact, as in Megatron-LM, also where that of the MLP is not."""
+    activation = activation_of(model)[0]
+    if sizes.linear is None:
+        return None
+    return LinearAttentionSpec(
+        sizes=sizes.linear, activation="gelu" if activation == "gelu_tanh" else activation
+    )
 
 
 def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec | ExpertsSpec | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megatrain.kernels.random import fill_normal, stream_key
+from megatrain.kernels.random import fill_normal, fill_uniform, stream_key
 from megatrain.parallel.layout import Box, BoxRange, ParamLayout
 
 
@@ -19,10 +20,22 @@ class InitialWeights:
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
         """Fill `out`, contiguous and of the shape of the box, with the box's initial values."""
         init, piece = layout.init, box.piece
-        if init.std == 0.0:
+        bounds = init.uniform or init.log_of
+        if bounds is not None:
+            values = _uniform(stream_key(self.seed, piece.name), piece.shape, box.box, *bounds)
+            out.copy_(values.log() if init.log_of else values)
+        elif init.std == 0.0:
             out.fill_(init.mean)
         else:
             _fill(out, stream_key(self.seed, piece.name), piece.shape, box.box, 0, init.mean, init.std)
+
+
+def _uniform(key: int, shape: tuple[int, ...], box: Box, low: float, high: float) -> Tensor:
+    """Return a box of a tensor [rows] or [rows, columns] of uniform numbers, in double precision, on the CPU."""
+    (first, last), *inner = box
+    whole = torch.empty(last - first, *(shape[1:] or (1,)), dtype=torch.float64)
+    fill_uniform(whole, torch.arange(first, last), key=key, low=low, high=high)
+    return whole[:, slice(*inner[0])] if inner else whole[:, 0]
 
 
 def _fill(

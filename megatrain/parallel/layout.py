@@ -30,10 +30,14 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal with this mean and standard deviation; constant if `std` is 0."""
+    """Initial values: normal with this mean and standard deviation; constant if `std` is 0; or one of the others."""
 
     mean: float = 0.0
     std: float = 0.0
+    uniform: tuple[float, float] | None = None
+    """Uniform numbers between these."""
+    log_of: tuple[float, float] | None = None
+    """Logarithms of uniform numbers between these."""
 
 
 @dataclass(frozen=True)

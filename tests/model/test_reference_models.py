@@ -81,7 +81,10 @@ class Ours:
             self.model.registry, grid=self.grid, weight_dtype=torch.float32, grad_dtype=torch.float32,
             device=torch.device("cpu"),
         )  # fmt: skip
-        source = CopiedWeights(weights)
+        # Qwen3-Next stores this norm as it is, and all others as their difference from 1; --apply-layernorm-1p covers all.
+        source = CopiedWeights(
+            {name: one - 1 if name.endswith("out_norm.weight") else one for name, one in weights.items()}
+        )
         fill_weights(self.buffers, source)
         left = source.unused - {"output_layer.weight"}
         assert not left, f"not used: {left}"
@@ -253,16 +256,21 @@ MODELS_WITH_EXPERTS: dict[str, tuple[str, dict[str, Any], str, Callable[[Weights
         f"{LLAMA} {UNTIED} {EXPERTS} --moe-router-pre-softmax --qk-layernorm --qk-layernorm-width all_heads",
         with_norms_and_experts({**PRE_NORMS, **QK_NORMS}),
     ),
-    "Qwen3-Next without linear attention": (
+    "Qwen3-Next": (
         "Qwen3NextForCausalLM",
         {**SHAPE, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "num_experts": 6,
          "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 2,
-         "layer_types": ["full_attention"] * LAYERS,
+         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+         "linear_conv_kernel_dim": 3, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+         "linear_num_value_heads": 4, "linear_value_head_dim": 6,
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}},
         (f"{LLAMA} {GQA} {UNTIED} {EXPERTS} --kv-channels 16 --qk-layernorm --apply-layernorm-1p --norm-epsilon 1e-6"
         " --attention-output-gate --rotary-base 10000000 --rotary-percent 0.25"
+        " --experimental-attention-variant gated_delta_net --linear-attention-freq [1,1,0,1]"
+        " --linear-conv-kernel-dim 3 --linear-num-key-heads 2 --linear-key-head-dim 8"
+        " --linear-num-value-heads 4 --linear-value-head-dim 6"
         " --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate"),
-        lambda theirs: qwen3_next(theirs, LAYERS, 4),
+        lambda theirs: qwen3_next(theirs, LAYERS, 4, 2),
     ),
     "GPT-OSS": (
         "GptOssForCausalLM",

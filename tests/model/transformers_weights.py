@@ -113,16 +113,55 @@ def with_experts(theirs: Weights, num_layers: int, norms: dict[str, str]) -> Wei
     return ours
 
 
-def qwen3_next(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
-    """Convert Qwen3-Next without linear attention. It stores queries and gates of the output head by head."""
+def qwen3_next(theirs: Weights, num_layers: int, num_heads: int, num_key_heads: int) -> Weights:
+    """Convert Qwen3-Next. It stores queries and gates of the output head by head, and linear attention by heads of keys."""
     split = dict(theirs)
+    linear: Weights = {}
     for number in range(num_layers):
         projection = f"model.layers.{number}.self_attn.{{}}_proj.weight"
+        if projection.format("q") not in split:
+            linear |= _linear_attention(theirs, number, num_key_heads)
+            continue
         both = split[projection.format("q")].unflatten(0, (num_heads, 2, -1))
         for name, part in zip(("q", "gate"), both.unbind(1), strict=True):
             split[projection.format(name)] = part.flatten(0, 1)
     norms = {**PRE_NORMS, **QK_NORMS, "attention.gate": "self_attn.gate_proj"}
-    return with_experts(split, num_layers, norms)
+    ours = with_experts(split, num_layers, norms)
+    return {name: tensor for name, tensor in ours.items() if name not in _unused(linear)} | linear
+
+
+def _unused(linear: Weights) -> set[str]:
+    """Return the names of the norms of attention in layers with linear attention."""
+    return {
+        name.replace("linear_attention", "attention")
+        for name in linear
+        if name.endswith("attention.norm.weight")
+    }
+
+
+def _linear_attention(theirs: Weights, number: int, num_heads: int) -> Weights:
+    there, here = f"model.layers.{number}.linear_attn", f"{LAYER.format(number)}.linear_attention"
+    values = theirs[f"{there}.dt_bias"].shape[0] // num_heads * theirs[f"{there}.norm.weight"].shape[0]
+    grouped = theirs[f"{there}.in_proj_qkvz.weight"].unflatten(0, (num_heads, -1))
+    keys = grouped.shape[1] // 2 - values
+    ours = {
+        f"{here}.norm.weight": theirs[f"model.layers.{number}.input_layernorm.weight"],
+        f"{here}.dt_bias": theirs[f"{there}.dt_bias"],
+        f"{here}.a_log": theirs[f"{there}.A_log"],
+        f"{here}.out_norm.weight": theirs[f"{there}.norm.weight"],
+        f"{here}.proj.weight": theirs[f"{there}.out_proj.weight"],
+    }
+    for name, part in zip(
+        ("q", "k", "v", "gate"), grouped.split([keys, keys, values, values], 1), strict=True
+    ):
+        ours[f"{here}.{name}.weight"] = part.flatten(0, 1)
+    by_heads = theirs[f"{there}.in_proj_ba.weight"].unflatten(0, (num_heads, 2, -1))
+    for name, part in zip(("beta", "alpha"), by_heads.unbind(1), strict=True):
+        ours[f"{here}.{name}.weight"] = part.flatten(0, 1)
+    filters = theirs[f"{there}.conv1d.weight"].squeeze(1).split([n * num_heads for n in (keys, keys, values)])
+    for name, part in zip("qkv", filters, strict=True):
+        ours[f"{here}.{name}.convolution"] = part
+    return ours
 
 
 def gpt_oss(theirs: Weights, num_layers: int) -> Weights:

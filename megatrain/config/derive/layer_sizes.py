@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from megatrain.config.derive.patterns import PatternError, parse_expert_pattern
+from megatrain.config.derive.patterns import PatternError, parse_expert_pattern, parse_layer_pattern
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 
@@ -60,8 +60,35 @@ class LatentSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinearSizes:
+    """Sizes of linear attention."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_channels: int
+    value_head_channels: int
+    convolution_taps: int
+
+    @property
+    def key_channels(self) -> int:
+        """Channels of all heads of keys, and of queries."""
+        return self.num_key_heads * self.key_head_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of all heads of values."""
+        return self.num_value_heads * self.value_head_channels
+
+    def active_weights(self, hidden_size: int) -> int:
+        """Return the multiplications per token: projections, convolution, and four products with the state of each head."""
+        k, v, heads = self.key_channels, self.value_channels, self.num_value_heads
+        projections = hidden_size * (2 * k + 2 * v + 2 * heads + v)
+        return projections + self.convolution_taps * (2 * k + v) + 4 * v * self.value_head_channels
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a layer. 0 heads: no attention; a width of 0 and no experts: no MLP."""
+    """Sizes of a layer. 0 heads: no attention, or a linear one; a width of 0 and no experts: no MLP."""
 
     num_heads: int = 0
     num_query_groups: int = 0
@@ -71,6 +98,8 @@ class LayerSizes:
     """Multi-latent attention; None: one projection to queries, keys and values."""
     has_output_gate: bool = False
     """A projection of the width of the queries gates the output of attention."""
+    linear: LinearSizes | None = None
+    """Linear attention in place of attention; None: none."""
     ffn_hidden_size: int = 0
     """Width of a dense MLP."""
     is_gated: bool = False
@@ -79,11 +108,12 @@ class LayerSizes:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSizes:
         """Build from the values of a JSON object."""
-        latent, experts = values["latent"], values["experts"]
+        latent, linear, experts = values["latent"], values["linear"], values["experts"]
         return cls(
             **{
                 **values,
                 "latent": None if latent is None else LatentSizes(**latent),
+                "linear": None if linear is None else LinearSizes(**linear),
                 "experts": None if experts is None else ExpertSizes(**experts),
             }
         )
@@ -92,6 +122,11 @@ class LayerSizes:
     def value_channels(self) -> int:
         """Channels of a head of values."""
         return self.head_channels if self.latent is None else self.latent.value_channels
+
+    @property
+    def has_mixer(self) -> bool:
+        """True if the layer has attention, or a linear one."""
+        return bool(self.num_heads) or self.linear is not None
 
     @property
     def has_mlp(self) -> bool:
@@ -112,6 +147,7 @@ class LayerTable:
 
     def __str__(self) -> str:
         attention = [layer.num_query_groups for layer in self.layers if layer.num_query_groups]
+        linear = sum(layer.linear is not None for layer in self.layers)
         mlp = [layer.ffn_hidden_size for layer in self.layers if layer.ffn_hidden_size]
         experts = [layer.experts for layer in self.layers if layer.experts is not None]
         parts = [
@@ -119,7 +155,8 @@ class LayerTable:
             f"query groups {_span(attention)}" if attention else "",
             f"ffn {_span(mlp)}" if mlp else "",
             _describe_experts(experts, len(self.layers)),
-            _missing(len(self.layers) - len(attention), "attention"),
+            f"{linear} with linear attention" if linear else "",
+            _missing(len(self.layers) - len(attention) - linear, "attention"),
             _missing(len(self.layers) - len(mlp) - len(experts), "MLP"),
         ]
         return ", ".join(part for part in parts if part)
@@ -174,7 +211,37 @@ def latent_sizes(model: ModelConfig) -> LatentSizes | None:
     )
 
 
+def linear_sizes(model: ModelConfig) -> LinearSizes:
+    """Return the sizes of the layers with linear attention."""
+    return LinearSizes(
+        num_key_heads=model.linear_num_key_heads,
+        num_value_heads=model.linear_num_value_heads,
+        key_head_channels=model.linear_key_head_dim,
+        value_head_channels=model.linear_value_head_dim,
+        convolution_taps=model.linear_conv_kernel_dim,
+    )
+
+
 def _dense_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
+    """Return the layers before experts replace their MLPs."""
+    layers = _softmax_layers(model)
+    if model.experimental_attention_variant is None:
+        return layers
+    try:
+        is_linear = parse_layer_pattern(model.linear_attention_freq, model.num_layers, one_means=True)
+    except PatternError as error:
+        raise LayersError(f"--linear-attention-freq {error}") from error
+    linear = linear_sizes(model)
+    return tuple(
+        LayerSizes(linear=linear, ffn_hidden_size=layer.ffn_hidden_size, is_gated=layer.is_gated)
+        if is_own and layer.num_heads
+        else layer
+        for layer, is_own in zip(layers, is_linear, strict=True)
+    )
+
+
+def _softmax_layers(model: ModelConfig) -> tuple[LayerSizes, ...]:
+    """Return the layers with attention by softmax in all of them, as sizes of a JSON file or flags have it."""
     text, latent = model.heterogeneous_layers_config_encoded_json, latent_sizes(model)
     default = LayerSizes(
         num_heads=model.num_attention_heads,

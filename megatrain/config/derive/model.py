@@ -4,6 +4,7 @@ FLOPs, each a multiply and an add, forward and twice in backward (times 6):
 
     per token and layer    h*(q + 2k)  queries, keys, values      q = heads * channels, twice with an output gate
                            q*h         attention output           k = groups * channels
+                           linear attention: `LinearSizes.active_weights`
                            m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
     per token              h*v         the output layer           v = padded vocabulary
     per pair of tokens     q           scores and their use: the causal half of two products
@@ -318,7 +319,8 @@ def pair_channels(layer: LayerSizes) -> int:
 def _weights(hidden_size: int, layer: LayerSizes) -> int:
     """Return the weights of a layer's matrices that process each token."""
     matrices = 3 if layer.is_gated else 2
-    return hidden_size * matrices * layer.active_width + attention_weights(hidden_size, layer)
+    linear = 0 if layer.linear is None else layer.linear.active_weights(hidden_size)
+    return hidden_size * matrices * layer.active_width + attention_weights(hidden_size, layer) + linear
 
 
 def attention_weights(hidden_size: int, layer: LayerSizes) -> int:

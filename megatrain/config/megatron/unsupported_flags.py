@@ -65,12 +65,11 @@ UNSUPPORTED_FLAGS: Final = (
         " --mtp-hybrid-override-pattern=",
     ),
     missing(
-        "Mamba and linear-attention layers are not supported",
+        "Mamba layers are not supported",
         "--hybrid-layer-pattern= --hybrid-override-pattern= --is-hybrid-model --mamba-num-heads="
         " --mamba-head-dim= --mamba-num-groups= --mamba-state-dim= --mamba-training-ssm-states-dtype="
-        " --disable-mamba-mem-eff-path --linear-attention-freq= --linear-conv-kernel-dim= --linear-key-head-dim="
-        " --linear-num-key-heads= --linear-num-value-heads= --linear-value-head-dim= --gdp-cutedsl-kernel"
-        " --gdp-num-chunk-states-to-recompute= --gdp-num-householder= --experimental-attention-variant=",
+        " --disable-mamba-mem-eff-path --gdp-cutedsl-kernel --gdp-num-chunk-states-to-recompute="
+        " --gdp-num-householder=",
         instead="remove the flag; all --num-layers layers have attention and an MLP",
     ),
     missing(

@@ -17,6 +17,7 @@ from megatrain.config.rules.device import DEVICE_RULES
 from megatrain.config.rules.experts import EXPERT_RULES
 from megatrain.config.rules.latent_attention import LATENT_RULES
 from megatrain.config.rules.layers import LAYER_RULES
+from megatrain.config.rules.linear_attention import LINEAR_ATTENTION_RULES
 from megatrain.config.rules.logging import LOGGING_RULES
 from megatrain.config.rules.model import MODEL_RULES
 from megatrain.config.rules.parallel import PARALLEL_RULES
@@ -33,6 +34,7 @@ RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     *MODEL_RULES,
     *LATENT_RULES,
     *LAYER_RULES,
+    *LINEAR_ATTENTION_RULES,
     *EXPERT_RULES,
     *TRAINING_RULES,
     *SCHEDULE_RULES,

@@ -66,6 +66,20 @@ class ModelConfig(CheckedSection):
     """Clamp of --quick-geglu: the gate to at most this, the linear part to this magnitude."""
     glu_linear_offset: float = 0.0
     """GLU offset: act(gate) * (up + offset)."""
+    experimental_attention_variant: Literal["gated_delta_net", "gdn"] | None = None
+    """Linear attention in the layers that --linear-attention-freq selects: gated DeltaNet, under both names."""
+    linear_attention_freq: str | None = field(default=None, metadata=several_words())
+    """Layers with linear attention: a number N for all but every Nth layer, or a list such as [1]*3+[0] with 1 for these layers."""
+    linear_conv_kernel_dim: int = field(default=4, metadata=in_range(at_least=1))
+    """Linear attention: tokens that the convolution of queries, keys and values covers."""
+    linear_key_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    """Linear attention: channels per head of queries and keys."""
+    linear_value_head_dim: int = field(default=128, metadata=in_range(at_least=1))
+    """Linear attention: channels per head of values."""
+    linear_num_key_heads: int = field(default=16, metadata=in_range(at_least=1))
+    """Linear attention: heads of queries and keys."""
+    linear_num_value_heads: int = field(default=32, metadata=in_range(at_least=1))
+    """Linear attention: heads of values, a multiple of the heads of queries and keys."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """Type of position embedding: learned, RoPE, RoPE with YaRN scaling, or none."""
     rope_type: Literal["rope", "yarn"] = AUTO

@@ -113,7 +113,7 @@ class LocalLeaves:
         return LocalDropout(p, stream_key(self.seed, f"{name}.dropout"), self.tp, self.cp)
 
 
-_ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
+ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
     "swiglu": activations.SILU,
     "geglu_tanh": activations.GELU_TANH,
     "quick_geglu": activations.QUICK_GELU,
@@ -130,5 +130,5 @@ def _alone(tp: TensorParallel) -> TensorParallel:
 
 
 def _activation(spec: MlpSpec) -> Activation:
-    activation_fn = spec.activation_fn or _ACTIVATION_FUNCTIONS[spec.activation]
+    activation_fn = spec.activation_fn or ACTIVATION_FUNCTIONS[spec.activation]
     return Activation(fn=activation_fn, is_gated=spec.is_gated, clamp=spec.clamp, offset=spec.offset)

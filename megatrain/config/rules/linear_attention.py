@@ -1,0 +1,67 @@
+"""Rules about linear attention: --experimental-attention-variant."""
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from megatrain.config.derive.patterns import PatternError, parse_layer_pattern
+from megatrain.config.errors import Problem
+from megatrain.config.plan import Draft
+from megatrain.config.rules.sizes import multiple_near
+
+Problems = Iterator[Problem]
+
+
+def linear_attention_has_layers(draft: Draft) -> Problems:
+    model = draft.config.model
+    variant, freq = model.experimental_attention_variant, model.linear_attention_freq
+    if variant is not None and freq is None:
+        yield Problem(
+            f"--experimental-attention-variant {variant} requires --linear-attention-freq",
+            "add --linear-attention-freq 4, which leaves attention in every fourth layer",
+        )
+    if variant is None and freq is not None:
+        yield Problem(
+            f"--linear-attention-freq {freq} requires --experimental-attention-variant, as in Megatron-LM",
+            "add --experimental-attention-variant gated_delta_net, or remove --linear-attention-freq",
+        )
+    try:
+        parse_layer_pattern(freq, model.num_layers, one_means=True)
+    except PatternError as error:
+        yield Problem(
+            f"--linear-attention-freq: {error}",
+            f"give a number N for all but every Nth layer, or a list such as --linear-attention-freq [1]*{model.num_layers - 1}+[0]",
+        )
+
+
+def linear_heads_divide(draft: Draft) -> Problems:
+    model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
+    if model.experimental_attention_variant is None:
+        return
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    if values % keys:
+        yield Problem(
+            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}",
+            f"use --linear-num-value-heads {multiple_near(values, keys)}",
+        )
+    if keys % tp:
+        yield Problem(
+            f"--linear-num-key-heads {keys} is not divisible by --tensor-model-parallel-size {tp}",
+            f"use --linear-num-key-heads {multiple_near(keys, tp)}",
+        )
+
+
+def linear_attention_reads_whole_samples(draft: Draft) -> Problems:
+    model, data = draft.config.model, draft.config.data
+    if model.experimental_attention_variant is not None and data.dataloader_inter_document_masking:
+        yield Problem(
+            f"--experimental-attention-variant {model.experimental_attention_variant} is not supported together with"
+            " --dataloader-inter-document-masking: linear attention does not stop at the end of a document",
+            "remove --dataloader-inter-document-masking",
+        )
+
+
+LINEAR_ATTENTION_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    linear_attention_has_layers,
+    linear_heads_divide,
+    linear_attention_reads_whole_samples,
+)

@@ -1,0 +1,157 @@
+"""Linear attention by the gated delta rule (gated DeltaNet), a mixer in place of attention.
+
+hidden ─ + ─ norm + projection ─┬─ q, k, v ─ convolution ─ activation ─┐
+                                ├─ beta, alpha ────────────────────────┴─ gated delta rule ─ norm ─ * ─ projection ─ output
+                                └─ gate ─ activation ───────────────────────────────────────────────┘
+
+    q, k            [s, b, nk, dk], divided by their length; nv / nk consecutive heads of values share one
+    v, gate         [s, b, nv, dv]
+    decay           g = -exp(a_log) softplus(alpha + dt_bias), per head of values
+    over tp         heads are split, as those of attention
+
+Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the model is Qwen3-Next's, as Megatron-LM has it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatrain.config.derive.layer_sizes import LinearSizes
+from megatrain.kernels.activations import ActivationFunction
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.kernels.gated_delta import causal_convolution, gated_delta_rule
+from megatrain.model import functions
+from megatrain.model.implementations.leaves import Leaves
+from megatrain.model.implementations.local_leaves import ACTIVATION_FUNCTIONS
+from megatrain.model.layer import branch_output
+from megatrain.model.layouts import (
+    Columns,
+    Weights,
+    branch_norm_weights,
+    columns_bias_layout,
+    columns_layout,
+    convolution_layout,
+    heads_layout,
+    rows_layout,
+    unit_gain,
+)
+from megatrain.model.recompute import Recompute, RecomputedModule
+from megatrain.model.specs import GptSpec, LinearAttentionSpec, NormPosition
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.tensor_parallel import TensorParallel
+
+_MIN_SQUARE = 1e-6
+"""Added to the squared length of queries and keys."""
+
+
+class LinearAttention(nn.Module):
+    """Linear attention over this rank's heads, from the norm to the output of the branch."""
+
+    def __init__(
+        self,
+        spec: LinearAttentionSpec,
+        gpt: GptSpec,
+        position: NormPosition,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+        recompute: Recompute,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        sizes, h = spec.sizes, gpt.hidden_size
+        values, heads = sizes.value_channels, sizes.num_value_heads
+        self.activation = ACTIVATION_FUNCTIONS[spec.activation]
+        self.sizes = [size // tp.size for size in (2 * sizes.key_channels + values, values, heads, heads)]
+        columns = [
+            *_convolved(sizes, prefix, "weight"),
+            Columns(f"{prefix}.gate.weight", values),
+            Columns(f"{prefix}.beta.weight", heads),
+            Columns(f"{prefix}.alpha.weight", heads),
+        ]
+        self.projections = leaves.column_linear(
+            branch_norm_weights(gpt, position, prefix, tp),
+            Weights(columns_layout(columns, h, Init(std=gpt.init_std), tp)),
+            recompute_norm=recompute.has_part("layernorm"),
+        )
+        core = DeltaRule(sizes, self.activation, prefix, tp, dtype)
+        self.core = RecomputedModule(core) if recompute.has_part("core_attn") else core
+        width, gain_init = sizes.value_head_channels, unit_gain(gpt.norm)
+        gain = heads_layout(f"{prefix}.out_norm.weight", width, gain_init, tp, decays=False)
+        bias = heads_layout(f"{prefix}.out_norm.bias", width, Init(), tp, decays=False)
+        self.norm = leaves.norm(Weights(gain, bias if gpt.norm.kind == "LayerNorm" else None), gpt.norm)
+        output_init = Init(std=gpt.output_init_std)
+        self.proj = leaves.row_linear(
+            Weights(rows_layout(f"{prefix}.proj.weight", h, values, output_init, tp))
+        )
+        self.output = branch_output(gpt, position, prefix, leaves, tp)
+
+    def forward(self, residual: Tensor, delta: Tensor | None, info: PassInfo) -> tuple[Tensor, Tensor]:
+        residual, projected = self.projections(residual, delta, info)
+        qkv, gate, beta, alpha = projected.split(self.sizes, dim=-1)
+        out = self.norm(self.core(qkv, beta, alpha), info)
+        gate = self.activation.value(gate.to(accumulation_dtype(gate.dtype)))
+        out = (out.flatten(2) * gate).to(qkv.dtype)
+        return residual, self.output(self.proj(out, info), info)
+
+
+class DeltaRule(LaidOutModule):
+    """Convolution of queries, keys and values, and the gated delta rule."""
+
+    convolution: Tensor
+    dt_bias: Tensor
+    a_log: Tensor
+
+    def __init__(
+        self,
+        sizes: LinearSizes,
+        activation: ActivationFunction,
+        prefix: str,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.sizes, self.activation = sizes, activation
+        heads = Columns(f"{prefix}.dt_bias", sizes.num_value_heads)
+        logs = Columns(f"{prefix}.a_log", sizes.num_value_heads)
+        convolved = _convolved(sizes, prefix, "convolution")
+        self.widths = [columns.num_outputs // tp.size for columns in convolved]
+        self.add_weight("convolution", convolution_layout(convolved, sizes.convolution_taps, tp), dtype)
+        self.add_weight("dt_bias", columns_bias_layout([heads], tp, Init(mean=1.0)), dtype)
+        self.add_weight("a_log", columns_bias_layout([logs], tp, Init(log_of=(1.0, 16.0))), dtype)
+
+    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+        """Map q, k, v [s, b, c/tp], beta and alpha [s, b, nv/tp] -> [s, b, nv/tp, dv]."""
+        sizes, dtype = self.sizes, accumulation_dtype(qkv.dtype)
+        convolution, dt_bias, a_log = (
+            functions.as_leaf(getattr(self, name), self.weight_grads.get(name))
+            for name in ("convolution", "dt_bias", "a_log")
+        )
+        mixed = self.activation.value(causal_convolution(qkv.to(dtype), convolution.to(dtype)))
+        q, k, v = mixed.to(qkv.dtype).split(self.widths, dim=-1)
+        q, k = (_unit_heads(x.unflatten(-1, (-1, sizes.key_head_channels)), dtype) for x in (q, k))
+        shares = sizes.num_value_heads // sizes.num_key_heads
+        q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_channels**-0.5, k))
+        g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
+        v = v.unflatten(-1, (-1, sizes.value_head_channels))
+        return gated_delta_rule(q, k, v, g, beta.to(dtype).sigmoid())
+
+
+def _convolved(sizes: LinearSizes, prefix: str, kind: str) -> list[Columns]:
+    """Return the outputs of the projection that are convolved: queries, keys and values."""
+    widths = {"q": sizes.key_channels, "k": sizes.key_channels, "v": sizes.value_channels}
+    return [Columns(f"{prefix}.{name}.{kind}", width) for name, width in widths.items()]
+
+
+def _unit_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide each head [..., d] by its length."""
+    x = x.to(dtype)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _MIN_SQUARE)
+
+
+def _repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Repeat each head: [s, b, n, d] -> [s, b, n * times, d]."""
+    return x.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3)
