@@ -19,11 +19,6 @@ def linear_attention_has_layers(draft: Draft) -> Problems:
             f"--experimental-attention-variant {variant} requires --linear-attention-freq",
             "add --linear-attention-freq 4, which leaves attention in every fourth layer",
         )
-    if variant is None and freq is not None:
-        yield Problem(
-            f"--linear-attention-freq {freq} requires --experimental-attention-variant, as in Megatron-LM",
-            "add --experimental-attention-variant gated_delta_net, or remove --linear-attention-freq",
-        )
     try:
         parse_layer_pattern(freq, model.num_layers, one_means=True)
     except PatternError as error:

@@ -39,6 +39,15 @@ CONDITIONS: Final = (
         (*_OF_EXPERTS, "parallel.expert_tensor_parallel_size"),
     ),
     Condition(
+        "without --experimental-attention-variant",
+        lambda d: d.config.model.experimental_attention_variant is not None,
+        _settings(
+            "model",
+            "linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads"
+            " linear_num_value_heads",
+        ),
+    ),
+    Condition(
         "unless --moe-router-score-function is softmax",
         lambda d: d.config.experts.moe_router_score_function == "softmax",
         _settings("experts", "moe_router_pre_softmax"),

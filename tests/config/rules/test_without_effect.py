@@ -21,6 +21,7 @@ CASES = [
      ("--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position", "--moe-expert-capacity-factor")),
     ("--num-experts 4 --moe-shared-expert-gate", "",
      ("--moe-shared-expert-gate", "--moe-shared-expert-intermediate-size")),
+    ("--linear-attention-freq 4", "", ("--linear-attention-freq 4", "--experimental-attention-variant")),
     ("--glu-linear-offset 1", "--swiglu", ("--glu-linear-offset 1.0", "without a gate")),
     ("--position-embedding-type none --use-rope-scaling", "", ("--use-rope-scaling", "--position-embedding-type")),
     ("--position-embedding-type none --no-rope-freq 4", "", ("--no-rope-freq 4", "RoPE")),

@@ -1,0 +1,66 @@
+"""Rules about linear attention: each fires, names its flags and a remedy; the FLOPs are Megatron-LM's formula."""
+
+import pytest
+
+from megatrain.config import Facts
+from megatrain.config.rules.linear_attention import LINEAR_ATTENTION_RULES
+
+DELTANET = "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
+CASES = {
+    "linear_attention_has_layers": [
+        ("--experimental-attention-variant gated_delta_net",
+         ("--experimental-attention-variant gated_delta_net", "--linear-attention-freq"), ("--linear-attention-freq 4",)),
+        ("--experimental-attention-variant gdn --linear-attention-freq [1,0]",
+         ("--linear-attention-freq", "2 entries for 4 layers"), ("--linear-attention-freq [1]*3+[0]",)),
+    ],
+    "linear_heads_divide": [
+        (f"{DELTANET} --linear-num-key-heads 6 --linear-num-value-heads 8",
+         ("--linear-num-value-heads 8", "--linear-num-key-heads 6"), ("--linear-num-value-heads 12",)),
+        (f"{DELTANET} --linear-num-key-heads 3 --linear-num-value-heads 6 --tensor-model-parallel-size 2",
+         ("--linear-num-key-heads 3", "--tensor-model-parallel-size 2"), ("--linear-num-key-heads 4",)),
+    ],
+    "linear_attention_reads_whole_samples": [
+        (f"{DELTANET} --dataloader-inter-document-masking",
+         ("gated_delta_net", "--dataloader-inter-document-masking"), ("--dataloader-inter-document-masking",)),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "named", "remedy"), [case for cases in CASES.values() for case in cases])
+def test_a_problem_names_flags_and_remedy(assert_refused, flags, named, remedy):
+    assert_refused(flags, named, remedy, facts=Facts(world_size=2))
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == {rule.__name__ for rule in LINEAR_ATTENTION_RULES}
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--context-parallel-size 2", ("gated_delta_net", "context ranks")),
+        ("--reset-attention-mask", ("gated_delta_net", "document")),
+    ],
+)
+def test_combinations_that_would_be_wrong_are_refused(problems_of, flags, named):
+    (problem,) = problems_of(f"{DELTANET} {flags}", facts=Facts(world_size=2))
+    assert all(words in problem for words in (*named, "fix:"))
+
+
+def test_every_other_layer_keeps_attention(plan_of):
+    layers = plan_of(DELTANET).derived.layer_table.layers
+    assert [(layer.num_heads > 0, layer.linear is not None) for layer in layers] == [
+        (False, True),
+        (True, False),
+    ] * 2
+
+
+def test_flops_of_a_layer_follow_the_formula_of_megatron_lm(plan_of):
+    shape = "--num-layers 1 --hidden-size 64 --num-attention-heads 4 --linear-attention-freq [1] --linear-conv-kernel-dim 3"
+    heads = "--linear-num-key-heads 2 --linear-key-head-dim 8 --linear-num-value-heads 4 --linear-value-head-dim 6"
+    plan = plan_of(f"--experimental-attention-variant gated_delta_net {shape} {heads} --ffn-hidden-size 96")
+    qk, v = 2 * 8, 4 * 6
+    linear = 64 * (2 * qk + 2 * v + 2 * 4) + 3 * (2 * qk + v) + 4 * 6**2 * 4 + 64 * v
+    matrices = 3 if plan.derived.layer_table.layers[0].is_gated else 2
+    rest = matrices * 64 * 96 + 64 * plan.config.model.padded_vocab_size
+    assert plan.derived.flops_per_iteration == 6 * plan.derived.tokens_per_iteration * (linear + rest)
