@@ -36,16 +36,6 @@ REFUSED_PAIRS: Final[tuple[RefusedPair, ...]] = (
         "use --data-parallel-sharding-strategy optim, or remove --num-distributed-optimizer-instances",
     ),
     RefusedPair(
-        ("deltanet", "cp"),
-        "the state of linear attention passes from token to token, and is not passed between context ranks",
-        "use --context-parallel-size 1; --sequence-parallel splits the rest of a layer",
-    ),
-    RefusedPair(
-        ("deltanet", "documents"),
-        "linear attention does not stop at the end of a document",
-        "remove --reset-attention-mask and --reset-position-ids",
-    ),
-    RefusedPair(
         ("muon", "offload"),
         "the matrix products of Muon are too slow on a CPU",
         "remove --optimizer-cpu-offload, or use --optimizer adam",

@@ -45,25 +45,6 @@ TRAINING_OPTIONS: Final[tuple[Option, ...]] = (
         ),
     ),
     Option(
-        "linear attention",
-        ("model.experimental_attention_variant",),
-        (
-            Feature("softmax", "", lambda p: p.config.model.experimental_attention_variant is None),
-            Feature(
-                "deltanet",
-                "--experimental-attention-variant gated_delta_net",
-                lambda p: p.config.model.experimental_attention_variant is not None,
-                rows={
-                    "deltanet": (
-                        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2"
-                        " --linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 24"
-                        " --linear-value-head-dim 4 --linear-conv-kernel-dim 3"
-                    )
-                },
-            ),
-        ),
-    ),
-    Option(
         "loss",
         ("training.calculate_per_token_loss",),
         (

@@ -7,6 +7,7 @@ from megatrain.config.derive.patterns import PatternError, parse_layer_pattern
 from megatrain.config.errors import Problem
 from megatrain.config.plan import Draft
 from megatrain.config.rules.sizes import multiple_near
+from megatrain.config.schema.tree import flag_of
 
 Problems = Iterator[Problem]
 
@@ -47,11 +48,20 @@ def linear_heads_divide(draft: Draft) -> Problems:
 
 def linear_attention_reads_whole_samples(draft: Draft) -> Problems:
     model, data = draft.config.model, draft.config.data
-    if model.experimental_attention_variant is not None and data.dataloader_inter_document_masking:
+    words = f"--experimental-attention-variant {model.experimental_attention_variant}"
+    if model.experimental_attention_variant is None:
+        return
+    if (cp := draft.config.parallel.context_parallel_size) > 1:
         yield Problem(
-            f"--experimental-attention-variant {model.experimental_attention_variant} is not supported together with"
-            " --dataloader-inter-document-masking: linear attention does not stop at the end of a document",
-            "remove --dataloader-inter-document-masking",
+            f"{words} is not supported together with --context-parallel-size {cp}: its state is not passed between context ranks",
+            "use --context-parallel-size 1; --sequence-parallel splits the rest of a layer",
+        )
+    names = ("reset_attention_mask", "dataloader_inter_document_masking")
+    given = [flag_of(name) for name in names if getattr(data, name)]
+    if given:
+        yield Problem(
+            f"{words} is not supported together with {' and '.join(given)}: its state does not stop at the end of a document",
+            f"remove {' and '.join(given)}",
         )
 
 

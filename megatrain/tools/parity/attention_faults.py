@@ -1,4 +1,4 @@
-"""Planted faults of sinks and output gates of attention, each with the layout in which parity must find it."""
+"""Planted faults of sinks and output gates of attention, and of linear attention, each with the layout in which parity must find it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatrain.model import functions
 from megatrain.model.implementations.attention import LocalContextAttention
 from megatrain.model.layer import Attention
+from megatrain.model.linear_attention import DeltaRule
 from megatrain.parallel.batch import PassInfo
 
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -49,9 +50,20 @@ def _gates_of_next_head() -> AbstractContextManager[Any]:
     return mock.patch.object(Attention, "split_heads", shifted)
 
 
+def _decays_of_next_head() -> AbstractContextManager[Any]:
+    """Shift the decays of one rank's heads of linear attention by a head."""
+
+    def shifted(self: DeltaRule, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+        return forward(self, qkv, beta, alpha if dist.get_rank() == 0 else alpha.roll(1, 2))
+
+    forward = DeltaRule.forward
+    return mock.patch.object(DeltaRule, "forward", shifted)
+
+
 ATTENTION_FAULTS: dict[str, tuple[Plant, str]] = {
     "sinks of the first context rank's heads": (_sinks_of_first_context_rank, "cp2 heads gpt-oss"),
     "sinks of the next head on a tensor rank": (_sinks_of_next_head, "tp2 gpt-oss"),
     "output gates of the next head on a tensor rank": (_gates_of_next_head, "tp2 qwen"),
+    "decays of the next head on a tensor rank": (_decays_of_next_head, "tp2 qwen3-next"),
 }
 """Context manager and layout of each fault."""

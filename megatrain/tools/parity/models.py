@@ -60,6 +60,13 @@ MODELS = {
         "--mscale 0.7 --mscale-all-dim 1.3"
     ),
     "mlav2": f"--position-embedding-type none --hidden-dropout 0.1 {_LATENTS} --rope-type rope --rotary-percent 0.5",
+    # Linear attention in every other layer.
+    "qwen3-next": (
+        f"{_GQA} --normalization RMSNorm --swiglu {_ROPE} --disable-bias-linear {_NO_DROPOUT} --apply-layernorm-1p "
+        "--rotary-percent 0.5 --attention-output-gate --init-method-std 0.1 "
+        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3 "
+        "--linear-num-key-heads 24 --linear-key-head-dim 8 --linear-num-value-heads 24 --linear-value-head-dim 4"
+    ),
     "neox": f"--no-bias-gelu-fusion --position-embedding-type none {_NO_DROPOUT} --embedding-init-method-std 0.3",
 }
 """Flags by model name; all models have the same sizes."""
@@ -69,3 +76,5 @@ WITHOUT_EXPERTS = ("puzzle", "own")
 
 WITHOUT_GROUPS = ("mla", "mlav2")
 """Models whose heads have keys of their own: they cannot be combined with fewer query groups."""
+WITHOUT_CONTEXT_RANKS = ("qwen3-next",)
+"""Models whose state passes through a whole sample: no context ranks, no documents."""

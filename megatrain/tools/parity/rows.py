@@ -8,7 +8,7 @@ Number formats are words too, but occur in no row of this table: low_precision.p
 
 A layout is one word per option, such as `tp2 sp dp2 zero1 tied gpt2`; an option that it does not name has its first word.
 To add a word, see config/parity_features/table.py. Words that do not form a row: more than eight ranks; a batch that does not
-divide over the replicas, or needs more than four micro-batches; replicated keys and values with more query groups than
+divide over the replicas, or needs more than four micro-batches; context ranks or documents of a model with linear attention; replicated keys and values with more query groups than
 tensor ranks; replicas that do not divide into optimizer instances; ranks that experts do not divide; combinations that
 the rules of `resolve` refuse with experts; a feature without the feature it needs; a pair that the table refuses.
 """
@@ -26,7 +26,7 @@ from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
 from megatrain.config.parity_features.table import OPTIONS as FEATURE_OPTIONS
 from megatrain.config.parity_features.table import REFUSED_PAIRS
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
-from megatrain.tools.parity.models import MODELS
+from megatrain.tools.parity.models import MODELS, WITHOUT_CONTEXT_RANKS
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
 
@@ -110,6 +110,8 @@ _OF_EXPERTS = (
     "rank order",
 )
 """Further options that decide whether experts fit."""
+_OF_MODELS = ("documents",)
+"""Further options that decide whether a model fits."""
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
 _ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
@@ -119,7 +121,9 @@ _FEATURE_OF = {
 _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature in option.features}
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED_PAIRS for name in one.pair}
-_BOUND = tuple(dict.fromkeys([*_SIZED, *_OF_EXPERTS, *(_OPTION_OF[name] for name in sorted(_TIED))]))
+_BOUND = tuple(
+    dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_OF_MODELS, *(_OPTION_OF[name] for name in sorted(_TIED))])
+)
 """Options whose words exclude some words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
 
@@ -226,7 +230,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
-    if not _stages_fit(known) or not _groups_fit(known):
+    if not _stages_fit(known) or not _model_fits(known):
         return False
     if not {"a2aring", "a2agather"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
         return False
@@ -263,10 +267,12 @@ def _stages_fit(known: Mapping[str, str | None]) -> bool:
     return not set(stages).isdisjoint(fitting)
 
 
-def _groups_fit(known: Mapping[str, str | None]) -> bool:
-    """Return whether the known model can have the known number of query groups."""
+def _model_fits(known: Mapping[str, str | None]) -> bool:
+    """Return whether the known model can have the known number of query groups, and split samples where it can."""
     is_replicated = known["key-value replication"] not in (None, "nocopies")
-    return not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
+    is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
+    is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
+    return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
 
 
 def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:
