@@ -47,6 +47,7 @@ def test_local_supplies_all_layers_where_the_library_cannot_run(plan_of, flags, 
         ("--recompute-granularity selective --recompute-modules layernorm", "", "norms", "--recompute-modules layernorm"),
         ("--qk-layernorm --qk-layernorm-width all_heads", "", "norms of queries and keys", "all_heads"),
         ("--num-experts 4 --moe-aux-loss-coeff 0.1", "", "experts", "grouped"),
+        ("--experimental-attention-variant gdn --linear-attention-freq 2", "", "gated delta rule", "has none"),
     ],
 )  # fmt: skip
 def test_the_plan_names_a_leaf_of_local_and_the_reason(plan_of, flags, without, leaf, reason):
