@@ -60,7 +60,9 @@ def local_leaves(draft: Draft) -> dict[str, str]:
         "activations": ", ".join(_missing_in_activations(draft)),
         "norms": ", ".join(_missing_in_norms(draft)),
         "norms of queries and keys": _missing_in_head_norms(draft),
-        "gated delta rule": "the library has none" if draft.config.model.experimental_attention_variant else "",
+        "gated delta rule": "the library has none"
+        if draft.config.model.experimental_attention_variant
+        else "",
         "experts": "their GEMMs are grouped in one kernel" if _has_experts(draft) else "",
     }
     return {leaf: reason for leaf, reason in leaves.items() if reason}
