@@ -30,6 +30,11 @@ def latents_exclude_other_heads(draft: Draft) -> Problems:
             model.qk_layernorm and optimizer.apply_wd_to_qk_layernorm,
             "norms of latents have no weight decay",
         ),
+        "--attention-output-gate": (model.attention_output_gate, "latents have no gate"),
+        "--experimental-attention-variant": (
+            model.experimental_attention_variant is not None,
+            "linear attention replaces attention by heads",
+        ),
         "--use-mup": (model.use_mup, "no rule scales the latents"),
         layers: (model.heterogeneous_layers_config_encoded_json is not None, "its layers have no latents"),
     }
