@@ -24,7 +24,8 @@ from megatrain.kernels.attention.torch_sdpa import sdpa, varlen_attention
 from megatrain.model import functions
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Documents, PassInfo, whole_samples
-from megatrain.parallel.context_attention import BlockMasks, ContextAttention
+from megatrain.parallel.block_masks import BlockMasks
+from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.layout import LaidOutModule, ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
 
