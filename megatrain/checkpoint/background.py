@@ -81,11 +81,8 @@ class BackgroundWriter:
         """
         assert self.pending is None
         plan = plan_chunks(self.optimizer, self.grid, self.kinds)
-        save.begin(plan)
+        save.begin(plan, prepare=self._require_writer)
         self.pending, self._plan = save, plan
-        if not self._writer.is_alive:
-            self._writer.close()
-            self._start_writer()
         offsets = _offsets(plan)
         copied = self._copy(plan, offsets)
         request = _request(save.temporary, self.grid.rank, plan, offsets)
@@ -135,6 +132,12 @@ class BackgroundWriter:
                     fix="raise the limit of locked memory (ulimit -l), or remove --async-save",
                 )
         self._start_writer()
+
+    def _require_writer(self) -> None:
+        """Start a new process if the last one has died."""
+        if not self._writer.is_alive:
+            self._writer.close()
+            self._start_writer()
 
     def _start_writer(self) -> None:
         self._writer = WriterProcess(self._memory, **self._process_options)

@@ -17,6 +17,9 @@ from megatrain.config.errors import MegatrainError
 from megatrain.parallel.messages import Messages
 
 
+STORAGE_FIX = "free space or repair the storage, and check that all nodes share the folder; older checkpoints are intact"
+
+
 class CheckpointError(MegatrainError):
     """A checkpoint could not be written or read."""
 
@@ -94,8 +97,7 @@ def _described(failure: Exception | None) -> tuple[int, str, str] | None:
         return severity, failure.problems[0].text, failure.problems[0].fix
     if isinstance(failure, OSError):
         name = f"{failure.filename}: " if failure.filename else ""
-        fix = "free space or repair the storage, and check that all nodes share the folder; older checkpoints are intact"
-        return severity, f"{name}{failure.strerror or failure} (errno {failure.errno})", fix
+        return severity, f"{name}{failure.strerror or failure} (errno {failure.errno})", STORAGE_FIX
     return (
         severity,
         f"{type(failure).__name__}: {failure}",

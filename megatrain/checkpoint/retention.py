@@ -92,13 +92,19 @@ def remove_candidate(candidate: Candidate, disk: Disk) -> str:
         return f"{path} is a link, and stays"
     if _is_held(path):
         return f"{path} is being read, and stays"
-    away = path.with_name(f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
     try:
-        disk.rename(path, away)
-        disk.remove(away)  # if this is interrupted, the next save removes the rest
+        remove_whole(path, disk)
     except OSError as error:
         return f"{path} could not be removed: {error.strerror} (errno {error.errno})"
     return f"removed {path}"
+
+
+def remove_whole(path: Path, disk: Disk) -> None:
+    """Rename a checkpoint away, durably, and delete it; if this is interrupted, the next save deletes the rest."""
+    away = path.with_name(f"{path.name.split('.')[0]}.tmp-{secrets.token_hex(4)}")
+    disk.rename(path, away)
+    disk.sync_folder(path.parent)  # or a power failure could leave the old name with a part of the files
+    disk.remove(away)
 
 
 def _is_held(path: Path) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.disk import Disk, write_file
-from megatrain.checkpoint.errors import CheckpointError, DamagedError, NotFiniteStateError, agree
+from megatrain.checkpoint.errors import STORAGE_FIX, CheckpointError, DamagedError, NotFiniteStateError, agree
 from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
 from megatrain.checkpoint.finite import check_finite, check_finite_values
 from megatrain.checkpoint.manifest import (
@@ -31,8 +31,10 @@ from megatrain.checkpoint.manifest import (
     encode,
     tiling_problem,
 )
+from megatrain.checkpoint.retention import remove_whole
 from megatrain.checkpoint.shard_file import WrittenFile, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of, check_size
+from megatrain.data.files import describe_write_error
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 
@@ -166,6 +168,8 @@ class Save:
         self.temporary = self.final.with_name(f"{self.final.name}.tmp-{save_id}")
         self.committed_bytes = 0
         """Size of the files of all ranks, once they are committed."""
+        self._num_bytes: int | None = None
+        """Free bytes that the save requires."""
         self._contents: dict[str, Any] = {
             "iteration": iteration,
             "consumed_train_samples": consumed_train_samples,
@@ -174,8 +178,11 @@ class Save:
             "config": config,
         }
 
-    def begin(self, plan: Sequence[PlannedChunk]) -> None:
+    def begin(self, plan: Sequence[PlannedChunk], prepare: Callable[[], None] = lambda: None) -> None:
         """Check what this rank writes and the free space, and create the temporary folder.
+
+        Args:
+            prepare: prepares what will write the shards of this rank.
 
         Raises:
             NotFiniteStateError: on all ranks; state is infinite or NaN.
@@ -183,16 +190,19 @@ class Save:
         """
 
         def check() -> int:
+            prepare()
             check_finite((chunk.name, chunk.kind, chunk.values) for chunk in plan)
             check_finite_values(self._contents["state"], "state")
             return sum(chunk.num_bytes for chunk in plan)
 
+        def create(sizes: list[int]) -> int:
+            self._num_bytes = math.ceil(sum(sizes) * SPACE_MARGIN)
+            with self._sized_errors():
+                begin_save(self.folder, self.temporary, sum(sizes), self.disk)
+            return self._num_bytes
+
         with self._cleaned_up():
-            agree(
-                check,
-                self.grid.messages,
-                then=lambda sizes: begin_save(self.folder, self.temporary, sum(sizes), self.disk),
-            )
+            self._num_bytes = agree(check, self.grid.messages, then=create)
 
     def commit(self, written: Callable[[], list[dict[str, Any]]]) -> Path:
         """Commit the shards of all ranks and return the folder.
@@ -204,16 +214,30 @@ class Save:
             CheckpointError: on all ranks; the files of this save are removed.
         """
 
+        def write() -> list[dict[str, Any]]:
+            with self._sized_errors():
+                return written()
+
         def commit(reports: list[Any]) -> int:
             manifest = merge_reports(reports, **self._contents)
-            commit_save(self.temporary, self.final, manifest, self.disk)
+            with self._sized_errors():
+                commit_save(self.temporary, self.final, manifest, self.disk)
             return sum(file.num_bytes for file in manifest.files.values())
 
         with self._cleaned_up():
-            self.committed_bytes = agree(written, self.grid.messages, then=commit)
+            self.committed_bytes = agree(write, self.grid.messages, then=commit)
         if self.grid.world.is_first:
             remove_leftovers(self.folder, self.disk)
         return self.final
+
+    @contextlib.contextmanager
+    def _sized_errors(self) -> Iterator[None]:
+        """Add the needed and the free bytes to the error of a full disk."""
+        try:
+            yield
+        except OSError as error:
+            text = describe_write_error(error, self.final, needed_bytes=self._num_bytes)
+            raise CheckpointError(text, fix=STORAGE_FIX) from error
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Iterator[None]:
@@ -234,10 +258,10 @@ def begin_save(folder: Path, temporary: Path, num_bytes: int, disk: Disk) -> Non
     Raises:
         CheckpointError: fewer than `num_bytes` and a margin are free.
     """
-    is_new = not folder.exists()
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     disk.make_folder(folder)
-    if is_new:
-        disk.sync_folder(folder.parent)
+    for path in new:
+        disk.sync_folder(path.parent)
     needed, free = math.ceil(num_bytes * SPACE_MARGIN), disk.free_bytes(folder)
     if needed > free:
         raise CheckpointError(
@@ -364,10 +388,20 @@ def remove_failed_save(temporary: Path, disk: Disk) -> None:
 
 
 def remove_leftovers(folder: Path, disk: Disk) -> None:
-    """Remove the files of saves that were interrupted. Errors are ignored: the next save tries again."""
-    with contextlib.suppress(OSError, CheckpointError):
-        for path in leftovers(folder):
-            disk.remove(path)
+    """Remove the files of saves that were interrupted, and replaced checkpoints. Errors are ignored: the next save tries again.
+
+    A checkpoint that was renamed for a replacement that never came gets its name back.
+    """
+    with contextlib.suppress(OSError):
+        for path in list(leftovers(folder)):
+            with contextlib.suppress(OSError):
+                final = path.with_name(path.name.partition(".old-")[0])
+                if final == path:
+                    disk.remove(path)
+                elif final.exists():
+                    remove_whole(path, disk)
+                else:
+                    disk.rename(path, final)
 
 
 def _save_id(temporary: Path) -> str:

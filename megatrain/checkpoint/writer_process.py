@@ -189,7 +189,8 @@ def _answer(request: dict[str, Any], memory: memoryview, disk: Disk) -> dict[str
             written = write_shard_file(disk, Path(file["path"]), chunks, data, verifies=request["verifies"])
             files.append(asdict(written))
     except OSError as error:
-        return {"errno": error.errno, "problem": error.strerror, "file": error.filename}
+        file = None if error.filename is None else os.fspath(error.filename)  # a Path is no JSON value
+        return {"errno": error.errno, "problem": error.strerror, "file": file}
     except MegatrainError as error:
         return {"problem": error.problems[0].text, "fix": error.problems[0].fix}
     return {"files": files}

@@ -53,6 +53,9 @@ serve(FaultyDisk())
 FULL = FAULTY.format(fault="raise OSError(errno.ENOSPC, 'No space left on device')")
 DYING = FAULTY.format(fault="os.kill(os.getpid(), signal.SIGKILL)")
 BROKEN = FAULTY.format(fault="raise ValueError('a mistake of ours')")
+FORBIDDEN = FAULTY.format(
+    fault="raise PermissionError(13, 'Permission denied', __import__('pathlib').Path('/forbidden'))"
+)
 SLOW = FAULTY.format(fault="time.sleep(0.2)")
 LYING = FAULTY.format(fault="os.pwrite(file.fileno(), b'?', 300)")
 
@@ -141,6 +144,7 @@ def test_all_ranks_together(tmp_path: Path, shape: GridShape, is_sharded: bool) 
     ("program", "problem"),
     [
         (FULL, r"shard_00000\.safetensors: No space left on device \(errno 28\)"),
+        (FORBIDDEN, r"/forbidden: Permission denied \(errno 13\)"),
         (DYING, "the process that writes the checkpoint ended .killed by SIGKILL"),
         (BROKEN, "the process that writes the checkpoint ended .exit code 1"),
         (LYING, r"--verify-saves"),
@@ -177,6 +181,31 @@ def test_what_fails_in_one_writer_fails_on_all_ranks(tmp_path: Path) -> None:
     answers = run_ranks(ranks, save_in_background)
     assert all(isinstance(answer, CheckpointError) for answer in answers)
     assert re.search(r"rank 1: .*shard_00001\.safetensors: No space left", str(answers[0]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_cannot_be_started_again_stops_the_save_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
+
+    def save_in_background(rank: Rank) -> Path:
+        writer = BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds)
+        try:
+            if rank.grid.rank == 1:
+                os.kill(writer._writer.pid, signal.SIGKILL)
+                writer._writer._process.wait()
+                writer._start_writer = lambda: os.open(tmp_path / "none", os.O_RDONLY)
+            writer.begin(a_save(tmp_path, rank, 10))
+            return writer.commit()
+        finally:
+            writer.close()
+
+    for rank in ranks:
+        rank.set_values(3)
+    answers = run_ranks(ranks, save_in_background)
+    assert all(isinstance(answer, CheckpointError) for answer in answers)
+    assert re.search(r"rank 1: .*none: No such file or directory \(errno 2\)", str(answers[0]))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,6 +83,7 @@ def after_fault(first: Path, iteration: int, make_disk: Callable[[int], FaultyDi
         failure = error
     if isinstance(failure, CheckpointError):
         assert "No space left on device (errno 28)" in str(failure)
+        assert re.search(r"; \d+ bytes needed, \d+ bytes free", str(failure))
         assert str(there) in str(failure)
         assert not list(there.glob("*.tmp-*"))
     return there
@@ -114,6 +115,26 @@ def test_the_next_good_save_removes_leftovers(first: Path) -> None:
         assert {path.name for path in there.iterdir()} <= {"iter_0000001", "iter_0000003", TRACKER}
         assert loaded_seed(there) == 3
         shutil.rmtree(there)
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_gets_its_name_back(first: Path) -> None:
+    (first / "iter_0000001").rename(first / "iter_0000001.old-ab")
+    assert loaded_seed(first) == 1
+    save(first, RANKS[3], 3)
+    assert {path.name for path in first.iterdir()} == {"iter_0000001", "iter_0000003", TRACKER}
+
+
+def test_leftovers_that_cannot_be_removed_do_not_keep_others(first: Path) -> None:
+    class OneStays(Disk):
+        def remove(self, path: Path) -> None:
+            if path.name.endswith("-b"):
+                raise PermissionError(13, "Permission denied")
+            super().remove(path)
+
+    for name in "abc":
+        (first / f"iter_0000002.tmp-{name}").mkdir()
+    save(first, RANKS[3], 3, disk=OneStays())
+    assert [path.name for path in first.glob("*.tmp-*")] == ["iter_0000002.tmp-b"]
 
 
 def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
@@ -219,6 +240,13 @@ def test_a_power_cut_leaves_the_last_whole_checkpoint(tmp_path: Path, unsynced: 
         PowerCut(unsynced).rebuild(operations[:stop], source, target)
         assert loaded_seed(target) == (2 if stop > renamed else 1)
         shutil.rmtree(target)
+
+
+def test_the_names_of_new_folders_are_synchronised(tmp_path: Path) -> None:
+    disk = RecordingDisk()
+    save(tmp_path / "a" / "b", RANKS[1], 1, disk=disk)
+    synced = [operation[1] for operation in disk.operations if operation[0] == "sync_folder"]
+    assert synced[:2] == [tmp_path / "a", tmp_path]
 
 
 def test_all_is_synchronised_before_the_rename_and_the_name_after(tmp_path: Path) -> None:

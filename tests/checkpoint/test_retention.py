@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_helpers import load, one_rank, save
+from checkpoint_helpers import RecordingDisk, load, one_rank, save
 
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.find import base_folder, find_checkpoints, list_candidates, newest_valid
@@ -83,6 +83,13 @@ def test_a_checkpoint_that_is_read_or_linked_stays(tmp_path: Path) -> None:
     assert remove_older(tmp_path, 40, Retention(keep_last=2), Disk())[1:] == [
         f"removed {tmp_path}/iter_0000010"
     ]
+
+
+def test_the_old_name_is_gone_for_good_before_files_are_deleted(tmp_path: Path) -> None:
+    disk = RecordingDisk()
+    save_many(tmp_path, range(10, 40, 10), Retention())
+    remove_older(tmp_path, 30, Retention(keep_last=2), disk)
+    assert [operation[0] for operation in disk.operations] == ["rename", "sync_folder", "remove"]
 
 
 class NoRemoval(Disk):

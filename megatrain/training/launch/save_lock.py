@@ -140,10 +140,12 @@ class SaveLock:
             return
         content = Owner.of_this_process().to_bytes()
         try:
+            new = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
             self._folder.mkdir(parents=True, exist_ok=True)
             while not _create(self._path, content):
                 self._take_over()
-            fsync_folder(self._folder)
+            for path in (self._folder, *(path.parent for path in new)):
+                fsync_folder(path)  # checkpoints in the folder are durable only if its name is
         except OSError as error:
             raise ConfigError(
                 f"{self._flag} {self._folder} cannot be written: {describe_write_error(error, self._path)}",

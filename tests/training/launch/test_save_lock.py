@@ -55,6 +55,13 @@ def test_a_lock_exists_while_it_is_held(tmp_path: Path) -> None:
     assert acquired(tmp_path / "new" / "folder") == []
 
 
+def test_the_names_of_new_folders_are_flushed_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(save_lock, "fsync_folder", flushed.append)
+    acquired(tmp_path / "new" / "folder")
+    assert flushed == [tmp_path / "new" / "folder", tmp_path / "new", tmp_path]
+
+
 def test_a_second_run_is_refused(tmp_path: Path, other_process: subprocess.Popen[bytes]) -> None:
     lock_in(tmp_path, owner_of(other_process.pid))
     assert other_owner(tmp_path) is not None
