@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Runs every test, then the full parity table (docs/parity.md) in parallel slices that resume.
+# Runs every test, the fault bench of checkpoints (docs/reliability.md) with its mutants, then the full parity table (docs/parity.md)
+# in parallel slices that resume.
 #
 #   scripts/nightly.sh [FOLDER] [SLICES]
 #
 # FOLDER (default: runs/nightly-COMMIT) contains the results of each slice; SLICES defaults to a fourth of the cores.
-# Prints the rows that failed. The exit code is 0 if every test and every row passed.
+# Prints the cases and rows that failed. The exit code is 0 if every test, case, mutant and row passed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh dev
@@ -14,6 +15,8 @@ slices=${2:-$(($(nproc) >= 8 ? $(nproc) / 4 : 1))}
 mkdir -p "$folder"
 code=0
 OMP_NUM_THREADS=1 "$PYTHON" -m pytest -n 2 --nightly 2>&1 | tee "$folder/tests.log" || code=1
+"$PYTHON" scripts/fault_bench.py --output "$folder/faults.jsonl" 2>&1 | tee "$folder/faults.log" || code=1
+"$PYTHON" scripts/fault_bench.py --mutants 2>&1 | tee "$folder/mutants.log" | tail -n 5 || code=1
 
 jobs=()
 for slice in $(seq "$slices"); do

@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    str(path.relative_to(ROOT)): path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 
 SMALLER = {
@@ -29,6 +29,7 @@ SMALLER = {
     "--pipeline-model-parallel-size 2 --save runs/eight --load runs/eight": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",
     "--save runs/second --load runs/second": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/third --load runs/third": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
+    "python scripts/fault_bench.py": "--classes E C --count 2",
     "megatrain parity": "--layouts tp2 sp dp2 zero3 muon",
     "--save runs/profiled --load runs/profiled": "--train-iters 12 --lr-warmup-iters 4 --eval-iters 1",
     "--save runs/timed --load runs/timed": "--train-iters 2 --lr-warmup-iters 1 --eval-iters 1",

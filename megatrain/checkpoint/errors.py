@@ -16,7 +16,6 @@ from typing import Any, Final
 from megatrain.config.errors import MegatrainError
 from megatrain.parallel.messages import Messages
 
-
 STORAGE_FIX = "free space or repair the storage, and check that all nodes share the folder; older checkpoints are intact"
 
 

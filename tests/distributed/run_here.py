@@ -1,10 +1,12 @@
 """Train inside the ranks of a worker pool, without the seconds that `pretrain.py` takes to start."""
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,22 @@ class UnbrokenRuns(dict[str, Path]):
         assert self.train(name, folder) == {0}
         self[name] = folder
         return folder
+
+
+NOT_REPRODUCIBLE = (
+    "iteration_ms",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "max_memory_bytes",
+    "save",
+)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of `metrics.jsonl` without times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in NOT_REPRODUCIBLE} for line in lines]
 
 
 def folder_flags(folder: Path) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, train_here
-from test_resume import EACH_LAYOUT, NOT_REPRODUCIBLE, STATE_KINDS
+from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
+from test_resume import EACH_LAYOUT, STATE_KINDS
 
 from megatrain.checkpoint.background import BackgroundWriter
 from megatrain.checkpoint.find import find_checkpoints
@@ -41,11 +41,6 @@ ALL, NUMBER_8 = "True", "'iter_0000008' in str(path)"
 FULL = f"raise OSError({errno.ENOSPC}, 'No space left on device')"
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 SLOW = "time.sleep(1.5)"
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in NOT_REPRODUCIBLE} for line in lines]
 
 
 def saved(folder: Path) -> dict[str, Any]:

@@ -1,31 +1,16 @@
 """A run that is killed and resumed equals an unbroken one bitwise; any layout resumes from a checkpoint of any other."""
 
-import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, train_here
+from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors, verify
 from megatrain.tools.worker_pool import WorkerError, WorkerPool
 
 STATE_KINDS = ("weight", "exp_avg", "exp_avg_sq")
-NOT_REPRODUCIBLE = (
-    "iteration_ms",
-    "tokens_per_second_per_gpu",
-    "tflops_per_gpu",
-    "mfu",
-    "max_memory_bytes",
-    "save",
-)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in NOT_REPRODUCIBLE} for line in lines]
 
 
 def states(folder: Path) -> dict[str, dict[str, str]]:

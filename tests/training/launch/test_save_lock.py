@@ -55,7 +55,9 @@ def test_a_lock_exists_while_it_is_held(tmp_path: Path) -> None:
     assert acquired(tmp_path / "new" / "folder") == []
 
 
-def test_the_names_of_new_folders_are_flushed_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_of_new_folders_are_flushed_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed: list[Path] = []
     monkeypatch.setattr(save_lock, "fsync_folder", flushed.append)
     acquired(tmp_path / "new" / "folder")

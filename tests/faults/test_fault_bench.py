@@ -1,0 +1,137 @@
+"""A small part of the fault bench, and checks of the bench itself; `scripts/nightly.sh` runs it in full."""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.case import WrongError, judge, require
+from faults.classes import CLASSES
+from faults.mutants import MUTANTS, ROOT
+from faults.power import CONTENT_MODES, Record, Recorder
+
+COUNTS = {"K": 3, "E": 60, "C": 100, "S": 24, "X": 40}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that other users may read, as some cases do; pytest's are private."""
+    with tempfile.TemporaryDirectory(prefix="fault-bench-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_a_part_of_each_class_has_no_failure(folder: Path, kind: str) -> None:
+    cases = list(CLASSES[kind](COUNTS[kind], folder, 1000))
+    assert len(cases) >= COUNTS[kind]
+    assert [case for case in cases if case.problem] == []
+
+
+@pytest.mark.nightly
+def test_pairs_of_layouts_have_no_failure(folder: Path) -> None:
+    assert [case for case in CLASSES["T"](14, folder, 1000) if case.problem] == []
+
+
+def fails() -> str:
+    require(False, "not so")
+    return "good"
+
+
+def hangs() -> str:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "problem"),
+    [
+        (lambda: "good", None),
+        (fails, "not so"),
+        (lambda: str(1 // 0), r"a traceback: ZeroDivisionError: .* \(test_fault_bench\.py:\d+\)"),
+        (hangs, r"a hang: no end within 0\.05 s"),
+    ],
+)
+def test_verdicts(work, problem: str | None) -> None:
+    case = judge("E", "name", work, limit_seconds=0.05)
+    assert (case.outcome == "good") == (problem is None)
+    assert problem is None or re.fullmatch(problem, case.problem or "")
+
+
+def test_each_mutant_fits_the_code() -> None:
+    """A mutant whose text is gone would test nothing."""
+    assert len(MUTANTS) >= 20
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert {mutant.kind for mutant in MUTANTS} == set(CLASSES) - {"T"}
+    for mutant in MUTANTS:
+        for file, old, new in mutant.edits:
+            assert old in (ROOT / "megatrain" / file).read_text(), (mutant.name, old)
+            assert old != new
+
+
+class TestPowerFailures:
+    """States that a disk may have after `a/x` and `y` were written, and `a/x` was synced."""
+
+    @pytest.fixture
+    def record(self, tmp_path: Path) -> Record:
+        disk = Recorder(tmp_path / "source")
+        disk.make_folder(disk.root / "a")
+        for name, is_synced in (("a/x", True), ("y", False)):
+            with disk.create(disk.root / name) as file:
+                disk.write(file, bytes([1]) * 1500)
+                if is_synced:
+                    disk.sync(file)
+        disk.rename(disk.root / "y", disk.root / "z")
+        return Record(disk.operations)
+
+    def states(self, record: Record, tmp_path: Path, content: str) -> list[dict[str, bytes]]:
+        found = []
+        for seed in range(40):
+            target = tmp_path / f"{content}-{seed}"
+            record.rebuild(len(record.operations), target, content, random.Random(seed))
+            files = sorted(path for path in target.rglob("*") if path.is_file())
+            found.append({str(path.relative_to(target)): path.read_bytes() for path in files})
+        return found
+
+    @pytest.mark.parametrize("content", CONTENT_MODES)
+    def test_names_are_lost_in_any_order_and_content_only_if_not_synced(
+        self, record: Record, tmp_path: Path, content: str
+    ) -> None:
+        states = self.states(record, tmp_path, content)
+        assert {tuple(state) for state in states} == {
+            (),
+            ("a/x",),
+            ("y",),
+            ("z",),
+            ("a/x", "y"),
+            ("a/x", "z"),
+        }
+        assert {state["a/x"] for state in states if "a/x" in state} == {bytes([1]) * 1500}
+        contents = {state[name] for state in states for name in ("y", "z") if name in state}
+        expected = {
+            "kept": {bytes([1]) * 1500},
+            "lost": {b""},
+            "zeros": {bytes(1500)},
+            "torn": {bytes([1]) * size for size in (0, 512, 1024)},
+            "holes": {bytes(1500), bytes([1]) * 1500},
+        }
+        assert contents == expected[content]
+
+    def test_synced_names_are_never_lost(self, tmp_path: Path) -> None:
+        disk = Recorder(tmp_path / "source")
+        for name in ("x", "y"):
+            with disk.create(disk.root / name) as file:
+                disk.sync(file)
+            disk.sync_folder(disk.root) if name == "x" else None
+        states = self.states(Record(disk.operations), tmp_path, "kept")
+        assert {tuple(state) for state in states} == {("x",), ("x", "y")}
+
+
+def test_a_wrong_load_is_a_failure() -> None:
+    with pytest.raises(WrongError, match="not so"):
+        fails()
