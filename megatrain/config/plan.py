@@ -54,6 +54,8 @@ class Derived(CheckedSection):
     """Model chunks of each pipeline rank."""
     pipeline_layers: tuple[int, ...] = INVALID
     """Layers of each virtual stage: pp * chunks."""
+    mtp_stage: int | None = INVALID
+    """Virtual stage of multi-token prediction; None: there is none."""
     kv_copies: int = INVALID
     """Number of tensor-parallel ranks with the same keys and values."""
     data_parallel_size: int = INVALID

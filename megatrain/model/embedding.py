@@ -39,9 +39,13 @@ class Embedding(LaidOutModule):
         self.output = output
         self.add_weight("weight", layout, dtype)
 
-    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
+    def words(self, batch: Batch, info: PassInfo) -> Tensor:
+        """Return the rows of the table, [s/tp, b, h]."""
         ids = batch.tokens.t()
-        x = vocab_parallel_embedding(ids, self.weight, self.weight_grads.get("weight"), self.tp, info)
+        return vocab_parallel_embedding(ids, self.weight, self.weight_grads.get("weight"), self.tp, info)
+
+    def forward(self, hidden: Tensor | None, batch: Batch, info: PassInfo) -> Tensor:  # noqa: ARG002 (the signature of a segment)
+        x = self.words(batch, info)
         if self.positions is not None:
             x = self.positions(x, batch, info)
         out: Tensor = self.output(x, info)

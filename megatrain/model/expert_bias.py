@@ -11,7 +11,7 @@ assignments that are dropped later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,25 @@ from megatrain.model.router import Router
 from megatrain.model.specs import RouterSpec
 
 
-def router_name(layer: int) -> str:
-    """Return the prefix of the canonical names of a layer's router."""
-    return f"decoder.layers.{layer}.mlp.router"
-
-
 class ExpertBiases:
     """Biases of all layers.
 
     Args:
         routers: routers of the whole model, by layer number.
+        names: prefixes of their canonical names, in the same order.
         dtype, device: properties of the biases.
     """
 
     def __init__(
-        self, routers: Mapping[int, RouterSpec], *, dtype: torch.dtype, device: torch.device
+        self,
+        routers: Mapping[int, RouterSpec],
+        names: Iterable[str],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.routers = dict(routers)
+        self._names = {layer: f"{name}.expert_bias" for layer, name in zip(routers, names, strict=True)}
         max_experts = max((router.num_experts for router in routers.values()), default=0)
         self.values = torch.zeros(len(routers), max_experts, dtype=dtype, device=device)
         """[L, E]; 0 in rows of routers without biases and in columns beyond a router's experts."""
@@ -67,7 +69,7 @@ class ExpertBiases:
     def state(self) -> dict[str, list[float]]:
         """Return the biases by canonical name; `restore` restores them bit for bit."""
         found = {layer: self.of(layer) for layer in self.routers}
-        return {_name(layer): bias.tolist() for layer, bias in found.items() if bias is not None}
+        return {self._names[layer]: bias.tolist() for layer, bias in found.items() if bias is not None}
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         """Restore the biases from a checkpoint.
@@ -85,8 +87,4 @@ class ExpertBiases:
         for layer in self.routers:
             bias = self.of(layer)
             if bias is not None:
-                bias.copy_(torch.tensor(state[_name(layer)], dtype=bias.dtype))
-
-
-def _name(layer: int) -> str:
-    return f"{router_name(layer)}.expert_bias"
+                bias.copy_(torch.tensor(state[self._names[layer]], dtype=bias.dtype))

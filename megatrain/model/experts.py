@@ -80,7 +80,7 @@ class ExpertBranch(nn.Module):
         recompute: Recompute,
     ) -> None:
         super().__init__()
-        prefix, tp = f"decoder.layers.{number}.mlp", ranks.split.tp
+        prefix, tp = f"{gpt.layer_name(number)}.mlp", ranks.split.tp
         self.norm = leaves.residual_norm(branch_norm_weights(gpt, position, prefix, tp))
         experts = _experts(spec, gpt, number, prefix, leaves, ranks)
         mlp: nn.Module = experts

@@ -1,9 +1,9 @@
 """Builder of the model: makes this rank's list of segments and the registry of their parameters from a spec.
 
     virtual stage 0        stages 1 .. n - 2      stage n - 1
-    embedding, layers      layers                 layers, head
+    embedding, layers      layers                 layers, multi-token prediction, head
 
-A rank has one virtual stage, or several as model chunks.
+A rank has one virtual stage, or several as model chunks. Multi-token prediction may have a stage of its own before the head's.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatrain.model.latent_attention import LatentAttention
 from megatrain.model.layer import Attention, Mlp, RotaryEmbedding, Sequential, TransformerLayer
 from megatrain.model.layouts import norm_weights, positions_layout, vocab_layout
 from megatrain.model.linear_attention import LinearAttention
+from megatrain.model.mtp import MtpLayer
 from megatrain.model.recompute import Recompute, RecomputedModule, layer_segments
 from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LinearAttentionSpec
 from megatrain.parallel.context_attention import ContextAttention
@@ -83,6 +84,7 @@ def build_model(
     dispatcher: DispatcherType = "allgather",
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
+    mtp_stage: int | None = None,
 ) -> Model:
     """Build this rank's part of the model that `spec` describes.
 
@@ -98,6 +100,7 @@ def build_model(
         dispatcher: token dispatcher, a value of --moe-token-dispatcher-type.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
+        mtp_stage: virtual stage of multi-token prediction; None: the last one.
     """
     placement = placement or Placement(grid.pp.size)
     stages = stages or equal_stages(len(spec.layers), placement.num_stages)
@@ -120,7 +123,8 @@ def build_model(
         seed=seed,
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, device), dtype)
-    builder = _StageBuilder(spec, placement, grid.pp.rank, leaves_of, ranks, ropes, recompute)
+    mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage
+    builder = _StageBuilder(spec, placement, mtp_stage, leaves_of, ranks, ropes, recompute)
     segments: list[nn.Module] = []
     chunks: list[range] = []
     for chunk in range(placement.num_chunks):
@@ -128,7 +132,7 @@ def build_model(
         own = builder.segments(stage, stages[stage], segments)
         chunks.append(range(len(segments), len(segments) + len(own)))
         segments += own
-    biases = ExpertBiases(spec.routers, dtype=accumulation_dtype(dtype), device=device)
+    biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)
     return Model(spec, segments, chunks, placement, registry, tp, cp, builder.hidden_dtype, biases)
@@ -140,8 +144,8 @@ class _StageBuilder:
 
     spec: GptSpec
     placement: Placement
-    rank: int
-    """Pipeline rank."""
+    mtp_stage: int
+    """Virtual stage of multi-token prediction."""
     leaves_of: Callable[[int], Leaves]
     """Returns the leaves of a layer, by its number."""
     ranks: ExpertRanks
@@ -159,46 +163,96 @@ class _StageBuilder:
         spec, tp, dtype = self.spec, self.ranks.split.tp, self.ranks.dtype
         found: list[nn.Module] = []
         if stage == 0:
-            leaves = self.leaves_of(0)
-            found.append(_embedding(spec, self.placement, tp, leaves, dtype, self.hidden_dtype))
-        modules = [
-            _layer(
-                spec, number, self.leaves_of(number), self.ranks, self.ropes.of(spec.layers[number].mixer), self.recompute
-            )
-            for number in layers
-        ]  # fmt: skip
-        found += layer_segments(modules, self.recompute)
+            std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
+            positions = None
+            if spec.num_positions is not None:
+                layout = positions_layout(
+                    POSITIONS_NAME, spec.num_positions, spec.hidden_size, Init(std=std), tp
+                )
+                positions = LearnedPositions(layout, tp, dtype)
+            output = self._embedding_output("embedding")
+            found.append(Embedding(self._vocab_layout(EMBEDDING_NAME), positions, output, tp, dtype))
+        found += layer_segments([self._layer(number) for number in layers], self.recompute)
+        if stage == self.mtp_stage:
+            for depth in range(spec.num_mtp_layers):
+                found.append(self._mtp_layer(depth, [*earlier, *found]))
         if stage == self.placement.num_stages - 1:
-            first = next(iter([*earlier, *found]), None)
-            found.append(_head(spec, self.placement, self.rank, tp, self.leaves_of(0), dtype, first))
+            found.append(self._head([*earlier, *found]))
         return found
 
+    def _layer(self, number: int) -> TransformerLayer:
+        rope = self.ropes.of(self.spec.all_layers[number].mixer)
+        return _layer(self.spec, number, self.leaves_of(number), self.ranks, rope, self.recompute)
 
-def _embedding(
-    spec: GptSpec,
-    placement: Placement,
-    tp: TensorParallel,
-    leaves: Leaves,
-    dtype: torch.dtype,
-    hidden_dtype: torch.dtype,
-) -> Embedding:
-    std = spec.init_std if spec.embedding_init_std is None else spec.embedding_init_std
-    positions = None
-    if spec.num_positions is not None:
-        layout = positions_layout(POSITIONS_NAME, spec.num_positions, spec.hidden_size, Init(std=std), tp)
-        positions = LearnedPositions(layout, tp, dtype)
-    output: list[Pointwise] = []
-    if spec.embedding_multiplier != 1.0:
-        output.append(Scale(torch.tensor(spec.embedding_multiplier, dtype=dtype).item()))
-    if spec.width_multiplier != 1.0:
-        output.append(Scale(spec.width_multiplier))
-    if hidden_dtype != dtype:
-        output.append(CastToDtype(hidden_dtype))
-    if spec.hidden_dropout:
-        output.append(leaves.dropout(spec.hidden_dropout, "embedding.hidden"))
-    return Embedding(
-        _vocab_layout(spec, EMBEDDING_NAME, placement, tp), positions, Sequential(output), tp, dtype
-    )
+    def _embedding_output(self, name: str) -> Sequential:
+        """Build the modules that are applied to embedded tokens; `name`: key of their dropout."""
+        spec, dtype = self.spec, self.ranks.dtype
+        modules: list[Pointwise] = []
+        if spec.embedding_multiplier != 1.0:
+            modules.append(Scale(torch.tensor(spec.embedding_multiplier, dtype=dtype).item()))
+        if spec.width_multiplier != 1.0:
+            modules.append(Scale(spec.width_multiplier))
+        if self.hidden_dtype != dtype:
+            modules.append(CastToDtype(self.hidden_dtype))
+        if spec.hidden_dropout:
+            modules.append(self.leaves_of(0).dropout(spec.hidden_dropout, f"{name}.hidden"))
+        return Sequential(modules)
+
+    def _mtp_layer(self, depth: int, earlier: Sequence[nn.Module]) -> nn.Module:
+        """Build the segment of a depth of multi-token prediction; it is recomputed like a chunk of layers."""
+        spec, tp = self.spec, self.ranks.split.tp
+        number, embedding = len(spec.layers) + depth, _embedding_in(earlier)
+        layer = MtpLayer(
+            spec,
+            depth,
+            model_norm=self._final_norm() if depth == 0 else None,
+            embedding=embedding
+            or Embedding(self._vocab_layout(EMBEDDING_NAME), None, Sequential([]), tp, self.ranks.dtype),
+            owns_embedding=embedding is None,
+            embedding_output=self._embedding_output(f"mtp.layers.{depth}.embedding"),
+            layer=self._layer(number),
+            leaves=self.leaves_of(number),
+            tp=tp,
+            hidden_dtype=self.hidden_dtype,
+        )
+        return RecomputedModule(layer) if self.recompute.kind == "uniform" else layer
+
+    def _final_norm(self) -> nn.Module:
+        spec = self.spec
+        weights = norm_weights("decoder.final_norm", spec.hidden_size, spec.norm, self.ranks.split.tp)
+        norm = self.leaves_of(0).norm(weights, spec.norm)
+        assert isinstance(norm, nn.Module)
+        return norm
+
+    def _head(self, earlier: Sequence[nn.Module]) -> Head:
+        spec, embedding = self.spec, _embedding_in(earlier)
+        norm = self._final_norm() if spec.mtp is None else None
+        is_tied_here = spec.is_tied and embedding is not None
+        layout = None if is_tied_here else self._vocab_layout(EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME)
+        owner = embedding if is_tied_here else None
+        return Head(norm, layout, owner, spec, self.ranks.split.tp, self.ranks.dtype)
+
+    def _vocab_layout(self, name: str) -> ParamLayout:
+        spec, is_embedding = self.spec, name == EMBEDDING_NAME
+        std = spec.embedding_init_std if is_embedding else spec.head_init_std
+        mtp_stage = None if spec.mtp is None else self.mtp_stage
+        holders = self.placement.embedding_ranks(is_tied=spec.is_tied, mtp_stage=mtp_stage)
+        return vocab_layout(
+            name,
+            spec.vocab_size,
+            spec.padded_vocab_size,
+            spec.hidden_size,
+            Init(std=spec.init_std if std is None else std),
+            self.ranks.split.tp,
+            is_shared=is_embedding and len(holders) > 1,
+            kind="embedding" if is_embedding else "output",
+        )
+
+
+def _embedding_in(segments: Sequence[nn.Module]) -> Embedding | None:
+    """Return the word embedding of these segments, if they have it."""
+    modules = (module for segment in segments for module in segment.modules())
+    return next((module for module in modules if isinstance(module, Embedding)), None)
 
 
 def _layer(
@@ -209,7 +263,7 @@ def _layer(
     rope: RotaryEmbedding | None,
     recompute: Recompute,
 ) -> TransformerLayer:
-    layer, tp, prefix = spec.layers[number], ranks.split.tp, f"decoder.layers.{number}"
+    layer, tp, prefix = spec.all_layers[number], ranks.split.tp, spec.layer_name(number)
     position = layer.norm_position
     branches: list[nn.Module] = []
     if isinstance(layer.mixer, AttentionSpec):
@@ -230,39 +284,6 @@ def _layer(
         mlp = Mlp(layer.mlp, spec, position, f"{prefix}.mlp", leaves, tp, recompute_norm=recompute_norm)
         branches.append(RecomputedModule(mlp) if is_recomputed else mlp)
     return TransformerLayer(branches)
-
-
-def _head(
-    spec: GptSpec,
-    placement: Placement,
-    rank: int,
-    tp: TensorParallel,
-    leaves: Leaves,
-    dtype: torch.dtype,
-    first: nn.Module | None,
-) -> Head:
-    norm = leaves.norm(norm_weights("decoder.final_norm", spec.hidden_size, spec.norm, tp), spec.norm)
-    assert isinstance(norm, nn.Module)
-    if spec.is_tied and placement.rank(0) == rank:
-        assert isinstance(first, Embedding)
-        return Head(norm, None, first, spec, tp, dtype)
-    layout = _vocab_layout(spec, EMBEDDING_NAME if spec.is_tied else OUTPUT_NAME, placement, tp)
-    return Head(norm, layout, None, spec, tp, dtype)
-
-
-def _vocab_layout(spec: GptSpec, name: str, placement: Placement, tp: TensorParallel) -> ParamLayout:
-    is_embedding = name == EMBEDDING_NAME
-    std = spec.embedding_init_std if is_embedding else spec.head_init_std
-    return vocab_layout(
-        name,
-        spec.vocab_size,
-        spec.padded_vocab_size,
-        spec.hidden_size,
-        Init(std=spec.init_std if std is None else std),
-        tp,
-        is_shared=spec.is_tied and not placement.has_head(placement.rank(0)),
-        kind="embedding" if is_embedding else "output",
-    )
 
 
 class _RotaryEmbeddings:

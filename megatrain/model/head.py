@@ -75,16 +75,16 @@ class Head(LaidOutModule):
     """The head segment with its loss.
 
     Args:
-        norm: the final norm.
+        norm: the final norm; None: multi-token prediction has applied it.
         weight: layout of the output weight; None: it is that of `embedding`.
         embedding: the embedding of this stage, if the output weight is tied to it.
-        spec: spec of the model, with the logits' scale, their cap and the z-loss.
+        spec: spec of the model, with the logits' scale, their cap, the z-loss and multi-token prediction.
         dtype: dtype of the output weight.
     """
 
     def __init__(
         self,
-        norm: nn.Module,
+        norm: nn.Module | None,
         weight: ParamLayout | None,
         embedding: LaidOutModule | None,
         spec: GptSpec,
@@ -97,6 +97,8 @@ class Head(LaidOutModule):
         self.vocab_size = spec.vocab_size
         self.scaling = LogitScaling(spec.logit_scale, spec.logit_softcap)
         self.z_loss_coeff = spec.z_loss_coeff
+        self.mtp_loss_factor = spec.mtp.loss_factor / spec.mtp.num_layers if spec.mtp is not None else 0.0
+        self.dtype = dtype
         if embedding is not None:
             self.tied_to = (embedding,)
         if weight is not None:
@@ -106,22 +108,46 @@ class Head(LaidOutModule):
         """Return the scaled loss of this rank's tokens, a scalar; write `lm_loss`, `tokens` and any `z_loss` to `info.sums`.
 
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
-        so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label.
+        so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. To it are
+        added the same losses of each depth of multi-token prediction, times a factor; they write `mtp_1_loss`, `mtp_1_tokens` ...
+
+        Args:
+            hidden: [s/tp, b, h], or those of all depths, concatenated.
         """
+        model_hidden, *others = hidden.chunk(1 + len(batch.ahead))
+        loss = self._loss(model_hidden, batch, info, self.z_loss_coeff, "lm_loss", "tokens")
+        for depth, (x, ahead) in enumerate(zip(others, batch.ahead, strict=True), start=1):
+            names = f"mtp_{depth}_loss", f"mtp_{depth}_tokens"
+            loss = loss + self._loss(x, ahead, info, 0.0, *names, factor=self.mtp_loss_factor)
+        return loss
+
+    def _loss(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        info: PassInfo,
+        z_loss_coeff: float,
+        loss_name: str,
+        tokens_name: str,
+        *,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Return the scaled loss of hidden states [s/tp, b, h], times `factor`; write their sums to `info.sums`."""
         x, output = self._normed(hidden, info), self._output()
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         kind = accumulation_dtype(x.dtype)
-        token_scale = mask.to(kind) * (info.loss_scale / batch.loss_denominator.clamp(min=1).to(kind))
+        scale = factor * info.loss_scale
+        token_scale = mask.to(kind) * (scale / batch.loss_denominator.clamp(min=1).to(kind))
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
-            self.scaling, self.z_loss_coeff, info,
+            self.scaling, z_loss_coeff, info,
         )  # fmt: skip
-        info.sums["lm_loss"] = (losses * mask).sum()
-        if self.z_loss_coeff:
+        info.sums[loss_name] = (losses * mask).sum()
+        if z_loss_coeff:
             info.sums["z_loss"] = (z_losses * mask).sum()
-        info.sums["tokens"] = mask.sum()
+        info.sums[tokens_name] = mask.sum()
         loss: Tensor = scaled
         return loss
 
@@ -134,7 +160,8 @@ class Head(LaidOutModule):
         return logits.view(-1, hidden.shape[1], self.vocab_size)
 
     def _normed(self, hidden: Tensor, info: PassInfo) -> Tensor:
-        return enter_tp_region(self.norm(hidden, info), self.tp).flatten(0, 1)  # [t, h]
+        normed = hidden.to(self.dtype) if self.norm is None else self.norm(hidden, info)
+        return enter_tp_region(normed, self.tp).flatten(0, 1)  # [t, h]
 
     def _output(self) -> Any:
         """Return the module that owns the output weight."""

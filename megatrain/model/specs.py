@@ -177,6 +177,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpSpec:
+    """Multi-token prediction: layers like the last one of the model, each of which predicts one token further ahead."""
+
+    num_layers: int
+    loss_factor: float
+    """Factor of the mean of their losses."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GptSpec:
     """A whole model, the same on all ranks, before each builds its part."""
 
@@ -211,15 +220,37 @@ class GptSpec:
     """Limit of the logits: cap * tanh(logit / cap); None: no limit."""
     z_loss_coeff: float = 0.0
     """Coefficient of the squared log-sum-exp of each token's logits, which is added to its loss."""
+    mtp: MtpSpec | None = None
+    """Multi-token prediction; None: none."""
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Layers of multi-token prediction. Their numbers follow those of the other layers."""
+        return 0 if self.mtp is None else self.mtp.num_layers
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers by number, with those of multi-token prediction."""
+        return self.layers + self.layers[-1:] * self.num_mtp_layers
+
+    def layer_name(self, number: int) -> str:
+        """Return the prefix of the canonical names of a layer."""
+        depth = number - len(self.layers)
+        return f"decoder.layers.{number}" if depth < 0 else f"mtp.layers.{depth}"
 
     @property
     def routers(self) -> dict[int, RouterSpec]:
         """Return the routers by layer number."""
         return {
             number: layer.mlp.router
-            for number, layer in enumerate(self.layers)
+            for number, layer in enumerate(self.all_layers)
             if isinstance(layer.mlp, ExpertsSpec)
         }
+
+    @property
+    def routers_by_name(self) -> dict[str, RouterSpec]:
+        """Return the same routers, in the same order, by the prefix of their canonical names."""
+        return {f"{self.layer_name(number)}.mlp.router": router for number, router in self.routers.items()}
 
 
 def gpt_spec(
@@ -253,6 +284,9 @@ def gpt_spec(
         logit_scale=model.mup_output_mult if model.use_mup else 1.0,
         logit_softcap=model.final_logit_softcapping,
         z_loss_coeff=model.z_loss_coeff,
+        mtp=MtpSpec(num_layers=model.mtp_num_layers, loss_factor=model.mtp_loss_scaling_factor)
+        if model.mtp_num_layers
+        else None,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,8 @@ class Batch:
     """Position of each token in its document or sample, int64 [b, s]."""
     documents: Documents | None = None
     """Documents of the whole samples, on context ranks too. None: attention covers the whole sample."""
+    ahead: tuple[Batch, ...] = ()
+    """The micro-batch one token ahead, two tokens ahead ..., for multi-token prediction: see `with_batches_ahead`."""
     denominator: InitVar[Tensor | None] = None
     """Value of `loss_denominator`; None: the number of this batch's tokens that count."""
     loss_denominator: Tensor = field(init=False)
@@ -81,6 +83,31 @@ class Batch:
         mask = self.loss_mask.masked_fill(self.labels < 0, 0)
         object.__setattr__(self, "loss_mask", mask)
         object.__setattr__(self, "loss_denominator", mask.sum() if denominator is None else denominator)
+
+
+def with_batches_ahead(batch: Batch, count: int) -> Batch:
+    """Return a micro-batch of whole samples with `ahead`: entry k has the tokens and labels of position p + k + 1 at p.
+
+    Positions without such a token in their sample or document have token and label 0, and do not count.
+    """
+    ahead: list[Batch] = []
+    documents, length = batch.documents, batch.tokens.shape[1]
+    is_last = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens) == length - 1
+    if documents is not None:
+        is_last = is_last | (documents.document_ids != documents.document_ids.roll(-1, dims=1))
+    for _ in range(count):
+        one = ahead[-1] if ahead else batch
+        tokens, labels, loss_mask, position_ids = (
+            x.roll(-1, dims=1).masked_fill(is_last, 0)
+            for x in (one.tokens, one.labels, one.loss_mask, one.position_ids)
+        )
+        ahead.append(
+            replace(
+                one, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids,
+                ahead=(), denominator=None,
+            )  # fmt: skip
+        )
+    return replace(batch, ahead=tuple(ahead), denominator=batch.loss_denominator)
 
 
 @dataclass(kw_only=True)

@@ -78,6 +78,7 @@ class ContextParallel:
         return replace(
             batch, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids,
             denominator=loss_mask.sum() * self.size if has_chunk_means else batch.loss_denominator,
+            ahead=tuple(self.shard_batch(one, has_chunk_means=has_chunk_means) for one in batch.ahead),
         )  # fmt: skip
 
     def _chunk_numbers(self, rank: int | None = None) -> tuple[int, int]:

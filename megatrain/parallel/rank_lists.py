@@ -63,6 +63,8 @@ class GridShape:
     """Model chunks of each pipeline rank."""
     is_v: bool = False
     """The second chunks are in reverse order of the ranks."""
+    embedding_ranks: tuple[int, ...] = (0, -1)
+    """Pipeline ranks that share the word embedding, if several hold it."""
     dp_copies: int = 1
     """Number of optimizer instances: runs of consecutive replicas that together hold all optimizer state."""
     expert_copies: int = 1
@@ -170,8 +172,9 @@ class GridShape:
         return lists
 
     def embedding_lists(self) -> list[list[int]]:
-        """Return the first and the last stage of each pipeline, which share a tied embedding."""
-        return [[ranks[0], ranks[-1]] if len(ranks) > 1 else ranks for ranks in self.rank_lists("pp")]
+        """Return the ranks of each pipeline that share the word embedding."""
+        lists = self.rank_lists("pp")
+        return [list(dict.fromkeys(ranks[index] for index in self.embedding_ranks)) for ranks in lists]
 
 
 def _rank_lists(sizes: Mapping[str, int], order: str, axes: str) -> RankLists:

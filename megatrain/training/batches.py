@@ -3,7 +3,7 @@
     rank 0 builds the samples and caches large indices ──> one rank per host ──> all others
     samples + sampler ──> BatchLoader; ranks in the middle of a pipeline read nothing
 
-Only the first and last pipeline stages need tokens; the stages between need document boundaries at most.
+Only the first and last pipeline stages, and that of multi-token prediction, need tokens; the stages between need document boundaries at most.
 """
 
 from __future__ import annotations
@@ -170,8 +170,9 @@ def _build_in_turns(
     Rank 0 builds first, then one rank of each host, then all others: later ranks read the indices from the cache, on a
     shared disk or on their host's.
     """
-    placement, rank = build_pipeline(plan).placement, ranks.grid.pp.rank
-    reads = rank == placement.rank(0) or placement.has_head(rank) or _has_documents(plan)
+    placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
+    reads = placement.has_head(rank) or rank in placement.embedding_ranks(is_tied=False, mtp_stage=mtp_stage)
+    reads = reads or _has_documents(plan)
     takes_turns = plan.config.data.data_cache_path is not None and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2
     splits, lengths = None, _Lengths(None, None, None)

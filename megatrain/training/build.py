@@ -57,6 +57,7 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         recompute=_recompute(plan),
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
+        mtp_stage=plan.derived.mtp_stage,
         dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
     )
 
@@ -125,6 +126,7 @@ def build_executor(
     config = plan.config
     connect_channels(grid, device)
     rows = model.tp.sequence_rows(config.data.seq_length // model.cp.size)
+    mtp_stage, num_states = plan.derived.mtp_stage, 1 + model.spec.num_mtp_layers
     return Executor(
         model.segments,
         grid,
@@ -134,6 +136,7 @@ def build_executor(
         hooks=data_parallel,
         chunks=model.chunks,
         placement=model.placement,
+        num_received={} if mtp_stage is None else {mtp_stage + 1: num_states},
     )
 
 

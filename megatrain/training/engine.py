@@ -19,7 +19,7 @@ from megatrain.config import Plan
 from megatrain.kernels.fused.launching import enable_fused_kernels
 from megatrain.optim.lr_schedule import Hyperparams
 from megatrain.optim.model_statistics import num_zero_gradients, parameter_norm
-from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.initialize import InitialWeights
@@ -147,6 +147,7 @@ class Engine:
             grad_norm=grad_norm,
             loss_scale=scale,
             is_finite=is_finite,
+            mtp_losses=() if losses.mtp is None else tuple(losses.mtp.tolist()),
             params_norm=None if metrics.params_norm is None else metrics.params_norm.item(),
             num_zeros=None if metrics.num_zeros is None else int(metrics.num_zeros),
             routers=None if metrics.routers is None else self.routers.report(metrics.routers),
@@ -155,14 +156,19 @@ class Engine:
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Losses:
         """Run forward and backward of all micro-batches and reduce gradients over ranks; return the global batch's losses."""
-        batches = self.shard_batches(batches)
+        num_ahead = self.model.spec.num_mtp_layers
+        batches = self.shard_batches([with_batches_ahead(batch, num_ahead) for batch in batches])
         infos = self.pass_infos(batches, first_sample=first_sample)
         self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
-        losses = mean_losses(self._sum_over_ranks(infos, [*names, "tokens"]))
-        return Losses(**dict(zip(names, losses, strict=True)))
+        of_depths = [f"mtp_{k}_{kind}" for kind in ("loss", "tokens") for k in range(1, num_ahead + 1)]
+        sums = self._sum_over_ranks(infos, [*names, "tokens", *of_depths])
+        mtp_sums, mtp_tokens = sums[len(names) + 1 :].view(2, num_ahead)
+        losses = mean_losses(sums[: len(names) + 1])
+        mtp = mtp_sums / mtp_tokens.clamp(min=1) if num_ahead else None
+        return Losses(**dict(zip(names, losses, strict=True)), mtp=mtp)
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return this context-parallel rank's rows of its replica's micro-batches."""

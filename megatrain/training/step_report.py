@@ -27,6 +27,8 @@ class Losses:
     lm_loss: Tensor
     z_loss: Tensor | None = None
     """None without --z-loss-coeff."""
+    mtp: Tensor | None = None
+    """Losses of multi-token prediction by depth, without their factor, [depths]; None without --mtp-num-layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class StepReport:
     """Mean of the token losses that the loss mask keeps, over the global batch."""
     z_loss: float | None = None
     """Mean of the z-loss over the same tokens; None without --z-loss-coeff."""
+    mtp_losses: tuple[float, ...] = ()
+    """The mean for each depth of multi-token prediction, over the tokens that count there."""
     grad_norm: float
     """Norm of the gradients before clipping, without the loss scale."""
     loss_scale: float

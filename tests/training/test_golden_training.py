@@ -43,7 +43,7 @@ TF32_ROUTER = {"mixtral": ROUNDING, "qwen3moe": Bounds(5e-7, 4e-6), "dsv3": Boun
 FP32_ROUTER = Bounds(5e-6, 3e-4)
 """Measured: 1.7e-6 and 1.4e-4, in the last iteration of `mixtral`; up to the fourth 2e-7 and 1.5e-6."""
 
-GRADIENTS = {"gpt2": 2e-6, "llama": 2e-6, "mixtral": 2e-5, "dsv3": 4e-5}
+GRADIENTS = {"gpt2": 2e-6, "llama": 2e-6, "mtp": 2e-6, "mixtral": 2e-5, "dsv3": 4e-5}
 """Largest differences of gradients, relative to the largest element of a tensor. Measured: 7.8e-7, 7.6e-7 and, in the weight of a
 router with its factors in TF32, 8.8e-6 and 2e-5 (1.2e-6 in other weights of `dsv3`)."""
 NEEDS_MTP = pytest.mark.skipif(
@@ -128,6 +128,9 @@ def hold(case: str, recordings: Path, folder: Path, bounds: Bounds, *, losses_of
         if losses_of_routers:
             expected = mean_router_losses(theirs)
             assert ours["routers"]["losses"] == pytest.approx(expected, rel=losses_of_routers, abs=0)
+        if "mtp" in theirs:
+            expected = mean_mtp_losses(theirs)
+            assert ours["mtp_losses"] == pytest.approx(expected, rel=bounds.lm_loss, abs=0)
     rates = [line["learning_rate"] for line in found]
     next_rates = [
         line["learning_rate"] for line in recorded
@@ -148,7 +151,12 @@ def mean_router_losses(recorded: dict[str, Any]) -> dict[str, float]:
     return {name: sum(values) / len(values) / 2 for name, values in by_layer.items()}
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama", "mock"])
+def mean_mtp_losses(recorded: dict[str, Any]) -> dict[str, float]:
+    """Return the losses of multi-token prediction as means over the two micro-batches; the recording has their sums."""
+    return {f"mtp_{k} loss": value / 2 for k, value in enumerate(recorded["mtp"]["loss_values"], 1)}
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "mock", "mtp"])
 def test_dense_models_train_to_the_recorded_digits(case: str, recordings: Path, tmp_path: Path) -> None:
     hold(case, recordings, tmp_path, ROUNDING)
 

@@ -144,6 +144,12 @@ class LayerTable:
     """Sizes of all layers."""
 
     layers: tuple[LayerSizes, ...]
+    num_mtp_layers: int = 0
+    """Further layers for multi-token prediction, each as the last one."""
+
+    @property
+    def mtp_layers(self) -> tuple[LayerSizes, ...]:
+        return self.layers[-1:] * self.num_mtp_layers
 
     def __str__(self) -> str:
         attention = [layer.num_query_groups for layer in self.layers if layer.num_query_groups]
@@ -158,6 +164,7 @@ class LayerTable:
             f"{linear} with linear attention" if linear else "",
             _missing(len(self.layers) - len(attention) - linear, "attention"),
             _missing(len(self.layers) - len(mlp) - len(experts), "MLP"),
+            f"{self.num_mtp_layers} more for multi-token prediction" if self.num_mtp_layers else "",
         ]
         return ", ".join(part for part in parts if part)
 
@@ -177,7 +184,7 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
     """Return the layer sizes of a resolved model. Raises LayersError."""
     dense = _dense_layers(model)
     if experts.num_experts is None:
-        return LayerTable(dense)
+        return LayerTable(dense, model.mtp_num_layers)
     if experts.moe_ffn_hidden_size is None:
         raise LayersError("--moe-ffn-hidden-size is none")
     sizes = ExpertSizes(
@@ -194,7 +201,8 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
         tuple(
             dataclasses.replace(layer, ffn_hidden_size=0, experts=sizes) if has and layer.has_mlp else layer
             for layer, has in zip(dense, has_experts, strict=True)
-        )
+        ),
+        model.mtp_num_layers,
     )
 
 

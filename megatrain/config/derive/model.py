@@ -7,6 +7,7 @@ FLOPs, each a multiply and an add, forward and twice in backward (times 6):
                            linear attention: `LinearSizes.active_weights`
                            m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
     per token              h*v         the output layer           v = padded vocabulary
+    and depth of multi-token prediction: one layer more, the output layer once more, 2h*h for the projection, 3h
     per pair of tokens     q           scores and their use: the causal half of two products
 
     with MLA               cq*(h + n*d + 1) + ck*(h + n*(dp + dv) + 1) + h*(dr + n*dv), and n*(d + dv)/2 per pair; ranks
@@ -155,7 +156,7 @@ def sizes_of_layers(draft: Draft) -> DerivedValue:
     if function is not None:
         if custom is None:
             raise UnresolvedError  # `data_problems` has the reason.
-        return DerivedValue(LayerTable(custom.layers), f"by --spec {function}")
+        return DerivedValue(LayerTable(custom.layers, model.mtp_num_layers), f"by --spec {function}")
     text = model.heterogeneous_layers_config_encoded_json
     try:
         table = layer_table(model, draft.config.experts)
@@ -295,20 +296,27 @@ def training_flops(
     model: ModelConfig, table: LayerTable, *, num_tokens: int, sum_of_squared_lengths: int
 ) -> int:
     """Return the FLOPs of forward and backward over documents of these lengths."""
-    h = model.hidden_size
-    weights = h * model.padded_vocab_size + sum(_weights(h, layer) for layer in table.layers)
-    channels = sum(map(pair_channels, table.layers))
+    h, layers, depths = model.hidden_size, table.layers + table.mtp_layers, table.num_mtp_layers
+    weights = h * model.padded_vocab_size * (1 + depths) + sum(_weights(h, layer) for layer in layers)
+    weights += depths * _projection_weights(h)
+    channels = sum(map(pair_channels, layers))
     return 6 * num_tokens * weights + 3 * sum_of_squared_lengths * channels
 
 
 def flops_per_token(draft: Draft) -> tuple[list[int], int]:
-    """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents."""
-    h, length = draft.config.model.hidden_size, draft.config.data.seq_length
-    layers = [
-        6 * _weights(h, layer) + 3 * length * pair_channels(layer)
-        for layer in draft.derived.layer_table.layers
-    ]
-    return layers, 6 * h * draft.config.model.padded_vocab_size
+    """Return the FLOPs per token of each layer and of the head, forward and backward, for samples without documents.
+
+    Multi-token prediction counts as part of the head.
+    """
+    model, length, table = draft.config.model, draft.config.data.seq_length, draft.derived.layer_table
+    h = model.hidden_size
+
+    def of_layer(layer: LayerSizes) -> int:
+        return 6 * _weights(h, layer) + 3 * length * pair_channels(layer)
+
+    head = 6 * h * model.padded_vocab_size
+    mtp = [of_layer(layer) + 6 * _projection_weights(h) + head for layer in table.mtp_layers]
+    return [of_layer(layer) for layer in table.layers], head + sum(mtp)
 
 
 def pair_channels(layer: LayerSizes) -> int:
@@ -335,6 +343,11 @@ def attention_weights(hidden_size: int, layer: LayerSizes) -> int:
         + sizes.kv_rank * (hidden_size + heads * (sizes.plain_channels + sizes.value_channels) + 1)
         + hidden_size * (sizes.rotary_channels + heads * sizes.value_channels)
     )
+
+
+def _projection_weights(hidden_size: int) -> int:
+    """Return the weights of the projection and the norms that a depth of multi-token prediction adds to a layer."""
+    return 2 * hidden_size**2 + 3 * hidden_size
 
 
 def recompute_norms(draft: Draft) -> DerivedValue:

@@ -5,9 +5,11 @@
     --account-for-loss-in-pipeline-split                            15 layers   4  4  4  3
     --num-virtual-stages-per-pipeline-rank 2                        16 layers   2  2  2  2  2  2  2  2
     --pipeline-model-parallel-layout "Ett|(tttt|)*2tttL"            13 layers   2  4  4  3
+    --pipeline-model-parallel-layout "Ett|ttt|m|L"                  5 layers    2  3  0  0, multi-token prediction alone
     --pipeline-model-parallel-layout auto                           any number, balanced by FLOPs, head included
 
-The embedding is on the first virtual stage, the head on the last one. Virtual stage k is chunk k // ranks of rank k % ranks.
+The embedding is on the first virtual stage, the head on the last one, as is multi-token prediction unless the layout has it
+elsewhere (m), before the head's stage. Virtual stage k is chunk k // ranks of rank k % ranks.
 """
 
 import re
@@ -42,10 +44,18 @@ def pipeline_layers(draft: Draft) -> DerivedValue:
     """Derive the number of layers of each virtual stage."""
     try:
         counts, reason = _layers(draft)
-        _check_stages(counts)
+        _check_stages(counts, draft.derived.mtp_stage)
     except PipelineError as error:
         raise UnresolvedError from error
     return DerivedValue(counts, reason)
+
+
+def mtp_stage(draft: Draft) -> DerivedValue:
+    """Derive the virtual stage of multi-token prediction."""
+    try:
+        return DerivedValue(*_mtp_stage(draft, draft.derived.pipeline_chunks))
+    except PipelineError as error:
+        raise UnresolvedError from error
 
 
 def pipeline_schedule(draft: Draft) -> DerivedValue:
@@ -62,7 +72,7 @@ def pipeline_is_valid(draft: Draft) -> Iterator[Problem]:
         chunks, _ = _chunks(draft)
         yield from _schedule_problems(draft, chunks)
         counts, _ = _layers(draft, chunks)
-        _check_stages(counts)
+        _check_stages(counts, _mtp_stage(draft, chunks)[0])
     except PipelineError as error:
         yield error.problem
     parallel = draft.config.parallel
@@ -224,6 +234,25 @@ def _counts_of_layout(layout: str, layers: int) -> tuple[int, ...]:
     return counts
 
 
+def _mtp_stage(draft: Draft, chunks: int) -> tuple[int | None, str]:
+    """Return the virtual stage of multi-token prediction, None without it, and the reason."""
+    parallel, depths = draft.config.parallel, draft.config.model.mtp_num_layers
+    layout = parallel.pipeline_model_parallel_layout
+    has_layout = parallel.pipeline_model_parallel_size > 1 and layout not in (None, "auto")
+    stages = parse_layout(layout) if layout is not None and has_layout else []
+    found = [number for number, stage in enumerate(stages) for _ in range(stage.count("m"))]
+    if found and (len(found) != depths or found[0] != found[-1]):
+        raise PipelineError(
+            f"--pipeline-model-parallel-layout {layout} has {len(found)} layers of multi-token prediction (m) in"
+            f" {len(set(found))} stages, and --mtp-num-layers is {depths}",
+            f"write {'m' * depths or 'no m'}, in one stage" if depths else "write no m, or add --mtp-num-layers",
+        )
+    if not depths:
+        return None, "--mtp-num-layers is 0"
+    last = parallel.pipeline_model_parallel_size * chunks - 1
+    return (found[0], "m in --pipeline-model-parallel-layout") if found else (last, "the last virtual stage")
+
+
 def _balanced(draft: Draft, stages: int) -> tuple[int, ...]:
     """Return the split whose most expensive stage is cheapest and, among those, the most even one.
 
@@ -286,10 +315,10 @@ def _num_runs(costs: Sequence[int], most: int) -> float:
     return runs
 
 
-def _check_stages(counts: Sequence[int]) -> None:
-    """Raise PipelineError for a stage without layers that is neither first nor last, or for negative counts."""
+def _check_stages(counts: Sequence[int], mtp_stage: int | None) -> None:
+    """Raise PipelineError for a stage between first and last with neither layers nor `mtp_stage`, or for negative counts."""
     for stage, count in enumerate(counts):
-        if count < 0 or (count == 0 and 0 < stage < len(counts) - 1):
+        if count < 0 or (count == 0 and 0 < stage < len(counts) - 1 and stage != mtp_stage):
             raise PipelineError(
                 f"virtual stage {stage} (from 0) would have no layers: {' '.join(map(str, counts))}",
                 "use --pipeline-model-parallel-layout auto, or fewer stages (--pipeline-model-parallel-size,"

@@ -43,7 +43,7 @@ from megatrain.config.derive.model import (
     vocab_size,
     yarn_original_max_position_embeddings,
 )
-from megatrain.config.derive.pipeline import pipeline_chunks, pipeline_layers, pipeline_schedule
+from megatrain.config.derive.pipeline import mtp_stage, pipeline_chunks, pipeline_layers, pipeline_schedule
 from megatrain.config.derive.ranks import (
     collective_timeout_seconds,
     data_parallel_sharding_strategy,
@@ -139,6 +139,7 @@ DERIVATIONS: Final[tuple[tuple[str, Callable[[Draft], DerivedValue]], ...]] = (
     ("derived.eod_id", eod_id),
     ("model.padded_vocab_size", padded_vocab_size),
     ("derived.pipeline_chunks", pipeline_chunks),
+    ("derived.mtp_stage", mtp_stage),
     ("derived.pipeline_layers", pipeline_layers),
     ("parallel.pipeline_schedule", pipeline_schedule),
     ("derived.tokens_per_iteration", tokens_per_iteration),

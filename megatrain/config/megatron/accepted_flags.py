@@ -56,6 +56,10 @@ ACCEPTED_FLAGS: Final = (
         "--te-rng-tracker --inference-rng-tracker",
     ),
     accepted(
+        "m in --pipeline-model-parallel-layout alone decides the stage of multi-token prediction",
+        "--mtp-standalone",
+    ),
+    accepted(
         "every feature has its own flag",
         "--enable-experimental",
     ),

@@ -60,9 +60,9 @@ UNSUPPORTED_FLAGS: Final = (
         instead="remove the flag; training does not use it",
     ),
     missing(
-        "multi-token prediction (MTP) is not supported",
-        "--mtp-num-layers=0 --mtp-standalone --mtp-loss-scaling-factor= --mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer"
-        " --mtp-hybrid-override-pattern=",
+        "this kind of multi-token prediction (MTP) is not supported",
+        "--mtp-detach-heads --mtp-hsm --mtp-use-repeated-layer --mtp-hybrid-override-pattern=",
+        instead="remove the flag; each depth of --mtp-num-layers has a layer of its own",
     ),
     missing(
         "Mamba layers are not supported",

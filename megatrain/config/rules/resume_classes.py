@@ -33,7 +33,7 @@ SHAPE: Final = ResumeClass(
     " num_query_groups multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim heterogeneous_layers_config_encoded_json normalization apply_layernorm_1p norm_position qk_layernorm qk_layernorm_width swiglu geglu"
     " quick_geglu position_embedding_type softmax_type attention_output_gate untie_embeddings_and_output_weights disable_bias_linear"
     " add_qkv_bias experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim"
-    " linear_value_head_dim linear_num_key_heads linear_num_value_heads;"
+    " linear_value_head_dim linear_num_key_heads linear_num_value_heads mtp_num_layers;"
     " experts: num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate"
     " moe_router_enable_expert_bias",
 )
@@ -79,7 +79,7 @@ SCHEDULE: Final = ResumeClass(
 SAFE: Final = ResumeClass(
     kind="safe",
     settings="model: spec spec_digest max_position_embeddings init_method_std embedding_init_method_std make_vocab_size_divisible_by"
-    " transformer_impl attention_backend fp32_residual_connection z_loss_coeff hidden_dropout attention_dropout;"
+    " transformer_impl attention_backend fp32_residual_connection z_loss_coeff mtp_loss_scaling_factor hidden_dropout attention_dropout;"
     " experts: moe_router_dtype moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"
     " moe_router_bias_update_rate moe_router_force_load_balancing moe_input_jitter_eps moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
     " moe_token_drop_policy moe_token_dispatcher_type;"

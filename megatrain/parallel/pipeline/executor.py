@@ -10,6 +10,7 @@ runs one stage and many, in training and in evaluation.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,7 @@ class Executor:
         hooks: called around each pass.
         chunks: numbers of the segments of each chunk; None: all segments are one chunk.
         placement: virtual stages of the chunks; None: one chunk per rank.
+        num_received: number of hidden states, concatenated, that a virtual stage receives in training, if not one.
     """
 
     def __init__(
@@ -115,12 +117,14 @@ class Executor:
         hooks: SegmentHooks,
         chunks: Sequence[range] | None = None,
         placement: Placement | None = None,
+        num_received: Mapping[int, int] | None = None,
     ) -> None:
         self.segments = segments
         self.grid = grid
         self.chunks = chunks or [range(len(segments))]
         self.placement = placement or Placement(grid.pp.size)
         self.hidden_shape = hidden_shape
+        self.num_received = num_received or {}
         self.dtype = dtype
         self.device = device
         self.hooks = hooks
@@ -133,11 +137,11 @@ class Executor:
             state = run.state(action)
             match action.kind:
                 case ActionKind.POST_FORWARD | ActionKind.POST_BACKWARD:
-                    messages.post(action, self._empty())
+                    messages.post(action, self._empty(action, state.info))
                 case ActionKind.RECV_FORWARD:
-                    state.hidden = messages.receive(action, self._empty)
+                    state.hidden = messages.receive(action, functools.partial(self._empty, action, state.info))
                 case ActionKind.RECV_BACKWARD:
-                    state.gradient = messages.receive(action, self._empty)
+                    state.gradient = messages.receive(action, functools.partial(self._empty, action, state.info))
                 case ActionKind.SEND_FORWARD:
                     assert state.hidden is not None
                     messages.send(action, state.hidden)
@@ -162,8 +166,13 @@ class Executor:
         }
         return _Run(batches, states, [0] * len(self.segments), iter(passes))
 
-    def _empty(self) -> Tensor:
-        return torch.empty(self.hidden_shape, dtype=self.dtype, device=self.device)
+    def _empty(self, action: Action, info: PassInfo) -> Tensor:
+        """Return memory for a message: hidden states, or the gradient of those that the next stage received."""
+        stage = self.placement.stage(self.grid.pp.rank, action.chunk)
+        stage += action.kind in (ActionKind.RECV_BACKWARD, ActionKind.POST_BACKWARD)
+        rows, samples, channels = self.hidden_shape
+        rows *= self.num_received.get(stage, 1) if info.is_training else 1
+        return torch.empty(rows, samples, channels, dtype=self.dtype, device=self.device)
 
     def _run_passes(self, run: _Run, action: Action) -> None:
         """Run the passes of an action, and give their results to an adjacent virtual stage of this rank."""

@@ -142,6 +142,7 @@ class _SecondRun:
             hooks=self,
             chunks=engine.model.chunks,
             placement=engine.model.placement,
+            num_received=engine.executor.num_received,
         )
         with self.inputs:
             executor.run(engine.pipeline.training(engine.grid.pp.rank, len(batches)), batches, infos)
@@ -281,6 +282,10 @@ def _segment_name(number: int, engine: Engine) -> str:
     layers = layer_numbers(ParamRegistry(entries))
     if layers:
         return f"decoder.layers.{layers[0]}" + (f" to {layers[-1]}" if len(layers) > 1 else "")
+    names = (piece.name for entry in entries.values() for piece in entry.layout.pieces)
+    depth = next((name for name in names if name.startswith("mtp.")), None)
+    if depth is not None:
+        return ".".join(depth.split(".")[:3])
     is_embedding = number == 0 and engine.model.placement.rank(0) == engine.grid.pp.rank
     return "the embedding" if is_embedding else "the head"
 

@@ -199,6 +199,10 @@ def grid_shape(plan: Plan) -> GridShape:
         order=STAGES_BEFORE_REPLICAS if parallel.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         has_matrices=plan.config.optimizer.optimizer == "muon",
     )
+    if plan.derived.mtp_stage is not None:
+        is_tied = not plan.config.model.untie_embeddings_and_output_weights
+        holders = shape.placement.embedding_ranks(is_tied=is_tied, mtp_stage=plan.derived.mtp_stage)
+        shape = dataclasses.replace(shape, embedding_ranks=holders)
     if parallel.data_parallel_sharding_strategy == "no_shard":
         return dataclasses.replace(shape, dp_copies=shape.replicas, expert_copies=shape.expert_replicas)
     instances = parallel.num_distributed_optimizer_instances

@@ -60,6 +60,7 @@ def iteration_scalars(
     }
     if values["routers"] is not None:
         found |= values["routers"]["losses"]
+    found |= values["mtp_losses"] or {}
     if config.log_loss_scale_to_tensorboard:
         found["loss-scale"] = values["loss_scale"]
     if config.log_world_size_to_tensorboard:

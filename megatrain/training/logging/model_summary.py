@@ -59,7 +59,7 @@ def _num_local(engine: Engine) -> int:
 
 
 def _whole_model(engine: Engine) -> str:
-    grid, routers = engine.grid, engine.model.spec.routers
+    grid, routers = engine.grid, engine.model.spec.routers_by_name
     pieces = [
         piece
         for entry in engine.model.registry.entries.values()

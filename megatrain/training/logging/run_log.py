@@ -224,6 +224,7 @@ class RunLog:
             "lm_loss": report.lm_loss,
             "z_loss": report.z_loss,
             "routers": router_values(report.routers),
+            "mtp_losses": {f"mtp_{k} loss": loss for k, loss in enumerate(report.mtp_losses, 1)} or None,
             "grad_norm": report.grad_norm,
             "params_norm": report.params_norm,
             "num_zeros": report.num_zeros,
@@ -311,9 +312,10 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if last[name] is not None:
             last[name] = sum(values[name] for values in trained) / len(trained)
     if last["routers"] is not None:
-        losses = [values["routers"]["losses"] for values in trained]
-        means = {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
+        means = _mean_losses([values["routers"]["losses"] for values in trained])
         last["routers"] = last["routers"] | {"losses": means}
+    if last["mtp_losses"] is not None:
+        last["mtp_losses"] = _mean_losses([values["mtp_losses"] for values in trained])
     for name in ("skipped", "nan"):
         last[name] = sum(values[name] for values in interval)
     milliseconds = sum(values["iteration_ms"] for values in interval)
@@ -322,6 +324,10 @@ def averaged(interval: Sequence[dict[str, Any]]) -> dict[str, Any]:
         if last[name] is not None:
             last[name] = sum(values[name] * values["iteration_ms"] for values in interval) / milliseconds
     return last
+
+
+def _mean_losses(losses: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(one[name] for one in losses) / len(losses) for name in losses[0]}
 
 
 def mean_times(interval: Sequence[dict[str, Any]]) -> dict[str, float]:

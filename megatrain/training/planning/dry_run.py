@@ -131,7 +131,7 @@ def examine(request: Request, environment: LaunchEnvironment) -> DryRun:
     return DryRun(
         plan=plan,
         model=model_tree(
-            [engine.model.registry for engine in engines], engines[0].model.spec.routers, ep=shape.ep
+            [engine.model.registry for engine in engines], engines[0].model.spec.routers_by_name, ep=shape.ep
         ),
         flops=_flops(plan),
         memory=tuple(memory),

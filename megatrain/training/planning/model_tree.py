@@ -17,6 +17,7 @@ from megatrain.parallel.layout import ParamRegistry, Piece
 
 PARTS = ("embedding", "attention", "mlp", "router", "experts", "norms", "head")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.*)")
 
 
@@ -65,13 +66,13 @@ class ModelTree:
 
 
 def model_tree(
-    registries: Sequence[ParamRegistry], routers: Mapping[int, RouterSpec], *, ep: int = 1
+    registries: Sequence[ParamRegistry], routers: Mapping[str, RouterSpec], *, ep: int = 1
 ) -> ModelTree:
     """Return the tree of a model.
 
     Args:
         registries: one registry per pipeline stage.
-        routers: by number of the layer.
+        routers: by the prefix of their canonical names.
         ep: expert-parallel size; each expert-parallel rank has other experts.
     """
     stages = [_pieces(registry) for registry in registries]
@@ -116,19 +117,22 @@ def part_of(name: str) -> str:
     return "attention" if ".attention." in name else "mlp"
 
 
-def active_elements(name: str, count: int, routers: Mapping[int, RouterSpec]) -> int:
+def active_elements(name: str, count: int, routers: Mapping[str, RouterSpec]) -> int:
     """Return how many of a tensor's `count` elements are used per token, as the mean over experts."""
-    match = _LAYER.match(name)
-    if match is None or part_of(name) != "experts":
+    if part_of(name) != "experts":
         return count
-    router = routers[int(match.group(1))]
+    router = routers[f"{name.partition('.mlp.')[0]}.mlp.router"]
     return count * router.top_k // router.num_experts
 
 
 def segment_name(registry: ParamRegistry, segment: int) -> str:
-    """Return `embedding`, `layer 3`, `layers 4 to 7` or `head`."""
+    """Return `embedding`, `layer 3`, `layers 4 to 7`, `multi-token prediction 1` or `head`."""
     entries = {name: entry for name, entry in registry.entries.items() if entry.segment == segment}
     layers = layer_numbers(ParamRegistry(entries))
+    depths = (_MTP_LAYER.match(piece.name) for piece in _pieces(ParamRegistry(entries)))
+    depth = next((int(match.group(1)) for match in depths if match), None)
+    if depth is not None:
+        return f"multi-token prediction {depth + 1}"
     if layers:
         return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
     return (

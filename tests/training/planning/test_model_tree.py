@@ -19,7 +19,7 @@ FLAGS = (
 def tree_of(top_k: int) -> ModelTree:
     plan = resolve(parse(f"{FLAGS} --moe-router-topk {top_k}".split()), Facts())
     model = build_model_from_plan(plan, build_grid(GridShape(), 0), torch.device("cpu"))
-    return model_tree([model.registry], model.spec.routers)
+    return model_tree([model.registry], model.spec.routers_by_name)
 
 
 def test_active_parameters_leave_out_unselected_experts() -> None:
