@@ -1,4 +1,4 @@
-"""Multi-token prediction: further layers, each of which predicts one token further ahead than the one before.
+"""Multi-token prediction: further layers; each predicts one token further ahead than the one before.
 
     hidden states of depth k - 1 ────── norm ─┐
     embedding of the token k ahead ──── norm ─┴─ concatenation ─ projection ─ layer ─ norm ─> hidden states of depth k

@@ -178,7 +178,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSpec:
-    """Multi-token prediction: layers like the last one of the model, each of which predicts one token further ahead."""
+    """Multi-token prediction: layers like the last one of the model; each predicts one token further ahead."""
 
     num_layers: int
     loss_factor: float

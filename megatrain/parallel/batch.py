@@ -90,24 +90,29 @@ def with_batches_ahead(batch: Batch, count: int) -> Batch:
 
     Positions without such a token in their sample or document have token and label 0, and do not count.
     """
-    ahead: list[Batch] = []
+    if count == 0:
+        return batch
     documents, length = batch.documents, batch.tokens.shape[1]
     is_last = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens) == length - 1
     if documents is not None:
         is_last = is_last | (documents.document_ids != documents.document_ids.roll(-1, dims=1))
+
+    def next_of(x: Tensor) -> Tensor:
+        return x.roll(-1, dims=1).masked_fill(is_last, 0)
+
+    found = [batch]
     for _ in range(count):
-        one = ahead[-1] if ahead else batch
-        tokens, labels, loss_mask, position_ids = (
-            x.roll(-1, dims=1).masked_fill(is_last, 0)
-            for x in (one.tokens, one.labels, one.loss_mask, one.position_ids)
+        one = found[-1]
+        found.append(
+            Batch(
+                tokens=next_of(one.tokens),
+                labels=next_of(one.labels),
+                loss_mask=next_of(one.loss_mask),
+                position_ids=next_of(one.position_ids),
+                documents=documents,
+            )
         )
-        ahead.append(
-            replace(
-                one, tokens=tokens, labels=labels, loss_mask=loss_mask, position_ids=position_ids,
-                ahead=(), denominator=None,
-            )  # fmt: skip
-        )
-    return replace(batch, ahead=tuple(ahead), denominator=batch.loss_denominator)
+    return replace(batch, ahead=tuple(found[1:]), denominator=batch.loss_denominator)
 
 
 @dataclass(kw_only=True)

@@ -190,7 +190,12 @@ def test_biases_are_updated_towards_even_loads_and_only_in_finite_steps() -> Non
         num_experts=3, top_k=1, score_function="sigmoid", has_expert_bias=True, bias_update_rate=0.5
     )
     plain = RouterSpec(num_experts=4, top_k=1)
-    biases = ExpertBiases({1: spec, 4: plain}, ["one", "four"], dtype=torch.float32, device=torch.device("cpu"))
+    biases = ExpertBiases(
+        {1: spec, 4: plain},
+        ["decoder.layers.1.mlp.router", "decoder.layers.4.mlp.router"],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     own, yes = biases.of(1), torch.tensor(True)
     assert own is not None
     assert biases.of(4) is None
@@ -205,7 +210,10 @@ def test_biases_are_updated_towards_even_loads_and_only_in_finite_steps() -> Non
 def test_biases_are_restored_from_a_checkpoint_bit_for_bit() -> None:
     spec = RouterSpec(num_experts=3, top_k=1, score_function="sigmoid", has_expert_bias=True)
     biases, again = (
-        ExpertBiases({1: spec}, ["one"], dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)
+        ExpertBiases(
+            {1: spec}, ["decoder.layers.1.mlp.router"], dtype=torch.float32, device=torch.device("cpu")
+        )
+        for _ in range(2)
     )
     biases.values.normal_(generator=torch.Generator().manual_seed(0))
     again.restore(biases.state())
@@ -219,7 +227,9 @@ def test_a_router_selects_experts_with_its_updated_bias() -> None:
     spec = RouterSpec(
         num_experts=E, top_k=1, score_function="sigmoid", has_expert_bias=True, bias_update_rate=100
     )
-    biases = ExpertBiases({3: spec}, ["three"], dtype=torch.float64, device=torch.device("cpu"))
+    biases = ExpertBiases(
+        {3: spec}, ["decoder.layers.3.mlp.router"], dtype=torch.float64, device=torch.device("cpu")
+    )
     router = router_of(spec, bias=biases.of(3))
     biases.update(torch.tensor([[0.0, 9.0, 9.0, 9.0]]), torch.tensor(True))
     assert not router(hidden(), PassInfo()).experts.any()

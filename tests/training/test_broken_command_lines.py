@@ -41,7 +41,7 @@ BROKEN: dict[str, tuple[dict[str, str | None], str, str]] = {
     "gpu without one": ({"--device": "cuda"}, "--device cuda", "cpu"),
     "unknown flag": ({"--xyzzy": "1"}, "--xyzzy is not a flag", "leave it out"),
     "typo of a flag that is accepted": ({"--use-mcore-modles": ""}, "--use-mcore-modles", "--use-mcore-models"),
-    "feature that is not there": ({"--mtp-num-layers": "1"}, "--mtp-num-layers 1", "remove the flag"),
+    "feature that is not there": ({"--mtp-hsm": ""}, "--mtp-hsm", "remove the flag"),
     "feature that will never be there": ({"--retro-add-retriever": ""}, "--retro-add-retriever", "train a GPT"),
     "old name": ({"--batch-size": "4"}, "--batch-size 4", "--micro-batch-size"),
     "experts over ranks without experts": ({"--expert-model-parallel-size": "2"}, "--expert-model-parallel-size 2 requires --num-experts", "--num-experts"),

@@ -184,7 +184,7 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
     """Return the layer sizes of a resolved model. Raises LayersError."""
     dense = _dense_layers(model)
     if experts.num_experts is None:
-        return LayerTable(dense, model.mtp_num_layers)
+        return LayerTable(dense, model.mtp_num_layers or 0)
     if experts.moe_ffn_hidden_size is None:
         raise LayersError("--moe-ffn-hidden-size is none")
     sizes = ExpertSizes(
@@ -202,7 +202,7 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
             dataclasses.replace(layer, ffn_hidden_size=0, experts=sizes) if has and layer.has_mlp else layer
             for layer, has in zip(dense, has_experts, strict=True)
         ),
-        model.mtp_num_layers,
+        model.mtp_num_layers or 0,
     )
 
 

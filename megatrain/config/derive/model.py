@@ -156,7 +156,7 @@ def sizes_of_layers(draft: Draft) -> DerivedValue:
     if function is not None:
         if custom is None:
             raise UnresolvedError  # `data_problems` has the reason.
-        return DerivedValue(LayerTable(custom.layers, model.mtp_num_layers), f"by --spec {function}")
+        return DerivedValue(LayerTable(custom.layers, model.mtp_num_layers or 0), f"by --spec {function}")
     text = model.heterogeneous_layers_config_encoded_json
     try:
         table = layer_table(model, draft.config.experts)

@@ -236,7 +236,7 @@ def _counts_of_layout(layout: str, layers: int) -> tuple[int, ...]:
 
 def _mtp_stage(draft: Draft, chunks: int) -> tuple[int | None, str]:
     """Return the virtual stage of multi-token prediction, None without it, and the reason."""
-    parallel, depths = draft.config.parallel, draft.config.model.mtp_num_layers
+    parallel, depths = draft.config.parallel, draft.config.model.mtp_num_layers or 0
     layout = parallel.pipeline_model_parallel_layout
     has_layout = parallel.pipeline_model_parallel_size > 1 and layout not in (None, "auto")
     stages = parse_layout(layout) if layout is not None and has_layout else []
@@ -245,7 +245,9 @@ def _mtp_stage(draft: Draft, chunks: int) -> tuple[int | None, str]:
         raise PipelineError(
             f"--pipeline-model-parallel-layout {layout} has {len(found)} layers of multi-token prediction (m) in"
             f" {len(set(found))} stages, and --mtp-num-layers is {depths}",
-            f"write {'m' * depths or 'no m'}, in one stage" if depths else "write no m, or add --mtp-num-layers",
+            f"write {'m' * depths or 'no m'}, in one stage"
+            if depths
+            else "write no m, or add --mtp-num-layers",
         )
     if not depths:
         return None, "--mtp-num-layers is 0"

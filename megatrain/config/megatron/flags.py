@@ -2,8 +2,8 @@
 
     --use-mcore-models          note: --use-mcore-models is ignored: megatrain has one model definition
     --tp-comm-overlap           note: --tp-comm-overlap has no effect so far: overlapped tensor-parallel ... is missing, and ...
-    --mtp-num-layers 0          note: --mtp-num-layers 0 has no effect: multi-token prediction (MTP) is not supported
-    --mtp-num-layers 1          problem: --mtp-num-layers 1: multi-token prediction (MTP) is not supported
+    --moe-use-upcycling false   note: --moe-use-upcycling false has no effect: upcycling ... is not supported
+    --moe-use-upcycling         problem: --moe-use-upcycling: upcycling ... is not supported
 
 Notation of the flags in the tables (`flag_table.py`); a setting of the same name takes precedence over its entry:
 

@@ -207,7 +207,11 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
                 _LAYOUT,
                 lambda p: len(set(p.derived.pipeline_layers)) > 1,
                 needs=("pp",),
-                rows={"uneven2": f"{_LAYOUT} Ettt|tL", "uneven4": f"{_LAYOUT} E|tt|t|tL"},
+                rows={
+                    "uneven2": f"{_LAYOUT} Ettt|tL",
+                    "uneven4": f"{_LAYOUT} E|tt|t|tL",
+                    "mtpalone": f"{_LAYOUT} Ett|tt|mm|L",
+                },
             ),
         ),
         is_layout=True,

@@ -65,6 +65,22 @@ TRAINING_OPTIONS: Final[tuple[Option, ...]] = (
         ),
     ),
     Option(
+        "multi-token prediction",
+        ("model.mtp_num_layers",),
+        (
+            Feature("onetoken", "", lambda p: not p.config.model.mtp_num_layers),
+            Feature(
+                "mtp",
+                "--mtp-num-layers",
+                lambda p: bool(p.config.model.mtp_num_layers),
+                rows={
+                    "mtp1": "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3",
+                    "mtp2": "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+                },
+            ),
+        ),
+    ),
+    Option(
         "loss scale",
         ("precision.loss_scale",),
         (

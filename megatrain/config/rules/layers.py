@@ -86,7 +86,10 @@ def stages_are_not_empty(draft: Draft) -> Problems:
     pp = draft.config.parallel.pipeline_model_parallel_size
     layers, ranges = draft.derived.layer_table.layers, layer_ranges(draft.derived.pipeline_layers)
     for stage, numbers in list(enumerate(ranges))[1:-1]:
-        if not any(layers[number].has_mixer or layers[number].has_mlp for number in numbers):
+        has_parts = stage == draft.derived.mtp_stage
+        if not has_parts and not any(
+            layers[number].has_mixer or layers[number].has_mlp for number in numbers
+        ):
             yield Problem(
                 f"{_source(draft)}: stage {stage} of --pipeline-model-parallel-size {pp} has only layers without parts,"
                 f" {numbers.start} to {numbers.stop - 1} (from 0)",

@@ -166,8 +166,8 @@ class ModelConfig(CheckedSection):
     """muP: factor of the embedding output."""
     mup_output_mult: float = field(default=AUTO, metadata=in_range(above=0))
     """muP: factor of the logits. auto or 1: 1 / width multiplier."""
-    mtp_num_layers: int = field(default=0, metadata=in_range(at_least=0))
-    """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only."""
+    mtp_num_layers: int | None = field(default=None, metadata=in_range(at_least=0))
+    """Layers of multi-token prediction (MTP, DeepSeek-V3): layer k predicts the token k + 1 positions ahead, in training only. none: 0."""
     mtp_loss_scaling_factor: float = field(default=0.1, metadata=in_range(at_least=0))
     """Factor of the mean of the losses of multi-token prediction in the loss of training."""
     make_vocab_size_divisible_by: int = field(default=128, metadata=in_range(at_least=1))

@@ -139,9 +139,13 @@ class Executor:
                 case ActionKind.POST_FORWARD | ActionKind.POST_BACKWARD:
                     messages.post(action, self._empty(action, state.info))
                 case ActionKind.RECV_FORWARD:
-                    state.hidden = messages.receive(action, functools.partial(self._empty, action, state.info))
+                    state.hidden = messages.receive(
+                        action, functools.partial(self._empty, action, state.info)
+                    )
                 case ActionKind.RECV_BACKWARD:
-                    state.gradient = messages.receive(action, functools.partial(self._empty, action, state.info))
+                    state.gradient = messages.receive(
+                        action, functools.partial(self._empty, action, state.info)
+                    )
                 case ActionKind.SEND_FORWARD:
                     assert state.hidden is not None
                     messages.send(action, state.hidden)

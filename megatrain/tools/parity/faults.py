@@ -28,6 +28,7 @@ from megatrain.parallel.tensor_parallel import VocabShard
 from megatrain.tools.parity.attention_faults import ATTENTION_FAULTS
 from megatrain.tools.parity.expert_faults import EXPERT_FAULTS
 from megatrain.tools.parity.latent_faults import LATENT_FAULTS
+from megatrain.tools.parity.mtp_faults import MTP_FAULTS
 from megatrain.tools.parity.pipeline_faults import PIPELINE_FAULTS
 from megatrain.training import engine, routers
 from megatrain.training.routers import Routers
@@ -363,8 +364,13 @@ FAULTS = {
     "expert biases updated by the replica's own loads": Fault(_biases_not_reduced, "dp2 deepseek"),
     "Muon orthogonalizes a rank's shard only": Fault(_muon_per_rank, "tp2 muon"),
     "wrong tied embedding": Fault(_partial_sums_skipped_over("embedding"), "pp2 tied"),
+    "gradient of the embedding's copy for multi-token prediction lost": Fault(
+        _partial_sums_skipped_over("embedding"), "pp2 mtp1"
+    ),
     **{
         name: Fault(*fault)
-        for name, fault in (ATTENTION_FAULTS | EXPERT_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS).items()
+        for name, fault in (
+            ATTENTION_FAULTS | EXPERT_FAULTS | LATENT_FAULTS | PIPELINE_FAULTS | MTP_FAULTS
+        ).items()
     },
 }

@@ -131,6 +131,7 @@ def _rounded_sums() -> AbstractContextManager[Any]:
 def _losses_of(report: StepReport) -> Iterator[float]:
     """Yield the losses of a step and its router metrics."""
     yield from (loss for loss in (report.lm_loss, report.z_loss) if loss is not None)
+    yield from report.mtp_losses
     if report.routers is not None:
         yield from report.routers.losses.values()
         for layer in report.routers.layers:

@@ -71,6 +71,8 @@ MODELS = {
 }
 """Flags by model name; all models have the same sizes."""
 
+WITHOUT_MTP = ("gpt2", "mup", "mlav2")
+"""Models with learned positions, which multi-token prediction does not support."""
 WITHOUT_EXPERTS = ("puzzle", "own")
 """Models that define each layer themselves and cannot be combined with experts."""
 

@@ -26,7 +26,7 @@ from megatrain.config.parity_features.number_formats import NUMBER_FORMATS
 from megatrain.config.parity_features.table import OPTIONS as FEATURE_OPTIONS
 from megatrain.config.parity_features.table import REFUSED_PAIRS
 from megatrain.tools.parity.covering_array import Pair, Partial, covering_rows, pairs_of, possible_pairs
-from megatrain.tools.parity.models import MODELS, WITHOUT_CONTEXT_RANKS
+from megatrain.tools.parity.models import MODELS, WITHOUT_CONTEXT_RANKS, WITHOUT_MTP
 from megatrain.tools.parity.models import WITHOUT_EXPERTS as MODELS_WITHOUT_EXPERTS
 from megatrain.tools.parity.models import WITHOUT_GROUPS as MODELS_WITHOUT_GROUPS
 
@@ -112,6 +112,7 @@ _OF_EXPERTS = (
 """Further options that decide whether experts fit."""
 _OF_MODELS = ("documents",)
 """Further options that decide whether a model fits."""
+_OF_MTP = ("multi-token prediction", "pipeline split", "model")
 _IS_LAYOUT = {option.name for option in FEATURE_OPTIONS if option.is_layout}
 _ALL_FEATURES = (*FEATURE_OPTIONS, *NUMBER_FORMATS)
 _FEATURE_OF = {
@@ -122,7 +123,9 @@ _OPTION_OF = {feature.name: option.name for option in _ALL_FEATURES for feature 
 _TIED = {name for one in _FEATURE_OF.values() if one.needs for name in (one.name, *one.needs)}
 _TIED |= {name for one in REFUSED_PAIRS for name in one.pair}
 _BOUND = tuple(
-    dict.fromkeys([*_SIZED, *_OF_EXPERTS, *_OF_MODELS, *(_OPTION_OF[name] for name in sorted(_TIED))])
+    dict.fromkeys(
+        [*_SIZED, *_OF_EXPERTS, *_OF_MODELS, *_OF_MTP, *(_OPTION_OF[name] for name in sorted(_TIED))]
+    )
 )
 """Options whose words exclude some words of another option."""
 _BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
@@ -230,7 +233,7 @@ def _is_possible(words: Partial, max_ranks: int) -> bool:
     sizes = {name: _number(word) for name in _SIZED if (word := known[name]) is not None}
     if not _sizes_fit(sizes, max_ranks) or not _experts_fit(known, sizes, max_ranks):
         return False
-    if not _stages_fit(known) or not _model_fits(known):
+    if not _stages_fit(known) or not _model_fits(known) or not _mtp_fits(known):
         return False
     if not {"a2aring", "a2agather"}.isdisjoint(words) and sizes.get("context parallelism", 4) != 4:
         return False
@@ -263,7 +266,7 @@ def _stages_fit(known: Mapping[str, str | None]) -> bool:
     schedule, split = known["pipeline schedule"], known["pipeline split"]
     chunks = {None: (1, 2), "interleaved": (2,), "zbv": (2,), "dualpipev": (2,)}.get(schedule, (1,))
     stages = [a * b for a, b in product(ranks, chunks) if a > 1 or b == 1]
-    fitting = {None: (1, 2, 4), "uneven2": (2,), "uneven4": (4,)}.get(split, (1, 2, 4))
+    fitting = {"uneven2": (2,), "uneven4": (4,), "mtpalone": (4,)}.get(split or "", (1, 2, 4))
     return not set(stages).isdisjoint(fitting)
 
 
@@ -273,6 +276,16 @@ def _model_fits(known: Mapping[str, str | None]) -> bool:
     is_split = known["context parallelism"] not in (None, "cp1") or known["documents"] == "documents"
     is_possible = not (is_replicated and known["model"] in MODELS_WITHOUT_GROUPS)
     return is_possible and not (is_split and known["model"] in WITHOUT_CONTEXT_RANKS)
+
+
+def _mtp_fits(known: Mapping[str, str | None]) -> bool:
+    """Return whether the known words fit multi-token prediction, and the layout with a stage for two depths."""
+    word = known["multi-token prediction"]
+    if word in ("mtp1", "mtp2") and known["model"] in WITHOUT_MTP:
+        return False
+    return known["pipeline split"] != "mtpalone" or (
+        word in (None, "mtp2") and known["model"] not in WITHOUT_MTP
+    )
 
 
 def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_ranks: int) -> bool:

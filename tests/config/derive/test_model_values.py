@@ -12,7 +12,6 @@ from megatrain.config.schema.experts import ExpertsConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NOT_SUPPORTED = (
-    "mtp_num_layers",
     "hybrid_layer_pattern",
 )
 
@@ -52,6 +51,7 @@ def test_flops_equal_megatron_lm(case):
         **{name: arguments[name] for name in names},
         num_query_groups=arguments["num_query_groups"] or arguments["num_attention_heads"],
         heterogeneous_layers_config_encoded_json=None,
+        mtp_num_layers=arguments["mtp_num_layers"],
     )
     freq = arguments["moe_layer_freq"]
     experts = ExpertsConfig(
@@ -75,6 +75,7 @@ def test_enough_cases_are_compared():
     assert len(CASES) >= 12
     assert any(case["arguments"]["multi_latent_attention"] for case in CASES)
     assert sum(case["arguments"]["num_experts"] is not None for case in CASES) >= 4
+    assert any(case["arguments"]["mtp_num_layers"] for case in CASES)
 
 
 @pytest.mark.parametrize("case", cases("vocab_padding.json"))

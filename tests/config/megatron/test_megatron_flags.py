@@ -13,7 +13,7 @@ from megatrain.config.schema.tree import settings
         ("--use_flash_attn", "--use-flash-attn is ignored: --attention-backend"),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist is ignored: "),
         ("--max-tokens-to-oom 12000", "--max-tokens-to-oom 12000 is ignored: "),
-        ("--mtp-num-layers=0", "--mtp-num-layers 0 has no effect: "),
+        ("--tensor-parallel-num-weight-shards=1", "--tensor-parallel-num-weight-shards 1 has no effect: "),
         ("--fp16-lm-cross-entropy", "--fp16-lm-cross-entropy is ignored: "),
         ("--no-position-embedding", "--no-position-embedding is ignored: --position-embedding-type"),
         ("--logging-level 40", "--logging-level 40 is ignored: "),
@@ -36,7 +36,9 @@ def test_an_accepted_flag_has_a_note(notes_and_problems, argv, words):
 
 
 def test_the_last_value_of_a_repeated_flag_counts(notes_and_problems):
-    notes, problems = notes_and_problems(*"--kv-lora-rank 8 --kv-lora-rank none --mtp-num-layers 0".split())
+    notes, problems = notes_and_problems(
+        *"--mtp-hsm false --mamba-num-heads 8 --mamba-num-heads none".split()
+    )
     assert len(notes) == len(problems) == 1
 
 
@@ -124,11 +126,11 @@ def test_a_refusal_names_the_alternative(notes_and_problems, argv, words):
 
 
 def test_flags_of_one_feature_are_one_problem(notes_and_problems):
-    flags = "--mtp-num-layers 1 --mtp-loss-scaling-factor 2 --lr fast --mtp-hsm"
-    _, (lr, mtp) = notes_and_problems(*flags.split())
+    flags = "--mamba-num-heads 8 --mamba-head-dim 16 --lr fast --is-hybrid-model"
+    _, (lr, mamba) = notes_and_problems(*flags.split())
     assert lr.startswith("--lr fast ")
-    assert mtp.startswith("--mtp-num-layers 1, --mtp-loss-scaling-factor 2, --mtp-hsm: ")
-    assert mtp.endswith("fix: remove the flag")
+    assert mamba.startswith("--mamba-num-heads 8, --mamba-head-dim 16, --is-hybrid-model: ")
+    assert "fix: remove the flag" in mamba
 
 
 @pytest.mark.parametrize(
@@ -185,9 +187,9 @@ def test_yaml_files_hold_lists_text_and_nothing(notes_and_problems, tmp_path):
         (note,), problems = notes_and_problems("--config", str(file))
         assert note.startswith(f"{file}:2: moe_router_quantile_balancing_ema: 0.0 has no effect: ")
         assert problems == []
-    file.write_text("model:\n  mtp_num_layers:\n")
+    file.write_text("model:\n  mamba_num_heads:\n")
     assert notes_and_problems("--config", str(file)) == (
-        [f"{file}:2: mtp_num_layers: null has no effect"],
+        [f"{file}:2: mamba_num_heads: null has no effect"],
         [],
     )
     file.write_text("model:\n  use_mcore_model: true\n")
