@@ -90,8 +90,6 @@ def with_batches_ahead(batch: Batch, count: int) -> Batch:
 
     Positions without such a token in their sample or document have token and label 0, and do not count.
     """
-    if count == 0:
-        return batch
     documents, length = batch.documents, batch.tokens.shape[1]
     is_last = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens) == length - 1
     if documents is not None:

@@ -51,6 +51,8 @@ class Engine:
         self.timers = Timers(plan.config.logging.timing_log_level, device)
         enable_fused_kernels(are_enabled=plan.config.training.compile)
         self.model = build_model_from_plan(plan, grid, device)
+        self.num_depths = self.model.spec.num_mtp_layers
+        """Depths of multi-token prediction."""
         self.buffers = build_buffers(plan, self.model, grid, device)
         self.data_parallel = build_data_parallel(plan, self.buffers, grid)
         self.optimizer = build_optimizer(plan, self.data_parallel, grid)
@@ -156,18 +158,19 @@ class Engine:
 
     def accumulate_gradients(self, batches: Sequence[Batch], *, first_sample: int = 0) -> Losses:
         """Run forward and backward of all micro-batches and reduce gradients over ranks; return the global batch's losses."""
-        num_ahead = self.model.spec.num_mtp_layers
-        batches = self.shard_batches([with_batches_ahead(batch, num_ahead) for batch in batches])
+        if self.num_depths:
+            batches = [with_batches_ahead(batch, self.num_depths) for batch in batches]
+        batches = self.shard_batches(batches)
         infos = self.pass_infos(batches, first_sample=first_sample)
         self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
         names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
-        of_depths = [f"mtp_{k}_{kind}" for kind in ("loss", "tokens") for k in range(1, num_ahead + 1)]
+        of_depths = [f"mtp_{k}_{kind}" for kind in ("loss", "tokens") for k in range(1, self.num_depths + 1)]
         sums = self._sum_over_ranks(infos, [*names, "tokens", *of_depths])
-        mtp_sums, mtp_tokens = sums[len(names) + 1 :].view(2, num_ahead)
+        mtp_sums, mtp_tokens = sums[len(names) + 1 :].view(2, self.num_depths)
         losses = mean_losses(sums[: len(names) + 1])
-        mtp = mtp_sums / mtp_tokens.clamp(min=1) if num_ahead else None
+        mtp = mtp_sums / mtp_tokens.clamp(min=1) if self.num_depths else None
         return Losses(**dict(zip(names, losses, strict=True)), mtp=mtp)
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:

@@ -41,7 +41,7 @@ from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import build_model
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, MtpSpec
 from megatrain.optim.sharded import ShardedOptimizer
 from megatrain.optim.update_rules import AdamwRule
 from megatrain.parallel.allocate_buffers import allocate_buffers
@@ -79,7 +79,7 @@ class Rank:
         return [flat.clone() for kind in self.optimizer.kinds for flat in self.optimizer.state(kind)]
 
 
-def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2) -> GptSpec:
+def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2, num_depths: int = 0) -> GptSpec:
     layer = LayerSpec(
         mixer=AttentionSpec(num_heads=4, num_query_groups=2, head_channels=4, rotary=RotarySpec(base=1e4)),
         mlp=MlpSpec(ffn_hidden_size=24),
@@ -92,6 +92,7 @@ def small_spec(*, tied: bool, vocab: int, padded: int, num_layers: int = 2) -> G
         is_tied=tied,
         init_std=0.1,
         output_init_std=0.05,
+        mtp=MtpSpec(num_layers=num_depths, loss_factor=0.3) if num_depths else None,
     )
 
 

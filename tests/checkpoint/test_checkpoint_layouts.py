@@ -65,12 +65,13 @@ def test_a_round_trip_is_exact(tmp_path: Path, dtype: torch.dtype, master_dtype:
     assert verify(path) == []
 
 
-@pytest.mark.parametrize(("vocab", "tied"), [(29, False), (15, True)])
-def test_any_layout_loads_any_other(tmp_path: Path, vocab: int, *, tied: bool) -> None:
+@pytest.mark.parametrize(("vocab", "tied", "num_depths"), [(29, False, 0), (15, True, 0), (29, False, 2)])
+def test_any_layout_loads_any_other(tmp_path: Path, vocab: int, *, tied: bool, num_depths: int) -> None:
     """A vocabulary of 15 leaves the second of two tensor ranks nothing but padding."""
     layouts = []
     for shape in SHAPES:
-        spec = small_spec(tied=tied, vocab=vocab, padded=32 if shape.tp > 1 else vocab)
+        padded = 32 if shape.tp > 1 else vocab
+        spec = small_spec(tied=tied, vocab=vocab, padded=padded, num_depths=num_depths)
         layouts.append(build_ranks(shape, spec))
     for rank in (rank for ranks in layouts for rank in ranks):
         rank.set_values(3)

@@ -56,16 +56,6 @@ def mtp_has_relative_positions(draft: Draft) -> Problems:
         )
 
 
-def mtp_projection_divides_over_tp_ranks(draft: Draft) -> Problems:
-    model, tp = draft.config.model, draft.config.parallel.tensor_model_parallel_size
-    if model.mtp_num_layers and model.hidden_size % tp:
-        yield Problem(
-            f"--hidden-size {model.hidden_size} with --mtp-num-layers {model.mtp_num_layers} is not divisible by"
-            f" --tensor-model-parallel-size {tp}",
-            f"use --hidden-size {multiple_near(model.hidden_size, tp)}",
-        )
-
-
 def yarn_has_an_original_length(draft: Draft) -> Problems:
     model = draft.config.model
     if model.position_embedding_type == "yarn" and model.yarn_original_max_position_embeddings is None:
@@ -191,7 +181,6 @@ MODEL_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     clamp_is_of_quick_geglu,
     learned_positions_have_a_length,
     mtp_has_relative_positions,
-    mtp_projection_divides_over_tp_ranks,
     yarn_has_an_original_length,
     rotary_channels_are_even,
     layer_patterns_are_valid,

@@ -40,7 +40,7 @@ def _shifted_after_the_split() -> AbstractContextManager[Any]:
     shard = Engine.shard_batches
 
     def shifted(self: Engine, batches: Sequence[Batch]) -> list[Batch]:
-        count = self.model.spec.num_mtp_layers
+        count = self.num_depths
         return [with_batches_ahead(batch, count) for batch in shard(self, batches)]
 
     return mock.patch.object(Engine, "shard_batches", shifted)

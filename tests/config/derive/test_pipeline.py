@@ -72,6 +72,35 @@ def test_a_layout_is_expanded(layout, stages):
     assert parse_layout(layout) == stages
 
 
+@pytest.mark.parametrize(
+    ("layout", "depths", "layers", "stage"),
+    [
+        ("", 2, (2, 2), 1),
+        ("Ett|ttmL", 1, (2, 2), 1),
+        ("Ett|t|tmm|L", 2, (2, 1, 1, 0), 2),
+        ("Ett|tt|m|L", 1, (2, 2, 0, 0), 2),
+        ("Ett|ttL", 1, (2, 2), 1),
+    ],
+)
+def test_multi_token_prediction_is_on_the_stage_of_its_letter(plan_of, layout, depths, layers, stage):
+    flags = f"--pipeline-model-parallel-size 2 --mtp-num-layers {depths}"
+    flags += f" --pipeline-model-parallel-layout {layout}" if layout else ""
+    derived = plan_of(flags, facts=Facts(world_size=2)).derived
+    assert (derived.pipeline_layers, derived.mtp_stage) == (layers, stage)
+
+
+@pytest.mark.parametrize(
+    ("layout", "depths", "named"),
+    [("Ett|ttmL", 2, "1 layers of multi-token prediction (m) in 1 stages"), ("Ett|tt|m|mL", 2, "in 2 stages"),
+     ("Ett|ttmL", 0, "--mtp-num-layers is 0"), ("Ett|tmtL", 1, "E) not first")],
+)  # fmt: skip
+def test_letters_of_multi_token_prediction_agree_with_its_layers(problems_of, layout, depths, named):
+    flags = f"--pipeline-model-parallel-size 2 --mtp-num-layers {depths} --pipeline-model-parallel-layout {layout}"
+    (problem,) = problems_of(flags, facts=Facts(world_size=2))
+    assert named in problem
+    assert "fix: " in problem
+
+
 @pytest.mark.parametrize("layout", ["", "Ett|xL", "EEt|tL", "(tt"])
 def test_a_layout_with_other_letters_is_an_error(layout):
     with pytest.raises(PipelineError):

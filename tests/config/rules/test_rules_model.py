@@ -38,13 +38,9 @@ CASES = {
          ("--max-position-embeddings 128", "--position-embedding-type rope")),
     ],
     "mtp_has_relative_positions": [
-        ("--mtp-num-layers 1", "", None,
+        ("--mtp-num-layers 1 --position-embedding-type learned_absolute --max-position-embeddings 128",
+         "--position-embedding-type", None,
          ("--mtp-num-layers 1", "learned_absolute"), ("--position-embedding-type rope", "remove --mtp-num-layers")),
-    ],
-    "mtp_projection_divides_over_tp_ranks": [
-        ("--mtp-num-layers 1 --position-embedding-type rope --hidden-size 66 --num-attention-heads 4 --kv-channels 8"
-         " --tensor-model-parallel-size 4", "", None,
-         ("--hidden-size 66", "--tensor-model-parallel-size 4"), ("--hidden-size 64",)),
     ],
     "yarn_has_an_original_length": [
         ("--position-embedding-type yarn", "", None,
