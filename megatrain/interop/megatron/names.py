@@ -46,6 +46,14 @@ TABLE: Final = {
         f"decoder.layers.{{}}.{theirs}": tuple(f"decoder.layers.{{}}.{name}" for name in ours)
         for theirs, ours in _LAYER.items()
     },
+    **{
+        f"mtp.layers.{{}}.transformer_layer.{theirs}": tuple(f"mtp.layers.{{}}.{name}" for name in ours)
+        for theirs, ours in _LAYER.items()
+    },
+    "mtp.layers.{}.enorm": ("mtp.layers.{}.embedding_norm",),
+    "mtp.layers.{}.hnorm": ("mtp.layers.{}.hidden_norm",),
+    "mtp.layers.{}.eh_proj": ("mtp.layers.{}.projection",),
+    "mtp.layers.{}.final_layernorm": ("mtp.layers.{}.final_norm",),
 }
 """Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert."""
 _NORMS: Final = {
