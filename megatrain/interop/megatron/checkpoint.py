@@ -216,10 +216,10 @@ class MegatronCheckpoint:
         for name, tensor in self._folder.tensors.items():
             if name.endswith(_BIAS):
                 values = self._folder.read(name, tuple((0, size) for size in tensor.shape))
+                prefix = name.removesuffix(_BIAS).removesuffix(".transformer_layer")
                 if values.dim() == 1:
-                    found[name] = values.tolist()
+                    found[f"{prefix}{_BIAS}"] = values.tolist()
                 else:
-                    prefix = name.removesuffix(_BIAS)
                     found |= {f"{prefix}.{layer}{_BIAS}": row.tolist() for layer, row in enumerate(values)}
         return found
 
