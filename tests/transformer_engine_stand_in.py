@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # within `stand_in`, torch would import it a second time
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F

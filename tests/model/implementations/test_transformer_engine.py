@@ -1,5 +1,6 @@
 """The leaves of Transformer Engine, with a stand-in for the library: names, layouts, destinations of gradients."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -17,10 +18,10 @@ from megatrain.config.derive.layer_sizes import LatentSizes
 from megatrain.config.errors import ConfigError
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.model.gpt import Model, build_model
-from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, NormSpec
+from megatrain.model.specs import AttentionSpec, GptSpec, LayerSpec, MlpSpec, MtpSpec, NormSpec
 from megatrain.optim.sharded import fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
-from megatrain.parallel.batch import Batch, PassInfo
+from megatrain.parallel.batch import Batch, PassInfo, with_batches_ahead
 from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
@@ -75,6 +76,7 @@ SPECS = {
     "latents of keys": spec_of(_of_latents(None), MlpSpec(ffn_hidden_size=24)),
     "quick": spec_of(AttentionSpec(**_ATTENTION), MlpSpec(ffn_hidden_size=24, activation="quick_geglu")),
 }
+SPECS["ahead"] = dataclasses.replace(SPECS["llama"], mtp=MtpSpec(num_layers=1, loss_factor=0.3))
 
 
 @pytest.fixture
@@ -120,7 +122,8 @@ def trained(
     )  # fmt: skip
     actions = one_forward_one_backward(0, 1, PASSES)
     infos = [PassInfo(microbatch=number, first_sample=BATCH * number) for number in range(PASSES)]
-    executor.run(with_split_backward(actions) if splits_backward else actions, batches(), infos)
+    ahead = [with_batches_ahead(batch, spec.num_mtp_layers) for batch in batches()]
+    executor.run(with_split_backward(actions) if splits_backward else actions, ahead, infos)
     assert not any(entry.parameter.grad is not None for entry in model.registry.entries.values()), (
         "a gradient besides the buffer's"
     )

@@ -64,6 +64,8 @@ MADE = [
         for recompute in OPTIONS["recomputation"]
         if experts == "deepseek" or recompute != "recomputeshared"
     ),
+    "mtp2 uniform",
+    "mtp1 deepseek qwen",
 ]
 
 
@@ -120,6 +122,8 @@ class LocalDist:
         "cp4 allgather documents",
         "tp2 sp cp2 allgather mla",
         "tp2 sp cp2 heads gpt2",
+        "tp2 sp pp2 mtp2 tied",
+        "pp4 mtpalone mtp2",
     ],
 )
 def test_the_plan_of_each_rank_equals_its_real_step(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
