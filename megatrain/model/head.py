@@ -114,7 +114,8 @@ class Head(LaidOutModule):
         Args:
             hidden: [s/tp, b, h], or those of all depths, concatenated.
         """
-        model_hidden, *others = hidden.chunk(1 + len(batch.ahead))
+        # Without depths nothing is split: the gradient of `chunk` is a copy.
+        model_hidden, *others = hidden.chunk(1 + len(batch.ahead)) if batch.ahead else (hidden,)
         loss = self._loss(model_hidden, batch, info, self.z_loss_coeff, "lm_loss", "tokens")
         for depth, (x, ahead) in enumerate(zip(others, batch.ahead, strict=True), start=1):
             names = f"mtp_{depth}_loss", f"mtp_{depth}_tokens"

@@ -75,7 +75,7 @@ class MtpLayer(LaidOutModule):
         (embedding,) = self.tied_to
         assert isinstance(embedding, Embedding)
         tokens = self.embedding_output(embedding.words(batch.ahead[self.depth], info), info)
-        before = hidden.chunk(self.depth + 1)[-1]
+        before = hidden.chunk(self.depth + 1)[-1] if self.depth else hidden
         both = torch.cat((self.embedding_norm(tokens, info), self.hidden_norm(before, info)), dim=-1)
         _, columns = self.projection(both, None, info)
         x = self.layer(gather_columns(columns, self.tp).to(self.hidden_dtype), batch, info)

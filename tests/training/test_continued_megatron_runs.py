@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_golden_training import MARKS, Bounds, recordings, tf32_routers  # noqa: F401 (fixtures)
+from test_golden_training import MARKS, Bounds, mean_mtp_losses, recordings, tf32_routers  # noqa: F401 (fixtures)
 
 from megatrain.config import parse
 from megatrain.tools.main import main
@@ -18,8 +18,9 @@ CASES = {
     "llama": Bounds(5e-7, 5e-7),
     "mixtral": Bounds(5e-7, 5e-7),
     "qwen3moe": Bounds(5e-7, 4e-6),
+    "mtp": Bounds(5e-7, 4e-6),
 }
-"""Measured: losses 6e-8, norms 1.4e-7; `qwen3moe` 1.3e-6, see `test_golden_training.py`."""
+"""Measured: losses 6e-8, norms 1.4e-7; `qwen3moe` 1.3e-6, see `test_golden_training.py`; `mtp` 9e-8 and 1.2e-6."""
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
@@ -52,3 +53,5 @@ def test_a_converted_run_continues_with_the_recorded_digits(
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["lm_loss"] == pytest.approx(theirs["lm loss"], rel=bounds.lm_loss, abs=0)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=bounds.grad_norm, abs=0)
+        if "mtp" in theirs:
+            assert ours["mtp_losses"] == pytest.approx(mean_mtp_losses(theirs), rel=bounds.lm_loss, abs=0)

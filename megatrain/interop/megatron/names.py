@@ -56,13 +56,14 @@ TABLE: Final = {
     "mtp.layers.{}.final_layernorm": ("mtp.layers.{}.final_norm",),
 }
 """Megatron-LM's modules and the canonical ones whose rows they hold; `{}` is the number of a layer or an expert."""
-_NORMS: Final = {
+_RENAMED: Final = {
+    "mtp_model_layer.": "transformer_layer.",
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Norms that Megatron-LM stores under the name of the product that follows."""
+"""The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the product that follows."""
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -123,7 +124,7 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
 
 
 def _unstacked(name: str) -> str:
-    for stored, module in _NORMS.items():
+    for stored, module in _RENAMED.items():
         name = name.replace(stored, module)
     return _EXPERTS.sub("mlp.experts.", name)
 
