@@ -116,24 +116,17 @@ class Head(LaidOutModule):
         """
         # Without depths nothing is split: the gradient of `chunk` is a copy.
         model_hidden, *others = hidden.chunk(1 + len(batch.ahead)) if batch.ahead else (hidden,)
-        loss = self._loss(model_hidden, batch, info, self.z_loss_coeff, "lm_loss", "tokens")
+        loss = self._loss(model_hidden, batch, info, 0)
         for depth, (x, ahead) in enumerate(zip(others, batch.ahead, strict=True), start=1):
-            names = f"mtp_{depth}_loss", f"mtp_{depth}_tokens"
-            loss = loss + self._loss(x, ahead, info, 0.0, *names, factor=self.mtp_loss_factor)
+            loss = loss + self._loss(x, ahead, info, depth)
         return loss
 
-    def _loss(
-        self,
-        hidden: Tensor,
-        batch: Batch,
-        info: PassInfo,
-        z_loss_coeff: float,
-        loss_name: str,
-        tokens_name: str,
-        *,
-        factor: float = 1.0,
-    ) -> Tensor:
-        """Return the scaled loss of hidden states [s/tp, b, h], times `factor`; write their sums to `info.sums`."""
+    def _loss(self, hidden: Tensor, batch: Batch, info: PassInfo, depth: int) -> Tensor:
+        """Return the scaled loss of one depth, 0 for the model itself, from its hidden states [s/tp, b, h]."""
+        factor, z_loss_coeff = (self.mtp_loss_factor, 0.0) if depth else (1.0, self.z_loss_coeff)
+        loss_name, tokens_name = (
+            (f"mtp_{depth}_loss", f"mtp_{depth}_tokens") if depth else ("lm_loss", "tokens")
+        )
         x, output = self._normed(hidden, info), self._output()
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)

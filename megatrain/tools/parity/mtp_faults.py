@@ -49,9 +49,10 @@ def _shifted_after_the_split() -> AbstractContextManager[Any]:
 def _loss_counted_per_stage() -> AbstractContextManager[Any]:
     loss = Head._loss  # noqa: SLF001
 
-    def larger(self: Head, *arguments: Any, factor: float = 1.0) -> torch.Tensor:
-        is_ahead = "mtp" in arguments[-1]
-        return loss(self, *arguments, factor=factor * (dist.get_world_size() if is_ahead else 1))
+    def larger(self: Head, *arguments: Any) -> torch.Tensor:
+        factor = self.mtp_loss_factor * dist.get_world_size()
+        with mock.patch.object(self, "mtp_loss_factor", factor):
+            return loss(self, *arguments)
 
     return mock.patch.object(Head, "_loss", larger)
 
