@@ -17,8 +17,8 @@ from megatrain.training.logging.run_log import averaged, mean_times
 from megatrain.training.timers import Timers, across_ranks
 
 VALUES: dict[str, Any] = {
-    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "z_loss": None, "routers": None, "grad_norm": 1.5,
-    "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
+    "iteration": 20, "consumed_samples": 640, "global_batch_size": 32, "lm_loss": 2.0, "z_loss": None, "routers": None, "mtp_losses": None,
+    "grad_norm": 1.5, "params_norm": 50.0, "num_zeros": 7, "learning_rate": 1e-3, "loss_scale": 1.0, "iteration_ms": 100.0,
     "timers": {"optimizer": 4.0}, "tokens_per_second_per_gpu": 1000.0, "tflops_per_gpu": 100.0, "mfu": 0.4, "skipped": 0, "nan": 0,
 }  # fmt: skip
 MEGATRON_LINE = re.compile(
@@ -62,6 +62,15 @@ def test_the_z_loss_is_a_column_after_the_loss() -> None:
         [{**VALUES, "z_loss": 0.25}, {**VALUES, "skipped": 1, "z_loss": 9.0}, {**VALUES, "z_loss": 0.75}]
     )
     assert "| lm loss: 2.000000E+00 | z loss: 5.000000E-01 |" in line(means)
+
+
+def test_losses_of_multi_token_prediction_stand_behind_the_loss() -> None:
+    losses = [{"mtp_1 loss": 2.0, "mtp_2 loss": 3.0}, {"mtp_1 loss": 4.0, "mtp_2 loss": 5.0}]
+    means = averaged([{**VALUES, "mtp_losses": one} for one in losses])
+    assert (
+        "| lm loss: 2.000000E+00 | mtp_1 loss: 3.000000E+00 | mtp_2 loss: 4.000000E+00 | loss scale: "
+        in line(means)
+    )
 
 
 def test_means_are_over_time_and_leave_out_skipped_losses() -> None:
