@@ -108,11 +108,8 @@ class Head(LaidOutModule):
         """Return the scaled loss of this rank's tokens, a scalar; write `lm_loss`, `tokens` and any `z_loss` to `info.sums`.
 
         Its gradient is that of info.loss_scale * (sum of losses and z-losses of tokens that count) / batch.loss_denominator,
-        so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. To it are
-        added the same losses of each depth of multi-token prediction, times a factor; they write `mtp_1_loss`, `mtp_1_tokens` ...
-
-        Args:
-            hidden: [s/tp, b, h], or those of all depths, concatenated.
+        so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
+        have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
         """
         # Without depths nothing is split: the gradient of `chunk` is a copy.
         model_hidden, *others = hidden.chunk(1 + len(batch.ahead)) if batch.ahead else (hidden,)
@@ -124,24 +121,23 @@ class Head(LaidOutModule):
     def _loss(self, hidden: Tensor, batch: Batch, info: PassInfo, depth: int) -> Tensor:
         """Return the scaled loss of one depth, 0 for the model itself, from its hidden states [s/tp, b, h]."""
         factor, z_loss_coeff = (self.mtp_loss_factor, 0.0) if depth else (1.0, self.z_loss_coeff)
-        loss_name, tokens_name = (
-            (f"mtp_{depth}_loss", f"mtp_{depth}_tokens") if depth else ("lm_loss", "tokens")
-        )
+        prefix = f"mtp_{depth}_" if depth else ""
         x, output = self._normed(hidden, info), self._output()
         mask = batch.loss_mask.t().flatten()
         labels = batch.labels.t().flatten().masked_fill(mask == 0, 0)
         kind = accumulation_dtype(x.dtype)
-        scale = factor * info.loss_scale
-        token_scale = mask.to(kind) * (scale / batch.loss_denominator.clamp(min=1).to(kind))
+        token_scale = mask.to(kind) * (
+            factor * info.loss_scale / batch.loss_denominator.clamp(min=1).to(kind)
+        )
         losses, z_losses, scaled = _HeadLoss.apply(
             x, output.weight, output.weight_grads.get("weight"), labels, token_scale,
             VocabShard(self.tp.group, output.weight.shape[0], self.vocab_size),
             self.scaling, z_loss_coeff, info,
         )  # fmt: skip
-        info.sums[loss_name] = (losses * mask).sum()
+        info.sums[f"{prefix}lm_loss"] = (losses * mask).sum()
         if z_loss_coeff:
             info.sums["z_loss"] = (z_losses * mask).sum()
-        info.sums[tokens_name] = mask.sum()
+        info.sums[f"{prefix}tokens"] = mask.sum()
         loss: Tensor = scaled
         return loss
 

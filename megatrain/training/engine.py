@@ -32,8 +32,9 @@ from megatrain.training.build import (
     build_optimizer,
     build_pipeline,
 )
+from megatrain.training.losses import Losses, loss_names, losses_of
 from megatrain.training.routers import Routers
-from megatrain.training.step_report import Losses, PendingStep, StepMetrics, StepReport
+from megatrain.training.step_report import PendingStep, StepMetrics, StepReport
 from megatrain.training.timers import Timers
 
 
@@ -51,8 +52,7 @@ class Engine:
         self.timers = Timers(plan.config.logging.timing_log_level, device)
         enable_fused_kernels(are_enabled=plan.config.training.compile)
         self.model = build_model_from_plan(plan, grid, device)
-        self.num_depths = self.model.spec.num_mtp_layers
-        """Depths of multi-token prediction."""
+        self.loss_names, self.num_depths = loss_names(self.model.spec), self.model.spec.num_mtp_layers
         self.buffers = build_buffers(plan, self.model, grid, device)
         self.data_parallel = build_data_parallel(plan, self.buffers, grid)
         self.optimizer = build_optimizer(plan, self.data_parallel, grid)
@@ -165,13 +165,7 @@ class Engine:
         self.executor.run(self.pipeline.training(self.grid.pp.rank, len(batches)), batches, infos)
         self.data_parallel.finish_gradients()
         self.routers.collect(infos)
-        names = ["lm_loss", *(["z_loss"] if self.model.spec.z_loss_coeff else [])]
-        of_depths = [f"mtp_{k}_{kind}" for kind in ("loss", "tokens") for k in range(1, self.num_depths + 1)]
-        sums = self._sum_over_ranks(infos, [*names, "tokens", *of_depths])
-        mtp_sums, mtp_tokens = sums[len(names) + 1 :].view(2, self.num_depths)
-        losses = mean_losses(sums[: len(names) + 1])
-        mtp = mtp_sums / mtp_tokens.clamp(min=1) if self.num_depths else None
-        return Losses(**dict(zip(names, losses, strict=True)), mtp=mtp)
+        return losses_of(self.loss_names, self._sum_over_ranks(infos, self.loss_names))
 
     def shard_batches(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return this context-parallel rank's rows of its replica's micro-batches."""
@@ -227,8 +221,3 @@ class Engine:
             if info.sums:
                 sums += torch.stack([info.sums[name].double() for name in names])
         return all_reduce(all_reduce(sums, self.grid.replicas), self.grid.pp)
-
-
-def mean_losses(sums: Tensor) -> Tensor:
-    """Divide sums of losses by the last sum, the number of tokens; `Engine.evaluate` returns such sums."""
-    return sums[:-1] / sums[-1].clamp(min=1)

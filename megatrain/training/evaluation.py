@@ -13,11 +13,12 @@ from megatrain.config import Plan
 from megatrain.config.derive.data_plans import evaluations
 from megatrain.parallel.collectives import all_reduce
 from megatrain.training.batches import EvaluationSet
-from megatrain.training.engine import Engine, mean_losses
+from megatrain.training.engine import Engine
 from megatrain.training.garbage import GarbageCollection
 from megatrain.training.iterations import NotFiniteError
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.logging.run_log import RunLog
+from megatrain.training.losses import mean_losses
 from megatrain.training.progress import Progress
 from megatrain.training.saving import RunSaves
 from megatrain.training.stopping import StopRequest

@@ -17,18 +17,8 @@ import torch
 from torch import Tensor
 
 from megatrain.kernels.host_copy import HostCopy
+from megatrain.training.losses import Losses
 from megatrain.training.routers import RouterMetrics, RouterReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class Losses:
-    """Losses per token of the global batch, fp64 scalars, equal on all ranks."""
-
-    lm_loss: Tensor
-    z_loss: Tensor | None = None
-    """None without --z-loss-coeff."""
-    mtp: Tensor | None = None
-    """Losses of multi-token prediction by depth, without their factor, [depths]; None without --mtp-num-layers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from megatrain.tools.parity.measure import engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.build import build_schedules
-from megatrain.training.step_report import Losses
+from megatrain.training.losses import Losses
 
 RAMP = (
     "--train-iters none --lr-warmup-iters 0 --lr-warmup-samples 16 --train-samples 120 "

@@ -14,7 +14,7 @@ from run_helpers import command_line
 import pretrain
 from megatrain.training.engine import Engine
 from megatrain.training.garbage import GarbageCollection
-from megatrain.training.step_report import Losses
+from megatrain.training.losses import Losses
 from megatrain.training.stopping import StopRequest
 
 

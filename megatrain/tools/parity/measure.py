@@ -27,7 +27,8 @@ from megatrain.training.engine import Engine
 from megatrain.training.launch.custom_layers import add_custom_layers
 from megatrain.training.launch.facts import library_versions
 from megatrain.training.launch.ranks import grid_shape
-from megatrain.training.step_report import Losses, StepReport
+from megatrain.training.losses import Losses
+from megatrain.training.step_report import StepReport
 
 NUM_STEPS = 3
 _VOCAB, _SEQ, _END = 101, 24, 7

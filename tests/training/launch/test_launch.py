@@ -105,7 +105,7 @@ def test_a_crash_leaves_its_exit_code(tmp_path: Path, monkeypatch: pytest.Monkey
     def poisoned(sums: torch.Tensor) -> torch.Tensor:
         return torch.full_like(sums[:-1], float("nan"))
 
-    monkeypatch.setattr("megatrain.training.engine.mean_losses", poisoned)
+    monkeypatch.setattr("megatrain.training.losses.mean_losses", poisoned)
     assert pretrain.main(command_line({"--save": str(save)})) == 1
     status = json.loads((save / "status.json").read_text())
     assert status["exit_code"] == 1

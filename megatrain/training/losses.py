@@ -1,0 +1,46 @@
+"""Losses of a step: names of the sums that the head writes to `PassInfo.sums`, and the means of these sums.
+
+lm_loss  z_loss  tokens    mtp_1_lm_loss  mtp_2_lm_loss  mtp_1_tokens  mtp_2_tokens      sums over the global batch, fp64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.model.specs import GptSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losses:
+    """Losses per token of the global batch, fp64 scalars, equal on all ranks."""
+
+    lm_loss: Tensor
+    z_loss: Tensor | None = None
+    """None without --z-loss-coeff."""
+    mtp: Tensor | None = None
+    """Losses of multi-token prediction by depth, without their factor, [depths]; None without --mtp-num-layers."""
+
+
+def loss_names(spec: GptSpec) -> tuple[str, ...]:
+    """Return the names of the sums of a training step."""
+    depths = range(1, spec.num_mtp_layers + 1)
+    of_model = ("lm_loss", *(["z_loss"] if spec.z_loss_coeff else []), "tokens")
+    return (*of_model, *(f"mtp_{k}_{kind}" for kind in ("lm_loss", "tokens") for k in depths))
+
+
+def mean_losses(sums: Tensor) -> Tensor:
+    """Divide sums of losses by the last sum, the number of tokens; `Engine.evaluate` returns such sums."""
+    return sums[:-1] / sums[-1].clamp(min=1)
+
+
+def losses_of(names: Sequence[str], sums: Tensor) -> Losses:
+    """Return the means of the sums of these names."""
+    count = names.index("tokens")
+    losses = dict(zip(names[:count], mean_losses(sums[: count + 1]), strict=True))
+    of_depths = sums[count + 1 :]
+    num_depths = len(of_depths) // 2
+    mtp = of_depths[:num_depths] / of_depths[num_depths:].clamp(min=1) if num_depths else None
+    return Losses(**losses, mtp=mtp)
