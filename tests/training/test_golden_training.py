@@ -18,7 +18,7 @@ from copied_weights import CopiedWeights
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatrain.config import ModelConfig, parse
+from megatrain.config import parse
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.model import router
 from megatrain.tools.parity.measure import gradients_of
@@ -46,10 +46,6 @@ FP32_ROUTER = Bounds(5e-6, 3e-4)
 GRADIENTS = {"gpt2": 2e-6, "llama": 2e-6, "mtp": 2e-6, "mixtral": 2e-5, "dsv3": 4e-5}
 """Largest differences of gradients, relative to the largest element of a tensor. Measured: 7.8e-7, 7.6e-7 and, in the weight of a
 router with its factors in TF32, 8.8e-6 and 2e-5 (1.2e-6 in other weights of `dsv3`)."""
-NEEDS_MTP = pytest.mark.skipif(
-    "mtp_num_layers" not in ModelConfig.__dataclass_fields__, reason="needs multi-token prediction"
-)
-MARKS = {"dsv3": NEEDS_MTP}
 Logits = router._Logits
 
 
@@ -161,7 +157,7 @@ def test_dense_models_train_to_the_recorded_digits(case: str, recordings: Path, 
     hold(case, recordings, tmp_path, ROUNDING)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in TF32_ROUTER])
+@pytest.mark.parametrize("case", TF32_ROUTER)
 @pytest.mark.usefixtures("tf32_routers")
 def test_experts_train_to_the_recorded_digits_with_routers_in_tf32(
     case: str, recordings: Path, tmp_path: Path
@@ -169,12 +165,12 @@ def test_experts_train_to_the_recorded_digits_with_routers_in_tf32(
     hold(case, recordings, tmp_path, TF32_ROUTER[case], losses_of_routers=1e-6)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in TF32_ROUTER])
+@pytest.mark.parametrize("case", TF32_ROUTER)
 def test_experts_train_to_the_recorded_curve(case: str, recordings: Path, tmp_path: Path) -> None:
     hold(case, recordings, tmp_path, FP32_ROUTER)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in GRADIENTS])
+@pytest.mark.parametrize("case", GRADIENTS)
 @pytest.mark.usefixtures("tf32_routers")
 def test_gradients_of_the_first_iteration_are_the_recorded_ones(case: str, recordings: Path) -> None:
     with trainer_of(case, recordings) as trainer:
