@@ -69,9 +69,9 @@ def _one_receive_buffer() -> AbstractContextManager[Any]:
     """Receive all messages of a rank into one buffer, although activations are saved in it."""
     empty = Executor._empty  # noqa: SLF001
 
-    def reused(self: Executor) -> Tensor:
+    def reused(self: Executor, *arguments: Any) -> Tensor:
         if not hasattr(self, "buffer"):
-            vars(self)["buffer"] = empty(self)
+            vars(self)["buffer"] = empty(self, *arguments)
         buffer: Tensor = vars(self)["buffer"]
         return buffer
 
