@@ -11,9 +11,7 @@ from megatrain.config.derive.model import padded_vocabulary, percent_of_norms, t
 from megatrain.config.schema.experts import ExpertsConfig
 
 GOLDEN = Path(__file__).parents[2] / "golden"
-NOT_SUPPORTED = (
-    "hybrid_layer_pattern",
-)
+NOT_SUPPORTED = ("hybrid_layer_pattern",)
 
 
 def cases(name):
