@@ -86,9 +86,9 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
     for layer in derived.layer_table.layers:
         inner, keys = layer.num_heads * layer.head_channels, layer.num_query_groups * layer.head_channels
         f, matrices = layer.active_width, 3 if layer.is_gated else 2
-        linear += attention_weights(h, layer) + matrices * h * f
+        linear += attention_weights(h, layer) + layer.active_mlp_weights(h)
         if layer.experts is not None:
-            per_expert = matrices * h * layer.experts.ffn_hidden_size
+            per_expert = matrices * (layer.experts.latent_size or h) * layer.experts.ffn_hidden_size
             experts += per_expert * layer.experts.num_experts
             inactive += per_expert * (layer.experts.num_experts - layer.experts.top_k)
         attention += s * pair_channels(layer)

@@ -162,10 +162,6 @@ def _check(function: LayerFunction, layers: Any, count: int) -> None:
             f"--spec {function} returned {returned}, and --num-layers is {count}",
             fix="return one LayerSpec per layer, such as dataclasses.replace(layer, ...) of each argument layer",
         )
-    if any(mlp.has_bias for layer in layers if isinstance(layer.mlp, ExpertsSpec) for mlp in _mlps(layer)):
-        raise ConfigError(
-            f"--spec {function} gives experts biases, which are not implemented", fix="leave has_bias out"
-        )
     for activation_fn in {
         mlp.activation_fn for layer in layers for mlp in _mlps(layer) if mlp.activation_fn is not None
     }:
@@ -208,6 +204,7 @@ def _expert_sizes(experts: ExpertsSpec) -> ExpertSizes:
         top_k=experts.router.top_k,
         ffn_hidden_size=experts.expert.ffn_hidden_size,
         shared_ffn_hidden_size=0 if experts.shared is None else experts.shared.ffn_hidden_size,
+        latent_size=experts.latent_size or 0,
     )
 
 

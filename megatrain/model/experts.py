@@ -1,13 +1,15 @@
 """The experts of a layer in place of its MLP: each token goes to some experts, whose outputs are summed by probability.
 
-hidden ─ + ─ norm ──┬─ router ─ dispatch ─┬─ expert ─┬─ combine ─ + ─ output ─
-                    │                     ├─ expert ─┤            │
-                    │                     └─ expert ─┘            │
-                    └─ shared expert, times its gate ─────────────┘
+hidden ─ + ─ norm ──┬─ router ───────────┐
+                    ├─ latent projection ┴─ dispatch ─┬─ expert ─┬─ combine ─ latent projection ─ + ─ output ─
+                    │                                 ├─ expert ─┤                                │
+                    │                                 └─ expert ─┘                                │
+                    └─ shared expert, times its gate ─────────────────────────────────────────────┘
 
     expert e       gate and up [f, h], stacked by rows with those of the rank's other experts; down [h, f] likewise
     over ep        ranks hold different experts; over etp each rank holds a slice of f
     shared expert  over tp, as any MLP
+    latents        routed experts may process [t, l] in place of [t, h]: every rank projects its own tokens
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from torch import Tensor, nn
 
 from megatrain.kernels.moe.routing import expert_capacity
 from megatrain.model import functions
-from megatrain.model.implementations.leaves import GroupedMlp, Leaves
-from megatrain.model.layer import branch_output
+from megatrain.model.implementations.leaves import GroupedMlp, Leaves, Pointwise
+from megatrain.model.layer import Sequential, branch_output
 from megatrain.model.layouts import (
     Columns,
     Weights,
     branch_norm_weights,
+    columns_bias_layout,
     columns_layout,
+    expert_columns_bias_layout,
     expert_columns_layout,
+    expert_rows_bias_layout,
     expert_rows_layout,
     router_layout,
     rows_layout,
+    stream_layout,
 )
 from megatrain.model.recompute import Recompute, RecomputedModule
 from megatrain.model.router import Router
@@ -47,6 +53,7 @@ from megatrain.parallel.expert_parallel import (
 )
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.tensor_parallel import TensorParallel
 
 DispatcherType = Literal["allgather", "alltoall"]
 
@@ -97,18 +104,53 @@ class ExpertBranch(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts."""
+    """The routed experts. `to_latent` and `from_latent` project their inputs and outputs, or do nothing."""
 
-    def __init__(self, router: Router, dispatcher: TokenDispatcher, experts: GroupedMlp) -> None:
+    def __init__(
+        self,
+        router: Router,
+        dispatcher: TokenDispatcher,
+        experts: GroupedMlp,
+        to_latent: Sequential,
+        from_latent: Sequential,
+    ) -> None:
         super().__init__()
         self.router = router
         self.dispatcher = dispatcher
         self.experts = experts
+        self.to_latent, self.from_latent = to_latent, from_latent
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
         routing = self.router(x, info)
-        dispatched = self.dispatcher.dispatch(x.flatten(0, 1), routing)
-        return self.dispatcher.combine(self.experts(dispatched, info), dispatched).view_as(x)
+        dispatched = self.dispatcher.dispatch(self.to_latent(x, info).flatten(0, 1), routing)
+        out = self.dispatcher.combine(self.experts(dispatched, info), dispatched)
+        return self.from_latent(out.unflatten(0, x.shape[:2]), info)
+
+
+class LatentProjection(nn.Module):
+    """A linear layer of this rank's tokens, whose weight every tensor rank holds: [s/tp, b, i] -> [s/tp, b, o]."""
+
+    def __init__(
+        self,
+        name: str,
+        num_outputs: int,
+        num_inputs: int,
+        init: Init,
+        leaves: Leaves,
+        has_bias: bool,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.linear = leaves.replicated_linear(
+            None,
+            Weights(
+                router_layout(f"{name}.weight", num_outputs, num_inputs, init, tp),
+                stream_layout(f"{name}.bias", num_outputs, Init(), tp) if has_bias else None,
+            ),
+        )
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        return self.linear(x, None, info)[1]
 
 
 class SharedExpert(LaidOutModule):
@@ -121,10 +163,15 @@ class SharedExpert(LaidOutModule):
     ) -> None:
         super().__init__()
         h, f, tp, init = gpt.hidden_size, mlp.ffn_hidden_size, ranks.split.tp, Init(std=gpt.init_std)
-        columns = [Columns(f"{prefix}.shared.{name}.weight", f) for name in mlp.fc1_names]
-        self.fc1 = leaves.column_linear(None, Weights(columns_layout(columns, h, init, tp)))
+        columns, biases = (
+            [Columns(f"{prefix}.shared.{name}.{kind}", f) for name in mlp.fc1_names]
+            for kind in ("weight", "bias")
+        )
+        fc1_bias = columns_bias_layout(biases, tp) if mlp.has_bias else None
+        self.fc1 = leaves.column_linear(None, Weights(columns_layout(columns, h, init, tp), fc1_bias))
         down = rows_layout(f"{prefix}.shared.down.weight", h, f, Init(std=gpt.output_init_std), tp)
-        self.fc2 = leaves.activation_row_linear(mlp, Weights(down))
+        fc2_bias = stream_layout(f"{prefix}.shared.down.bias", h, Init(), tp) if mlp.has_bias else None
+        self.fc2 = leaves.activation_row_linear(mlp, Weights(down, fc2_bias))
         if spec.has_shared_gate:
             self.add_weight(
                 "gate", router_layout(f"{prefix}.shared_gate.weight", 1, h, init, tp), ranks.dtype
@@ -153,24 +200,48 @@ class ParallelSum(nn.Module):
 def _experts(
     spec: ExpertsSpec, gpt: GptSpec, number: int, prefix: str, leaves: Leaves, ranks: ExpertRanks
 ) -> Experts:
-    h, f, etp = gpt.hidden_size, spec.expert.ffn_hidden_size, ranks.parallel.etp
-    local = [f"{prefix}.experts.{expert}" for expert in ranks.parallel.own(spec.router.num_experts)]
-    first = [[Columns(f"{name}.{x}.weight", f) for x in spec.expert.fc1_names] for name in local]
+    init, output_init, tp = Init(std=gpt.init_std), Init(std=gpt.output_init_std), ranks.split.tp
     router = Router(
         spec.router,
         number,
         f"{prefix}.router",
-        hidden_size=h,
-        init=Init(std=gpt.init_std),
+        hidden_size=gpt.hidden_size,
+        init=init,
         dtype=ranks.dtype,
         split=ranks.split,
         dp=ranks.dp,
         seed=ranks.seed,
     )
-    fc1 = expert_columns_layout(first, h, Init(std=gpt.init_std), etp)
-    fc2 = expert_rows_layout([f"{x}.down.weight" for x in local], h, f, Init(std=gpt.output_init_std), etp)
-    mlp = leaves.grouped_mlp(spec.expert, fc1, fc2, len(local))
-    return Experts(router, _token_dispatcher(spec.router, ranks), mlp)
+    h, latent, has_bias = gpt.hidden_size, spec.latent_size, spec.expert.has_bias
+    before: list[Pointwise] = []
+    after: list[Pointwise] = []
+    if latent is not None:
+        before = [LatentProjection(f"{prefix}.latent_down", latent, h, init, leaves, has_bias, tp)]
+        after = [LatentProjection(f"{prefix}.latent_up", h, latent, output_init, leaves, has_bias, tp)]
+    mlp = leaves.grouped_mlp(
+        spec.expert, *_expert_weights(spec, gpt, f"{prefix}.experts", ranks.parallel), ranks.parallel
+    )
+    return Experts(router, _token_dispatcher(spec.router, ranks), mlp, Sequential(before), Sequential(after))
+
+
+def _expert_weights(
+    spec: ExpertsSpec, gpt: GptSpec, prefix: str, parallel: ExpertParallel
+) -> tuple[Weights, Weights]:
+    """Return the layouts of both linear layers of this rank's experts."""
+    names = [f"{prefix}.{expert}" for expert in parallel.own(spec.router.num_experts)]
+    width, f, etp = spec.latent_size or gpt.hidden_size, spec.expert.ffn_hidden_size, parallel.etp
+
+    def columns(kind: str) -> list[list[Columns]]:
+        return [[Columns(f"{name}.{x}.{kind}", f) for x in spec.expert.fc1_names] for name in names]
+
+    downs, has_bias = [f"{name}.down" for name in names], spec.expert.has_bias
+    fc1 = expert_columns_layout(columns("weight"), width, Init(std=gpt.init_std), etp)
+    fc1_bias = expert_columns_bias_layout(columns("bias"), etp) if has_bias else None
+    fc2 = expert_rows_layout(
+        [f"{name}.weight" for name in downs], width, f, Init(std=gpt.output_init_std), etp
+    )
+    fc2_bias = expert_rows_bias_layout([f"{name}.bias" for name in downs], width, etp) if has_bias else None
+    return Weights(fc1, fc1_bias), Weights(fc2, fc2_bias)
 
 
 def _token_dispatcher(spec: RouterSpec, ranks: ExpertRanks) -> TokenDispatcher:

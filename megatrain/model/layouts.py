@@ -123,6 +123,36 @@ def expert_rows_layout(
     return _experts_layout((len(names) * num_outputs, num_inputs // etp.size), pieces, init, len(names))
 
 
+def expert_columns_bias_layout(experts: Sequence[Sequence[Columns]], etp: RankGroup) -> ParamLayout:
+    """Return the layout of the first biases of this rank's experts: split over etp, stacked expert by expert."""
+    pieces = _split_columns([columns for expert in experts for columns in expert], (), etp)
+    return _expert_biases_layout(pieces)
+
+
+def expert_rows_bias_layout(names: Sequence[str], num_outputs: int, etp: RankGroup) -> ParamLayout:
+    """Return the layout of the last biases of this rank's experts: replicated over etp, of which one rank adds them."""
+    grad_sum_group = etp.name if etp.size > 1 else None
+    pieces = tuple(
+        Piece(
+            name,
+            (num_outputs,),
+            ((0, num_outputs),),
+            number * num_outputs,
+            copies=(etp.name,),
+            grad_sum_group=grad_sum_group,
+        )
+        for number, name in enumerate(names)
+    )
+    return _expert_biases_layout(pieces)
+
+
+def _expert_biases_layout(pieces: tuple[Piece, ...]) -> ParamLayout:
+    size = sum(piece.local_shape[0] for piece in pieces)
+    return ParamLayout(
+        shape=(size,), pieces=pieces, init=Init(), decays=False, kind="vector", family="expert"
+    )
+
+
 def _experts_layout(
     shape: tuple[int, ...], pieces: tuple[Piece, ...], init: Init, num_experts: int
 ) -> ParamLayout:

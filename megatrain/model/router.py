@@ -34,13 +34,14 @@ from megatrain.kernels.moe.routing import (
 from megatrain.kernels.moe.routing_losses import ScoreSums, load_balancing_loss, score_sums
 from megatrain.kernels.random import fill_uniform, stream_key
 from megatrain.kernels.wgrad import accumulate_weight_gradient
-from megatrain.model.layouts import router_layout
+from megatrain.model.layouts import router_layout, stream_layout
 from megatrain.model.specs import RouterSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.tensor_parallel import Bias
 
 ROUTER_METRICS = ("dropped", "entropy", "z_loss", "aux_loss", "seq_aux_loss", "global_aux_loss")
 """Metrics of a router: dropped assignments, sum of the tokens' entropies, and this rank's parts of losses without coefficients."""
@@ -60,6 +61,8 @@ class Router(LaidOutModule):
     """
 
     weight: Tensor
+    linear_bias: Tensor
+    """Added to the logits, [E], if the spec has it."""
     bias: Tensor | None
     """Added to scores in the selection of experts, [E]: a view of the model's `ExpertBiases`."""
 
@@ -93,6 +96,9 @@ class Router(LaidOutModule):
         self.add_weight(
             "weight", router_layout(f"{name}.weight", spec.num_experts, hidden_size, init, split.tp), dtype
         )
+        if spec.has_bias:
+            layout = stream_layout(f"{name}.bias", spec.num_experts, Init(), split.tp)
+            self.add_weight("linear_bias", layout, dtype)
 
     def forward(self, x: Tensor, info: PassInfo) -> Routing:
         """Route this rank's tokens: x [s/(cp tp), b, h], flattened to [t, h]."""
@@ -108,8 +114,9 @@ class Router(LaidOutModule):
         """Compute the logits, [t, E], in the router's dtype."""
         if self.spec.jitter and info.is_training:
             x = x * self._uniform(x, info, "jitter", 1 - self.spec.jitter, 1 + self.spec.jitter)
+        bias = Bias(self.linear_bias, self.weight_grads.get("linear_bias")) if self.spec.has_bias else None
         logits: Tensor = _Logits.apply(
-            x.flatten(0, 1), self.weight, self.weight_grads.get("weight"), self.dtype, info
+            x.flatten(0, 1), self.weight, self.weight_grads.get("weight"), bias, self.dtype, info
         )
         if self.spec.is_forced:
             like = logits.detach().unflatten(0, x.shape[:2])
@@ -219,18 +226,25 @@ class Router(LaidOutModule):
 
 
 class _Logits(Function):
-    """x [t, h], weight [E, h] -> x W^T [t, E], computed and returned in `dtype`."""
+    """x [t, h], weight [E, h], bias [E] -> x W^T + bias [t, E], computed and returned in `dtype`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_grad: Tensor | None, dtype: torch.dtype, info: PassInfo
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        weight_grad: Tensor | None,
+        bias: Bias | None,
+        dtype: torch.dtype,
+        info: PassInfo,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight_grad, ctx.dtype, ctx.info = weight_grad, dtype, info
-        return x.to(dtype) @ weight.to(dtype).t()
+        ctx.weight_grad, ctx.bias, ctx.dtype, ctx.info = weight_grad, bias, dtype, info
+        logits = x.to(dtype) @ weight.to(dtype).t()
+        return logits if bias is None else logits.add_(bias.value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         dy, weight_grad = grads[0], ctx.weight_grad
         dx = (dy @ weight.to(ctx.dtype)).to(x.dtype)
@@ -238,7 +252,9 @@ class _Logits(Function):
         ctx.info.compute_weight_gradient(
             lambda: accumulate_weight_gradient(weight_grad, dy.to(factors), x.to(factors))
         )
-        return dx, None, None, None, None
+        if ctx.bias is not None:
+            ctx.bias.grad.add_(dy.sum(0))
+        return dx, None, None, None, None, None
 
 
 class _ReplaceValues(Function):

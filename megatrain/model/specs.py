@@ -138,6 +138,8 @@ class RouterSpec:
     is_sinkhorn: bool = False
     """Experts are selected by a Sinkhorn plan of the scores."""
     z_loss_coeff: float = 0.0
+    has_bias: bool = False
+    """The logits have a bias."""
     has_expert_bias: bool = False
     """The selection adds a bias per expert to the scores."""
     bias_update_rate: float = 1e-3
@@ -163,6 +165,8 @@ class ExpertsSpec:
     """Shared expert, which computes all tokens; None: none."""
     has_shared_gate: bool = False
     """The shared expert's output is multiplied by a sigmoid gate of the token."""
+    latent_size: int | None = None
+    """Width of the routed experts' inputs and outputs, projected from and to the hidden size; None: the hidden size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,14 +354,15 @@ def _mlp(dense: MlpSpec, sizes: LayerSizes, experts: ExpertsConfig) -> MlpSpec |
         return dense if sizes.ffn_hidden_size else None
     width = sizes.experts.shared_ffn_hidden_size
     return ExpertsSpec(
-        router=_router(experts, sizes.experts),
+        router=_router(experts, sizes.experts, has_bias=dense.has_bias),
         expert=dataclasses.replace(dense, ffn_hidden_size=sizes.experts.ffn_hidden_size),
         shared=dataclasses.replace(dense, ffn_hidden_size=width) if width else None,
         has_shared_gate=experts.moe_shared_expert_gate,
+        latent_size=sizes.experts.latent_size or None,
     )
 
 
-def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
+def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> RouterSpec:
     kinds = experts.moe_router_load_balancing_type
     factors = dict(zip(kinds, experts.moe_aux_loss_coeff, strict=True))
     return RouterSpec(
@@ -372,6 +377,7 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes) -> RouterSpec:
         losses=tuple((loss, factors[loss]) for loss in get_args(BalancingLoss) if factors.get(loss)),
         is_sinkhorn="sinkhorn" in kinds,
         z_loss_coeff=experts.moe_z_loss_coeff or 0.0,
+        has_bias=has_bias,
         has_expert_bias=experts.moe_router_enable_expert_bias,
         bias_update_rate=experts.moe_router_bias_update_rate,
         jitter=experts.moe_input_jitter_eps or 0.0,

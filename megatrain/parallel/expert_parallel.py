@@ -30,6 +30,11 @@ from torch.autograd import Function
 
 from megatrain.kernels.activations import Activation, activate_weighted, activate_weighted_backward
 from megatrain.kernels.host_copy import HostCopy
+from megatrain.kernels.moe.grouped_bias import (
+    accumulate_grouped_bias_gradient,
+    add_grouped_bias,
+    grouped_bias_weight_gradient,
+)
 from megatrain.kernels.moe.grouped_gemm import (
     accumulate_grouped_weight_gradient,
     grouped_gemm,
@@ -47,7 +52,7 @@ from megatrain.kernels.moe.routing import Routing
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.collectives import all_gather, begin_all_to_all_into
 from megatrain.parallel.grid import RankGroup
-from megatrain.parallel.tensor_parallel import all_gather_rows, reduce_scatter_rows
+from megatrain.parallel.tensor_parallel import Bias, all_gather_rows, reduce_scatter_rows
 
 
 @dataclass(frozen=True)
@@ -333,6 +338,8 @@ class GroupedWeight(NamedTuple):
     value: Tensor
     """[E/ep, o, i]."""
     grad: Tensor | None
+    bias: Bias | None = None
+    """[E/ep, o]; None: none."""
 
 
 def grouped_mlp(
@@ -346,7 +353,7 @@ def grouped_mlp(
 
     Args:
         fc1: [E/ep, f/etp, h], or [E/ep, 2 f/etp, h] with a gated activation.
-        fc2: [E/ep, h, f/etp].
+        fc2: [E/ep, h, f/etp]; one rank of etp has its bias, since the outputs of these ranks are summed.
     """
     rows, ends, probs = dispatched.rows, dispatched.ends, dispatched.probs
     out: Tensor = _GroupedMlp.apply(rows, probs, ends, fc1, fc2, activation, info)
@@ -368,9 +375,13 @@ class _GroupedMlp(Function):
         info: PassInfo,
     ) -> Tensor:
         inner = grouped_gemm(rows, fc1.value, ends)
+        if fc1.bias is not None:
+            add_grouped_bias(inner, fc1.bias.value, ends)
         ctx.save_for_backward(rows, probs, ends, inner, fc1.value, fc2.value)
-        ctx.grads, ctx.activation, ctx.info = (fc1.grad, fc2.grad), activation, info
-        return grouped_gemm(activate_weighted(inner, probs, activation), fc2.value, ends)
+        ctx.grads, ctx.biases = (fc1.grad, fc2.grad), (fc1.bias, fc2.bias)
+        ctx.activation, ctx.info = activation, info
+        out = grouped_gemm(activate_weighted(inner, probs, activation), fc2.value, ends)
+        return out if fc2.bias is None else add_grouped_bias(out, fc2.bias.value, ends, probs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
@@ -381,10 +392,17 @@ class _GroupedMlp(Function):
         weighted = dweighted  # overwritten with the recomputed input of fc2
         drows = grouped_gemm_backward(dinner, fc1, ends)
         fc1_grad, fc2_grad = ctx.grads
+        fc1_bias, fc2_bias = ctx.biases
+        if fc2_bias is not None:
+            dprobs += grouped_bias_weight_gradient(dy, fc2_bias.value, ends).to(dprobs.dtype)
 
         def compute() -> None:
             accumulate_grouped_weight_gradient(fc2_grad, dy, weighted, ends)
             accumulate_grouped_weight_gradient(fc1_grad, dinner, rows, ends)
+            if fc2_bias is not None:
+                accumulate_grouped_bias_gradient(fc2_bias.grad, dy, ends, probs)
+            if fc1_bias is not None:
+                accumulate_grouped_bias_gradient(fc1_bias.grad, dinner, ends)
 
         ctx.info.compute_weight_gradient(compute)
         return drows, dprobs, None, None, None, None, None

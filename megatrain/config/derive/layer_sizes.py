@@ -32,11 +32,19 @@ class ExpertSizes:
     """Width of each expert."""
     shared_ffn_hidden_size: int
     """Width of the shared expert; 0: none."""
+    latent_size: int = 0
+    """Width of the inputs and outputs of routed experts; 0: the hidden size."""
 
     @property
     def active_width(self) -> int:
         """Total MLP width that a token uses."""
         return self.top_k * self.ffn_hidden_size + self.shared_ffn_hidden_size
+
+    def active_weights(self, hidden_size: int, num_matrices: int) -> int:
+        """Return the weights of experts and latent projections that process a token; an expert has `num_matrices`."""
+        routed = self.top_k * self.ffn_hidden_size * (self.latent_size or hidden_size)
+        shared = self.shared_ffn_hidden_size * hidden_size
+        return num_matrices * (routed + shared) + 2 * hidden_size * self.latent_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +146,13 @@ class LayerSizes:
         """Total MLP width that a token uses."""
         return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
+    def active_mlp_weights(self, hidden_size: int) -> int:
+        """Return the weights of the MLP or the experts that process a token."""
+        num_matrices = 3 if self.is_gated else 2
+        if self.experts is not None:
+            return self.experts.active_weights(hidden_size, num_matrices)
+        return num_matrices * hidden_size * self.ffn_hidden_size
+
 
 @dataclass(frozen=True)
 class LayerTable:
@@ -192,6 +207,7 @@ def layer_table(model: ModelConfig, experts: ExpertsConfig) -> LayerTable:
         top_k=experts.moe_router_topk,
         ffn_hidden_size=experts.moe_ffn_hidden_size,
         shared_ffn_hidden_size=experts.moe_shared_expert_intermediate_size or 0,
+        latent_size=experts.moe_latent_size or 0,
     )
     try:
         has_experts = parse_expert_pattern(experts.moe_layer_freq, model.num_layers)
@@ -373,8 +389,9 @@ def _describe_experts(experts: Sequence[ExpertSizes], num_layers: int) -> str:
         return ""
     one = experts[0]
     shared = f" and {one.shared_ffn_hidden_size} shared" if one.shared_ffn_hidden_size else ""
+    latent = f" on {one.latent_size} latent channels" if one.latent_size else ""
     where = "" if len(experts) == num_layers else f" in {len(experts)} layers"
-    return f"{one.num_experts} experts of {one.ffn_hidden_size}{shared}, {one.top_k} a token{where}"
+    return f"{one.num_experts} experts of {one.ffn_hidden_size}{latent}{shared}, {one.top_k} a token{where}"
 
 
 def _span(numbers: list[int]) -> str:

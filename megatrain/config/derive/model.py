@@ -6,6 +6,7 @@ FLOPs, each a multiply and an add, forward and twice in backward (times 6):
                            q*h         attention output           k = groups * channels
                            linear attention: `LinearSizes.active_weights`
                            m*h*f       the MLP                    m = 3 if gated, else 2; f of experts: all active widths
+                           m*l*f + 2hl routed experts with latents of l channels, and their projections
     per token              h*v         the output layer           v = padded vocabulary
     and depth of multi-token prediction: one layer more, the output layer once more, 2h*h for the projection, 3h
     per pair of tokens     q           scores and their use: the causal half of two products
@@ -326,9 +327,8 @@ def pair_channels(layer: LayerSizes) -> int:
 
 def _weights(hidden_size: int, layer: LayerSizes) -> int:
     """Return the weights of a layer's matrices that process each token."""
-    matrices = 3 if layer.is_gated else 2
     linear = 0 if layer.linear is None else layer.linear.active_weights(hidden_size)
-    return hidden_size * matrices * layer.active_width + attention_weights(hidden_size, layer) + linear
+    return layer.active_mlp_weights(hidden_size) + attention_weights(hidden_size, layer) + linear
 
 
 def attention_weights(hidden_size: int, layer: LayerSizes) -> int:

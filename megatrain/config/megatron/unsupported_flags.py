@@ -20,8 +20,8 @@ UNSUPPORTED_FLAGS: Final = (
         instead="use --recompute-granularity selective --recompute-modules moe",
     ),
     missing(
-        "latent experts, upcycling and interleaved gates of experts are not supported",
-        "--moe-latent-size= --moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
+        "upcycling and interleaved gates of experts are not supported",
+        "--moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
         " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),
     missing(

@@ -61,6 +61,14 @@ EXPERT_OPTIONS: Final[tuple[Option, ...]] = (
                         " --moe-router-pre-softmax --moe-input-jitter-eps 0.05"
                         " --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate"
                     ),
+                    "latentexperts": (
+                        f"{_EXPERTS} 8 --moe-ffn-hidden-size 24 --moe-layer-freq [0,1]*2 --moe-router-topk 3"
+                        " --moe-latent-size 24 --moe-shared-expert-intermediate-size 24"
+                    ),
+                    "biasedexperts": (
+                        "--no-disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2"
+                        " --moe-shared-expert-intermediate-size 24"
+                    ),
                 },
             ),
         ),

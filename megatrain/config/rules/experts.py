@@ -150,14 +150,6 @@ def sinkhorn_excludes_expert_bias(draft: Draft) -> Problems:
         )
 
 
-def experts_have_no_biases(draft: Draft) -> Problems:
-    if draft.config.experts.num_experts is not None and not draft.config.model.disable_bias_linear:
-        yield Problem(
-            "--num-experts is not supported together with biases of linear layers",
-            "add --disable-bias-linear",
-        )
-
-
 def experts_require_uniform_layers(draft: Draft) -> Problems:
     model, experts = draft.config.model, draft.config.experts
     if experts.num_experts is not None and model.heterogeneous_layers_config_encoded_json is not None:
@@ -261,7 +253,6 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,
-    experts_have_no_biases,
     experts_require_uniform_layers,
     experts_require_sequence_parallel,
     custom_experts_divide_over_ranks,

@@ -34,7 +34,7 @@ SHAPE: Final = ResumeClass(
     " quick_geglu position_embedding_type softmax_type attention_output_gate untie_embeddings_and_output_weights disable_bias_linear"
     " add_qkv_bias experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim"
     " linear_value_head_dim linear_num_key_heads linear_num_value_heads mtp_num_layers;"
-    " experts: num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate"
+    " experts: num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size"
     " moe_router_enable_expert_bias",
 )
 VOCABULARY: Final = ResumeClass(

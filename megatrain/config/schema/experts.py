@@ -16,6 +16,8 @@ class ExpertsConfig(CheckedSection):
     """MoE layers: a number N for the first and every Nth layer after it, or a list such as ([0]*3+[1]*45) with 1 for MoE layers."""
     moe_ffn_hidden_size: int | None = field(default=AUTO, metadata=in_range(at_least=1))
     """MLP width of each expert. auto: --ffn-hidden-size."""
+    moe_latent_size: int | None = field(default=None, metadata=in_range(at_least=1))
+    """Width of the routed experts' inputs and outputs: a projection before the dispatch reduces the hidden size to it, and one after the combination restores it. none: the hidden size."""
     moe_router_topk: int = field(default=2, metadata=in_range(at_least=1))
     """Experts per token."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"

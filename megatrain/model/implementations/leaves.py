@@ -13,7 +13,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_attention import ContextAttention
-from megatrain.parallel.expert_parallel import DispatchedTokens
+from megatrain.parallel.expert_parallel import DispatchedTokens, ExpertParallel
 from megatrain.parallel.layout import ParamLayout
 
 
@@ -110,9 +110,7 @@ class Leaves(Protocol):
 
     def activation_row_linear(self, spec: MlpSpec, linear: Weights) -> RowLinear: ...
 
-    def grouped_mlp(
-        self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_local_experts: int
-    ) -> GroupedMlp:
+    def grouped_mlp(self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel) -> GroupedMlp:
         """Build the experts of this rank."""
         ...
 

@@ -33,6 +33,7 @@ from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
 from megatrain.parallel.context_parallel import ContextParallel
+from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import ParamLayout
 from megatrain.parallel.tensor_parallel import TensorParallel
@@ -82,9 +83,9 @@ class LocalLeaves:
         return CastToWeightDtype(self.dtype) if norm is None else LocalNorm(norm, self.norms, self.dtype)
 
     def grouped_mlp(
-        self, spec: MlpSpec, fc1: ParamLayout, fc2: ParamLayout, num_local_experts: int
+        self, spec: MlpSpec, fc1: Weights, fc2: Weights, parallel: ExpertParallel
     ) -> LocalGroupedMlp:
-        return LocalGroupedMlp(_activation(spec), fc1, fc2, num_local_experts, self.dtype)
+        return LocalGroupedMlp(_activation(spec), fc1, fc2, parallel, self.dtype)
 
     def row_linear(self, linear: Weights) -> RowLinear:
         return LocalRowLinear(linear, self.tp, self.dtype)
