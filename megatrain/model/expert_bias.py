@@ -1,11 +1,14 @@
 """Expert biases: state of the model that balances the loads of experts without a loss and without gradients.
 
-    loads of the global batch [L, E] ─> bias += rate * sign(mean load - load)      after every step that is not skipped
+    loads of the global batch [L, E]      ─> bias += rate * sign(mean load - load)      after every step that is not skipped
+    mean quantiles of micro-batches [L, E] ─> bias = ema * bias - (1 - ema) * quantile, minus its mean over experts
 
-Every rank holds the biases of all layers and applies the same update, since loads are integers summed over all ranks. So
-biases do not depend on the layout, and a checkpoint stores them with its scalars, which any layout reads.
+The second rule is quantile balancing, whose biases are added to logits (`kernels.moe.routing.load_quantiles`); Megatron-LM
+stores them with the other sign. Every rank holds the biases of all layers and applies the same update, since loads and
+quantiles are summed over all ranks. So biases do not depend on the layout, and a checkpoint stores them with its scalars,
+which any layout reads.
 
-Source: Wang et al., arXiv:2408.15664; Megatron-LM has the same update. Loads count the selected experts, including
+Source: Wang et al., arXiv:2408.15664; Megatron-LM has the same updates. Loads count the selected experts, including
 assignments that are dropped later.
 """
 
@@ -38,12 +41,20 @@ class ExpertBiases:
         device: torch.device,
     ) -> None:
         self.routers = dict(routers)
-        self._names = {layer: f"{name}.expert_bias" for layer, name in zip(routers, names, strict=True)}
+        kinds = (
+            "expert_bias" if router.quantile_ema is None else "quantile_bias" for router in routers.values()
+        )
+        self._names = {
+            layer: f"{name}.{kind}" for layer, name, kind in zip(routers, names, kinds, strict=True)
+        }
         max_experts = max((router.num_experts for router in routers.values()), default=0)
         self.values = torch.zeros(len(routers), max_experts, dtype=dtype, device=device)
         """[L, E]; 0 in rows of routers without biases and in columns beyond a router's experts."""
         rates = [[router.bias_update_rate if router.has_expert_bias else 0.0] for router in routers.values()]
         self._rates = torch.tensor(rates, dtype=dtype, device=device).view(-1, 1)
+        emas = [1.0 if router.quantile_ema is None else router.quantile_ema for router in routers.values()]
+        self._emas = torch.tensor(emas, dtype=dtype, device=device).view(-1, 1)
+        self.have_quantiles = any(router.quantile_ema is not None for router in routers.values())
         sizes = torch.tensor([[router.num_experts] for router in routers.values()], device=device)
         self._sizes = sizes.view(-1, 1)
         self._is_expert = torch.arange(max_experts, device=device) < self._sizes
@@ -58,12 +69,22 @@ class ExpertBiases:
         """Return a view of one router's biases, [E]; None if it has none."""
         router = self.routers[layer]
         row = list(self.routers).index(layer)
-        return self.values[row, : router.num_experts] if router.has_expert_bias else None
+        return self.values[row, : router.num_experts] if router.has_selection_bias else None
 
-    def update(self, loads: Tensor, is_finite: Tensor) -> None:
-        """Update the biases if the step was finite, by the integer loads of the global batch, [L, E] in any dtype."""
+    def update(self, loads: Tensor, is_finite: Tensor, quantiles: Tensor | None = None) -> None:
+        """Update the biases if the step was finite.
+
+        Args:
+            loads: integer loads of the global batch, [L, E] in any dtype.
+            quantiles: means of the load quantiles of its micro-batches, [L, E]; required with quantile balancing.
+        """
         means = loads.sum(-1, keepdim=True) / self._sizes
         updates = (means - loads).sign().to(self.values.dtype) * self._rates
+        if self.have_quantiles:
+            assert quantiles is not None
+            moved = (self._emas - 1) * (self.values + quantiles.to(self.values.dtype))
+            total = ((self.values + moved) * self._is_expert).sum(-1, keepdim=True)
+            updates += torch.where(self._emas < 1, moved - total / self._sizes, 0)
         self.values += updates.masked_fill(~(self._is_expert & is_finite), 0)
 
     def state(self) -> dict[str, list[float]]:

@@ -123,8 +123,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
         routing = self.router(x, info)
         dispatched = self.dispatcher.dispatch(self.to_latent(x, info).flatten(0, 1), routing)
-        out = self.dispatcher.combine(self.experts(dispatched, info), dispatched)
-        return self.from_latent(out.unflatten(0, x.shape[:2]), info)
+        rows = self.dispatcher.combine(self.experts(dispatched, info), dispatched)
+        out: Tensor = self.from_latent(rows.unflatten(0, x.shape[:2]), info)
+        return out
 
 
 class LatentProjection(nn.Module):
@@ -150,7 +151,8 @@ class LatentProjection(nn.Module):
         )
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        return self.linear(x, None, info)[1]
+        out: Tensor = self.linear(x, None, info)[1]
+        return out
 
 
 class SharedExpert(LaidOutModule):

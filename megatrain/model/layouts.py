@@ -130,7 +130,7 @@ def expert_columns_bias_layout(experts: Sequence[Sequence[Columns]], etp: RankGr
 
 
 def expert_rows_bias_layout(names: Sequence[str], num_outputs: int, etp: RankGroup) -> ParamLayout:
-    """Return the layout of the last biases of this rank's experts: replicated over etp, of which one rank adds them."""
+    """Return the layout of the last biases of this rank's experts: replicated over etp; one rank adds them."""
     grad_sum_group = etp.name if etp.size > 1 else None
     pieces = tuple(
         Piece(

@@ -10,7 +10,7 @@ each layer, the mean over micro-batches of coefficient * loss; with --calculate-
 number of tokens that count.
 
 The metrics of a pass are a row of `ROUTER_METRICS`, then the load of each expert, over this rank's tokens, in fp64, in which
-sums of loads are exact. A recomputed forward pass records the same values again.
+sums of loads are exact; then, with quantile balancing, the load quantiles of the micro-batch. A recomputed forward pass records the same values again.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from megatrain.kernels.moe.routing import (
     Routing,
     TopKRule,
     expert_capacity,
+    load_quantiles,
+    select_by_biased_logits,
     select_by_sinkhorn,
     select_experts,
     sinkhorn_plan,
@@ -132,7 +134,9 @@ class Router(LaidOutModule):
         return out.view(like.shape)
 
     def _select(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
-        assert self.spec.has_expert_bias == (self.bias is not None)
+        assert self.spec.has_selection_bias == (self.bias is not None)
+        if self.spec.quantile_ema is not None:
+            return select_by_biased_logits(logits, self.rule, self._selection_bias())
         if not self.spec.is_sinkhorn:
             return select_experts(logits, self.rule, self.bias)
         if not info.is_training:
@@ -141,6 +145,10 @@ class Router(LaidOutModule):
         plan = sinkhorn_plan(self.split.gather(logits.detach(), order))
         local_plan = plan if self.split.num_ranks == 1 else plan[order]
         return select_by_sinkhorn(logits, local_plan, self.spec.top_k)
+
+    def _selection_bias(self) -> Tensor:
+        assert self.bias is not None, "the model attaches it"
+        return self.bias
 
     def _kept(self, experts: Tensor, probs: Tensor, rows: int, samples: int) -> Tensor | None:
         """Return the assignments within the experts' capacity, bool [t, k], decided over the whole micro-batch; None: all."""
@@ -168,8 +176,7 @@ class Router(LaidOutModule):
         scores = score_sums(logits, self.spec.score_function, samples)
         loads = tokens_per_expert(experts.unflatten(0, (-1, samples)), self.spec.num_experts)  # [b, E]
         num_metrics = len(ROUTER_METRICS)
-        metrics = loads.new_zeros(num_metrics + self.spec.num_experts, dtype=torch.float64)
-        metrics[num_metrics:] = loads.sum(0)
+        metrics = loads.new_zeros(num_metrics, dtype=torch.float64)
         metrics[ROUTER_METRICS.index("entropy")] = scores.entropy
         if kept is not None:
             metrics[ROUTER_METRICS.index("dropped")] = (~kept).sum()
@@ -179,8 +186,18 @@ class Router(LaidOutModule):
             probs = _AddLoss.apply(probs, loss, info.loss_scale)
         for name, (_, part) in parts.items():
             metrics[ROUTER_METRICS.index(name)] = part.detach()
-        info.router_metrics[self.layer] = metrics
+        of_experts = [loads.sum(0), *self._quantiles(logits, len(loads))]
+        info.router_metrics[self.layer] = torch.cat([metrics, *(x.double() for x in of_experts)])
         return probs
+
+    def _quantiles(self, logits: Tensor, samples: int) -> list[Tensor]:
+        """Return the load quantiles of the micro-batch, [E], on the first of its ranks, and zeros on others."""
+        if self.spec.quantile_ema is None:
+            return []
+        order = self.split.flat_positions(len(logits) // samples, samples, logits.device)
+        whole = self.split.gather(logits.detach(), order)
+        quantiles = load_quantiles(whole, self._selection_bias(), self.spec.top_k)
+        return [quantiles if self.split.is_first else torch.zeros_like(quantiles)]
 
     def _losses(
         self, logits: Tensor, scores: ScoreSums, selected: Tensor, info: PassInfo

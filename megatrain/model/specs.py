@@ -137,6 +137,9 @@ class RouterSpec:
     """Load balancing losses with their coefficients."""
     is_sinkhorn: bool = False
     """Experts are selected by a Sinkhorn plan of the scores."""
+    quantile_ema: float | None = None
+    """Experts are selected by logits with a bias per expert, which each step replaces by negative load quantiles; the share of
+    the bias before it in the new one. None: they are not."""
     z_loss_coeff: float = 0.0
     has_bias: bool = False
     """The logits have a bias."""
@@ -152,6 +155,11 @@ class RouterSpec:
     """Pad every expert's rows to its capacity."""
     is_forced: bool = False
     """Select experts at random, for speed measurements with even loads."""
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """The model has a bias per expert for the selection, which is no parameter."""
+        return self.has_expert_bias or self.quantile_ema is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +384,7 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> Ro
         dtype=experts.moe_router_dtype,
         losses=tuple((loss, factors[loss]) for loss in get_args(BalancingLoss) if factors.get(loss)),
         is_sinkhorn="sinkhorn" in kinds,
+        quantile_ema=experts.moe_router_quantile_balancing_ema if "quantile_balancing" in kinds else None,
         z_loss_coeff=experts.moe_z_loss_coeff or 0.0,
         has_bias=has_bias,
         has_expert_bias=experts.moe_router_enable_expert_bias,

@@ -121,6 +121,11 @@ class TokenSplit:
         """Number of ranks that split a micro-batch's tokens."""
         return self.cp.size * (self.tp.size if self.tp.sequence_parallel else 1)
 
+    @property
+    def is_first(self) -> bool:
+        """This rank is the first of those that split a micro-batch."""
+        return all(group.is_first for group in self.groups)
+
     def positions(self, rows: int, device: torch.device) -> Tensor:
         """Return the position in the sample of each of this rank's rows: int64 [rows]."""
         first = self.tp.first_row(rows)

@@ -10,7 +10,7 @@ Losses are logged as Megatron-LM does: without their coefficients, as means over
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -41,7 +41,9 @@ class RouterMetrics:
     """Metrics of all routers in a step, as tensors."""
 
     losses: Tensor
-    """[losses], in the order of `Routers.loss_names`."""
+    """[losses], in the order of `Routers.loss_names`: means over layers."""
+    layer_losses: Tensor
+    """[layers, losses]."""
     max_load: Tensor
     """[layers], as the tensors below."""
     dropped: Tensor
@@ -65,6 +67,8 @@ class LayerRouting:
     """Fraction of the token-expert assignments that were dropped."""
     entropy: float
     """Entropy of a token's scores over experts, in nats: mean over tokens."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """By Megatron-LM's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +76,7 @@ class RouterReport:
     """Metrics of all routers in a step, on the host."""
 
     losses: Mapping[str, float]
-    """By Megatron-LM's names."""
+    """By Megatron-LM's names: means over layers."""
     layers: tuple[LayerRouting, ...]
     starved: tuple[str, ...] = ()
     """Warnings about experts that get no tokens."""
@@ -96,8 +100,9 @@ class Routers:
         top_ks = [router.top_k for router in self.specs.values()]
         both = torch.tensor([sizes, top_ks], dtype=torch.float64, device=device)
         self._num_experts, self._top_k = both.unbind()
+        self._num_rows = 2 if self.biases.have_quantiles else 1
         self._sums = torch.zeros(
-            len(sizes), len(ROUTER_METRICS) + max_experts, dtype=torch.float64, device=device
+            len(sizes), len(ROUTER_METRICS) + self._num_rows * max_experts, dtype=torch.float64, device=device
         )
         self._num_passes = 1
         self._idle_iterations = torch.zeros(len(sizes), max_experts, dtype=torch.int64, device=device)
@@ -120,27 +125,38 @@ class Routers:
         for layer in self.specs:
             passes = [info.router_metrics[layer] for info in infos if layer in info.router_metrics]
             local = torch.stack(passes).sum(0) if passes else self._sums.new_zeros(0)
-            rows.append(F.pad(local, (0, self._sums.shape[1] - local.numel())))
+            rows.append(self._padded(local, self.specs[layer].num_experts))
         sums = self._split.sum(torch.stack(rows))
         self._sums = all_reduce(all_reduce(sums, self._grid.dp), self._grid.pp)
+
+    def _padded(self, row: Tensor, num_experts: int) -> Tensor:
+        """Return a router's metrics, or none, in the width of `_sums`."""
+        if not row.numel():
+            return self._sums.new_zeros(self._sums.shape[1])
+        of_experts = row[len(ROUTER_METRICS) :].view(-1, num_experts)
+        missing = (0, self._is_expert.shape[1] - num_experts, 0, self._num_rows - len(of_experts))
+        return torch.cat((row[: len(ROUTER_METRICS)], F.pad(of_experts, missing).flatten()))
 
     def finish_step(self, is_finite: Tensor) -> RouterMetrics | None:
         """Update the expert biases if the step is finite; return the step's metrics, or None without routers."""
         if not self.specs:
             return None
-        loads = self._sums[:, len(ROUTER_METRICS) :]
-        self.biases.update(loads, is_finite)
+        of_experts = self._sums[:, len(ROUTER_METRICS) :].unflatten(1, (self._num_rows, -1))
+        loads = of_experts[:, 0]
+        self.biases.update(loads, is_finite, of_experts[:, -1] / self._num_passes)
         self._idle_iterations = torch.where(loads > 0, 0, self._idle_iterations + 1) * self._is_expert
         assignments = loads.sum(-1).clamp(min=1)
         sums = dict(zip(ROUTER_METRICS, self._sums.unbind(-1), strict=False))
-        scale = 1 / (self._num_passes * len(self.specs))
-        losses = [sums[name].sum() * scale for name in self.loss_names]
+        layer_losses = [sums[name] / self._num_passes for name in self.loss_names]
         multiples = self._idle_iterations // STARVED_ITERATIONS
         is_due = (self._idle_iterations % STARVED_ITERATIONS == 0) & (multiples > 0)
         is_starved = is_due & ((multiples & (multiples - 1)) == 0)
         first = is_starved.int().argmax(-1)
         return RouterMetrics(
-            losses=torch.stack(losses) if losses else self._sums.new_zeros(0),
+            losses=torch.stack(layer_losses).mean(1) if layer_losses else self._sums.new_zeros(0),
+            layer_losses=torch.stack(layer_losses, 1)
+            if layer_losses
+            else self._sums.new_zeros(len(self.specs), 0),
             max_load=loads.amax(-1) * self._num_experts / assignments,
             dropped=sums["dropped"] / assignments,
             entropy=sums["entropy"] * self._top_k / assignments,
@@ -157,6 +173,7 @@ class Routers:
             metrics.max_load.tolist(),
             metrics.dropped.tolist(),
             metrics.entropy.tolist(),
+            metrics.layer_losses.tolist(),
             strict=True,
         )
         starved = zip(
@@ -169,8 +186,14 @@ class Routers:
         return RouterReport(
             losses=dict(zip(names, metrics.losses.tolist(), strict=True)),
             layers=tuple(
-                LayerRouting(layer=layer, max_load=max_load, dropped=dropped, entropy=entropy)
-                for layer, max_load, dropped, entropy in rows
+                LayerRouting(
+                    layer=layer,
+                    max_load=max_load,
+                    dropped=dropped,
+                    entropy=entropy,
+                    losses=dict(zip(names, losses, strict=True)),
+                )
+                for layer, max_load, dropped, entropy, losses in rows
             ),
             starved=tuple(
                 _starvation_warning(layer, int(expert), num_others=int(count) - 1, iterations=int(iterations))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.kernels.moe.routing import Routing
+from megatrain.kernels.moe.routing import Routing, load_quantiles
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.model.specs import RouterSpec
@@ -233,3 +233,28 @@ def test_a_router_selects_experts_with_its_updated_bias() -> None:
     router = router_of(spec, bias=biases.of(3))
     biases.update(torch.tensor([[0.0, 9.0, 9.0, 9.0]]), torch.tensor(True))
     assert not router(hidden(), PassInfo()).experts.any()
+
+
+def test_quantile_balancing_replaces_the_biases_by_mean_quantiles() -> None:
+    spec = RouterSpec(num_experts=E, top_k=2, quantile_ema=0.25)
+    biases = ExpertBiases({3: spec}, ["decoder.layers.3.mlp.router"], dtype=torch.float64, device=torch.device("cpu"))
+    biases.values.copy_(torch.tensor([[0.5, -0.5, 0.25, -0.25]]))
+    before, quantiles = biases.values.clone(), torch.tensor([[1.0, 2.0, -1.0, 4.0]], dtype=torch.float64)
+    biases.update(torch.zeros(1, E), torch.tensor(False), quantiles)
+    assert torch.equal(biases.values, before)
+    biases.update(torch.zeros(1, E), torch.tensor(True), quantiles)
+    expected = 0.25 * before - 0.75 * quantiles
+    assert torch.allclose(biases.values, expected - expected.mean())
+    assert list(biases.state()) == ["decoder.layers.3.mlp.router.quantile_bias"]
+
+
+def test_a_router_records_the_quantiles_of_its_logits_and_selects_with_the_bias() -> None:
+    bias = torch.tensor([3.0, 0.0, 0.0, -3.0], dtype=torch.float64)
+    router = router_of(RouterSpec(num_experts=E, top_k=2, quantile_ema=0.0), bias=bias)
+    x, info = hidden(), PassInfo()
+    routing = router(x, info)
+    logits = x.flatten(0, 1) @ router.weight.detach().t()
+    assert torch.equal(routing.experts, (logits + bias).topk(2).indices)
+    assert torch.allclose(routing.probs, logits.gather(1, routing.experts).softmax(-1))
+    quantiles = info.router_metrics[3][len(ROUTER_METRICS) + E :]
+    assert torch.allclose(quantiles, load_quantiles(logits, bias, 2))

@@ -367,6 +367,23 @@ def recompute_norms(draft: Draft) -> DerivedValue:
     return DerivedValue(True, f"it takes {cost} and saves the outputs of two norms per layer")
 
 
+def selective_for_experts(draft: Draft) -> DerivedValue | None:
+    """Override the granularity, as --moe-layer-recompute does in Megatron-LM."""
+    training = draft.config.training
+    if not training.moe_layer_recompute or training.recompute_granularity is not None:
+        return None
+    return DerivedValue("selective", "--moe-layer-recompute is --recompute-granularity selective")
+
+
+def modules_with_experts(draft: Draft) -> DerivedValue | None:
+    """Override the recomputed modules, as --moe-layer-recompute does in Megatron-LM."""
+    training = draft.config.training
+    if not training.moe_layer_recompute or "moe" in training.recompute_modules:
+        return None
+    modules = (*(training.recompute_modules or ("core_attn",)), "moe")
+    return DerivedValue(modules, f"--moe-layer-recompute is --recompute-modules {' '.join(modules)}")
+
+
 def percent_of_norms(hidden_size: int) -> float:
     """Return the time of two more norms in percent of a layer's: 8 h bytes per token, against 6 FLOPs for each of 12 h^2 weights."""
     return 100 * 8 * hidden_size * _FLOPS_PER_BYTE / (72 * hidden_size**2)

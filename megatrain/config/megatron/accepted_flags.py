@@ -78,6 +78,14 @@ ACCEPTED_FLAGS: Final = (
         "--moe-permute-fusion --moe-router-fusion --use-fused-weighted-squared-relu",
     ),
     accepted(
+        "DeepEP and HybridEP are not used: the all-to-all of megatrain sends each token once to each rank with one of its"
+        " experts, and receives one sum from it",
+        "--moe-flex-dispatcher-backend=* --moe-flex-dispatcher-num-sms=* --moe-enable-deepep --moe-deepep-num-sms=*"
+        " --moe-hybridep-num-sms=* --moe-hybridep-num-sms-preprocessing=* --moe-hybridep-num-blocks-permute=*"
+        " --moe-hybridep-num-blocks-unpermute=* --moe-hybridep-pad-uneven-dispatch-inputs"
+        " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy",
+    ),
+    accepted(
         "only GEMMs in fp8 need padded rows",
         "--moe-router-padding-for-quantization --moe-router-padding-for-fp8",
     ),

@@ -40,7 +40,6 @@ ALIASES: Final[Mapping[str, Alias]] = {
 UNSUPPORTED_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "--non-persistent-ckpt-type": ("in_memory",),
     "--dataloader-type": ("external",),
-    "--moe-router-load-balancing-type": ("quantile_balancing",),
     "--experimental-attention-variant": ("dsa", "gdn2"),
     "--exp-avg-dtype": ("fp16", "fp8"),
     "--exp-avg-sq-dtype": ("fp16", "fp8"),

@@ -34,14 +34,6 @@ PENDING_FLAGS: Final = (
         " --high-priority-a2a-comm-stream",
     ),
     pending(
-        "DeepEP and HybridEP",
-        "tokens are sent to their experts by an all-to-all",
-        "--moe-flex-dispatcher-backend=* --moe-flex-dispatcher-num-sms=* --moe-enable-deepep --moe-deepep-num-sms=*"
-        " --moe-hybridep-num-sms=* --moe-hybridep-num-sms-preprocessing=* --moe-hybridep-num-blocks-permute=*"
-        " --moe-hybridep-num-blocks-unpermute=* --moe-hybridep-pad-uneven-dispatch-inputs"
-        " --moe-permute-fusion-into-hybridep --moe-ncclep-zero-copy",
-    ),
-    pending(
         "CUDA graphs",
         "the host launches every kernel",
         "--cuda-graph-impl=* --cuda-graph-modules=+* --cuda-graph-scope=+* --cuda-graph-warmup-steps=*"
@@ -80,10 +72,5 @@ PENDING_FLAGS: Final = (
         "measurement of energy",
         "power is not read",
         "--log-energy",
-    ),
-    pending(
-        "loads of single MoE layers in logs",
-        "logs have the means over layers",
-        "--moe-per-layer-logging",
     ),
 )

@@ -15,11 +15,6 @@ UNSUPPORTED_FLAGS: Final = (
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
     missing(
-        "recomputing whole MoE layers has another flag",
-        "--moe-layer-recompute",
-        instead="use --recompute-granularity selective --recompute-modules moe",
-    ),
-    missing(
         "upcycling and interleaved gates of experts are not supported",
         "--moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
         " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
@@ -30,7 +25,7 @@ UNSUPPORTED_FLAGS: Final = (
     ),
     missing(
         "recording or forcing routing decisions is not supported",
-        "--moe-router-force-biased= --moe-enable-routing-replay --moe-router-quantile-balancing-ema=0|0.0"
+        "--moe-router-force-biased= --moe-enable-routing-replay"
         " --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits"
         " --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters= --moe-routing-trace-path="
         " --save-tokens-per-expert-interval=",

@@ -29,11 +29,11 @@ def _dispatcher(plan: PlanOrDraft) -> str:
 
 
 def _balancing(plan: PlanOrDraft) -> set[str]:
-    """Return the load-balancing losses with a non-zero coefficient, or sinkhorn."""
+    """Return the load-balancing losses with a non-zero coefficient, or the way of balancing without a loss."""
     experts = plan.config.experts
     kinds = experts.moe_router_load_balancing_type
-    if "sinkhorn" in kinds:
-        return {"sinkhorn"}
+    if without_loss := {"sinkhorn", "quantile_balancing"} & set(kinds):
+        return without_loss
     factors = dict(zip(kinds, experts.moe_aux_loss_coeff, strict=False))  # a rule reports different lengths
     return {kind for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") if factors.get(kind)}
 
@@ -147,6 +147,15 @@ EXPERT_OPTIONS: Final[tuple[Option, ...]] = (
                 f"{_BALANCING} sinkhorn",
                 lambda p: "sinkhorn" in _balancing(p),
                 needs=("experts",),
+            ),
+            Feature(
+                "quantilebalancing",
+                f"{_BALANCING} quantile_balancing",
+                lambda p: "quantile_balancing" in _balancing(p),
+                needs=("experts",),
+                rows={
+                    "quantiles": f"{_BALANCING} quantile_balancing --moe-router-quantile-balancing-ema 0.3"
+                },
             ),
         ),
     ),

@@ -304,6 +304,7 @@ PARALLEL_OPTIONS: Final[tuple[Option, ...]] = (
         (
             "training.recompute_granularity",
             "training.recompute_activations",
+            "training.moe_layer_recompute",
             "training.recompute_method",
             "training.recompute_num_layers",
             "training.recompute_modules",

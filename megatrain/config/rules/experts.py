@@ -10,7 +10,7 @@ from megatrain.config.rules.sizes import divisor_near, multiple_near
 
 Problems = Iterator[Problem]
 
-BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
+BALANCING: Final = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 _LOSSES: Final = BALANCING[:3]
 
 
@@ -108,7 +108,8 @@ def load_balancing_is_valid(draft: Draft) -> Problems:
     if unknown or not kinds:
         yield Problem(
             f"--moe-router-load-balancing-type {' '.join(unknown) or 'without a value'} is not supported",
-            f"use --moe-router-load-balancing-type sinkhorn, or none, or one or more of {' '.join(_LOSSES)}",
+            "use --moe-router-load-balancing-type sinkhorn, quantile_balancing or none, or one or more of"
+            f" {' '.join(_LOSSES)}",
         )
         return
     if len(kinds) > 1 and (len(set(kinds)) < len(kinds) or set(kinds) - set(_LOSSES)):
@@ -138,15 +139,32 @@ def expert_bias_requires_sigmoid(draft: Draft) -> Problems:
         )
 
 
-def sinkhorn_excludes_expert_bias(draft: Draft) -> Problems:
+def sinkhorn_and_quantiles_exclude_expert_bias(draft: Draft) -> Problems:
     experts = draft.config.experts
-    if "sinkhorn" not in experts.moe_router_load_balancing_type:
+    for kind in ("sinkhorn", "quantile_balancing"):
+        if kind in experts.moe_router_load_balancing_type and experts.moe_router_enable_expert_bias:
+            yield Problem(
+                f"--moe-router-load-balancing-type {kind} is not supported together with --moe-router-enable-expert-bias:"
+                " both balance the routing",
+                "remove one of them",
+            )
+
+
+def quantile_balancing_is_possible(draft: Draft) -> Problems:
+    experts = draft.config.experts
+    if experts.num_experts is None or "quantile_balancing" not in experts.moe_router_load_balancing_type:
         return
-    if experts.moe_router_enable_expert_bias:
+    if experts.moe_router_num_groups is not None:
         yield Problem(
-            "--moe-router-load-balancing-type sinkhorn is not supported together with --moe-router-enable-expert-bias: both"
-            " balance the routing",
-            "remove one of them",
+            "--moe-router-load-balancing-type quantile_balancing is not supported together with --moe-router-num-groups, as"
+            " in Megatron-LM: its quantiles are over all experts",
+            "remove --moe-router-num-groups and --moe-router-group-topk, or use --moe-router-load-balancing-type aux_loss",
+        )
+    if experts.moe_router_topk == experts.num_experts:
+        yield Problem(
+            "--moe-router-load-balancing-type quantile_balancing requires more experts than --moe-router-topk"
+            f" {experts.moe_router_topk}: all experts get all tokens",
+            "use --moe-router-load-balancing-type none",
         )
 
 
@@ -249,7 +267,8 @@ EXPERT_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
     expert_groups_are_valid,
     load_balancing_is_valid,
     expert_bias_requires_sigmoid,
-    sinkhorn_excludes_expert_bias,
+    sinkhorn_and_quantiles_exclude_expert_bias,
+    quantile_balancing_is_possible,
     expert_ranks_have_experts,
     experts_divide_over_ep_ranks,
     expert_width_divides_over_etp_ranks,

@@ -148,6 +148,11 @@ def recomputation_is_complete(draft: Draft) -> Problems:
         training.recompute_method,
         training.recompute_num_layers,
     )
+    if kind == "full" and training.moe_layer_recompute:
+        yield Problem(
+            "--recompute-granularity full contradicts --moe-layer-recompute, which is selective",
+            "remove one of them",
+        )
     if kind == "full" and training.recompute_activations:
         yield Problem(
             "--recompute-granularity full contradicts --recompute-activations, which is selective",

@@ -44,6 +44,18 @@ def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
+    """Its biases are state of the model, and mean something else than other expert biases."""
+    path, name = "experts.moe_router_load_balancing_type", "quantile_balancing"
+    for changed, stored, now in _changes(draft):
+        if changed == path and (name in stored) != (name in now):
+            yield Problem(
+                f"{flag_of(path)} cannot change to or from {name} on resume, since the model has biases of experts with it:"
+                f" the checkpoint has {_as_text(stored)}, this run {_as_text(now)}",
+                f"use the stored value ({_as_flag(path, stored)})",
+            )
+
+
 def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     """Training files may move, but their contents, weights and order must not change."""
     stored = draft.facts.checkpoint
@@ -241,6 +253,7 @@ def missing_checkpoint_has_one_answer(draft: Draft) -> Iterator[Problem]:
 
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     settings_match_checkpoint,
+    quantile_balancing_matches_checkpoint,
     data_matches_checkpoint,
     cyclic_pass_size_matches_checkpoint,
     tokenizer_matches_checkpoint,

@@ -36,7 +36,12 @@ CONDITIONS: Final = (
     Condition(
         "without --num-experts",
         lambda d: d.config.experts.num_experts is not None,
-        (*_OF_EXPERTS, "parallel.expert_tensor_parallel_size"),
+        (
+            *_OF_EXPERTS,
+            "parallel.expert_tensor_parallel_size",
+            "training.moe_layer_recompute",
+            "logging.moe_per_layer_logging",
+        ),
     ),
     Condition(
         "without --experimental-attention-variant",
@@ -69,6 +74,11 @@ CONDITIONS: Final = (
         "unless --moe-router-load-balancing-type names a loss",
         lambda d: any("aux_loss" in kind for kind in d.config.experts.moe_router_load_balancing_type),
         _settings("experts", "moe_aux_loss_coeff"),
+    ),
+    Condition(
+        "unless --moe-router-load-balancing-type is quantile_balancing",
+        lambda d: "quantile_balancing" in d.config.experts.moe_router_load_balancing_type,
+        _settings("experts", "moe_router_quantile_balancing_ema"),
     ),
     Condition(
         "without --moe-expert-capacity-factor, since no assignment is dropped",

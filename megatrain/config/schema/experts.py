@@ -33,7 +33,7 @@ class ExpertsConfig(CheckedSection):
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Dtype of router logits and scores. none: logits in that of the model."""
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
-    """Load balancing: aux_loss (per micro-batch), seq_aux_loss (per sequence), global_aux_loss (over the global batch so far), sinkhorn or none. Several losses can be combined."""
+    """Load balancing: aux_loss (per micro-batch), seq_aux_loss (per sequence), global_aux_loss (over the global batch so far), sinkhorn, quantile_balancing (biases of experts, replaced after each step so that loads become equal) or none. Several losses can be combined."""
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
     """Coefficients of the losses of --moe-router-load-balancing-type, one for each."""
     moe_z_loss_coeff: float | None = field(default=None, metadata=in_range(at_least=0))
@@ -42,6 +42,8 @@ class ExpertsConfig(CheckedSection):
     """Select experts by score plus a bias per expert, updated after each step towards equal loads (balancing without auxiliary loss)."""
     moe_router_bias_update_rate: float = field(default=1e-3, metadata=in_range(at_least=0))
     """Change of the biases of --moe-router-enable-expert-bias per step."""
+    moe_router_quantile_balancing_ema: float = field(default=0.0, metadata=in_range(at_least=0, below=1))
+    """Share of the earlier biases in the new ones with --moe-router-load-balancing-type quantile_balancing. 0: only the last global batch counts."""
     moe_router_force_load_balancing: bool = False
     """Route tokens at random, to measure speed with balanced loads. Not for training."""
     moe_input_jitter_eps: float | None = field(default=None, metadata=in_range(at_least=0, below=1))

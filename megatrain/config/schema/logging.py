@@ -30,6 +30,8 @@ class LoggingConfig(CheckedSection):
     """Times over ranks: the maximum, minimum and maximum, or all."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard event files. Requires the package tensorboard."""
+    moe_per_layer_logging: bool = False
+    """In TensorBoard and W&B, also log the losses and the maximum load of the router of each layer with experts."""
     tensorboard_log_interval: int = field(default=1, metadata=in_range(at_least=1))
     """Iterations between points in TensorBoard and W&B."""
     tensorboard_queue_size: int = field(default=1000, metadata=in_range(at_least=1))

@@ -72,9 +72,11 @@ class TrainingConfig(CheckedSection):
     recompute_num_layers: int | None = field(default=None, metadata=in_range(at_least=1))
     """Layers per chunk (uniform), or recomputed layers per stage (block)."""
     recompute_modules: tuple[str, ...] = ()
-    """Modules that --recompute-granularity selective recomputes: core_attn, mlp, layernorm. Default: core_attn."""
+    """Modules that --recompute-granularity selective recomputes: core_attn, mlp, layernorm; moe (router, experts and shared expert), shared_experts and moe_act in layers with experts. Default: core_attn."""
     recompute_activations: bool = False
     """Alias of --recompute-granularity selective."""
+    moe_layer_recompute: bool = False
+    """Alias of --recompute-granularity selective with moe among --recompute-modules."""
     recompute_norms: bool = AUTO
     """Recompute norms that precede linear layers, as --recompute-modules layernorm does. auto: on GPUs for wide models, where the cost is small, unless something else is recomputed. Not in Megatron-LM."""
     device: Literal["cpu", "cuda"] = AUTO

@@ -90,22 +90,27 @@ def select_experts_reference(
     logits: Tensor, rule: TopKRule, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Select experts with torch operators."""
-    dtype = accumulation_dtype(logits.dtype)
-    if rule.score_function == "softmax":
-        if rule.is_pre_softmax:
-            scores = logits.softmax(-1, dtype=dtype)
-            experts = _select_by(scores, rule)
-            probs = scores.gather(1, experts)
-        else:
-            experts = _select_by(logits, rule)
-            probs = logits.gather(1, experts).softmax(-1, dtype=dtype)
-    else:
-        scores = router_scores(logits, rule.score_function)
-        experts = _select_by(scores if bias is None else scores + bias, rule)
-        probs = scores.gather(1, experts)
-        if rule.top_k > 1:
-            probs = probs / (probs.sum(-1, keepdim=True) + _LEAST_SUM)
-    return experts, (probs * rule.scaling_factor).to(logits.dtype)
+    if rule.score_function == "softmax" and not rule.is_pre_softmax:
+        experts = _select_by(logits, rule)
+        return experts, expert_probs(logits, experts, rule)
+    scores = router_scores(logits, rule.score_function)
+    experts = _select_by(scores if bias is None else scores + bias, rule)
+    return experts, _scaled(scores.gather(1, experts), rule, logits.dtype)
+
+
+def expert_probs(logits: Tensor, experts: Tensor, rule: TopKRule) -> Tensor:
+    """Return the probabilities of selected experts, int64 [t, k]: see `select_experts`."""
+    if rule.score_function == "softmax" and not rule.is_pre_softmax:
+        probs = logits.gather(1, experts).softmax(-1, dtype=accumulation_dtype(logits.dtype))
+        return (probs * rule.scaling_factor).to(logits.dtype)
+    return _scaled(router_scores(logits, rule.score_function).gather(1, experts), rule, logits.dtype)
+
+
+def _scaled(scores: Tensor, rule: TopKRule, dtype: torch.dtype) -> Tensor:
+    """Return the probabilities of scores of selected experts, [t, k]."""
+    if rule.score_function != "softmax" and rule.top_k > 1:
+        scores = scores / (scores.sum(-1, keepdim=True) + _LEAST_SUM)
+    return (scores * rule.scaling_factor).to(dtype)
 
 
 class _SelectExperts(Function):
@@ -180,6 +185,38 @@ def select_by_sinkhorn(logits: Tensor, plan: Tensor, top_k: int) -> tuple[Tensor
     experts = top_k_experts(plan, top_k)
     scores = router_scores(logits, "sigmoid" if top_k == 1 else "softmax")
     return experts, scores.gather(1, experts).to(logits.dtype)
+
+
+def select_by_biased_logits(logits: Tensor, rule: TopKRule, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Select the experts with the largest logits + bias, [E]; probabilities are those of `select_experts`."""
+    experts = top_k_experts(_biased(logits, bias), rule.top_k)
+    return experts, expert_probs(logits, experts, rule)
+
+
+def load_quantiles(logits: Tensor, bias: Tensor, top_k: int) -> Tensor:
+    """Return for each expert how far its logits exceed the tokens' thresholds for the share of tokens of an even load.
+
+        threshold of a token     the (k + 1)-th largest logit + bias
+        quantile of an expert    the (T k // E + 1)-th largest of (its logit - threshold) over the tokens
+
+    With the negative quantiles as biases and the same thresholds, every expert has T k // E tokens, but for ties.
+
+    Args:
+        logits: of all tokens of a micro-batch, [T, E], with more than k experts.
+        bias: [E], with which the tokens select.
+    Returns:
+        [E] in the accumulation dtype.
+
+    Source: Megatron-LM's quantile balancing; a step of dual coordinate descent on the balanced assignment.
+    """
+    num_tokens, num_experts = logits.shape
+    thresholds = _biased(logits, bias).topk(top_k + 1, dim=-1).values[:, -1:]
+    excess = logits.detach().to(thresholds.dtype) - thresholds
+    return excess.topk(num_tokens * top_k // num_experts + 1, dim=0).values[-1]
+
+
+def _biased(logits: Tensor, bias: Tensor) -> Tensor:
+    return logits.detach().to(accumulation_dtype(logits.dtype)) + bias
 
 
 def sinkhorn_plan(logits: Tensor) -> Tensor:

@@ -297,7 +297,7 @@ def _experts_fit(known: Mapping[str, str | None], sizes: Mapping[str, int], max_
         return True
     if known["experts"] == "dense" or known["model"] in MODELS_WITHOUT_EXPERTS:
         return False
-    if (known["experts"], known["balancing"]) == ("deepseek", "sinkhorn"):
+    if known["experts"] == "deepseek" and known["balancing"] in ("sinkhorn", "quantiles"):
         return False
     if sizes.get("tensor parallelism", 1) > 1 and known["sequence parallelism"] == "nosp":
         return False

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,6 +60,8 @@ def iteration_scalars(
     }
     if values["routers"] is not None:
         found |= values["routers"]["losses"]
+        if config.moe_per_layer_logging:
+            found |= _of_layers(values["routers"]["layers"])
     found |= values["mtp_losses"] or {}
     if config.log_loss_scale_to_tensorboard:
         found["loss-scale"] = values["loss_scale"]
@@ -75,6 +77,15 @@ def iteration_scalars(
         found["mem-reserved-bytes"] = values["reserved_memory_bytes"]
         found["mem-max-allocated-bytes"] = values["max_memory_bytes"]
     return _finite(found)
+
+
+def _of_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Return the curves of each layer's router; layers are counted from 0, as by Megatron-LM."""
+    return {
+        f"moe/{name}_layer_{layer['layer']}": value
+        for layer in layers
+        for name, value in {**layer["losses"], "max_load": layer["max_load"]}.items()
+    }
 
 
 def evaluation_scalars(values: Mapping[str, Any], config: LoggingConfig) -> dict[str, float]:

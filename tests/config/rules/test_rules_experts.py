@@ -69,7 +69,17 @@ CASES = {
          ("--moe-router-enable-expert-bias", "--moe-router-score-function softmax"),
          ("--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias")),
     ],
-    "sinkhorn_excludes_expert_bias": [
+    "quantile_balancing_is_possible": [
+        (("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-num-groups 2"
+          " --moe-router-group-topk 1"), "", None,
+         ("quantile_balancing", "--moe-router-num-groups"), ("--moe-router-num-groups", "aux_loss")),
+        ("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-topk 4", "", None,
+         ("quantile_balancing", "--moe-router-topk 4"), ("--moe-router-load-balancing-type none",)),
+    ],
+    "sinkhorn_and_quantiles_exclude_expert_bias": [
+        (("--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-enable-expert-bias"
+          " --moe-router-score-function sigmoid"), "", None,
+         ("--moe-router-load-balancing-type quantile_balancing", "--moe-router-enable-expert-bias"), ("one of them",)),
         (("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias"
           " --moe-router-score-function sigmoid"), "", None,
          ("--moe-router-load-balancing-type sinkhorn", "--moe-router-enable-expert-bias"), ("one of them",)),
@@ -87,9 +97,6 @@ CASES = {
         (f"{FOUR} --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 2", "", Facts(world_size=2),
          ("--moe-ffn-hidden-size 33", "--expert-tensor-parallel-size 2", "--tensor-model-parallel-size"),
          ("--expert-tensor-parallel-size 1", "--moe-ffn-hidden-size 34")),
-    ],
-    "experts_have_no_biases": [
-        ("--num-experts 4", "--disable-bias-linear", None, ("--num-experts",), ("--disable-bias-linear",)),
     ],
     "experts_require_uniform_layers": [
         (f"--num-experts 4 {LAYERS} {layers('4', '96')}", "", None,

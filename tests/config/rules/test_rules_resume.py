@@ -60,6 +60,19 @@ def test_a_setting_that_cannot_change_is_named_with_its_values(assert_refused, s
     assert_refused(f"{BASE} {flags}", ("cannot change on resume", *named), remedy, facts=stored)
 
 
+def test_quantile_balancing_cannot_start_or_end_on_resume(plan_of, assert_refused):
+    flags = f"{BASE} --num-experts 4 --moe-router-load-balancing-type"
+    for before, now in (("quantile_balancing", "none"), ("none", "quantile_balancing")):
+        config = json.loads(json.dumps(plan_of(f"{flags} {before}").config.to_dict()))
+        run = StoredRun(path="c", iteration=1, consumed_train_samples=8, config=config)
+        assert_refused(
+            f"{flags} {now}",
+            ("--moe-router-load-balancing-type", f"the checkpoint has {before}", f"this run {now}"),
+            (f"--moe-router-load-balancing-type {before}",),
+            facts=Facts(checkpoint=run),
+        )
+
+
 NULL = "--tokenizer-type NullTokenizer --split 9,1,1"
 
 
@@ -420,6 +433,7 @@ def test_a_problem_names_flags_and_remedy(assert_refused, flags, without, facts,
 def test_every_rule_has_a_case():
     tested_above = {
         "settings_match_checkpoint",
+        "quantile_balancing_matches_checkpoint",
         "data_matches_checkpoint",
         "cyclic_pass_size_matches_checkpoint",
         "tokenizer_matches_checkpoint",

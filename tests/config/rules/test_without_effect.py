@@ -17,6 +17,10 @@ CASES = [
      ("--moe-router-bias-update-rate 0.01", "--moe-router-enable-expert-bias")),
     ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk-scaling-factor 2.5", "",
      ("--moe-router-topk-scaling-factor 2.5", "sinkhorn")),
+    ("--num-experts 4 --moe-router-quantile-balancing-ema 0.5", "",
+     ("--moe-router-quantile-balancing-ema 0.5", "quantile_balancing")),
+    ("--moe-layer-recompute", "", ("--moe-layer-recompute", "--num-experts")),
+    ("--moe-per-layer-logging", "", ("--moe-per-layer-logging", "--num-experts")),
     ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "",
      ("--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy position", "--moe-expert-capacity-factor")),
     ("--num-experts 4 --moe-shared-expert-gate", "",
@@ -87,4 +91,6 @@ def test_the_flex_dispatcher_is_the_all_to_all_one(plan_of):
     plan = plan_of("--num-experts 4 --moe-token-dispatcher-type flex --moe-enable-deepep")
     assert plan.config.experts.moe_token_dispatcher_type == "alltoall"
     assert any("--moe-token-dispatcher-type flex" in note for note in plan.notes)
-    assert any("--moe-enable-deepep has no effect so far" in note for note in plan.notes)
+    assert any(
+        "--moe-enable-deepep is ignored: DeepEP and HybridEP are not used" in note for note in plan.notes
+    )

@@ -13,7 +13,9 @@ from megatrain.kernels.moe.routing import (
     ScoreFunction,
     TopKRule,
     expert_capacity,
+    load_quantiles,
     router_probs,
+    select_by_biased_logits,
     select_by_sinkhorn,
     select_experts,
     sinkhorn_plan,
@@ -164,6 +166,46 @@ def test_sinkhorn_balances_loads_and_uses_scores_as_probabilities(top_k: int) ->
     assert tokens_per_expert(experts, 8).max() < 0.7 * plain.max()
     scores = logits.sigmoid() if top_k == 1 else logits.softmax(-1)
     assert torch.equal(probs, scores.gather(1, experts))
+
+
+def test_negative_quantiles_as_biases_give_every_expert_its_share() -> None:
+    """With the thresholds of the tokens fixed, T k // E tokens exceed the quantile of each expert; others may tie with it."""
+    logits = torch.randn(30, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[:, 2] += 2
+    bias = torch.tensor([0.1, 0.0, -0.3, 0.0, 0.2], dtype=torch.float64)
+    thresholds = (logits + bias).sort(dim=-1, descending=True).values[:, 2:3]  # of the third for k = 2
+    quantiles = load_quantiles(logits, bias, 2)
+    excess = logits - thresholds - quantiles
+    share = 30 * 2 // 5
+    assert max((excess > 1e-12).sum(0).tolist()) <= share < min((excess > -1e-12).sum(0).tolist())
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_quantile_balancing_evens_the_loads_within_a_few_steps(top_k: int) -> None:
+    logits = torch.randn(400, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    logits += torch.linspace(-2, 2, 8)
+    rule = TopKRule(top_k=top_k, score_function="sigmoid")
+    bias = torch.zeros(8, dtype=torch.float64)
+    largest = []
+    for _ in range(6):
+        experts, _ = select_by_biased_logits(logits, rule, bias)
+        largest.append(tokens_per_expert(experts, 8).max().item() * 8 / (400 * top_k))
+        bias = -load_quantiles(logits, bias, top_k)
+        bias -= bias.mean()
+    assert largest[0] > 2.5
+    assert largest[-1] < 1.2
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_probabilities_of_experts_selected_by_biased_logits_have_no_bias(function: ScoreFunction) -> None:
+    logits = torch.tensor([[0.5, 0.2, 0.1]], dtype=torch.float64)
+    bias = torch.tensor([-1.0, 0.0, 0.2], dtype=torch.float64)
+    rule = TopKRule(top_k=2, score_function=function, scaling_factor=3)
+    experts, probs = select_by_biased_logits(logits, rule, bias)
+    assert experts.tolist() == [[2, 1]]
+    swapped, expected = select_experts(logits[:, 1:], rule)  # the same two experts, the best logit first
+    assert swapped.tolist() == [[0, 1]]
+    assert torch.allclose(probs, expected.flip(1))
 
 
 def test_loads_count_tokens_of_each_expert_and_sequence() -> None:
