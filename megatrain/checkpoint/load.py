@@ -17,6 +17,7 @@ from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
 from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, fill_weights
@@ -45,6 +46,7 @@ def load_checkpoint(
     *,
     with_optimizer: bool = True,
     also: Sequence[Path] = (),
+    upcycling: Upcycling | None = None,
 ) -> Loaded:
     """Load the newest intact checkpoint in `folder` into the optimizer's weights and state; all ranks call it.
 
@@ -52,6 +54,7 @@ def load_checkpoint(
         folder: the folder, or FOLDER/iter_0000100 for that one alone.
         also: more folders with checkpoints of the run.
         with_optimizer: also load optimizer state and step count.
+        upcycling: the checkpoint is of a dense model, whose weights are upcycled.
 
     Raises:
         NoCheckpointError: no checkpoint is intact; weights and optimizer state may be overwritten.
@@ -60,7 +63,9 @@ def load_checkpoint(
     skipped: list[tuple[Candidate, str]] = []
     for candidate in _agreed_candidates((folder, *also), grid):
         try:
-            manifest = _load_candidate(candidate, optimizer, grid, with_optimizer=with_optimizer)
+            manifest = _load_candidate(
+                candidate, optimizer, grid, with_optimizer=with_optimizer, upcycling=upcycling
+            )
         except DamagedError as error:
             skipped.append((candidate, error.problems[0].text))
             continue
@@ -111,7 +116,10 @@ def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) ->
 
 
 def check_names(
-    reader: CheckpointReader, registry: ParamRegistry, kinds_of: Callable[[ParamLayout], Sequence[str]]
+    reader: CheckpointReader,
+    registry: ParamRegistry,
+    kinds_of: Callable[[ParamLayout], Sequence[str]],
+    upcycling: Upcycling | None = None,
 ) -> str:
     """Check that the checkpoint has all tensors of this rank's part of the model, in the right shapes.
 
@@ -121,7 +129,8 @@ def check_names(
     bit_of = {name: 1 << number for number, name in enumerate(sorted(reader.manifest.tensors))}
     used = 0
     for entry in registry.entries.values():
-        for piece in entry.layout.pieces:
+        pieces = entry.layout.pieces
+        for piece in pieces if upcycling is None else filter(None, map(upcycling.stored, pieces)):
             for kind in kinds_of(entry.layout):
                 reader.kind(piece.name, piece.shape, kind)
             used |= bit_of[piece.name]
@@ -144,10 +153,18 @@ def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> No
         )
 
 
-def load_shards(reader: CheckpointReader, optimizer: ShardedOptimizer, *, with_optimizer: bool) -> None:
+def load_shards(
+    reader: CheckpointReader,
+    optimizer: ShardedOptimizer,
+    *,
+    with_optimizer: bool,
+    upcycling: Upcycling | None = None,
+) -> None:
     """Load this rank's shards. Call it before `sync_model_weights`."""
+    assert upcycling is None or not with_optimizer
     for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
-        optimizer.fill(kind, reader.source(kind))
+        source = reader.source(kind)
+        optimizer.fill(kind, source if upcycling is None else UpcycledSource(source, upcycling))
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
 
@@ -175,6 +192,7 @@ def _load_candidate(
     grid: RankGrid,
     *,
     with_optimizer: bool,
+    upcycling: Upcycling | None,
 ) -> Manifest:
     """Load one checkpoint; an error on one rank is raised on all."""
     if candidate.problem is not None:
@@ -188,6 +206,7 @@ def _load_candidate(
             opened[0],
             optimizer.buffers.registry,
             optimizer.kinds_of if with_optimizer else lambda _: (WEIGHT,),
+            upcycling,
         )
         return opened[0].manifest.checksum, used
 
@@ -199,7 +218,10 @@ def _load_candidate(
     try:
         agree(start, grid.messages, then=judge)
         reader = opened[0]
-        agree(lambda: load_shards(reader, optimizer, with_optimizer=with_optimizer), grid.messages)
+        agree(
+            lambda: load_shards(reader, optimizer, with_optimizer=with_optimizer, upcycling=upcycling),
+            grid.messages,
+        )
     finally:
         for reader in opened:
             reader.close()

@@ -58,6 +58,8 @@ class StoredRun:
     """True if the checkpoint contains optimizer state."""
     is_start: bool = False
     """True if the run starts from these weights instead of resuming."""
+    is_upcycled: bool = False
+    """True if they are of a dense model, and the run upcycles them (--moe-use-upcycling)."""
     sources: tuple[str, ...] = ()
     """Folders in which the checkpoint was looked for, or the one checkpoint that the user chose."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class StoredRun:
             consumed_train_samples=0,
             config=stored,
             is_start=True,
+            is_upcycled=self.is_upcycled,
             sources=self.sources,
             settings=self.settings,
         )

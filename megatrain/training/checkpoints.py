@@ -13,6 +13,7 @@ from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
+from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
@@ -66,9 +67,15 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     with ranks.phases.phase("loading the checkpoint"):
         source, *others = map(Path, stored.sources)
         loaded = load_checkpoint(
-            source, engine.optimizer, ranks.grid, with_optimizer=with_optimizer, also=others
+            source,
+            engine.optimizer,
+            ranks.grid,
+            with_optimizer=with_optimizer,
+            also=others,
+            upcycling=_upcycling(ranks.plan) if stored.is_upcycled else None,
         )
-    restore_expert_biases(engine.model, loaded.state, loaded.path)
+    if not stored.is_upcycled:
+        restore_expert_biases(engine.model, loaded.state, loaded.path)
     for line in loaded.skipped:
         say(f"> {line}")
     is_planned = str(loaded.path) == stored.path
@@ -89,6 +96,11 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     return plan
 
 
+def _upcycling(plan: Plan) -> Upcycling:
+    is_cubic = plan.derived.activation in ("swiglu", "geglu_tanh", "quick_geglu", "squared_relu")
+    return upcycling_of(plan.config.experts, has_cubic_mlp=is_cubic, seed=plan.config.training.seed)
+
+
 def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
     """Return the plan for the loaded checkpoint: the newer one, for which `ranks.plan` was made, is damaged."""
     used = StoredRun.from_state(
@@ -99,6 +111,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
         config=loaded.config,
         sources=planned.sources,
         settings=planned.settings,
+        is_upcycled=planned.is_upcycled,
     )
     used = used.weights_only if planned.is_start else used
     plan = resolve(ranks.request, dataclasses.replace(ranks.facts, checkpoint=used))

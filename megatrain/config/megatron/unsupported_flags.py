@@ -15,9 +15,8 @@ UNSUPPORTED_FLAGS: Final = (
         instead="use --tensor-model-parallel-size with --sequence-parallel for long sequences",
     ),
     missing(
-        "upcycling and interleaved gates of experts are not supported",
-        "--moe-apply-probs-on-input --moe-use-upcycling --moe-upcycling-granularity=1"
-        " --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
+        "interleaved gates of experts, and probabilities applied to their inputs, are not supported",
+        "--moe-apply-probs-on-input --moe-mlp-glu-interleave-size= --moe-shared-expert-glu-interleave-size=",
     ),
     missing(
         "a limit on the tokens of an expert rank, and other dtypes of dispatched tokens, are not supported",

@@ -8,6 +8,7 @@ schedules                                ──> compared by meaning            
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any, Final
 
 from megatrain.config.errors import Problem
@@ -20,6 +21,7 @@ from megatrain.config.rules.resume_classes import (
     ResumeClass,
     classes_by_path,
 )
+from megatrain.config.rules.sizes import multiple_near
 from megatrain.config.schema.tree import flag_of, settings, unit_of
 from megatrain.config.schema.values import is_resolved
 
@@ -33,6 +35,8 @@ def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
         kind = resume_class.kind
         if resume_class is SCHEDULE or kind not in ("consent", "refused") or _consent_to(draft, resume_class):
             continue
+        if path == "model.ffn_hidden_size" and _is_upcycled(draft):
+            continue  # `upcycling_fits_the_dense_model` compares widths
         alternative = {
             "--finetune": "add --finetune and another --save to start a new run from these weights",
             "--no-load-optim": "add --no-load-optim to continue without the optimizer state",
@@ -41,6 +45,55 @@ def settings_match_checkpoint(draft: Draft) -> Iterator[Problem]:
             f"{flag_of(path)} cannot change on resume, since {resume_class.reason}:"
             f" the checkpoint has {_with_unit(path, stored)}, this run {_with_unit(path, now)}",
             f"use the stored value ({_as_flag(path, stored)}), or {alternative}",
+        )
+
+
+def _is_upcycled(draft: Draft) -> bool:
+    return draft.facts.checkpoint is not None and draft.facts.checkpoint.is_upcycled
+
+
+def upcycling_fits_the_dense_model(draft: Draft) -> Iterator[Problem]:
+    experts, checkpoint, stored = draft.config.experts, draft.config.checkpoint, draft.facts.checkpoint
+    if not experts.moe_use_upcycling or experts.num_experts is None:
+        return
+    if checkpoint.load is None and checkpoint.pretrained_checkpoint is None:
+        yield Problem(
+            "--moe-use-upcycling requires a dense model",
+            "add --pretrained-checkpoint FOLDER with its checkpoint, and --load with the --save folder of this run",
+        )
+    if stored is None or not stored.is_upcycled:
+        return
+    load = checkpoint.load
+    if load is not None and load == checkpoint.save and PurePath(load) in PurePath(stored.path).parents:
+        yield Problem(
+            f"--moe-use-upcycling would save into --save {checkpoint.save}, which has the dense model",
+            "give --save another folder",
+        )
+    granularity, width = experts.moe_upcycling_granularity, experts.moe_ffn_hidden_size or 0
+    dense = stored.config["model"]["ffn_hidden_size"]
+    if dense != width * granularity:
+        yield Problem(
+            f"--moe-upcycling-granularity {granularity} * --moe-ffn-hidden-size {width} is not the dense model's"
+            f" --ffn-hidden-size {dense}",
+            f"use --moe-ffn-hidden-size {-(-dense // granularity)}, or --moe-ffn-hidden-size {dense}"
+            " --moe-upcycling-granularity 1",
+        )
+    if experts.num_experts % granularity:
+        yield Problem(
+            f"--num-experts {experts.num_experts} is not divisible by --moe-upcycling-granularity {granularity}",
+            f"use --num-experts {multiple_near(experts.num_experts, granularity)}",
+        )
+    has_dense = any(layer.ffn_hidden_size for layer in draft.derived.layer_table.layers)
+    if has_dense and dense != draft.config.model.ffn_hidden_size:
+        yield Problem(
+            f"--ffn-hidden-size {draft.config.model.ffn_hidden_size} of layers without experts is not the dense model's"
+            f" {dense}",
+            f"use --ffn-hidden-size {dense}",
+        )
+    if experts.moe_latent_size is not None:
+        yield Problem(
+            "--moe-use-upcycling is not supported together with --moe-latent-size: the dense model has no projections",
+            "remove one of them",
         )
 
 
@@ -253,6 +306,7 @@ def missing_checkpoint_has_one_answer(draft: Draft) -> Iterator[Problem]:
 
 RESUME_RULES: Final[tuple[Callable[[Draft], Iterator[Problem]], ...]] = (
     settings_match_checkpoint,
+    upcycling_fits_the_dense_model,
     quantile_balancing_matches_checkpoint,
     data_matches_checkpoint,
     cyclic_pass_size_matches_checkpoint,

@@ -76,6 +76,11 @@ CONDITIONS: Final = (
         _settings("experts", "moe_aux_loss_coeff"),
     ),
     Condition(
+        "without --moe-use-upcycling",
+        lambda d: d.config.experts.moe_use_upcycling,
+        _settings("experts", "moe_upcycling_granularity"),
+    ),
+    Condition(
         "unless --moe-router-load-balancing-type is quantile_balancing",
         lambda d: "quantile_balancing" in d.config.experts.moe_router_load_balancing_type,
         _settings("experts", "moe_router_quantile_balancing_ema"),

@@ -58,5 +58,9 @@ class ExpertsConfig(CheckedSection):
     """MLP width of a shared expert, which processes all tokens. none: no shared expert."""
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared expert by a learned sigmoid gate per token."""
+    moe_use_upcycling: bool = False
+    """Start from the dense model in --load or --pretrained-checkpoint: every expert is a copy of its MLP, or a part of a copy. No effect once the run resumes its own checkpoints."""
+    moe_upcycling_granularity: int = field(default=1, metadata=in_range(at_least=1))
+    """Experts that --moe-use-upcycling cuts each copy of the dense MLP into."""
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"  # noqa: S105
     """Communication of tokens to experts on other ranks: all-gather all tokens, or send each to its experts by all-to-all."""

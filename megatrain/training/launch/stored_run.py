@@ -96,13 +96,15 @@ def _whole_run(request: Request) -> StoredRun | None:
     if load is not None:
         found = _newest_of(_sources(request, load))
         if found is not None:
-            return replace(found, is_start=bool(request.known("checkpoint.finetune")))
+            is_upcycled = _is_upcycled(request, found)
+            is_start = is_upcycled or bool(request.known("checkpoint.finetune"))
+            return replace(found, is_start=is_start, is_upcycled=is_upcycled)
     if start is not None and not has_candidates:
         source = _chosen(start, request.known("checkpoint.ckpt_step"))
         found = _newest_of((source,))
         if found is None:
             raise _no_checkpoint("--pretrained-checkpoint", source)
-        return replace(found, is_start=True)
+        return replace(found, is_start=True, is_upcycled=_is_upcycled(request, found))
     if load is None:
         return None
     save, chosen = request.known("checkpoint.save"), _chosen(load, request.known("checkpoint.ckpt_step"))
@@ -112,6 +114,11 @@ def _whole_run(request: Request) -> StoredRun | None:
     if is_empty and may_start and not request.known("checkpoint.exit_on_missing_checkpoint"):
         return None
     raise _no_checkpoint("--load", chosen)
+
+
+def _is_upcycled(request: Request, found: StoredRun) -> bool:
+    is_dense = found.config.get("experts", {}).get("num_experts") is None
+    return bool(request.known("experts.moe_use_upcycling")) and is_dense
 
 
 def _sources(request: Request, load: str) -> tuple[Path, ...]:

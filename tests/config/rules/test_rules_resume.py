@@ -60,6 +60,37 @@ def test_a_setting_that_cannot_change_is_named_with_its_values(assert_refused, s
     assert_refused(f"{BASE} {flags}", ("cannot change on resume", *named), remedy, facts=stored)
 
 
+def dense_start(**values):
+    """Return facts of a run that upcycles a dense model of width 64."""
+    config = {"model": {"ffn_hidden_size": 64}}
+    run = StoredRun(path="d/iter_0000003", iteration=0, consumed_train_samples=0, config=config, is_start=True,
+                    is_upcycled=True)  # fmt: skip
+    return Facts(checkpoint=dataclasses.replace(run, **values))
+
+
+UPCYCLED = "--num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "facts", "named", "remedy"),
+    [
+        (f"{UPCYCLED} 64", Facts(), ("--moe-use-upcycling requires",), ("--pretrained-checkpoint",)),
+        (f"{UPCYCLED} 32 --pretrained-checkpoint d", dense_start(),
+         ("--moe-upcycling-granularity 1", "--moe-ffn-hidden-size 32", "64"), ("--moe-ffn-hidden-size 64",)),
+        (f"{UPCYCLED} 32 --moe-upcycling-granularity 3 --pretrained-checkpoint d",
+         dense_start(config={"model": {"ffn_hidden_size": 96}}),
+         ("--num-experts 4", "--moe-upcycling-granularity 3"), ("--num-experts 6",)),
+        (f"{UPCYCLED} 64 --moe-layer-freq 2 --ffn-hidden-size 96 --pretrained-checkpoint d", dense_start(),
+         ("--ffn-hidden-size 96", "64"), ("--ffn-hidden-size 64",)),
+        (f"{UPCYCLED} 64 --moe-latent-size 8 --pretrained-checkpoint d", dense_start(),
+         ("--moe-use-upcycling", "--moe-latent-size"), ("one of them",)),
+        (f"{UPCYCLED} 64 --save d --load d", dense_start(), ("--save d", "dense model"), ("another folder",)),
+    ],
+)  # fmt: skip
+def test_upcycling_fits_the_dense_model(assert_refused, flags, facts, named, remedy):
+    assert_refused(flags, named, remedy, facts=facts)
+
+
 def test_quantile_balancing_cannot_start_or_end_on_resume(plan_of, assert_refused):
     flags = f"{BASE} --num-experts 4 --moe-router-load-balancing-type"
     for before, now in (("quantile_balancing", "none"), ("none", "quantile_balancing")):
@@ -434,6 +465,7 @@ def test_every_rule_has_a_case():
     tested_above = {
         "settings_match_checkpoint",
         "quantile_balancing_matches_checkpoint",
+        "upcycling_fits_the_dense_model",
         "data_matches_checkpoint",
         "cyclic_pass_size_matches_checkpoint",
         "tokenizer_matches_checkpoint",

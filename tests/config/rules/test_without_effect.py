@@ -19,6 +19,7 @@ CASES = [
      ("--moe-router-topk-scaling-factor 2.5", "sinkhorn")),
     ("--num-experts 4 --moe-router-quantile-balancing-ema 0.5", "",
      ("--moe-router-quantile-balancing-ema 0.5", "quantile_balancing")),
+    ("--num-experts 4 --moe-upcycling-granularity 2", "", ("--moe-upcycling-granularity 2", "--moe-use-upcycling")),
     ("--moe-layer-recompute", "", ("--moe-layer-recompute", "--num-experts")),
     ("--moe-per-layer-logging", "", ("--moe-per-layer-logging", "--num-experts")),
     ("--num-experts 4 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position", "",
