@@ -56,7 +56,7 @@ def test_an_upcycled_model_starts_with_the_loss_of_the_dense_one(
 class Numbers:
     """A source of tensors whose values count their elements."""
 
-    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:
         shape = box.piece.shape
         whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
         out.copy_(whole[tuple(slice(*edge) for edge in box.box)])

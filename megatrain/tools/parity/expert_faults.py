@@ -9,12 +9,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatrain.kernels.moe.permute import Permutation, sort_by_expert, unpermute_values
-from megatrain.kernels.moe.routing import within_capacity
+from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
-from megatrain.model import router
+from megatrain.model import experts, router
+from megatrain.model.experts import SharedExpert
+from megatrain.model.implementations.local import LocalGroupedMlp
 from megatrain.model.layouts import router_layout
 from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.parallel import expert_parallel, tensor_parallel
@@ -48,13 +51,47 @@ def _norm_without_experts() -> AbstractContextManager[Any]:
     return mock.patch.object(RankGrid, "owns", dense_alone)
 
 
-def _router_not_reduced() -> AbstractContextManager[Any]:
-    def of_own_tokens(*known: Any) -> ParamLayout:
-        layout = router_layout(*known)
-        pieces = tuple(dataclasses.replace(piece, grad_sum_group=None) for piece in layout.pieces)
-        return dataclasses.replace(layout, pieces=pieces)
+def _of_own_tokens(*known: Any) -> ParamLayout:
+    """Return the layout of a replicated weight whose gradients are not summed over ranks with other tokens."""
+    layout = router_layout(*known)
+    pieces = tuple(dataclasses.replace(piece, grad_sum_group=None) for piece in layout.pieces)
+    return dataclasses.replace(layout, pieces=pieces)
 
-    return mock.patch.object(router, "router_layout", of_own_tokens)
+
+def _router_not_reduced() -> AbstractContextManager[Any]:
+    return mock.patch.object(router, "router_layout", _of_own_tokens)
+
+
+def _projections_and_gate_not_reduced() -> AbstractContextManager[Any]:
+    return mock.patch.object(experts, "router_layout", _of_own_tokens)
+
+
+def _shared_expert_without_gradient() -> AbstractContextManager[Any]:
+    """Leave the shared expert's gradient out on the last rank, as if its replicas were not reduced."""
+    forward = SharedExpert.forward
+
+    def detached(self: SharedExpert, x: Tensor, info: PassInfo) -> Tensor:
+        out = forward(self, x, info)
+        return out.detach() if dist.get_rank() == dist.get_world_size() - 1 else out
+
+    return mock.patch.object(SharedExpert, "forward", detached)
+
+
+def _output_bias_on_each_slice() -> AbstractContextManager[Any]:
+    forward = LocalGroupedMlp.forward
+
+    def added(self: LocalGroupedMlp, *inputs: Any) -> Tensor:
+        self.adds_output_bias = True
+        return forward(self, *inputs)
+
+    return mock.patch.object(LocalGroupedMlp, "forward", added)
+
+
+def _quantiles_per_rank() -> AbstractContextManager[Any]:
+    def of_half(logits: Tensor, bias: Tensor, top_k: int) -> Tensor:
+        return load_quantiles(logits[: len(logits) // 2], bias, top_k)
+
+    return mock.patch.object(router, "load_quantiles", of_half)
 
 
 def _router_loss_doubled() -> AbstractContextManager[Any]:
@@ -132,5 +169,13 @@ EXPERT_FAULTS: dict[str, tuple[Plant, str]] = {
     "gradients of routing probabilities at other tokens": (_probs_of_other_tokens, "dp2 mixtral ep2"),
     "rows computed by another expert": (_experts_reversed, "dp2 mixtral ep2 alltoall"),
     "expert capacity applied per rank": (_capacity_per_rank, "tp2 sp mixtral ep2 dropping"),
+    "latent projections not reduced under sp": (
+        _projections_and_gate_not_reduced,
+        "tp2 sp latentexperts ep2",
+    ),
+    "gate of the shared expert not reduced under sp": (_projections_and_gate_not_reduced, "tp2 sp qwenmoe"),
+    "gradient of the shared expert missing a replica": (_shared_expert_without_gradient, "dp2 latentexperts"),
+    "output bias of experts added by each slice": (_output_bias_on_each_slice, "dp2 biasedexperts etp2"),
+    "load quantiles of a rank's tokens": (_quantiles_per_rank, "tp2 sp mixtral quantiles"),
 }
 """Context manager and layout of each fault."""
