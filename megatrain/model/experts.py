@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.kernels.moe.routing import expert_capacity
+from megatrain.kernels.side_stream import SideStream
 from megatrain.model import functions
 from megatrain.model.implementations.leaves import GroupedMlp, Leaves, Pointwise
 from megatrain.model.layer import Sequential, branch_output
@@ -71,6 +72,8 @@ class ExpertRanks:
     """Dtype of the weights."""
     seed: int
     """Seed of the router's jitter."""
+    side: SideStream | None = None
+    """Stream of the shared expert on a GPU; None: that of the other experts."""
 
 
 class ExpertBranch(nn.Module):
@@ -94,7 +97,7 @@ class ExpertBranch(nn.Module):
         if spec.shared is not None:
             shared = SharedExpert(spec, spec.shared, gpt, prefix, leaves, ranks)
             is_recomputed = recompute.has_part("shared_experts")
-            mlp = ParallelSum(experts, RecomputedModule(shared) if is_recomputed else shared)
+            mlp = ParallelSum(experts, RecomputedModule(shared) if is_recomputed else shared, ranks.side)
         self.mlp = RecomputedModule(mlp) if recompute.has_part("moe") else mlp
         self.output = branch_output(gpt, position, prefix, leaves, tp)
 
@@ -188,15 +191,22 @@ class SharedExpert(LaidOutModule):
 
 
 class ParallelSum(nn.Module):
-    """Two modules applied to the same input, their outputs summed."""
+    """Two modules applied to the same input, their outputs summed. With `side` the second one runs there on a GPU."""
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, first: nn.Module, second: nn.Module, side: SideStream | None = None) -> None:
         super().__init__()
         self.first, self.second = first, second
+        self.side = side
 
     def forward(self, x: Tensor, info: PassInfo) -> Tensor:
-        out: Tensor = self.first(x, info) + self.second(x, info)
-        return out
+        out: Tensor
+        # Deferred weight gradients would read memory of the side stream after it is free there.
+        if self.side is None or not x.is_cuda or info.splits_backward:
+            out = self.first(x, info) + self.second(x, info)
+            return out
+        second = self.side.fork(lambda: self.second(x, info), x)
+        out = self.first(x, info)
+        return out + self.side.join(second)
 
 
 def _experts(

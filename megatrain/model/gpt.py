@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.rotary import RotarySpec
+from megatrain.kernels.side_stream import SideStream
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
 from megatrain.model.expert_bias import ExpertBiases
 from megatrain.model.experts import DispatcherType, ExpertBranch, ExpertRanks
@@ -82,6 +83,7 @@ def build_model(
     cp_comm_types: Sequence[str] = ("p2p",),
     recompute: Recompute = Recompute(),  # noqa: B008 (frozen)
     dispatcher: DispatcherType = "allgather",
+    overlaps_shared_expert: bool = False,
     placement: Placement | None = None,
     stages: Sequence[range] | None = None,
     mtp_stage: int | None = None,
@@ -98,6 +100,7 @@ def build_model(
         cp_comm_types: values of --cp-comm-type, one for all layers or one per layer.
         recompute: activations to recompute.
         dispatcher: token dispatcher, a value of --moe-token-dispatcher-type.
+        overlaps_shared_expert: on a GPU, a stream of its own computes the shared expert.
         placement: virtual stages of the pipeline; None: one per rank.
         stages: numbers of the layers of each virtual stage; None: equally many.
         mtp_stage: virtual stage of multi-token prediction; None: the last one.
@@ -121,6 +124,7 @@ def build_model(
         dispatcher=dispatcher,
         dtype=dtype,
         seed=seed,
+        side=SideStream() if overlaps_shared_expert else None,
     )
     ropes = _RotaryEmbeddings(cp.positions(seq_length // cp.size, device), dtype)
     mtp_stage = placement.num_stages - 1 if mtp_stage is None else mtp_stage

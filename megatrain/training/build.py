@@ -58,8 +58,15 @@ def build_model_from_plan(plan: Plan, grid: RankGrid, device: torch.device) -> M
         placement=build_pipeline(plan).placement,
         stages=layer_ranges(plan.derived.pipeline_layers),
         mtp_stage=plan.derived.mtp_stage,
+        overlaps_shared_expert=config.experts.moe_shared_expert_overlap and not _recomputes_experts(plan),
         dispatcher="alltoall" if config.experts.moe_token_dispatcher_type == "alltoall" else "allgather",  # noqa: S105
     )
+
+
+def _recomputes_experts(plan: Plan) -> bool:
+    """Return whether the backward pass runs the shared expert forward again, on the stream that needs it first."""
+    recompute = _recompute(plan)
+    return recompute.kind in ("uniform", "block") or any(map(recompute.has_part, ("moe", "shared_experts")))
 
 
 def build_pipeline(plan: Plan) -> PipelineSchedule:

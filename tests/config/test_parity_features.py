@@ -30,6 +30,7 @@ EXCLUDED = {
     "experts.moe_shared_expert_gate": "a row of experts has it",
     "experts.moe_pad_expert_input_to_capacity": "a row of capacity has it",
     "experts.moe_token_drop_policy": "rows of capacity have both",
+    "experts.moe_shared_expert_overlap": "a stream on GPUs; a line of the plan says so",
     "experts.moe_use_upcycling": "decides the initial weights alone; tests/distributed/test_upcycling.py",
     "experts.moe_router_force_load_balancing": "for benchmarks; tests/distributed/model/test_routers_over_ranks.py compares it with one process",
     "precision.bf16": "a precision of parity",

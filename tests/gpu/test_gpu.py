@@ -78,6 +78,23 @@ def test_training_in_fp64_equals_the_cpus(model: str, recompute: str) -> None:
         assert cuda.grad_norm == pytest.approx(cpu.grad_norm, rel=1e-10)
 
 
+@pytest.mark.parametrize("flags", ["", "--recompute-activations", "--bf16"])
+def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
+    shared = "--moe-shared-expert-intermediate-size 2048 --moe-shared-expert-gate"
+    losses = []
+    for overlap in ("", "--moe-shared-expert-overlap"):
+        request = parse(f"{EXPERTS} {shared} {flags} {overlap}".split())
+        plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
+        engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
+        engine.initialize()
+        reports = []
+        for step in range(20):
+            batches = [on_device(b, torch.device("cuda")) for b in own_batches(step, Layout.of(""), 0)]
+            reports.append(engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01)))
+        losses.append([(report.lm_loss, report.grad_norm) for report in reports])
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     "precision", [["--bf16"], ["--fp16", "--initial-loss-scale", "65536"]], ids=["bf16", "fp16"]
 )

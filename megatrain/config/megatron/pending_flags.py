@@ -29,7 +29,7 @@ PENDING_FLAGS: Final = (
     pending(
         "overlapped expert communication",
         "layers wait for the all-to-all of their experts",
-        "--moe-shared-expert-overlap --overlap-moe-expert-parallel-comm"
+        "--overlap-moe-expert-parallel-comm"
         " --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release"
         " --high-priority-a2a-comm-stream",
     ),

@@ -43,6 +43,16 @@ def loss_of_global_loads(draft: Draft) -> Iterator[str]:
         )
 
 
+def stream_of_the_shared_expert(draft: Draft) -> Iterator[str]:
+    experts = draft.config.experts
+    has_shared = any(
+        layer.experts is not None and layer.experts.shared_ffn_hidden_size
+        for layer in draft.derived.layer_table.layers
+    )
+    if experts.moe_shared_expert_overlap and has_shared and draft.config.training.device == "cuda":
+        yield "--moe-shared-expert-overlap is the same computation on another stream, compared on GPUs only (tests/gpu)"
+
+
 def means_of_context_ranks(draft: Draft) -> Iterator[str]:
     parallel = draft.config.parallel
     if parallel.context_parallel_chunk_means and parallel.context_parallel_size > 1:
@@ -54,6 +64,7 @@ UNPROVEN: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     layers_of_transformer_engine,
     custom_layers,
     loss_of_global_loads,
+    stream_of_the_shared_expert,
     means_of_context_ranks,
 )
 

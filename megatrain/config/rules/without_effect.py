@@ -93,7 +93,12 @@ CONDITIONS: Final = (
     Condition(
         "without --moe-shared-expert-intermediate-size",
         lambda d: d.config.experts.moe_shared_expert_intermediate_size is not None,
-        _settings("experts", "moe_shared_expert_gate"),
+        _settings("experts", "moe_shared_expert_gate moe_shared_expert_overlap"),
+    ),
+    Condition(
+        "on a CPU, which has no streams",
+        lambda d: d.config.training.device == "cuda",
+        _settings("experts", "moe_shared_expert_overlap"),
     ),
     Condition(
         "on an MLP without a gate",

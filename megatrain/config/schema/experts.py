@@ -58,6 +58,8 @@ class ExpertsConfig(CheckedSection):
     """MLP width of a shared expert, which processes all tokens. none: no shared expert."""
     moe_shared_expert_gate: bool = False
     """Multiply the output of the shared expert by a learned sigmoid gate per token."""
+    moe_shared_expert_overlap: bool = False
+    """On GPUs, compute the shared expert on a stream of its own, while the other experts wait for their communication. No effect with a recomputed shared expert and with split backward passes."""
     moe_use_upcycling: bool = False
     """Start from the dense model in --load or --pretrained-checkpoint: every expert is a copy of its MLP, or a part of a copy. No effect once the run resumes its own checkpoints."""
     moe_upcycling_granularity: int = field(default=1, metadata=in_range(at_least=1))

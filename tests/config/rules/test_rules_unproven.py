@@ -17,6 +17,11 @@ CASES = {
         None,
         "global_aux_loss",
     ),
+    "stream_of_the_shared_expert": (
+        "--num-experts 4 --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --bf16",
+        Facts(device="cuda"),
+        "--moe-shared-expert-overlap",
+    ),
     "means_of_context_ranks": (
         "--context-parallel-chunk-means --context-parallel-size 2",
         Facts(world_size=2),
