@@ -67,7 +67,7 @@ def test_a_planted_fault_is_found(comparer: Comparer, fault: str) -> None:
 
 def test_a_layout_outside_the_table_passes(comparer: Comparer) -> None:
     (row,) = chosen_rows(
-        _parser().parse_args(["parity", "--quick", "--layouts", *"tp2 sp dp2 zero3 muon".split()])
+        _parser().parse_args(["parity", "--quick", "--layouts", *"tp2 sp dp2 zero3 muon neox".split()])
     )
     verdict = comparer.compare(row[1])
     assert verdict.is_good, verdict

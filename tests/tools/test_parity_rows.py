@@ -259,9 +259,9 @@ def test_rows_are_chosen_by_their_words_and_precision():
 @pytest.mark.parametrize(
     ("words", "flags", "precisions"),
     [
-        ("tp2 sp dp2 zero3 muon", (), ["fp64", "fp32", "bf16"]),
-        ("tp2 sp dp2 zero3 muon", ("--precision", "fp16"), ["fp16"]),
-        ("tp2 sp dp2 zero3 muon", ("--quick",), ["fp64"]),
+        ("tp2 sp dp2 zero3 muon neox", (), ["fp64", "fp32", "bf16"]),
+        ("tp2 sp dp2 zero3 muon neox", ("--precision", "fp16"), ["fp16"]),
+        ("tp2 sp dp2 zero3 muon neox", ("--quick",), ["fp64"]),
         ("tp4 groups2 sp dp2 zero3 instances2 muon", ("--slice", "1/2"), ["fp64", "bf16"]),
         ("tp2 sp dp2 zero3 instances2 sumsbf16 momentsbf16", (), ["bf16"]),
         ("tp2 sp dp2 mixtral ep2 dropping zero3 muon", (), ["fp64"]),
@@ -315,7 +315,7 @@ def test_an_impossible_selection_is_an_error(flags, words):
 
 
 def test_a_layout_that_needs_more_ranks_is_an_error():
-    flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon".split()]
+    flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon neox".split()]
     with pytest.raises(ConfigError, match="needs 4 ranks, but only 2 are available"):
         chosen_rows(_parser().parse_args(flags), max_ranks=2)
 
