@@ -43,6 +43,10 @@ RUNS = {
                                 " --moe-ffn-hidden-size 24 --moe-layer-freq [0,1,0,1] --moe-router-score-function sigmoid"
                                 " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.1"
                                 " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01")),
+    "quantiles of biased latent experts ep2 dp2": (2, (
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 16"
+        " --no-disable-bias-linear --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type quantile_balancing"
+        " --moe-router-quantile-balancing-ema 0.5 --moe-shared-expert-intermediate-size 24")),
     "per token dp2": (2, ("--calculate-per-token-loss --decoupled-lr 2e-2 --weight-decay-incr-style linear"
                           " --start-weight-decay 0 --end-weight-decay 0.1 --manual-gc --manual-gc-interval 3")),
 }  # fmt: skip

@@ -99,6 +99,14 @@ def test_fused_and_stacked_parameters_have_canonical_parts() -> None:
         "decoder.layers.2.mlp.experts.0.up.weight",
     ]
     assert (expert[-1].place, expert[-1].rows) == ((4,), (slice(3, 6),))
+    for theirs, shape, ours in (
+        ("fc1_latent_proj.weight", (4, 8), "latent_down.weight"),
+        ("fc2_latent_proj.bias", (8,), "latent_up.bias"),
+        ("shared_experts.gate_weight", (1, 8), "shared_gate.weight"),
+        ("router.bias", (5,), "router.bias"),
+    ):
+        (part,) = parts_of(f"decoder.layers.2.mlp.{theirs}", shape, fused)
+        assert (part.name, part.shape) == (f"decoder.layers.2.mlp.{ours}", shape)
     norm = next(parts_of("decoder.layers.mlp.linear_fc1.layer_norm_weight", (3, 8), fused))
     assert norm.name == "decoder.layers.0.mlp.norm.weight"
 

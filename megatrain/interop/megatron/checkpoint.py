@@ -29,7 +29,11 @@ from megatrain.parallel.layout import Box, intersect
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTER: Final = ("fp32_param", "param")
-_BIAS: Final = ".mlp.router.expert_bias"
+_BIASES: Final = {
+    ".mlp.router.expert_bias": (".mlp.router.expert_bias", 1.0),
+    ".mlp.router.qb_beta": (".mlp.router.quantile_bias", -1.0),
+}
+"""Biases of experts that are no parameters: the names here, and the sign."""
 _SAFETENSORS: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -131,7 +135,7 @@ class MegatronCheckpoint:
             has_output_gate=model.attention_output_gate,
         )
         for name in names:
-            if _STATE.fullmatch(name) or name.endswith(_BIAS):
+            if _STATE.fullmatch(name) or name.endswith(tuple(_BIASES)):
                 continue
             try:
                 parts = list(parts_of(name, self._folder.tensors[name].shape, fused))
@@ -214,13 +218,14 @@ class MegatronCheckpoint:
         """Return the biases by canonical name, as the state of a checkpoint has them."""
         found: dict[str, list[float]] = {}
         for name, tensor in self._folder.tensors.items():
-            if name.endswith(_BIAS):
-                values = self._folder.read(name, tuple((0, size) for size in tensor.shape))
-                prefix = name.removesuffix(_BIAS).removesuffix(".transformer_layer")
-                if values.dim() == 1:
-                    found[f"{prefix}{_BIAS}"] = values.tolist()
-                else:
-                    found |= {f"{prefix}.{layer}{_BIAS}": row.tolist() for layer, row in enumerate(values)}
+            for ending, (ours, sign) in _BIASES.items():
+                if name.endswith(ending):
+                    prefix = name.removesuffix(ending).removesuffix(".transformer_layer")
+                    values = sign * self._folder.read(name, tuple((0, size) for size in tensor.shape))
+                    stacked = values.dim() > 1
+                    places = [f"{prefix}.{layer}" for layer in range(len(values))] if stacked else [prefix]
+                    rows = values if stacked else values[None]
+                    found |= {f"{place}{ours}": row.tolist() for place, row in zip(places, rows, strict=True)}
         return found
 
 

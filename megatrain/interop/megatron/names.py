@@ -36,6 +36,9 @@ _LAYER: Final = {
     "mlp.experts.{}.linear_fc2": ("mlp.experts.{}.down",),
     "mlp.shared_experts.linear_fc1": ("mlp.shared.gate", "mlp.shared.up"),
     "mlp.shared_experts.linear_fc2": ("mlp.shared.down",),
+    "mlp.shared_gate": ("mlp.shared_gate",),
+    "mlp.fc1_latent_proj": ("mlp.latent_down",),
+    "mlp.fc2_latent_proj": ("mlp.latent_up",),
 }
 TABLE: Final = {
     "embedding.word_embeddings": ("embedding.word_embeddings",),
@@ -64,6 +67,8 @@ _RENAMED: Final = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the product that follows."""
+_GATE: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
+"""The gate of the shared expert, whose name has no module, and the name as if it had one."""
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -126,7 +131,7 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
 def _unstacked(name: str) -> str:
     for stored, module in _RENAMED.items():
         name = name.replace(stored, module)
-    return _EXPERTS.sub("mlp.experts.", name)
+    return _EXPERTS.sub("mlp.experts.", name.replace(*_GATE))
 
 
 _Rows = tuple[slice, ...]

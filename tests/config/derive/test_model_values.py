@@ -69,6 +69,37 @@ def test_flops_equal_megatron_lm(case):
     assert found == pytest.approx(case["flops"], rel=1e-12)
 
 
+def test_flops_of_latent_experts_are_those_of_the_formula():
+    """Megatron-LM: 4 l f k, times 3/2 if gated, and 4 h l for the projections; forward, per token, and times 3."""
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 96,
+        "kv_channels": 16,
+    }
+    model = ModelConfig(
+        **sizes,
+        padded_vocab_size=128,
+        swiglu=True,
+        num_query_groups=4,
+        heterogeneous_layers_config_encoded_json=None,
+    )
+    found = {}
+    for latent in (None, 24):
+        experts = ExpertsConfig(
+            num_experts=8,
+            moe_router_topk=3,
+            moe_ffn_hidden_size=40,
+            moe_shared_expert_intermediate_size=48,
+            moe_latent_size=latent,
+        )
+        table = layer_table(model, experts)
+        found[latent] = training_flops(model, table, num_tokens=10, sum_of_squared_lengths=100)
+    routed = 4 * 3 * 40 * 3 // 2
+    assert found[24] - found[None] == 3 * 10 * 2 * (routed * (24 - 64) + 4 * 64 * 24)
+
+
 def test_enough_cases_are_compared():
     assert len(CASES) >= 12
     assert any(case["arguments"]["multi_latent_attention"] for case in CASES)
