@@ -66,6 +66,8 @@ MADE = [
     ),
     "mtp2 uniform",
     "mtp1 deepseek qwen",
+    "norecompute latentexperts quantiles",
+    "recomputemoe biasedexperts",
 ]
 
 
