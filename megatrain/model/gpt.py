@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.rotary import RotarySpec
 from megatrain.kernels.side_stream import SideStream
+from megatrain.model.build_experts import DispatcherType, ExpertRanks, expert_branch
 from megatrain.model.embedding import CastToDtype, Embedding, LearnedPositions, Scale
 from megatrain.model.expert_bias import ExpertBiases
-from megatrain.model.experts import DispatcherType, ExpertBranch, ExpertRanks
 from megatrain.model.head import Head
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.implementations.local_leaves import LocalLeaves
@@ -281,7 +281,7 @@ def _layer(
             LinearAttention(layer.mixer, spec, position, name, leaves, tp, recompute, ranks.dtype)
         )
     if isinstance(layer.mlp, ExpertsSpec):
-        branches.append(ExpertBranch(layer.mlp, spec, number, position, leaves, ranks, recompute))
+        branches.append(expert_branch(layer.mlp, spec, number, position, leaves, ranks, recompute))
     elif layer.mlp is not None:
         is_recomputed = recompute.has_part("mlp")
         recompute_norm = recompute.has_part("layernorm") and not is_recomputed

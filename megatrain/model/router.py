@@ -134,7 +134,7 @@ class Router(LaidOutModule):
         return out.view(like.shape)
 
     def _select(self, logits: Tensor, rows: int, samples: int, info: PassInfo) -> tuple[Tensor, Tensor]:
-        assert self.spec.has_selection_bias == (self.bias is not None)
+        assert (self.spec.has_expert_bias or self.spec.quantile_ema is not None) == (self.bias is not None)
         if self.spec.quantile_ema is not None:
             return select_by_biased_logits(logits, self.rule, self._selection_bias())
         if not self.spec.is_sinkhorn:

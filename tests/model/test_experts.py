@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain.model.experts import ExpertBranch, ExpertRanks
+from megatrain.model.build_experts import ExpertRanks, expert_branch
+from megatrain.model.experts import ExpertBranch
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.recompute import Recompute
 from megatrain.model.specs import ExpertsSpec, GptSpec, LayerSpec, MlpSpec, NormSpec, RouterSpec
@@ -61,7 +62,7 @@ def branch_of(spec: ExpertsSpec) -> tuple[ExpertBranch, Weights, Weights]:
         split=TokenSplit(tp, cp), dp=GROUPS["dp"], parallel=ExpertParallel(GROUPS["ep"], GROUPS["etp"]),
         dispatcher="allgather", dtype=torch.float64, seed=0,
     )  # fmt: skip
-    branch = ExpertBranch(spec, gpt, 0, "post", leaves, ranks, Recompute())
+    branch = expert_branch(spec, gpt, 0, "post", leaves, ranks, Recompute())
     branch.output = torch.nn.Identity()  # type: ignore[assignment]
     branch.output.forward = lambda x, _: x  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(1)
