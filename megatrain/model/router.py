@@ -180,13 +180,13 @@ class Router(LaidOutModule):
         metrics[ROUTER_METRICS.index("entropy")] = scores.entropy
         if kept is not None:
             metrics[ROUTER_METRICS.index("dropped")] = (~kept).sum()
+        of_experts = [loads.sum(0), *self._quantiles(logits, len(loads))]  # before `loads` is overwritten
         parts = self._losses(logits, scores, loads, info)
         if parts:
             loss = sum(coeff * part for coeff, part in parts.values())
             probs = _AddLoss.apply(probs, loss, info.loss_scale)
         for name, (_, part) in parts.items():
             metrics[ROUTER_METRICS.index(name)] = part.detach()
-        of_experts = [loads.sum(0), *self._quantiles(logits, len(loads))]
         info.router_metrics[self.layer] = torch.cat([metrics, *(x.double() for x in of_experts)])
         return probs
 

@@ -25,6 +25,7 @@ SPECS = {
     "drops the least": RouterSpec(num_experts=E, top_k=2, capacity_factor=0.7, losses=LOSSES),
     "drops the last": RouterSpec(num_experts=E, top_k=2, capacity_factor=0.7, drops_last=True),
     "jitter": RouterSpec(num_experts=E, top_k=2, jitter=0.3),
+    "quantiles": RouterSpec(num_experts=E, top_k=2, quantile_ema=0.5),
     "forced": RouterSpec(num_experts=E, top_k=2, is_forced=True, losses=LOSSES),
 }
 
@@ -113,6 +114,8 @@ def routed(
     weight = torch.randn(E, H, generator=torch.Generator().manual_seed(100), dtype=torch.float64)
     router.weight = torch.nn.Parameter(weight)
     router.weight_grads["weight"] = torch.zeros_like(weight)
+    if spec.has_selection_bias:
+        router.bias = torch.linspace(-0.4, 0.4, E, dtype=torch.float64)
     x, dprobs = micro_batch(replica)
     own = x[positions].requires_grad_()
     info = PassInfo(first_sample=replica * B, loss_scale=0.5)
