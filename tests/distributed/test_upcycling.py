@@ -29,7 +29,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.parametrize(
     ("model", "flags"),
     [
-        ([], ["--moe-ffn-hidden-size", "48", *EP2]),
+        pytest.param([], ["--moe-ffn-hidden-size", "48", *EP2], marks=pytest.mark.nightly),
         (CUBIC, [*PARTS, *EP2]),
         pytest.param(CUBIC, [*PARTS, "--expert-tensor-parallel-size", "2"], marks=pytest.mark.nightly),
     ],
