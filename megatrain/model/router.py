@@ -33,7 +33,13 @@ from megatrain.kernels.moe.routing import (
     tokens_per_expert,
     within_capacity,
 )
-from megatrain.kernels.moe.routing_losses import ScoreSums, load_balancing_loss, score_sums
+from megatrain.kernels.moe.routing_losses import (
+    ScoreSums,
+    add_loss,
+    load_balancing_loss,
+    replace_values,
+    score_sums,
+)
 from megatrain.kernels.random import fill_uniform, stream_key
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 from megatrain.model.layouts import router_layout, stream_layout
@@ -122,7 +128,7 @@ class Router(LaidOutModule):
         )
         if self.spec.is_forced:
             like = logits.detach().unflatten(0, x.shape[:2])
-            logits = _ReplaceValues.apply(logits, self._uniform(like, info, "forced", 0, 1).flatten(0, 1))
+            logits = replace_values(logits, self._uniform(like, info, "forced", 0, 1).flatten(0, 1))
         return logits
 
     def _uniform(self, like: Tensor, info: PassInfo, use: str, low: float, high: float) -> Tensor:
@@ -184,7 +190,8 @@ class Router(LaidOutModule):
         parts = self._losses(logits, scores, loads, info)
         if parts:
             loss = sum(coeff * part for coeff, part in parts.values())
-            probs = _AddLoss.apply(probs, loss, info.loss_scale)
+            assert isinstance(loss, Tensor)
+            probs = add_loss(probs, loss, info.loss_scale)
         for name, (_, part) in parts.items():
             metrics[ROUTER_METRICS.index(name)] = part.detach()
         info.router_metrics[self.layer] = torch.cat([metrics, *(x.double() for x in of_experts)])
@@ -272,29 +279,3 @@ class _Logits(Function):
         if ctx.bias is not None:
             ctx.bias.grad.add_(dy.sum(0))
         return dx, None, None, None, None, None
-
-
-class _ReplaceValues(Function):
-    """Replacement of x by other values; the gradient passes to x unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004 (autograd's signature)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
-        return grads[0], None
-
-
-class _AddLoss(Function):
-    """Identity of x that adds scale * loss to the graph: the loss receives `scale` as its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
-        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        one = torch.ones((), dtype=ctx.dtype, device=ctx.device)
-        return grads[0], (one * ctx.scale).to(ctx.dtype), None

@@ -42,10 +42,10 @@ from megatrain.kernels.moe.grouped_gemm import (
 )
 from megatrain.kernels.moe.permute import (
     Permutation,
-    permute_rows,
+    PermuteRows,
+    UnpermuteRows,
     permute_values,
     sort_by_expert,
-    unpermute_rows,
     unpermute_values,
 )
 from megatrain.kernels.moe.routing import Routing
@@ -175,7 +175,7 @@ class AllToAllDispatcher:
             num_rows=num_tokens * min(top_k, self.ep.size),
             kept=is_sent,
         )
-        outgoing = [_PermuteRows.apply(part, by_rank) for part in (x, routing.probs)]
+        outgoing = [PermuteRows.apply(part, by_rank) for part in (x, routing.probs)]
         experts = experts.index_select(0, by_rank.tokens.clamp(min=0))
         known = None if x.is_meta else counts.read()  # the device has work while the host waits
         splits = self._splits(known, num_tokens, top_k)
@@ -260,41 +260,19 @@ def _num_padded(rows_per_expert: RowsPerExpert | None, x: Tensor) -> int | None:
 
 
 def _permuted(x: Tensor, probs: Tensor, permutation: Permutation) -> DispatchedTokens:
-    rows: Tensor = _PermuteRows.apply(x, permutation)
+    rows: Tensor = PermuteRows.apply(x, permutation)
     row_probs: Tensor = _PermuteValues.apply(probs, permutation)
     return DispatchedTokens(rows, permutation.ends, row_probs, permutation)
 
 
 def _unpermuted(rows: Tensor, permutation: Permutation) -> Tensor:
-    out: Tensor = _UnpermuteRows.apply(rows, permutation)
+    out: Tensor = UnpermuteRows.apply(rows, permutation)
     return out
 
 
 def _all_to_all_rows(x: Tensor, splits: AllToAllSplits) -> Tensor:
     out: Tensor = _AllToAllRows.apply(x, splits)
     return out
-
-
-class _PermuteRows(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return permute_rows(x, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return unpermute_rows(grads[0], ctx.permutation), None
-
-
-class _UnpermuteRows(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, permutation: Permutation) -> Tensor:
-        ctx.permutation = permutation
-        return unpermute_rows(rows, permutation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return permute_rows(grads[0], ctx.permutation), None
 
 
 class _PermuteValues(Function):

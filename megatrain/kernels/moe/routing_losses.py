@@ -87,3 +87,41 @@ def load_balancing_loss(probs: Tensor, loads: Tensor, *, top_k: int, num_tokens:
     scale = probs.shape[-1] / (top_k * num_tokens**2)
     loss: Tensor = (probs * loads).sum(-1).mean() * scale
     return loss
+
+
+def add_loss(x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+    """Return x and add scale * loss to its graph: the loss receives `scale` as its gradient."""
+    out: Tensor = _AddLoss.apply(x, loss, scale)
+    return out
+
+
+def replace_values(x: Tensor, values: Tensor) -> Tensor:
+    """Return other values in place of x; the gradient passes to x unchanged."""
+    out: Tensor = _ReplaceValues.apply(x, values)
+    return out
+
+
+class _ReplaceValues(Function):
+    """Replacement of x by other values; the gradient passes to x unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:  # noqa: ARG004 (autograd's signature)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return grads[0], None
+
+
+class _AddLoss(Function):
+    """Identity of x that adds scale * loss to the graph: the loss receives `scale` as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.device = scale, loss.dtype, loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        one = torch.ones((), dtype=ctx.dtype, device=ctx.device)
+        return grads[0], (one * ctx.scale).to(ctx.dtype), None

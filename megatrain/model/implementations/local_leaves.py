@@ -12,6 +12,7 @@ from megatrain.kernels.activations import Activation, ActivationFunction
 from megatrain.kernels.random import stream_key
 from megatrain.model.implementations.attention import LocalAttention, LocalContextAttention
 from megatrain.model.implementations.attention_to_samples import LocalAttentionToSamples
+from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.implementations.leaves import (
     AttentionToSamples,
     ColumnLinear,
@@ -24,7 +25,6 @@ from megatrain.model.implementations.local import (
     LocalActivationRowLinear,
     LocalColumnLinear,
     LocalDropout,
-    LocalGroupedMlp,
     LocalNorm,
     LocalRowLinear,
     LocalSplitRmsNorm,

@@ -17,7 +17,7 @@ from megatrain.kernels.moe.routing import load_quantiles, within_capacity
 from megatrain.kernels.moe.routing_losses import load_balancing_loss
 from megatrain.model import experts, router
 from megatrain.model.experts import SharedExpert
-from megatrain.model.implementations.local import LocalGroupedMlp
+from megatrain.model.implementations.grouped_mlp import LocalGroupedMlp
 from megatrain.model.layouts import router_layout
 from megatrain.model.router import ROUTER_METRICS, Router
 from megatrain.parallel import expert_parallel, tensor_parallel
