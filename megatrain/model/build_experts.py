@@ -11,7 +11,7 @@ from torch import nn
 
 from megatrain.kernels.moe.routing import expert_capacity
 from megatrain.kernels.side_stream import SideStream
-from megatrain.model.experts import ExpertBranch, Experts, LatentProjection, ParallelSum, SharedExpert
+from megatrain.model.experts import ExpertBranch, Experts
 from megatrain.model.implementations.leaves import Leaves, Pointwise
 from megatrain.model.layer import Sequential, branch_output
 from megatrain.model.layouts import (
@@ -25,6 +25,7 @@ from megatrain.model.layouts import (
 )
 from megatrain.model.recompute import Recompute, RecomputedModule
 from megatrain.model.router import Router
+from megatrain.model.shared_expert import LatentProjection, ParallelSum, SharedExpert
 from megatrain.model.specs import ExpertsSpec, GptSpec, NormPosition, RouterSpec
 from megatrain.parallel.context_parallel import TokenSplit
 from megatrain.parallel.expert_parallel import (

@@ -1,0 +1,107 @@
+"""Parts of a layer with experts that process all tokens of a rank: the shared expert, latent projections, their sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.kernels.side_stream import SideStream
+from megatrain.model import functions
+from megatrain.model.implementations.leaves import Leaves
+from megatrain.model.layouts import (
+    Columns,
+    Weights,
+    columns_bias_layout,
+    columns_layout,
+    router_layout,
+    rows_layout,
+    stream_layout,
+)
+from megatrain.model.specs import GptSpec, MlpSpec
+from megatrain.parallel.batch import PassInfo
+from megatrain.parallel.layout import Init, LaidOutModule
+from megatrain.parallel.tensor_parallel import TensorParallel
+
+
+class LatentProjection(nn.Module):
+    """A linear layer of this rank's tokens, whose weight every tensor rank holds: [s/tp, b, i] -> [s/tp, b, o]."""
+
+    def __init__(
+        self,
+        name: str,
+        num_outputs: int,
+        num_inputs: int,
+        init: Init,
+        leaves: Leaves,
+        has_bias: bool,
+        tp: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.linear = leaves.replicated_linear(
+            None,
+            Weights(
+                router_layout(f"{name}.weight", num_outputs, num_inputs, init, tp),
+                stream_layout(f"{name}.bias", num_outputs, Init(), tp) if has_bias else None,
+            ),
+        )
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        out: Tensor = self.linear(x, None, info)[1]
+        return out
+
+
+class SharedExpert(LaidOutModule):
+    """An MLP without norm that computes all tokens; its output may be multiplied by a sigmoid gate of each token."""
+
+    gate: Tensor
+
+    def __init__(
+        self,
+        mlp: MlpSpec,
+        gpt: GptSpec,
+        prefix: str,
+        leaves: Leaves,
+        tp: TensorParallel,
+        dtype: torch.dtype,
+        *,
+        has_gate: bool,
+    ) -> None:
+        super().__init__()
+        h, f, init = gpt.hidden_size, mlp.ffn_hidden_size, Init(std=gpt.init_std)
+        columns, biases = (
+            [Columns(f"{prefix}.shared.{name}.{kind}", f) for name in mlp.fc1_names]
+            for kind in ("weight", "bias")
+        )
+        fc1_bias = columns_bias_layout(biases, tp) if mlp.has_bias else None
+        self.fc1 = leaves.column_linear(None, Weights(columns_layout(columns, h, init, tp), fc1_bias))
+        down = rows_layout(f"{prefix}.shared.down.weight", h, f, Init(std=gpt.output_init_std), tp)
+        fc2_bias = stream_layout(f"{prefix}.shared.down.bias", h, Init(), tp) if mlp.has_bias else None
+        self.fc2 = leaves.activation_row_linear(mlp, Weights(down, fc2_bias))
+        if has_gate:
+            self.add_weight("gate", router_layout(f"{prefix}.shared_gate.weight", 1, h, init, tp), dtype)
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # [s/tp, b, h] -> [s/tp, b, h]
+        out = self.fc2(self.fc1(x, None, info)[1], info)
+        if "gate" in self.layouts:
+            gate = functions.as_leaf(self.gate, self.weight_grads.get("gate"))
+            out = out * (x @ gate.t()).sigmoid()
+        return out
+
+
+class ParallelSum(nn.Module):
+    """Two modules applied to the same input, their outputs summed. With `side` the second one runs there on a GPU."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, side: SideStream | None = None) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.side = side
+
+    def forward(self, x: Tensor, info: PassInfo) -> Tensor:
+        out: Tensor
+        # Deferred weight gradients would read memory of the side stream after it is free there.
+        if self.side is None or not x.is_cuda or info.splits_backward:
+            out = self.first(x, info) + self.second(x, info)
+            return out
+        second = self.side.fork(lambda: self.second(x, info), x)
+        out = self.first(x, info)
+        return out + self.side.join(second)
