@@ -237,7 +237,9 @@ def test_a_router_selects_experts_with_its_updated_bias() -> None:
 
 def test_quantile_balancing_replaces_the_biases_by_mean_quantiles() -> None:
     spec = RouterSpec(num_experts=E, top_k=2, quantile_ema=0.25)
-    biases = ExpertBiases({3: spec}, ["decoder.layers.3.mlp.router"], dtype=torch.float64, device=torch.device("cpu"))
+    biases = ExpertBiases(
+        {3: spec}, ["decoder.layers.3.mlp.router"], dtype=torch.float64, device=torch.device("cpu")
+    )
     biases.values.copy_(torch.tensor([[0.5, -0.5, 0.25, -0.25]]))
     before, quantiles = biases.values.clone(), torch.tensor([[1.0, 2.0, -1.0, 4.0]], dtype=torch.float64)
     biases.update(torch.zeros(1, E), torch.tensor(False), quantiles)
