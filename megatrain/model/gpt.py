@@ -37,6 +37,7 @@ from megatrain.parallel.expert_parallel import ExpertParallel
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import Init, ParamLayout, ParamRegistry
 from megatrain.parallel.pipeline.actions import Placement
+from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.parallel.tensor_parallel import TensorParallel
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
@@ -240,7 +241,7 @@ class _StageBuilder:
         spec, is_embedding = self.spec, name == EMBEDDING_NAME
         std = spec.embedding_init_std if is_embedding else spec.head_init_std
         mtp_stage = None if spec.mtp is None else self.mtp_stage
-        holders = self.placement.embedding_ranks(is_tied=spec.is_tied, mtp_stage=mtp_stage)
+        holders = embedding_ranks(self.placement, is_tied=spec.is_tied, mtp_stage=mtp_stage)
         return vocab_layout(
             name,
             spec.vocab_size,

@@ -111,7 +111,6 @@ class Head(LaidOutModule):
         so that gradients of context ranks sum to that of the micro-batch's mean. Other tokens may have any label. `hidden` may
         have those of multi-token prediction after the model's: their losses, times a factor, write `mtp_1_lm_loss`, `mtp_1_tokens` ...
         """
-        # Without depths nothing is split: the gradient of `chunk` is a copy.
         model_hidden, *others = hidden.chunk(1 + len(batch.ahead)) if batch.ahead else (hidden,)
         loss = self._loss(model_hidden, batch, info, 0)
         for depth, (x, ahead) in enumerate(zip(others, batch.ahead, strict=True), start=1):
@@ -138,8 +137,7 @@ class Head(LaidOutModule):
         if z_loss_coeff:
             info.sums["z_loss"] = (z_losses * mask).sum()
         info.sums[f"{prefix}tokens"] = mask.sum()
-        loss: Tensor = scaled
-        return loss
+        return scaled  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, info: PassInfo) -> Tensor:
         """Compute the logits of the tokenizer's ids, [s, b, v], for generation."""

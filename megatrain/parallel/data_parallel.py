@@ -39,7 +39,7 @@ from megatrain.parallel.collectives import (
 from megatrain.parallel.grid import FamilyGroups, RankGrid, RankGroup
 from megatrain.parallel.layout import ParamRegistry
 from megatrain.parallel.pipeline.actions import ActionKind
-from megatrain.parallel.pipeline.executor import SegmentPass
+from megatrain.parallel.pipeline.segments import SegmentPass
 
 
 class BucketMemory:

@@ -177,6 +177,16 @@ class GridShape:
         return [list(dict.fromkeys(ranks[index] for index in self.embedding_ranks)) for ranks in lists]
 
 
+def embedding_ranks(placement: Placement, *, is_tied: bool, mtp_stage: int | None) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold the word embedding: of the first stage, of multi-token prediction, of a tied head."""
+    stages = {
+        0,
+        *([] if mtp_stage is None else [mtp_stage]),
+        *([placement.num_stages - 1] if is_tied else []),
+    }
+    return tuple(sorted(set(map(placement.rank, stages))))
+
+
 def _rank_lists(sizes: Mapping[str, int], order: str, axes: str) -> RankLists:
     names = order.split("-")
     varying = set(axes.split("-"))

@@ -23,6 +23,7 @@ from megatrain.data.samples.loader import BatchLoader
 from megatrain.data.samples.sampler import CyclicSampler, DataShard, FullSampler, Sampler, SingleSampler
 from megatrain.data.samples.sources import blends_from_facts
 from megatrain.parallel.batch import Batch
+from megatrain.parallel.rank_lists import embedding_ranks
 from megatrain.training.build import build_pipeline
 from megatrain.training.launch.ranks import Ranks
 
@@ -171,7 +172,7 @@ def _build_in_turns(
     shared disk or on their host's.
     """
     placement, rank, mtp_stage = build_pipeline(plan).placement, ranks.grid.pp.rank, plan.derived.mtp_stage
-    reads = placement.has_head(rank) or rank in placement.embedding_ranks(is_tied=False, mtp_stage=mtp_stage)
+    reads = placement.has_head(rank) or rank in embedding_ranks(placement, is_tied=False, mtp_stage=mtp_stage)
     reads = reads or _has_documents(plan)
     takes_turns = plan.config.data.data_cache_path is not None and ranks.grid.world.size > 1
     own_turn = 0 if ranks.is_main or not takes_turns else 1 if ranks.local_rank == 0 else 2

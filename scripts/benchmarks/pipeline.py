@@ -31,13 +31,9 @@ from megatrain.parallel.batch import Batch
 from megatrain.parallel.collectives import all_reduce, begin_receive, begin_send, gather_json
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import Action, ActionKind
-from megatrain.parallel.pipeline.executor import (
-    Executor,
-    SegmentPass,
-    deferred_weights,
-    segments_in_turn,
-)
+from megatrain.parallel.pipeline.executor import Executor, deferred_weights, segments_in_turn
 from megatrain.parallel.pipeline.point_to_point import step_to_peer
+from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine

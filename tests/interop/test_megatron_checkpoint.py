@@ -137,7 +137,7 @@ def test_settings_come_from_the_arguments(stored: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"multi_latent_attention": True, "heterogeneous_block_specs": True}, "its arguments: "),
+        ({"qk_clip": True}, "its arguments: "),
         ({"padded_vocab_size": None}, "no padded_vocab_size"),
         ({"num_attention_heads": 3}, "its arguments: "),
     ],

@@ -19,8 +19,9 @@ from megatrain.parallel.build_grid import build_grid
 from megatrain.parallel.data_parallel import DataParallel
 from megatrain.parallel.initialize import InitialWeights
 from megatrain.parallel.pipeline.actions import Action
-from megatrain.parallel.pipeline.executor import Executor, SegmentPass
+from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.schedule import one_forward_one_backward, with_split_backward
+from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.rank_lists import GridShape
 
 VOCAB, SEQ, BATCH = 101, 12, 2

@@ -1,7 +1,8 @@
 """The order in which the executor runs segments, and which passes compute gradients."""
 
 from megatrain.parallel.pipeline.actions import Action, ActionKind, combined
-from megatrain.parallel.pipeline.executor import SegmentPass, segment_passes
+from megatrain.parallel.pipeline.executor import segment_passes
+from megatrain.parallel.pipeline.segments import SegmentPass
 
 FORWARD, BACKWARD, WEIGHT = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 CHUNKS = [range(3), range(3, 5)]

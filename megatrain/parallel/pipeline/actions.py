@@ -83,11 +83,6 @@ class Placement:
         ranks = [self.rank(stage) for stage in range(self.num_stages)]
         return list(dict.fromkeys(pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]))
 
-    def embedding_ranks(self, *, is_tied: bool, mtp_stage: int | None) -> tuple[int, ...]:
-        """Return the ranks that hold the word embedding: of the first stage, of multi-token prediction, of a tied head."""
-        stages = {0, *([] if mtp_stage is None else [mtp_stage]), *([self.num_stages - 1] if is_tied else [])}
-        return tuple(sorted(set(map(self.rank, stages))))
-
     def has_head(self, rank: int) -> bool:
         """Return whether a rank has the last virtual stage."""
         return self.rank(self.num_stages - 1) == rank

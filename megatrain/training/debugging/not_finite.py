@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.layout import ParamEntry, ParamRegistry
-from megatrain.parallel.pipeline.executor import Executor, Segment, SegmentPass
+from megatrain.parallel.pipeline.executor import Executor
+from megatrain.parallel.pipeline.segments import Segment, SegmentPass
 from megatrain.training.engine import Engine
 from megatrain.training.launch.failure import format_ranks
 from megatrain.training.planning.model_tree import layer_numbers

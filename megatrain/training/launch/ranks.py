@@ -29,7 +29,7 @@ from megatrain.parallel.collectives import all_reduce
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.schedule import V_SHAPED
 from megatrain.parallel.process_groups import groups_of, make_group
-from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape
+from megatrain.parallel.rank_lists import DEFAULT_ORDER, STAGES_BEFORE_REPLICAS, GridShape, embedding_ranks
 from megatrain.training.launch.agreement import agreed_plan, print_error
 from megatrain.training.launch.determinism import use_deterministic_operations
 from megatrain.training.launch.early_imports import check_triton_cache, start_imports
@@ -201,7 +201,7 @@ def grid_shape(plan: Plan) -> GridShape:
     )
     if plan.derived.mtp_stage is not None:
         is_tied = not plan.config.model.untie_embeddings_and_output_weights
-        holders = shape.placement.embedding_ranks(is_tied=is_tied, mtp_stage=plan.derived.mtp_stage)
+        holders = embedding_ranks(shape.placement, is_tied=is_tied, mtp_stage=plan.derived.mtp_stage)
         shape = dataclasses.replace(shape, embedding_ranks=holders)
     if parallel.data_parallel_sharding_strategy == "no_shard":
         return dataclasses.replace(shape, dp_copies=shape.replicas, expert_copies=shape.expert_replicas)

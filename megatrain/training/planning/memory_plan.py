@@ -26,8 +26,9 @@ from megatrain.parallel.batch import Batch, Documents
 from megatrain.parallel.data_parallel import BucketMemory
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.pipeline.actions import ActionKind
-from megatrain.parallel.pipeline.executor import Executor, SegmentHooks, SegmentPass
+from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import PointToPoint
+from megatrain.parallel.pipeline.segments import SegmentHooks, SegmentPass
 from megatrain.training.build import build_schedules
 from megatrain.training.engine import Engine
 from megatrain.training.planning.meta_step import (

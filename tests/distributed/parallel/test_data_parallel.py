@@ -12,7 +12,7 @@ from run_here import folder_flags, train_here
 from megatrain.checkpoint.find import newest_valid
 from megatrain.checkpoint.reader import hash_tensors
 from megatrain.parallel.data_parallel import BucketMemory, DataParallel
-from megatrain.parallel.pipeline.executor import SegmentPass
+from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.tools.parity.measure import NUM_STEPS, engine_of, own_batches, tiny_plan
 from megatrain.tools.parity.rows import Layout
 from megatrain.tools.worker_pool import WorkerPool

@@ -22,9 +22,10 @@ from megatrain.parallel.collectives import Transfer, begin_receive, begin_send
 from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.pipeline import point_to_point
 from megatrain.parallel.pipeline.actions import Placement
-from megatrain.parallel.pipeline.executor import Executor, SegmentPass
+from megatrain.parallel.pipeline.executor import Executor
 from megatrain.parallel.pipeline.point_to_point import connect_channels
 from megatrain.parallel.pipeline.schedule import PipelineSchedule
+from megatrain.parallel.pipeline.segments import SegmentPass
 from megatrain.parallel.pipeline.simulator import StageCosts, simulate
 from megatrain.parallel.process_groups import make_group
 from megatrain.parallel.rank_lists import GridShape
