@@ -11,10 +11,7 @@ from torch.autograd import Function
 
 from megatrain.kernels import norms, output_gate, rotary
 from megatrain.kernels.attention.interface import AttentionKernel, MaskSpec
-from megatrain.kernels.dtypes import accumulation_dtype
 from megatrain.kernels.qkv import concat_heads
-from megatrain.parallel.collectives import all_reduce
-from megatrain.parallel.grid import RankGroup
 from megatrain.parallel.layout import LaidOutModule
 
 
@@ -32,12 +29,6 @@ def recompute_norm(total: Tensor, module: LaidOutModule, eps: float, offset: flo
     assert isinstance(module.weight, Tensor)
     with torch.no_grad():
         return norms.norm(total, None, module.weight, getattr(module, "bias", None), eps, offset).y
-
-
-def split_rms_norm(x: Tensor, module: LaidOutModule, eps: float, offset: float, group: RankGroup) -> Tensor:
-    """Compute RMSNorm over channels that are split over the ranks of a group: [..., c/tp], weight [c/tp]."""
-    out: Tensor = _SplitRmsNorm.apply(x, module.weight, module.weight_grads.get("weight"), eps, offset, group)
-    return out
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool) -> Tensor:
@@ -117,36 +108,6 @@ class _Norm(Function):
         if dbias is not None:
             bias_grad.add_(dbias)
         return dx, dx if ctx.has_delta else None, None, None, None, None, None, None
-
-
-class _SplitRmsNorm(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        weight_grad: Tensor | None,
-        eps: float,
-        offset: float,
-        group: RankGroup,
-    ) -> Tensor:
-        xw = x.to(accumulation_dtype(x.dtype))
-        squares = all_reduce(xw.square().sum(-1, keepdim=True), group)
-        rstd = (squares / (x.shape[-1] * group.size) + eps).rsqrt()
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.weight_grad, ctx.offset, ctx.group = weight_grad, offset, group
-        return (xw * rstd * (weight.to(xw.dtype) + offset)).to(weight.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        x, weight, rstd = ctx.saved_tensors
-        normed = x.to(rstd.dtype) * rstd
-        dy = grads[0].to(rstd.dtype)
-        ctx.weight_grad.add_((dy * normed).flatten(0, -2).sum(0))
-        dnormed = dy * (weight.to(rstd.dtype) + ctx.offset)
-        dot = all_reduce((dnormed * normed).sum(-1, keepdim=True), ctx.group)
-        dx = rstd * (dnormed - normed * (dot / (x.shape[-1] * ctx.group.size)))
-        return dx.to(x.dtype), None, None, None, None, None
 
 
 class _ApplyRope(Function):

@@ -133,10 +133,9 @@ def build_model(
     segments: list[nn.Module] = []
     chunks: list[range] = []
     for chunk in range(placement.num_chunks):
-        stage = placement.stage(grid.pp.rank, chunk)
-        own = builder.segments(stage, stages[stage], segments)
-        chunks.append(range(len(segments), len(segments) + len(own)))
-        segments += own
+        stage, first = placement.stage(grid.pp.rank, chunk), len(segments)
+        segments += builder.segments(stage, stages[stage], segments)
+        chunks.append(range(first, len(segments)))
     biases = ExpertBiases(spec.routers, spec.routers_by_name, dtype=accumulation_dtype(dtype), device=device)
     biases.attach_to(segments)
     registry = ParamRegistry.of(segments)

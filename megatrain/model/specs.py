@@ -398,16 +398,12 @@ def _router(experts: ExpertsConfig, sizes: ExpertSizes, *, has_bias: bool) -> Ro
 
 
 def _qk_norm(model: ModelConfig) -> Literal["none", "head", "all_heads", "latent"]:
-    if not model.qk_layernorm:
-        return "none"
-    return "latent" if model.multi_latent_attention else model.qk_layernorm_width
+    width = "latent" if model.multi_latent_attention else model.qk_layernorm_width
+    return width if model.qk_layernorm else "none"
 
 
-_SINKS: dict[str, Literal["none", "zero", "learned"]] = {
-    "vanilla": "none",
-    "off-by-one": "zero",
-    "learnable": "learned",
-}
+_SINKS: dict[str, Literal["none", "zero", "learned"]]
+_SINKS = {"vanilla": "none", "off-by-one": "zero", "learnable": "learned"}
 
 
 def _rotary(model: ModelConfig) -> RotarySpec | None:

@@ -46,18 +46,6 @@ class LocalNorm(LaidOutModule):
         return functions.recompute_norm(total, self, self.epsilon, self.offset)
 
 
-class LocalSplitRmsNorm(LocalNorm):
-    """RMSNorm over all heads, [s, b, n/tp, d], with an all-reduce of the squares over tp."""
-
-    def __init__(self, weights: Weights, spec: NormSpec, dtype: torch.dtype, tp: TensorParallel) -> None:
-        super().__init__(weights, spec, dtype)
-        self.tp = tp
-
-    def forward(self, x: Tensor, info: PassInfo) -> Tensor:  # noqa: ARG002
-        normed = functions.split_rms_norm(x.flatten(2), self, self.epsilon, self.offset, self.tp.group)
-        return normed.view_as(x)
-
-
 class LocalColumnLinear(LaidOutModule):
     """Residual addition, norm if there is one, and column-parallel linear layer."""
 

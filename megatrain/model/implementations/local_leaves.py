@@ -27,8 +27,8 @@ from megatrain.model.implementations.local import (
     LocalDropout,
     LocalNorm,
     LocalRowLinear,
-    LocalSplitRmsNorm,
 )
+from megatrain.model.implementations.split_norm import LocalSplitRmsNorm
 from megatrain.model.layouts import Weights
 from megatrain.model.specs import AttentionSpec, MlpSpec, NormSpec
 from megatrain.parallel.context_attention import ContextAttention
