@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,18 +52,20 @@ def write_shard_file(
     data: Iterable[memoryview],
     *,
     verifies: bool = False,
+    metadata: Mapping[str, str] | None = None,
 ) -> WrittenFile:
     """Write a file and fsync its data (not its name); checksums are computed while the disk writes.
 
     Args:
         data: the bytes of each chunk.
         verifies: read the file again from the disk, and compare it with the checksums.
+        metadata: texts for the header.
 
     Raises:
         OSError: the disk cannot write.
         CheckpointError: the disk returns other data than was written.
     """
-    header, found = header_of(chunks), []
+    header, found = header_of(chunks, metadata), []
     with errors_name_file(path), disk.create(path) as file, ThreadPoolExecutor(1) as pool:
         disk.write(file, header)
         for values in data:
@@ -83,9 +85,9 @@ def write_shard_file(
     return written
 
 
-def header_of(chunks: Sequence[ChunkEntry]) -> bytes:
+def header_of(chunks: Sequence[ChunkEntry], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the header of a file of these chunks, with its length."""
-    entries: dict[str, Any] = {}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     start = 0
     for chunk in chunks:
         assert chunk.key not in entries, f"two chunks {chunk.key}"

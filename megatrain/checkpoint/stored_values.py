@@ -6,9 +6,12 @@ checkpoint; nothing in it is executed, and --spec, which names code, is taken fr
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
+from megatrain.checkpoint.errors import MismatchError
 from megatrain.checkpoint.untrusted_json import (
     InvalidError,
     flag,
@@ -24,7 +27,7 @@ from megatrain.checkpoint.untrusted_json import (
 from megatrain.config.derive.lr_schedule import ScheduleValues
 from megatrain.config.facts import DatasetFacts
 from megatrain.config.schema.tree import section_types
-from megatrain.config.schema.values import Range
+from megatrain.config.schema.values import Range, is_resolved
 from megatrain.optim.sharded import WEIGHT
 
 _COUNT: Final = integer(0, 1 << 50)
@@ -84,6 +87,24 @@ def check_stored_values(content: Mapping[str, Any]) -> None:
         check(content[name], name)
     for problem in _contradictions(content):
         raise InvalidError(problem)
+
+
+def stored_section(path: Path, config: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
+    """Build a section from the configuration of the checkpoint at `path`, whose values are checked already.
+
+    Raises:
+        MismatchError: another version of the program, with other settings, wrote it.
+    """
+    stored: Mapping[str, Any] = config.get(name, {})
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    unknown = sorted(set(stored) - set(defaults))
+    missing = sorted(key for key in set(defaults) - set(stored) if not is_resolved(defaults[key]))
+    if unknown or missing:
+        raise MismatchError(
+            f"{path}: its configuration {'has' if unknown else 'lacks'} {name}.{(unknown or missing)[0]}",
+            fix="use the version of the program that wrote it",
+        )
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
 
 
 def _contradictions(content: Mapping[str, Any]) -> Iterator[str]:

@@ -10,26 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatrain.checkpoint.errors import DamagedError, MismatchError
+from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.load import check_names, load_weights_only, restore_expert_biases
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
 from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
-from megatrain.config.schema.values import is_resolved
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
@@ -90,12 +89,32 @@ def _load(
         raise DamagedError(f"{path}: {candidate.problem}")
     manifest = check_folder(path, candidate.iteration)
     tokenizer = _tokenizer(path, manifest)
-    config = _with_user_spec(path, _section(path, manifest, "model", ModelConfig), spec)
-    experts = _section(path, manifest, "experts", ExpertsConfig)
-    seq_length: int = _section(path, manifest, "data", DataConfig).seq_length
-    grid = build_grid(GridShape(), 0)
+    model = build_stored_model(
+        path, manifest, vocab_size=tokenizer.vocab_size, spec=spec, device=device, dtype=dtype
+    )
+    return LoadedModel(model, tokenizer, _seq_length(path, manifest), path, manifest.iteration)
+
+
+def build_stored_model(
+    path: Path,
+    manifest: Manifest,
+    *,
+    vocab_size: int,
+    spec: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Model:
+    """Build the model that a manifest describes, and load its weights.
+
+    Raises:
+        DamagedError: configuration and tensors contradict each other.
+        ConfigError: `spec` does not match the checkpoint.
+    """
+    config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), spec)
+    experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
+    grid, seq_length = build_grid(GridShape(), 0), _seq_length(path, manifest)
     with _untrusted_configuration(path):
-        described = apply_custom_layers(gpt_spec(config, experts, vocab_size=tokenizer.vocab_size), config)
+        described = apply_custom_layers(gpt_spec(config, experts, vocab_size=vocab_size), config)
         build = functools.partial(
             build_model, described, grid, seq_length=seq_length, sequence_parallel=False, dtype=dtype
         )
@@ -107,7 +126,12 @@ def _load(
     )
     load_weights_only(path, buffers)
     restore_expert_biases(model, manifest.state, path)
-    return LoadedModel(model, tokenizer, seq_length, path, manifest.iteration)
+    return model
+
+
+def _seq_length(path: Path, manifest: Manifest) -> int:
+    found: int = stored_section(path, manifest.config, "data", DataConfig).seq_length
+    return found
 
 
 @contextmanager
@@ -139,22 +163,8 @@ def _with_user_spec(path: Path, config: ModelConfig, spec: tuple[str, ...]) -> M
     )
 
 
-def _section(path: Path, manifest: Manifest, name: str, kind: type[Any]) -> Any:
-    """Build a section from the configuration of a checkpoint, whose values are checked already."""
-    stored: Mapping[str, Any] = manifest.config.get(name, {})
-    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-    unknown = sorted(set(stored) - set(defaults))
-    missing = sorted(key for key in set(defaults) - set(stored) if not is_resolved(defaults[key]))
-    if unknown or missing:
-        raise MismatchError(
-            f"{path}: its configuration {'has' if unknown else 'lacks'} {name}.{(unknown or missing)[0]}",
-            fix="use the version of the program that wrote it",
-        )
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()})
-
-
 def _tokenizer(path: Path, manifest: Manifest) -> Tokenizer:
-    config: TokenizerConfig = _section(path, manifest, "tokenizer", TokenizerConfig)
+    config: TokenizerConfig = stored_section(path, manifest.config, "tokenizer", TokenizerConfig)
     fingerprint = manifest.state["tokenizer_fingerprint"]
     tokenizer_type = config.tokenizer_type or "NullTokenizer"
     tokenizer = load_tokenizer(dataclasses.replace(config, tokenizer_type=tokenizer_type))

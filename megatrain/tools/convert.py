@@ -1,4 +1,4 @@
-"""`megatrain convert`: checkpoints of other programs as checkpoints of megatrain."""
+"""`megatrain convert`: checkpoints of other programs as checkpoints of megatrain, and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Final
 
 from megatrain.checkpoint.find import is_of_megatron, list_candidates
 from megatrain.config.errors import NoCheckpointError
+from megatrain.interop.hf.checkpoint import HfCheckpoint
+from megatrain.interop.hf.export import HfExport
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.torch_dist import METADATA_NAME
-from megatrain.tools.checkpoint.rewrite import write_checkpoint
+from megatrain.optim.sharded import WEIGHT
+from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES, whole_box, write_checkpoint, write_weights
+from megatrain.tools.checkpoint.source import TensorPart, opened
+from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.subcommands import run_action
 
 
@@ -43,8 +48,54 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def hf_to_megatrain(arguments: argparse.Namespace) -> int:
+    """Write a folder of transformers as a checkpoint of megatrain at iteration 0."""
+    target = Path(arguments.target)
+    reader = HfCheckpoint(Path(arguments.source), arguments.vocab_size)
+    write_checkpoint(reader, target, arguments.files)
+    print(f"{reader.family.architecture}: {' '.join(reader.flags)}")
+    if reader.unread_keys:
+        print(f"keys of config.json that are not read: {', '.join(reader.unread_keys)}")
+    size, kept = reader.tokenizer_size, reader.vocab_size
+    if size is not None and size != kept:
+        remedy = f": to train with it, convert with --vocab-size {size}" if size < kept else ""
+        print(f"the tokenizer has {size} tokens and the vocabulary {kept} rows{remedy}")
+    print(
+        f"start from the weights with --pretrained-checkpoint {target} --load RUN --save RUN, or --load {target} --finetune;"
+        " --use-checkpoint-args takes the flags of the model, the sequence length and the tokenizer from it"
+    )
+    return 0
+
+
+def megatrain_to_hf(arguments: argparse.Namespace) -> int:
+    """Write the weights of a checkpoint as a folder of transformers; compare the logits of both."""
+    target, dtype = Path(arguments.target), DTYPE_NAMES.get(arguments.dtype)
+    with opened(Path(arguments.source)) as reader:
+        export = HfExport(reader, arguments.architecture)
+        weights = [
+            TensorPart(
+                name,
+                WEIGHT,
+                one.shape,
+                dtype or export.kind(name, one.shape, WEIGHT).dtype,
+                whole_box(one.shape),
+            )
+            for name, one in export.tensors.items()
+        ]
+        small = export.small_files(dtype)
+        write_weights(export, weights, target, max_file_gb=arguments.max_file_gb, others=small)
+        print(f"{export.family.architecture}; also {', '.join(small)}")
+        if arguments.no_compare:
+            return 0
+        compared = compare_logits(reader, target, vocab_size=export.vocab_size, dtype=dtype)
+    print(compared)
+    return 0
+
+
 _DIRECTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
-    "megatron-to-megatrain": megatron_to_megatrain
+    "megatron-to-megatrain": megatron_to_megatrain,
+    "hf-to-megatrain": hf_to_megatrain,
+    "megatrain-to-hf": megatrain_to_hf,
 }
 
 

@@ -202,13 +202,18 @@ def _add_checkpoint(commands: Any) -> None:
     prune.add_argument("--retain-interval", type=int, metavar="N", help="also keep multiples of N iterations")
     prune.add_argument("--dry-run", action="store_true", help="print what would be removed")
     parsers["reshard"].add_argument("--files", type=int, required=True, metavar="N", help="number of files")
-    parsers["export-weights"].add_argument(
+    _add_file_options(parsers["export-weights"])
+
+
+def _add_file_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of safetensors files."""
+    parser.add_argument(
         "--dtype",
         choices=("stored", "fp32", "bf16", "fp16"),
         default="stored",
         help="dtype (default: as stored)",
     )
-    parsers["export-weights"].add_argument(
+    parser.add_argument(
         "--max-file-gb", type=float, default=5.0, metavar="GB", help="size limit of a file (default: 5)"
     )
 
@@ -218,8 +223,8 @@ def _add_convert(commands: Any) -> None:
     convert = _command(
         commands,
         "convert",
-        help="convert checkpoints of other programs",
-        description="Convert checkpoints of other programs, without a GPU. No code that a checkpoint names is run.",
+        help="convert checkpoints of other programs, and to those of transformers",
+        description="Convert checkpoints from and to those of other programs, without a GPU. No code that they name is run.",
     )
     directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
     text = "write a checkpoint of Megatron-LM (torch_dist) as one of megatrain, which a run continues"
@@ -236,7 +241,35 @@ def _add_convert(commands: Any) -> None:
         metavar="N",
         help="tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
     )
-    megatron.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
+    text = "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from"
+    theirs = _command(directions, "hf-to-megatrain", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    theirs.add_argument(
+        "source", metavar="FOLDER", help="folder that save_pretrained wrote, or of a download"
+    )
+    theirs.add_argument("target", metavar="TARGET", help="folder to write to")
+    theirs.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)",
+    )
+    for parser in (megatron, theirs):
+        parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
+    text = "write the weights of a checkpoint as a folder that from_pretrained of transformers reads"
+    ours = _command(directions, "megatrain-to-hf", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    ours.add_argument(
+        "source", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
+    )
+    ours.add_argument("target", metavar="FOLDER", help="folder to write to")
+    ours.add_argument(
+        "--architecture",
+        metavar="NAME",
+        help="class of transformers, such as MistralForCausalLM (default: the first that computes the same)",
+    )
+    ours.add_argument(
+        "--no-compare", action="store_true", help="do not load both models to compare their logits"
+    )
+    _add_file_options(ours)
 
 
 def _add_parity(commands: Any) -> None:

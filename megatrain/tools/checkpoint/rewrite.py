@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from megatrain.tools.checkpoint.source import BoxReader, Progress, TensorPart, o
 
 _CHUNK_BYTES = 64 << 20
 _FILE_BYTES = 5 << 30
-_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+DTYPE_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -65,20 +65,37 @@ def write_checkpoint(reader: BoxReader, target: Path, num_files: int | None) -> 
 
 def export_weights(arguments: argparse.Namespace) -> int:
     """Write the weights alone as plain safetensors files, with an index."""
-    target = Path(arguments.target)
+    with opened(Path(arguments.source)) as reader:
+        weights = list(_whole_weights(reader, DTYPE_NAMES.get(arguments.dtype)))
+        write_weights(reader, weights, Path(arguments.target), max_file_gb=arguments.max_file_gb)
+    return 0
+
+
+def write_weights(
+    reader: BoxReader,
+    weights: Sequence[TensorPart],
+    target: Path,
+    *,
+    max_file_gb: float,
+    others: Mapping[str, bytes] | None = None,
+) -> None:
+    """Write whole tensors as safetensors files with an index, one in memory at a time.
+
+    Args:
+        target: the folder; it appears when it is complete.
+        others: more files, by name.
+    """
     if target.exists():
         raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
-    with opened(Path(arguments.source)) as reader:
-        weights = list(_whole_weights(reader, _DTYPES.get(arguments.dtype)))
-        files = list(_filled(weights, round(arguments.max_file_gb * 1e9)))
-        disk = Disk()
-        with _temporary_folder(target, files, target, disk) as temporary:
-            _write_weights(reader, files, temporary, disk)
-            disk.sync_folder(temporary)
-            disk.rename(temporary, target)
-            disk.sync_folder(target.parent)
+    files, disk = list(_filled(weights, round(max_file_gb * 1e9))), Disk()
+    with _temporary_folder(target, files, target, disk) as temporary:
+        _write_weights(reader, files, temporary, disk)
+        for name, data in (others or {}).items():
+            write_file(disk, temporary / name, data)
+        disk.sync_folder(temporary)
+        disk.rename(temporary, target)
+        disk.sync_folder(target.parent)
     print(f"{target}: {len(weights)} weights, {size_text(sum(part.num_bytes for part in weights))}")
-    return 0
 
 
 @contextlib.contextmanager
@@ -135,7 +152,7 @@ def _write_files(
 
 
 def _write_weights(
-    reader: CheckpointReader, files: Sequence[Sequence[TensorPart]], temporary: Path, disk: Disk
+    reader: BoxReader, files: Sequence[Sequence[TensorPart]], temporary: Path, disk: Disk
 ) -> None:
     weight_map: dict[str, str] = {}
     total = sum(part.num_bytes for parts in files for part in parts)
@@ -143,7 +160,10 @@ def _write_weights(
         for number, parts in enumerate(files, 1):
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
             entries = [ChunkEntry(part.name, part.dtype, part.shape, part.num_bytes) for part in parts]
-            write_shard_file(disk, temporary / name, entries, _data(reader, parts, progress))
+            # Old versions of transformers refuse files without this entry.
+            write_shard_file(
+                disk, temporary / name, entries, _data(reader, parts, progress), metadata={"format": "pt"}
+            )
             weight_map |= dict.fromkeys((part.name for part in parts), name)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_file(disk, temporary / INDEX_NAME, json.dumps(index, indent=2).encode())
@@ -171,17 +191,18 @@ def _boxes(reader: BoxReader) -> Iterator[TensorPart]:
         for name, tensor in sorted(manifest.tensors.items()):
             if kind in tensor.kinds:
                 dtype = tensor.kinds[kind].dtype
-                for box in split_box(_whole(tensor.shape), _CHUNK_BYTES // DTYPES[dtype].itemsize):
+                for box in split_box(whole_box(tensor.shape), _CHUNK_BYTES // DTYPES[dtype].itemsize):
                     yield TensorPart(name, kind, tensor.shape, dtype, box)
 
 
 def _whole_weights(reader: CheckpointReader, dtype: str | None) -> Iterator[TensorPart]:
     for name, tensor in sorted(reader.manifest.tensors.items()):
         stored = tensor.kinds["weight"]
-        yield TensorPart(name, "weight", tensor.shape, dtype or stored.dtype, _whole(tensor.shape))
+        yield TensorPart(name, "weight", tensor.shape, dtype or stored.dtype, whole_box(tensor.shape))
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """Return the box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 

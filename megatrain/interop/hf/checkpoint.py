@@ -1,0 +1,267 @@
+"""A folder of transformers as a reader of canonical tensors: what the rest of the program reads of a checkpoint of ours."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
+from megatrain.config.errors import InputError, MegatrainError
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.hf.families.table import family_of
+from megatrain.interop.hf.family import COUNT
+from megatrain.interop.hf.folder import HfFolder
+from megatrain.interop.hf.settings import flags_of, plan_of, read_settings, shapes_of
+from megatrain.interop.hf.tensors import Part, TheirTensor, their_tensors
+from megatrain.optim.sharded import WEIGHT
+from megatrain.parallel.layout import Box, intersect
+
+EMBEDDING: Final = "embedding.word_embeddings.weight"
+OUTPUT: Final = "output_layer.weight"
+_MAX_LISTED: Final = 1000
+_ROWS_AT_A_TIME: Final = 4096
+
+
+class HfCheckpoint:
+    """Reads boxes of canonical tensors; has the manifest of a checkpoint at iteration 0 with weights alone.
+
+    Args:
+        path: a folder with config.json and safetensors files.
+        vocab_size: rows of the vocabulary's tensors to keep; None: all.
+
+    Raises:
+        InputError: the folder is damaged, or of a model that megatrain lacks.
+    """
+
+    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
+        self.path = path
+        self._folder = HfFolder(path)
+        source = self._folder.config
+        self.family = family_of(source)
+        self._check_sizes(read_settings(self.family, source))
+        self.num_rows: int = source.checked("vocab_size", check=COUNT)
+        self.vocab_size = self.num_rows if vocab_size is None else vocab_size
+        if not 1 <= self.vocab_size <= self.num_rows:
+            raise InputError(
+                f"--vocab-size {self.vocab_size}: the vocabulary of {path} has {self.num_rows} rows",
+                fix=f"use --vocab-size {self.num_rows} or less",
+            )
+        self.settings = read_settings(self.family, source)
+        self.plan = plan_of(self.settings, self.vocab_size, source.path)
+        self.unread_keys = source.unread
+        self._shapes = self._canonical_shapes()
+        self._stored_names = self._names_in_files()
+        self._theirs: dict[str, tuple[TheirTensor, Part]] = {}
+        self._check_tensors()
+        self._transposed = functools.lru_cache(1)(self._read_transposed)
+
+    @property
+    def flags(self) -> list[str]:
+        """Return the flags of the model."""
+        return flags_of(self.settings)
+
+    @functools.cached_property
+    def tokenizer(self) -> TokenizerConfig:
+        """Settings of the folder's tokenizer if its size is that of the vocabulary, else of one without text."""
+        text = TokenizerConfig(
+            tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
+        )
+        size = self.tokenizer_size
+        end = self._folder.config.get("eos_token_id")
+        end = end[0] if isinstance(end, list) and end else end
+        is_id = isinstance(end, int) and not isinstance(end, bool) and 0 <= end < self.vocab_size
+        numbers = TokenizerConfig(
+            tokenizer_type="NullTokenizer",
+            vocab_size=self.vocab_size,
+            null_tokenizer_eod_id=end if is_id else None,
+        )
+        return text if size == self.vocab_size else numbers
+
+    @functools.cached_property
+    def tokenizer_size(self) -> int | None:
+        """Number of tokens of the folder's tokenizer; None: it has none that can be read."""
+        if not (self.path / "tokenizer.json").is_file():
+            return None
+        try:
+            return load_tokenizer(
+                TokenizerConfig(
+                    tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(self.path.resolve())
+                )
+            ).vocab_size
+        except MegatrainError as error:
+            raise InputError(
+                f"{self.path}: its tokenizer: {error.problems[0].text}",
+                fix="repair tokenizer.json, or convert a copy of the folder without it",
+            ) from error
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration and tensors, without files."""
+        plan = self.plan
+        config = plan.config.to_dict()
+        config["tokenizer"] = vars(self.tokenizer) | {
+            "tokenizer_special_tokens": list(self.tokenizer.tokenizer_special_tokens)
+        }
+        state = {
+            "consumed_valid_samples": 0,
+            "scheduled_samples": 0,
+            "schedule": plan.derived.schedule.to_dict(),
+            "loss_scale": {},
+            "expert_biases": {},
+            "has_optimizer": False,
+            "is_evaluation_left": False,
+            "tokenizer_fingerprint": None,
+            "data_plans": {
+                "train": plan.derived.train_plan,
+                "valid": plan.derived.valid_plan,
+                "test": plan.derived.test_plan,
+            },
+            "pass_size": 1,
+            "datasets": [],
+        }
+        tensors = {
+            name: StoredTensor(shape, {WEIGHT: self._kind(name)}) for name, shape in self._shapes.items()
+        }
+        return Manifest(
+            iteration=0,
+            consumed_train_samples=0,
+            optimizer_step_count=0,
+            state=state,
+            config=config,
+            files={},
+            tensors=tensors,
+        )
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return the dtype of a tensor; it has no chunks."""
+        tensor = self.manifest.tensors[name]
+        assert tensor.shape == shape, name
+        return tensor.kinds[kind]
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
+        """Copy a box into `out`, which has the shape of the box and any float dtype."""
+        theirs, part = self._theirs[name]
+        first, low = 0, box[0][0]
+        rest = tuple(slice(*edge) for edge in box[1:])
+        for rows in part.rows:
+            held = ((first, first + rows.stop - rows.start), *box[1:])
+            common = intersect(held, box)
+            if common is not None:
+                start, stop = (row - first + rows.start for row in common[0])
+                values = self._rows(theirs, start, stop)
+                out[common[0][0] - low : common[0][1] - low].copy_(values[(slice(None), *rest)])
+            first = held[0][1]
+
+    def _rows(self, theirs: TheirTensor, start: int, stop: int) -> Tensor:
+        if theirs.is_transposed:
+            return self._transposed(theirs.name)[start:stop]
+        return self._folder.rows(self._stored_names[theirs.name], start, stop)
+
+    def _read_transposed(self, name: str) -> Tensor:
+        """Return a whole tensor, transposed: its parts are columns."""
+        stored = self._stored_names[name]
+        return self._folder.rows(stored, 0, self._folder.tensors[stored].shape[0]).t()
+
+    def _kind(self, name: str) -> StoredKind:
+        theirs, _ = self._theirs[name]
+        return StoredKind(self._folder.tensors[self._stored_names[theirs.name]].dtype, ())
+
+    def _check_sizes(self, settings: dict[str, object]) -> None:
+        """Check numbers that a model is built from against the tensors, before it is built."""
+        num_tensors = len(self._folder.tensors)
+        for path in ("model.num_layers", "experts.num_experts"):
+            value = settings.get(path, 0)
+            assert isinstance(value, int)
+            if value > num_tensors:
+                raise InputError(
+                    f"{self._folder.config.path}: {value} {path.split('.')[1]} for {num_tensors} tensors",
+                    fix="restore the file from the model's source",
+                )
+
+    def _canonical_shapes(self) -> dict[str, tuple[int, ...]]:
+        try:
+            return shapes_of(self.plan.config, self.vocab_size)
+        except (AssertionError, MegatrainError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{self._folder.config.path}: describes no model ({str(error)[:200]})",
+                fix="restore the file from the model's source",
+            ) from error
+
+    def _names_in_files(self) -> dict[str, str]:
+        """Return the names in the files by their names in the family's table."""
+        prefix, names = self.family.optional_prefix, self._folder.tensors
+        if not prefix or any(name.startswith(prefix) for name in names):
+            return {name: name for name in names}
+        head = self._their_name(OUTPUT)
+        return {name if name == head else prefix + name: name for name in names}
+
+    def _their_name(self, ours: str) -> str:
+        module, _, kind = ours.rpartition(".")
+        return next(f"{theirs}.{kind}" for theirs, name in self.family.modules.items() if name == module)
+
+    def _check_tensors(self) -> None:
+        """Compare the model's tensors with those of the files.
+
+        Raises:
+            InputError: some are missing, unused or have another shape; all of them are named.
+        """
+        rows = dict(self._shapes)
+        for name in (EMBEDDING, OUTPUT):
+            if name in rows:
+                rows[name] = (self.num_rows, *rows[name][1:])
+        heads = self.plan.config.model.num_attention_heads
+        try:
+            expected = their_tensors(self.family.modules, rows, heads)
+        except KeyError as error:
+            raise InputError(
+                f"{self._folder.config.path}: the model has {error.args[0]}, and {self.family.architecture} does not",
+                fix="restore the file from the model's source",
+            ) from error
+        found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
+        buffers = [re.compile(pattern) for pattern in self.family.buffers]
+        head = self._their_name(OUTPUT)
+        unused = [
+            name
+            for name in found.keys() - expected.keys()
+            if not any(buffer.fullmatch(name) for buffer in buffers) and name != head
+        ]
+        problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
+        problems += [f"unused: {name[:200]}" for name in sorted(unused)]
+        problems += [
+            f"shape {list(found[name])} instead of {list(theirs.shape)}: {name}"
+            for name, theirs in sorted(expected.items())
+            if name in found and found[name] != theirs.shape
+        ]
+        if problems:
+            listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
+            raise InputError(
+                f"{self.path}: its tensors are not those of the {self.family.architecture} that {CONFIG_NAME} describes:{listed}",
+                fix="restore the folder from the model's source, or correct config.json",
+            )
+        for theirs in expected.values():
+            self._folder.dtype(self._stored_names[theirs.name])
+            for part in theirs.parts:
+                self._theirs[part.name] = theirs, part
+        if OUTPUT not in rows and head in found:
+            self._check_tied(self._stored_names[head])
+
+    def _check_tied(self, head: str) -> None:
+        """Check that an output weight which is stored although it is tied equals the embedding."""
+        embedding = self._stored_names[self._their_name(EMBEDDING)]
+        one, other = (self._folder.tensors[name] for name in (embedding, head))
+        is_equal = (one.shape, one.dtype) == (other.shape, other.dtype) and all(
+            bool((self._folder.rows(embedding, row, stop) == self._folder.rows(head, row, stop)).all())
+            for row in range(0, self.num_rows, _ROWS_AT_A_TIME)
+            for stop in (min(row + _ROWS_AT_A_TIME, self.num_rows),)
+        )
+        if not is_equal:
+            raise InputError(
+                f"{self.path}: {CONFIG_NAME} ties the output layer to the embedding, and {head} differs from it",
+                fix='set "tie_word_embeddings" to false in config.json if the model was trained so',
+            )

@@ -1,0 +1,175 @@
+"""A checkpoint of ours as a reader of their tensors, with the small files of a folder of transformers.
+
+manifest ─> Config ─> the family that computes the same function ─> config.json, names and shapes
+read_box ─> the parts of a tensor, read one after the other
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.disk import read_small_file
+from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
+from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.stored_values import stored_section
+from megatrain.config.errors import InputError, MegatrainError
+from megatrain.config.schema.experts import ExpertsConfig
+from megatrain.config.schema.model import ModelConfig
+from megatrain.config.schema.tokenizer import TokenizerConfig
+from megatrain.config.schema.tree import Config
+from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.interop.hf.checkpoint import EMBEDDING
+from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.hf.settings import fitting_family, shapes_of
+from megatrain.interop.hf.tensors import their_tensors
+from megatrain.optim.sharded import WEIGHT
+from megatrain.parallel.layout import Box
+
+_TOKENIZER_FILES: Final = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
+_NEXT_TO_TOKENIZER: Final = ("tokenizer_config.json", "special_tokens_map.json")
+_GENERATION: Final = "generation_config.json"
+_MAX_FILE_BYTES: Final = 1 << 28
+_DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class HfExport:
+    """Their tensors, read from a checkpoint of ours.
+
+    Args:
+        architecture: class of transformers; None: the first that computes the same function.
+
+    Raises:
+        InputError: no family computes the function of the model.
+        MismatchError: the checkpoint's tensors are not those of its configuration.
+    """
+
+    def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:
+        self._reader = reader
+        manifest = reader.manifest
+        model: ModelConfig = stored_section(reader.path, manifest.config, "model", ModelConfig)
+        experts: ExpertsConfig = stored_section(reader.path, manifest.config, "experts", ExpertsConfig)
+        if model.spec:
+            raise InputError(
+                f"{reader.path}: its model has custom layers (--spec), which no family of transformers has",
+                fix="export the weights alone: megatrain checkpoint export-weights",
+            )
+        if EMBEDDING not in manifest.tensors:
+            raise MismatchError(f"{reader.path}: has no {EMBEDDING}", fix="export another checkpoint")
+        self.vocab_size = manifest.tensors[EMBEDDING].shape[0]
+        self._config = Config(model=model, experts=experts)
+        self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
+        self._check_tensors(manifest)
+        ours = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+        self.tensors = their_tensors(self.family.modules, ours, model.num_attention_heads)
+        self.tokenizer_config: TokenizerConfig = stored_section(
+            reader.path, manifest.config, "tokenizer", TokenizerConfig
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        """Return the manifest of the checkpoint, with our names."""
+        return self._reader.manifest
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return the dtype of one of their tensors; it has no chunks."""
+        theirs = self.tensors[name]
+        assert theirs.shape == shape, name
+        first = theirs.parts[0]
+        return StoredKind(self._reader.kind(first.name, first.shape, kind).dtype, ())
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy one of their tensors, as a whole, into `out`."""
+        theirs = self.tensors[name]
+        assert box == _whole(shape) == _whole(theirs.shape), name
+        rows = out.t() if theirs.is_transposed else out
+        for part in theirs.parts:
+            values = (
+                torch.empty(part.shape, dtype=out.dtype)
+                if len(theirs.parts) > 1 or theirs.is_transposed
+                else out
+            )
+            self._reader.read_box(values, kind=kind, name=part.name, shape=part.shape, box=_whole(part.shape))
+            if values is out:
+                return
+            first = 0
+            for each in part.rows:
+                rows[each] = values[first : first + each.stop - each.start]
+                first += each.stop - each.start
+
+    def small_files(self, dtype: str | None) -> dict[str, bytes]:
+        """Return names and contents of config.json, generation_config.json and the tokenizer's files.
+
+        Args:
+            dtype: name of the weights' dtype in safetensors; None: as stored.
+        """
+        stored = [self.kind(name, theirs.shape, WEIGHT).dtype for name, theirs in self.tensors.items()]
+        widest = max(stored, key=lambda one: DTYPES[one].itemsize)
+        end = self._end_of_document()
+        ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+        keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids}
+        generation = {"_from_model_config": True, "eos_token_id": end}
+        return {
+            CONFIG_NAME: _json(keys),
+            _GENERATION: _json(generation),
+            **{
+                name: read_small_file(path, max_bytes=_MAX_FILE_BYTES)
+                for name, path in self._tokenizer_files()
+            },
+        }
+
+    def _end_of_document(self) -> int | None:
+        """Return the id that ends documents, if the tokenizer is known and can be read."""
+        config = self.tokenizer_config
+        if config.tokenizer_type in (None, "NullTokenizer"):
+            return config.null_tokenizer_eod_id
+        try:
+            return load_tokenizer(config).eod
+        except MegatrainError as error:
+            raise InputError(
+                f"the tokenizer of the checkpoint: {error.problems[0].text}",
+                fix="restore its files, which config.json and the exported folder need",
+            ) from error
+
+    def _tokenizer_files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the files of the tokenizer by their names in the exported folder."""
+        config = self.tokenizer_config
+        named = {"vocab.json": config.vocab_file, "merges.txt": config.merge_file}
+        yield from ((name, Path(path).resolve()) for name, path in named.items() if path is not None)
+        model = None if config.tokenizer_model is None else Path(config.tokenizer_model).resolve()
+        if model is None:
+            return
+        folder = model if model.is_dir() else model.parent
+        if model.is_file():
+            yield "tokenizer.json" if model.suffix == ".json" else "tokenizer.model", model
+        names = (*_TOKENIZER_FILES, _GENERATION) if model.is_dir() else _NEXT_TO_TOKENIZER
+        yield from ((name, folder / name) for name in names if (folder / name).is_file())
+
+    def _check_tensors(self, manifest: Manifest) -> None:
+        expected = shapes_of(self._config, self.vocab_size)
+        found = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+        wrong = sorted(
+            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+        )
+        if wrong:
+            raise MismatchError(
+                f"{self._reader.path}: {', '.join(wrong)}: not the tensors of its configuration",
+                fix="export another checkpoint of the run",
+            )
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

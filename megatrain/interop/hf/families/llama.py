@@ -1,0 +1,85 @@
+"""Llama 2 and 3, and the parts that most families share with it."""
+
+from typing import Final
+
+from megatrain.interop.hf.config_parts import QueryGroups, Rope
+from megatrain.interop.hf.family import (
+    POSITIVE,
+    PROBABILITY,
+    Choice,
+    ConfigPart,
+    Family,
+    Fixed,
+    Fused,
+    Not,
+    Value,
+    in_layers,
+)
+
+SIZES: Final[tuple[ConfigPart, ...]] = (
+    Value("hidden_size", "model.hidden_size"),
+    Value("num_hidden_layers", "model.num_layers"),
+    Value("num_attention_heads", "model.num_attention_heads"),
+    Value("intermediate_size", "model.ffn_hidden_size"),
+    Value("max_position_embeddings", "model.max_position_embeddings"),
+    Value("attention_dropout", "model.attention_dropout", PROBABILITY, default=0.0),
+)
+SWIGLU: Final[tuple[ConfigPart, ...]] = (
+    *SIZES,
+    Value("head_dim", "model.kv_channels", is_optional=True),
+    Value("rms_norm_eps", "model.norm_epsilon", POSITIVE),
+    Not("tie_word_embeddings", "model.untie_embeddings_and_output_weights", default=False),
+    Choice("hidden_act", {"silu": {}}),
+    Fixed(
+        {
+            "model.normalization": "RMSNorm",
+            "model.swiglu": True,
+            "model.disable_bias_linear": True,
+            "model.hidden_dropout": 0.0,
+        }
+    ),
+)
+"""Models with RMSNorm, a gated MLP with SiLU and linear layers without biases."""
+NO_ATTENTION_BIAS: Final = Choice("attention_bias", {False: {}}, reason="biases of the attention alone")
+
+OUTER: Final = {
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.norm": "decoder.final_norm",
+    "lm_head": "output_layer",
+}
+ATTENTION: Final[dict[str, str | Fused]] = {
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.o_proj": "attention.proj",
+}
+MLP: Final[dict[str, str | Fused]] = {
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+NORMS: Final[dict[str, str | Fused]] = {
+    "input_layernorm": "attention.norm",
+    "post_attention_layernorm": "mlp.norm",
+}
+QK_NORMS: Final[dict[str, str | Fused]] = {
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+}
+LAYER: Final = {**ATTENTION, **MLP, **NORMS}
+MODULES: Final = {**OUTER, **in_layers("model.layers", LAYER)}
+BUFFERS: Final = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+
+LLAMA: Final = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    config=(
+        *SWIGLU,
+        QueryGroups(),
+        Rope(),
+        NO_ATTENTION_BIAS,
+        Choice("mlp_bias", {False: {}}, reason="biases of the MLP alone"),
+    ),
+    modules=MODULES,
+    buffers=BUFFERS,
+)

@@ -1,0 +1,59 @@
+"""All families, in the order in which an export tries them, and the models that are refused by name."""
+
+from typing import Final
+
+from megatrain.config.errors import InputError
+from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.families.gemma2 import GEMMA2
+from megatrain.interop.hf.families.gpt2 import GPT2
+from megatrain.interop.hf.families.gpt_neox import GPT_NEOX
+from megatrain.interop.hf.families.llama import LLAMA
+from megatrain.interop.hf.families.mistral import MISTRAL
+from megatrain.interop.hf.families.mixtral import MIXTRAL
+from megatrain.interop.hf.families.olmo2 import OLMO2
+from megatrain.interop.hf.families.olmoe import OLMOE
+from megatrain.interop.hf.families.phi3 import PHI3
+from megatrain.interop.hf.families.qwen2 import QWEN2
+from megatrain.interop.hf.families.qwen2_moe import QWEN2_MOE
+from megatrain.interop.hf.families.qwen3 import QWEN3
+from megatrain.interop.hf.families.qwen3_moe import QWEN3_MOE
+from megatrain.interop.hf.family import Family
+
+FAMILIES: Final = {
+    family.architecture: family
+    for family in (
+        LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMO2, OLMOE, GPT2, GPT_NEOX, GEMMA2, PHI3,
+    )
+}  # fmt: skip
+REFUSED: Final = {
+    "Gemma3ForCausalLM": "two bases of RoPE, one for layers with a window and one for the others",
+    "Gemma3ForConditionalGeneration": "images, and two bases of RoPE",
+    "GptOssForCausalLM": "biases of experts and of the router",
+    "DeepseekV2ForCausalLM": "multi-latent attention",
+    "DeepseekV3ForCausalLM": "multi-latent attention",
+    "Llama4ForCausalLM": "experts that scale their input",
+    "Phi3SmallForCausalLM": "block-sparse attention",
+    "FalconForCausalLM": "parallel residual branches",
+    "GPTJForCausalLM": "parallel residual branches",
+    "PhiForCausalLM": "parallel residual branches",
+    "CohereForCausalLM": "parallel residual branches",
+}
+"""Architectures, with what megatrain lacks for them."""
+
+
+def family_of(config: ConfigFile) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        InputError: there is no table for its architecture.
+    """
+    name = config.architecture
+    if name in FAMILIES:
+        return FAMILIES[name]
+    found = f"{config.path}: the architecture {name[:80]!r}"
+    if name in REFUSED:
+        raise InputError(
+            f"{found} needs what megatrain lacks: {REFUSED[name]}",
+            fix="see docs/weights.md for the families that are converted",
+        )
+    raise InputError(f"{found} is not converted", fix=f"convert one of {', '.join(sorted(FAMILIES))}")

@@ -1,0 +1,156 @@
+"""A family of models as data: the parts of its config.json, and the modules that hold our tensors.
+
+    Value("hidden_size", "model.hidden_size")        a key of theirs is a setting of ours
+    Choice("hidden_act", {"silu": {}})               only these values, each with settings of ours
+    "self_attn.q_proj": "attention.q"                a module of theirs holds one of ours
+    "self_attn.qkv_proj": Fused(("attention.q", "attention.k", "attention.v"))   or several, stacked by rows
+
+Each part is read (config.json to settings) and written (settings to config.json).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from megatrain.checkpoint.untrusted_json import Check, integer, number
+from megatrain.config.schema.tree import Config
+from megatrain.config.schema.values import Range
+from megatrain.interop.hf.config_file import ConfigFile
+
+COUNT: Final = integer(1, 1 << 31)
+POSITIVE: Final = number(Range(above=0))
+PROBABILITY: Final = number(Range(at_least=0, below=1))
+
+
+class ConfigPart(Protocol):
+    """A part of a family's config.json."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        """Return settings, by path."""
+
+    def write(self, config: Config) -> dict[str, Any]:
+        """Return keys of config.json."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number that is a setting. An absent key means `default`; without a value the setting is left open."""
+
+    theirs: str
+    ours: str
+    check: Check = COUNT
+    default: Any = None
+    is_optional: bool = False
+    also: tuple[str, ...] = ()
+    """Other names of the key."""
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        value = source.checked(
+            self.theirs, *self.also, check=self.check, default=self.default, is_optional=self.is_optional
+        )
+        return {} if value is None else {self.ours: value if self.check is COUNT else float(value)}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {self.theirs: config.get(self.ours)}
+
+
+@dataclass(frozen=True)
+class Not:
+    """A switch that is the opposite of a setting."""
+
+    theirs: str
+    ours: str
+    default: bool
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        value = source.get(self.theirs, default=self.default)
+        if not isinstance(value, bool):
+            raise source.refusal(self.theirs, value)
+        return {self.ours: not value}
+
+    def write(self, config: Config) -> dict[str, Any]:
+        return {self.theirs: not config.get(self.ours)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A key with some supported values, each of which means settings. An absent key means the first, or `default`."""
+
+    theirs: str
+    values: Mapping[Any, Mapping[str, Any]]
+    default: Any = None
+    reason: str = ""
+    """What megatrain lacks for other values."""
+    also: tuple[str, ...] = ()
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:
+        default = next(iter(self.values)) if self.default is None else self.default
+        value = source.get(self.theirs, *self.also, default=default)
+        for supported, settings in self.values.items():
+            if value == supported:
+                return dict(settings)
+        raise source.refusal(self.theirs, value, self.reason)
+
+    def write(self, config: Config) -> dict[str, Any]:
+        fitting = [
+            (len(settings), value)
+            for value, settings in self.values.items()
+            if all(config.get(path) == wanted for path, wanted in settings.items())
+        ]
+        most = max((size for size, _ in fitting), default=None)
+        return {self.theirs: next((value for size, value in fitting if size == most), None)}
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Settings that all models of the family have."""
+
+    settings: Mapping[str, Any]
+
+    def read(self, source: ConfigFile) -> dict[str, Any]:  # noqa: ARG002 (the signature of a part)
+        return dict(self.settings)
+
+    def write(self, config: Config) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Modules of ours that one of theirs holds, stacked by rows."""
+
+    names: tuple[str, ...]
+    by_head: bool = False
+    """Rows are those of each module for the first head, then for the second ..."""
+    is_transposed: bool = False
+    """Their weight is [inputs, outputs]."""
+
+
+Modules = Mapping[str, str | Fused]
+"""Modules of theirs, each with ours; `{}` is the number of a layer or an expert."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A class of models in transformers."""
+
+    architecture: str
+    model_type: str
+    config: tuple[ConfigPart, ...]
+    modules: Modules
+    optional_prefix: str = ""
+    """Prefix of names that files of the model without head leave out."""
+    buffers: tuple[str, ...] = field(default=())
+    """Patterns of tensors that are not weights: old versions stored them."""
+
+
+def in_layers(layers: str, modules: Modules) -> dict[str, str | Fused]:
+    """Return modules of a layer with their full names. `layers`: prefix of theirs, such as model.layers."""
+    prefix = "decoder.layers.{}."
+    return {
+        f"{layers}.{{}}.{theirs}": prefix + ours
+        if isinstance(ours, str)
+        else Fused(tuple(prefix + name for name in ours.names), ours.by_head, ours.is_transposed)
+        for theirs, ours in modules.items()
+    }

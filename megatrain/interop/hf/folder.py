@@ -1,0 +1,210 @@
+"""A folder of the transformers library: config.json and safetensors files, untrusted.
+
+    model.safetensors.index.json    tensor ─> file          (absent: model.safetensors alone)
+    *.safetensors                   header: tensor ─> dtype, shape, first and last byte
+
+Sizes are bounded, files stay in the folder, and the ranges of a file's tensors are compared with its size before data is read.
+There are no checksums: wrong data is not found.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.disk import open_regular_file, read_into, read_small_file
+from megatrain.checkpoint.errors import DamagedError
+from megatrain.checkpoint.manifest import DTYPES
+from megatrain.checkpoint.tensor_file import bytes_of
+from megatrain.checkpoint.untrusted_json import (
+    InvalidError,
+    integer,
+    json_object,
+    list_of,
+    parse_json,
+    record,
+    text,
+)
+from megatrain.config.errors import InputError
+from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+_MAX_CONFIG_BYTES: Final = 1 << 20
+_MAX_HEADER_BYTES: Final = 100_000_000
+"""Limit of the safetensors library."""
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+_SIZE: Final = integer(0, 1 << 50)
+_ENTRY: Final = record(
+    {
+        "dtype": text(max_characters=20),
+        "shape": list_of(_SIZE, most=5),
+        "data_offsets": list_of(_SIZE, most=2),
+    }
+)
+_GET_AGAIN: Final = "download or copy the folder again"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file. `start`: its first byte, counted from that of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+class HfFolder:
+    """The config.json of a folder, its tensors by name, and access to their data.
+
+    Raises:
+        InputError: on opening or reading, if the folder is no such folder, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / CONFIG_NAME).exists():
+            raise InputError(
+                f"{path}: has no {CONFIG_NAME}",
+                fix="name a folder that save_pretrained of transformers wrote",
+            )
+        self.config = ConfigFile(path / CONFIG_NAME, self._json(CONFIG_NAME, _MAX_CONFIG_BYTES))
+        self.tensors: dict[str, StoredTensor] = {}
+        for name, listed in self._files().items():
+            found = self._header(name)
+            if listed is not None and listed != found.keys():
+                wrong = min(listed ^ found.keys())
+                raise self._damaged(
+                    name, f"{wrong[:200]!r} is in {'the index' if wrong in listed else 'the file'} alone"
+                )
+            self.tensors |= found
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a tensor as stored.
+
+        Raises:
+            InputError: its dtype is not a floating-point number of 16 bits or more.
+        """
+        stored = self.tensors[name]
+        dtype = self.dtype(name)
+        out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
+        row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+        try:
+            with open_regular_file(stored.file) as file:
+                read_into(file, bytes_of(out), stored.start + start * row_bytes, stored.file)
+        except DamagedError as error:
+            raise InputError(error.problems[0].text, fix=_GET_AGAIN) from error
+        return out
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor with weights."""
+        stored = self.tensors[name]
+        if stored.dtype not in DTYPES:
+            raise InputError(
+                f"{stored.file}: {name} has the dtype {stored.dtype!r}, which is not read",
+                fix=f"store the weights as {', '.join(DTYPES)}",
+            )
+        return DTYPES[stored.dtype]
+
+    def _files(self) -> Mapping[str, set[str] | None]:
+        """Return the names of the files, each with its tensors by the index; None without an index."""
+        if not (self.path / INDEX_NAME).exists():
+            if (self.path / SINGLE_NAME).exists():
+                return {SINGLE_NAME: None}
+            pickles = sorted(path.name for path in self.path.glob("*.bin")) or ["no weights"]
+            raise InputError(
+                f"{self.path}: has {pickles[0]} and no {SINGLE_NAME}; pickled files could run code and are not read",
+                fix="load it with transformers where that is safe, and write it with save_pretrained(FOLDER)",
+            )
+        found: dict[str, set[str] | None] = {}
+        try:
+            index = json_object(self._json(INDEX_NAME, _MAX_HEADER_BYTES).get("weight_map"), "weight_map")
+        except InvalidError as error:
+            raise self._damaged(INDEX_NAME, str(error)) from error
+        for tensor, name in index.items():
+            if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+                raise self._damaged(
+                    INDEX_NAME, f"{str(name)[:200]!r} is not the name of a file in the folder"
+                )
+            names = found.setdefault(name, set())
+            assert names is not None
+            names.add(tensor)
+        return found
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        path = self._regular(name)
+        length = bytearray(8)
+        try:
+            with open_regular_file(path) as file:
+                size = file.seek(0, 2)
+                read_into(file, memoryview(length), 0, path)
+                num_bytes = int.from_bytes(length, "little")
+                if num_bytes > min(_MAX_HEADER_BYTES, size - 8):
+                    raise self._damaged(name, f"a header of {num_bytes} bytes in a file of {size}")
+                header = bytearray(num_bytes)
+                read_into(file, memoryview(header), 8, path)
+            entries = json_object(parse_json(bytes(header), max_bytes=_MAX_HEADER_BYTES), "the header")
+            entries.pop("__metadata__", None)
+            return _tensors(path, entries, 8 + num_bytes, size)
+        except DamagedError as error:
+            raise InputError(error.problems[0].text, fix=_GET_AGAIN) from error
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(name, str(error)) from error
+
+    def _json(self, name: str, max_bytes: int) -> dict[str, Any]:
+        path = self._regular(name)
+        try:
+            data = read_small_file(path, max_bytes=max_bytes)
+            return json_object(parse_json(data, max_bytes=max_bytes), "the file")
+        except DamagedError as error:
+            raise InputError(error.problems[0].text, fix=_GET_AGAIN) from error
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(name, str(error)) from error
+
+    def _regular(self, name: str) -> Path:
+        """Return the path of a file. Links are followed in the cache of the hub alone: snapshots/REVISION/NAME to blobs/."""
+        path = self.path / name
+        if not path.is_symlink():
+            return path
+        target, cache = path.resolve(), self.path.resolve().parent
+        if cache.name == "snapshots" and target.parent == cache.parent / "blobs":
+            return target
+        raise InputError(
+            f"{path}: is a link that leaves the folder",
+            fix=f"copy it: cp -rL {self.path} COPY, and convert COPY",
+        )
+
+    def _damaged(self, name: str, problem: str) -> InputError:
+        return InputError(f"{self.path / name}: {problem[:500]}", fix=_GET_AGAIN)
+
+
+def _tensors(
+    path: Path, entries: Mapping[str, Any], data_start: int, file_bytes: int
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a header.
+
+    Raises:
+        InvalidError: their ranges do not cover the data of the file exactly once, or have other sizes than the tensors.
+    """
+    found: dict[str, StoredTensor] = {}
+    at = 0
+    for name, entry in entries.items():
+        _ENTRY(entry, name[:200])
+    for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, offsets = tuple(entry["shape"]), entry["data_offsets"]
+        size = math.prod(shape) * DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
+        if len(offsets) != 2 or offsets[0] != at or (size is not None and offsets[1] != at + size):
+            raise InvalidError(f"{name[:200]}: {entry['dtype']} {list(shape)} in bytes {offsets}, after {at}")
+        found[name] = StoredTensor(path, entry["dtype"], shape, data_start + at)
+        at = offsets[1]
+    if data_start + at != file_bytes:
+        raise InvalidError(f"{file_bytes} bytes, and its header describes {data_start + at}")
+    return found

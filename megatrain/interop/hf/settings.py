@@ -1,0 +1,174 @@
+"""The settings of a model, from a config.json and back.
+
+    config.json ─> parts of the family ─> settings ─> flags ─> parse, resolve ─> Plan ─> GptSpec
+    Config ─> parts of the family ─> config.json ─> the same way ─> GptSpec, compared with that of Config
+
+So an export is of a family only if its config.json describes the function of our model, option by option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megatrain.config import Facts, Plan, parse, resolve
+from megatrain.config.errors import ConfigError, InputError
+from megatrain.config.schema.tree import Config, flag_of, settings
+from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
+from megatrain.interop.hf.families.table import FAMILIES
+from megatrain.interop.hf.family import Family
+from megatrain.interop.hf.tensors import Shape
+from megatrain.model.gpt import build_model
+from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LayerSpec, RouterSpec, gpt_spec
+from megatrain.parallel.build_grid import build_grid
+from megatrain.parallel.rank_lists import GridShape
+
+_RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
+"""Flags that a plan needs, and that no model has."""
+
+
+def read_settings(family: Family, source: ConfigFile) -> dict[str, Any]:
+    """Return the settings of the model that a config.json describes, by path.
+
+    Raises:
+        InputError: a value is missing, wrong, or of a model that megatrain lacks.
+    """
+    found: dict[str, Any] = {}
+    for part in family.config:
+        found |= part.read(source)
+    return found
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the flags for these settings; those with their default values are left out."""
+    words: list[str] = []
+    for setting in settings():
+        value = values.get(setting.path, setting.default)
+        if value == setting.default:
+            continue
+        if isinstance(value, bool):
+            words.append(setting.flag if value else setting.opposite_flag)
+        else:
+            words += [flag_of(setting.path), repr(value) if isinstance(value, float) else str(value)]
+    return words
+
+
+def plan_of(values: Mapping[str, Any], vocab_size: int, where: Path) -> Plan:
+    """Return the plan of a run with these settings of the model, on one rank.
+
+    Raises:
+        InputError: the settings contradict each other. `where` has described them.
+    """
+    length = values["model.max_position_embeddings"]
+    words = [*flags_of(values), *_RUN.split(), "--seq-length", str(length), "--vocab-size", str(vocab_size)]
+    try:
+        return resolve(parse(words), replace(Facts(), world_size=1, vocab_size=vocab_size, eod_id=0))
+    except ConfigError as error:
+        first = error.problems[0]
+        raise InputError(
+            f"{where}: {first.text}", fix="models of this kind are not converted; see docs/weights.md"
+        ) from error
+
+
+def shapes_of(config: Config, vocab_size: int) -> dict[str, Shape]:
+    """Return the shapes of our model's tensors, by canonical name; no memory is allocated for them."""
+    model = build_model(
+        gpt_spec(config.model, config.experts, vocab_size=vocab_size),
+        build_grid(GridShape(), 0),
+        seq_length=1,
+        sequence_parallel=False,
+        dtype=torch.float32,
+        device=torch.device("meta"),
+    )
+    return {
+        piece.name: piece.shape for entry in model.registry.entries.values() for piece in entry.layout.pieces
+    }
+
+
+def fitting_family(
+    config: Config, vocab_size: int, where: Path, wanted: str | None = None
+) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a model of ours, with its config.json.
+
+    Args:
+        wanted: architecture to use; None: the first that fits.
+
+    Raises:
+        InputError: there is none.
+    """
+    if wanted is not None and wanted not in FAMILIES:
+        raise InputError(f"--architecture {wanted}: unknown", fix=f"use one of {', '.join(FAMILIES)}")
+    described = function_of(config, vocab_size)
+    closest: tuple[str, list[str]] | None = None
+    for family in (FAMILIES[wanted],) if wanted else FAMILIES.values():
+        keys: dict[str, Any] = {"vocab_size": vocab_size}
+        for part in family.config:
+            keys |= part.write(config)
+        source = ConfigFile(Path(CONFIG_NAME), keys)
+        try:
+            plan = plan_of(read_settings(family, source), vocab_size, source.path)
+        except InputError as error:
+            found = [error.problems[0].text]
+        else:
+            found = list(differences(described, function_of(plan.config, vocab_size)))
+        if not found:
+            return family, {"architectures": [family.architecture], "model_type": family.model_type, **keys}
+        if closest is None or len(found) < len(closest[1]):
+            closest = family.architecture, found
+    assert closest is not None
+    raise InputError(
+        f"{where}: no family of transformers computes this model; {closest[0]}, the closest, differs: {'; '.join(closest[1][:5])}",
+        fix="name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights",
+    )
+
+
+def function_of(config: Config, vocab_size: int) -> GptSpec:
+    """Return the spec of a model without what changes only training or rounding."""
+    spec = gpt_spec(config.model, config.experts, vocab_size=vocab_size)
+    return replace(
+        spec,
+        layers=tuple(map(_layer, spec.layers)),
+        padded_vocab_size=0,
+        init_std=0.0,
+        output_init_std=0.0,
+        embedding_init_std=None,
+        head_init_std=None,
+        hidden_dropout=0.0,
+        is_residual_fp32=False,
+        z_loss_coeff=0.0,
+    )
+
+
+def _layer(layer: LayerSpec) -> LayerSpec:
+    mixer, mlp = layer.mixer, layer.mlp
+    if isinstance(mixer, AttentionSpec):
+        mixer = replace(mixer, dropout=0.0, qk_norm_decays=False)
+    if isinstance(mlp, ExpertsSpec):
+        mlp = replace(mlp, router=_router(mlp.router))
+    return replace(layer, mixer=mixer, mlp=mlp)
+
+
+def _router(router: RouterSpec) -> RouterSpec:
+    return replace(router, dtype=None, losses=(), z_loss_coeff=0.0, bias_update_rate=0.0, jitter=0.0)
+
+
+def differences(ours: Any, theirs: Any, name: str = "") -> Iterator[str]:
+    """Yield each difference between two specs: its name and both values."""
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        for field in dataclasses.fields(ours):
+            dotted = f"{name}.{field.name}" if name else field.name
+            yield from differences(getattr(ours, field.name), getattr(theirs, field.name), dotted)
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from differences(one, other, f"{name}[{number}]")
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not math.isclose(ours, theirs, rel_tol=1e-9):
+            yield f"{name} is {ours!r} here, {theirs!r} there"
+    elif ours != theirs:
+        yield f"{name} is {ours!r} here, {theirs!r} there"
