@@ -181,7 +181,8 @@ class Windows:
         size = source.checked(
             "sliding_window", check=integer(0, 1 << 31), default=self.default, is_optional=True
         )
-        if size is None or (self.switch is not None and source.get(self.switch, default=False) is not True):
+        is_on = self.switch is None or source.get(self.switch, default=False) is True
+        if size is None or not is_on:
             return {}
         num_layers = source.checked(_LAYERS, check=integer(1, _MAX_LAYERS))
         has_window = [True] * num_layers

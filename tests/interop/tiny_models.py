@@ -1,0 +1,94 @@
+"""Tiny models of transformers, one or more for each family that is converted."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB, LAYERS = 97, 4
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "intermediate_size": 80, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+GQA = {**SHAPE, "num_key_value_heads": 2}
+ROPE3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("LlamaForCausalLM", SHAPE),
+    "Llama 3": ("LlamaForCausalLM", {**GQA, "rope_parameters": ROPE3, "rms_norm_eps": 1e-5}),
+    "Llama, tied": ("LlamaForCausalLM", {**GQA, "tie_word_embeddings": True, "head_dim": 16}),
+    "Llama, linear RoPE": (
+        "LlamaForCausalLM",
+        {**GQA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "Llama, YaRN": ("LlamaForCausalLM", {**GQA, "rope_parameters": YARN}),
+    "Mistral": ("MistralForCausalLM", {**GQA, "sliding_window": 5}),
+    "Mistral without window": ("MistralForCausalLM", {**GQA, "sliding_window": None}),
+    "Qwen2": ("Qwen2ForCausalLM", {**GQA, "tie_word_embeddings": True}),
+    "Qwen2 with windows": (
+        "Qwen2ForCausalLM",
+        {**GQA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "Qwen3": ("Qwen3ForCausalLM", {**GQA, "head_dim": 16}),
+    "Mixtral": ("MixtralForCausalLM", {**GQA, "intermediate_size": 24, "num_local_experts": 6}),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM",
+        {**GQA, **EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0, 2]},
+    ),
+    "Qwen2-MoE": ("Qwen2MoeForCausalLM", {**GQA, **EXPERTS, "shared_expert_intermediate_size": 40}),
+    "OLMo-2": ("Olmo2ForCausalLM", GQA),
+    "OLMoE": ("OlmoeForCausalLM", {**GQA, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}),
+    "GPT-2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "eos_token_id": 2},
+    ),
+    "GPT-2, exact GELU": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_inner": 80,
+         "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", {**SHAPE, "use_parallel_residual": False}),
+    "Gemma 2": (
+        "Gemma2ForCausalLM",
+        {**GQA, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
+         "final_logit_softcapping": 3.0},
+    ),
+    "Phi-3": ("Phi3ForCausalLM", {**GQA, "sliding_window": 9}),
+    "Phi-3, partial RoPE": (
+        "Phi3ForCausalLM",
+        {**GQA, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+}  # fmt: skip
+
+
+def tiny_model(name: str) -> Any:
+    """Build a model with random weights; norms and biases are random too."""
+    import transformers
+
+    kind, settings = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind).config_class(**settings)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, kind)(config).eval().float()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def write(model: Any, folder: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(folder, **options)
+    return folder
