@@ -9,13 +9,27 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import MODELS, VOCAB, tiny_model, write
 from torch import Tensor
+from torch.nn import functional as F
 
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.config import ConfigError, parse
 from megatrain.inference.generate import all_logits
 from megatrain.inference.stored_model import build_stored_model
+from megatrain.interop.hf.config_file import ConfigFile
+from megatrain.interop.hf.families.table import FAMILIES
+from megatrain.interop.hf.family import Family
+from megatrain.interop.hf.settings import read_settings
 from megatrain.tools.main import main
+from megatrain.training.launch.ranks import joined_ranks
+from megatrain.training.logging.console import Console, Phases
+from megatrain.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
+TRAINING = (
+    "--use-checkpoint-args --seq-length 16 --mock-data --micro-batch-size 2 --global-batch-size 2 --train-iters 5 --lr 1e-3"
+    " --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 0 --eval-iters 0 --device cpu --log-interval 1"
+    " --no-calculate-per-token-loss"
+).split()
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -29,7 +43,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def logits_here(checkpoint: Path, tokens: Tensor) -> Tensor:
     with CheckpointReader(checkpoint) as reader:
         model = build_stored_model(
-            checkpoint, reader.manifest, vocab_size=VOCAB, spec=(), device=torch.device("cpu"), dtype=torch.float32
+            checkpoint,
+            reader.manifest,
+            vocab_size=VOCAB,
+            spec=(),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
         )
     return all_logits(model, tokens).transpose(0, 1)
 
@@ -59,3 +78,86 @@ def test_a_model_has_the_same_logits_here_and_comes_back(
     assert "largest error" in output
     assert "not read" not in output, output
     assert_same(tensors(back), tensors(source))
+
+
+def steps_here(folder: Path, tmp_path: Path) -> list[float]:
+    """Return the losses of five iterations that start from a converted checkpoint."""
+    metrics = tmp_path / "metrics.jsonl"
+    flags = [*TRAINING, "--pretrained-checkpoint", str(folder), "--load", str(tmp_path / "run")]
+    flags += ["--save", str(tmp_path / "run"), "--metrics-file", str(metrics)]
+    with joined_ranks(parse(flags), Phases(Console(is_quiet=True))) as ranks:
+        trainer = Trainer(ranks)
+        trainer.resume()
+        assert trainer.train() == 0
+    return [
+        line["lm_loss"] for line in map(json.loads, metrics.read_text().splitlines()) if "lm_loss" in line
+    ]
+
+
+def steps_of_transformers(model: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[float]:
+    """Return the losses of the same iterations, with the same samples, in transformers."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    losses = []
+    for number in range(5):
+        samples = []
+        for index in (2 * number, 2 * number + 1):
+            capsys.readouterr()
+            words = [
+                *TRAINING,
+                "--load",
+                str(folder),
+                "--finetune",
+                "--of",
+                "train",
+                "--index",
+                str(index),
+                "--json",
+            ]
+            assert main(["data", "sample", *words]) == 0
+            samples.append(json.loads(capsys.readouterr().out))
+        tokens, labels = (torch.tensor([sample[name] for sample in samples]) for name in ("tokens", "labels"))
+        loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "Mixtral"])
+def test_five_iterations_have_the_losses_of_transformers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tiny_model(name)
+    assert (
+        main(["convert", "hf-to-megatrain", str(write(theirs, tmp_path / "theirs")), str(tmp_path / "ours")])
+        == 0
+    )
+    expected = steps_of_transformers(theirs.train(), tmp_path / "ours", capsys)
+    found = steps_here(tmp_path / "ours", tmp_path)
+    assert expected[0] - expected[-1] > 1e-3
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def settings_of(family: Family, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a config.json; the head's channels follow from the sizes if they are left open."""
+    found = read_settings(family, ConfigFile(Path("config.json"), keys))
+    found.setdefault("model.kv_channels", found["model.hidden_size"] // found["model.num_attention_heads"])
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_absent_keys_mean_what_they_mean_to_transformers(name: str) -> None:
+    """Leave out one key after the other: the settings are those of the whole config.json of transformers."""
+    kind = getattr(transformers, MODELS[name][0])
+    family, config = FAMILIES[MODELS[name][0]], kind.config_class(**MODELS[name][1])
+    whole = json.loads(config.to_json_string(use_diff=False))
+    for key in sorted(whole):
+        fewer = {other: value for other, value in whole.items() if other != key}
+        try:
+            found = settings_of(family, fewer)
+        except ConfigError as error:
+            assert f"has no {key}" in str(error) or "use_parallel_residual" in str(error), key
+            continue
+        completed = json.loads(kind.config_class.from_dict(fewer).to_json_string(use_diff=False))
+        assert found == settings_of(family, completed), key

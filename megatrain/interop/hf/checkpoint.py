@@ -211,32 +211,19 @@ class HfCheckpoint:
         Raises:
             InputError: some are missing, unused or have another shape; all of them are named.
         """
-        rows = dict(self._shapes)
-        for name in (EMBEDDING, OUTPUT):
-            if name in rows:
-                rows[name] = (self.num_rows, *rows[name][1:])
-        heads = self.plan.config.model.num_attention_heads
-        try:
-            expected = their_tensors(self.family.modules, rows, heads)
-        except KeyError as error:
-            raise InputError(
-                f"{self._folder.config.path}: the model has {error.args[0]}, and {self.family.architecture} does not",
-                fix="restore the file from the model's source",
-            ) from error
+        expected, head = self._expected(), self._their_name(OUTPUT)
         found = {name: self._folder.tensors[stored].shape for name, stored in self._stored_names.items()}
-        buffers = [re.compile(pattern) for pattern in self.family.buffers]
-        head = self._their_name(OUTPUT)
-        unused = [
-            name
-            for name in found.keys() - expected.keys()
-            if not any(buffer.fullmatch(name) for buffer in buffers) and name != head
-        ]
+        left_out = [*map(re.compile, self.family.buffers), re.compile(re.escape(head))]
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
-        problems += [f"unused: {name[:200]}" for name in sorted(unused)]
+        problems += [
+            f"unused: {name[:200]}"
+            for name in sorted(found.keys() - expected.keys())
+            if not any(pattern.fullmatch(name) for pattern in left_out)
+        ]
         problems += [
             f"shape {list(found[name])} instead of {list(theirs.shape)}: {name}"
             for name, theirs in sorted(expected.items())
-            if name in found and found[name] != theirs.shape
+            if found.get(name, theirs.shape) != theirs.shape
         ]
         if problems:
             listed = "".join(f"\n  {problem}" for problem in problems[:_MAX_LISTED])
@@ -246,10 +233,23 @@ class HfCheckpoint:
             )
         for theirs in expected.values():
             self._folder.dtype(self._stored_names[theirs.name])
-            for part in theirs.parts:
-                self._theirs[part.name] = theirs, part
-        if OUTPUT not in rows and head in found:
+            self._theirs |= {part.name: (theirs, part) for part in theirs.parts}
+        if OUTPUT not in self._shapes and head in found:
             self._check_tied(self._stored_names[head])
+
+    def _expected(self) -> dict[str, TheirTensor]:
+        """Return the tensors that the files of this model have; the vocabulary's with all rows."""
+        rows = {
+            name: (self.num_rows, *shape[1:]) if name in (EMBEDDING, OUTPUT) else shape
+            for name, shape in self._shapes.items()
+        }
+        try:
+            return their_tensors(self.family.modules, rows, self.plan.config.model.num_attention_heads)
+        except KeyError as error:
+            raise InputError(
+                f"{self._folder.config.path}: the model has {error.args[0]}, and {self.family.architecture} does not",
+                fix="restore the file from the model's source",
+            ) from error
 
     def _check_tied(self, head: str) -> None:
         """Check that an output weight which is stored although it is tied equals the embedding."""

@@ -76,13 +76,13 @@ class Not:
 
 @dataclass(frozen=True)
 class Choice:
-    """A key with some supported values, each of which means settings. An absent key means the first, or `default`."""
+    """A key with some supported values; each means settings of ours. An absent key means the first, or `default`."""
 
     theirs: str
     values: Mapping[Any, Mapping[str, Any]]
     default: Any = None
     reason: str = ""
-    """What megatrain lacks for other values."""
+    """Part of other models that megatrain lacks."""
     also: tuple[str, ...] = ()
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
