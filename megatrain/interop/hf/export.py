@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.errors import InputError, MegatrainError
+from megatrain.config.schema.data import DataConfig
 from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
@@ -63,6 +65,9 @@ class HfExport:
                 f"{reader.path}: its model has custom layers (--spec), which no family of transformers has",
                 fix="export the weights alone: megatrain checkpoint export-weights",
             )
+        if model.max_position_embeddings is None:  # which every config.json has
+            data: DataConfig = stored_section(reader.path, manifest.config, "data", DataConfig)
+            model = replace(model, max_position_embeddings=data.seq_length)
         if EMBEDDING not in manifest.tensors:
             raise MismatchError(f"{reader.path}: has no {EMBEDDING}", fix="export another checkpoint")
         self.vocab_size = manifest.tensors[EMBEDDING].shape[0]

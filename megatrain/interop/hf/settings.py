@@ -32,6 +32,9 @@ from megatrain.parallel.rank_lists import GridShape
 _RUN: Final = "--micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer"
 """Flags that a plan needs, and that no model has."""
 
+_NO_MODEL: Final = 1 << 30
+"""Distance of a family that has no config.json for a model."""
+
 
 def read_settings(family: Family, source: ConfigFile) -> dict[str, Any]:
     """Return the settings of the model that a config.json describes, by path.
@@ -105,7 +108,7 @@ def fitting_family(
     if wanted is not None and wanted not in FAMILIES:
         raise InputError(f"--architecture {wanted}: unknown", fix=f"use one of {', '.join(FAMILIES)}")
     described = function_of(config, vocab_size)
-    closest: tuple[str, list[str]] | None = None
+    closest: tuple[int, str, list[str]] | None = None
     for family in (FAMILIES[wanted],) if wanted else FAMILIES.values():
         keys: dict[str, Any] = {"vocab_size": vocab_size}
         for part in family.config:
@@ -114,16 +117,17 @@ def fitting_family(
         try:
             plan = plan_of(read_settings(family, source), vocab_size, source.path)
         except InputError as error:
-            found = [error.problems[0].text]
+            found, distance = [error.problems[0].text], _NO_MODEL
         else:
             found = list(differences(described, function_of(plan.config, vocab_size)))
+            distance = len(found)
         if not found:
             return family, {"architectures": [family.architecture], "model_type": family.model_type, **keys}
-        if closest is None or len(found) < len(closest[1]):
-            closest = family.architecture, found
+        if closest is None or distance < closest[0]:
+            closest = distance, family.architecture, found
     assert closest is not None
     raise InputError(
-        f"{where}: no family of transformers computes this model; {closest[0]}, the closest, differs: {'; '.join(closest[1][:5])}",
+        f"{where}: no family of transformers computes this model; {closest[1]}, the closest, differs: {'; '.join(closest[2][:5])}",
         fix="name another architecture with --architecture, or export the weights alone: megatrain checkpoint export-weights",
     )
 
