@@ -26,7 +26,7 @@ from megatrain.training.trainer import Trainer
 
 transformers = pytest.importorskip("transformers")
 TRAINING = (
-    "--use-checkpoint-args --seq-length 16 --mock-data --micro-batch-size 2 --global-batch-size 2 --train-iters 5 --lr 1e-3"
+    "--use-checkpoint-args --seq-length 16 --mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 5 --lr 1e-3"
     " --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --clip-grad 0 --eval-iters 0 --device cpu --log-interval 1"
     " --no-calculate-per-token-loss"
 ).split()
@@ -36,6 +36,13 @@ REQUIRED = {
 }
 """Keys without which a config.json is refused, although transformers has defaults."""
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+ALWAYS = ("Llama 3", "Qwen2-MoE", "GPT-2", "GPT-NeoX", "Gemma 2", "Phi-3")
+"""Models of every test run: each kind of fused tensor, experts, windows. Nightly runs have all."""
+every_model = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.nightly) for name in MODELS]
+)
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
@@ -63,7 +70,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@every_model
 def test_a_model_has_the_same_logits_here_and_comes_back(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,23 +111,11 @@ def steps_of_transformers(model: Any, folder: Path, capsys: pytest.CaptureFixtur
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for number in range(5):
-        samples = []
-        for index in (2 * number, 2 * number + 1):
-            capsys.readouterr()
-            words = [
-                *TRAINING,
-                "--load",
-                str(folder),
-                "--finetune",
-                "--of",
-                "train",
-                "--index",
-                str(index),
-                "--json",
-            ]
-            assert main(["data", "sample", *words]) == 0
-            samples.append(json.loads(capsys.readouterr().out))
-        tokens, labels = (torch.tensor([sample[name] for sample in samples]) for name in ("tokens", "labels"))
+        capsys.readouterr()
+        which = ["--load", str(folder), "--finetune", "--of", "train", "--index", str(number), "--json"]
+        assert main(["data", "sample", *TRAINING, *which]) == 0
+        sample = json.loads(capsys.readouterr().out)
+        tokens, labels = (torch.tensor([sample[name]]) for name in ("tokens", "labels"))
         loss = F.cross_entropy(model(tokens, use_cache=False).logits.flatten(0, 1), labels.flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -129,6 +124,7 @@ def steps_of_transformers(model: Any, folder: Path, capsys: pytest.CaptureFixtur
     return losses
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Llama 3", "Mixtral"])
 def test_five_iterations_have_the_losses_of_transformers(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -151,7 +147,7 @@ def settings_of(family: Family, keys: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@every_model
 def test_absent_keys_mean_what_they_mean_to_transformers(name: str) -> None:
     """Leave out one key after the other: the settings are those of the whole config.json of transformers."""
     kind = getattr(transformers, MODELS[name][0])
