@@ -106,9 +106,11 @@ def steps_here(folder: Path, tmp_path: Path) -> list[float]:
     ]
 
 
-def steps_of_transformers(model: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[float]:
+def steps_of_transformers(
+    model: Any, folder: Path, capsys: pytest.CaptureFixture[str], *, lr: float
+) -> list[float]:
     """Return the losses of the same iterations, with the same samples, in transformers."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for number in range(5):
         capsys.readouterr()
@@ -134,9 +136,10 @@ def test_five_iterations_have_the_losses_of_transformers(
         main(["convert", "hf-to-megatrain", str(write(theirs, tmp_path / "theirs")), str(tmp_path / "ours")])
         == 0
     )
-    expected = steps_of_transformers(theirs.train(), tmp_path / "ours", capsys)
+    untrained = steps_of_transformers(theirs.train(), tmp_path / "ours", capsys, lr=0.0)
+    expected = steps_of_transformers(theirs.train(), tmp_path / "ours", capsys, lr=1e-3)
     found = steps_here(tmp_path / "ours", tmp_path)
-    assert expected[0] - expected[-1] > 1e-3
+    assert abs(expected[-1] - untrained[-1]) > 1e-3
     assert found == pytest.approx(expected, rel=1e-5)
 
 
