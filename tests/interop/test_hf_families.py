@@ -1,5 +1,6 @@
 """Every family: a tiny model of transformers has the same logits here, and comes back with equal tensors."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,16 @@ def test_absent_keys_mean_what_they_mean_to_transformers(name: str) -> None:
         found = settings_of(family, fewer)
         completed = json.loads(kind.config_class.from_dict(fewer).to_json_string(use_diff=False))
         assert found == settings_of(family, completed), key
+
+
+def test_the_comparison_of_logits_finds_a_wrong_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tiny_model("Llama 3"), tmp_path / "theirs")
+    assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
+    family = FAMILIES["LlamaForCausalLM"]
+    gate, up = (f"model.layers.{{}}.mlp.{name}_proj" for name in ("gate", "up"))
+    swapped = {**family.modules, gate: family.modules[up], up: family.modules[gate]}
+    monkeypatch.setitem(FAMILIES, "LlamaForCausalLM", dataclasses.replace(family, modules=swapped))
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(tmp_path / "back")]) == 1
+    assert "do not use the folder" in capsys.readouterr().err
