@@ -165,32 +165,18 @@ def _linear_attention(theirs: Weights, number: int, num_heads: int) -> Weights:
 
 
 def gpt_oss(theirs: Weights, num_layers: int) -> Weights:
-    """Convert GPT-OSS, whose experts store transposed weights, with gate and up in turns.
-
-    Only queries, keys and values have biases here; `without_biases` sets the others to 0.
-    """
-    kept = {name: tensor for name, tensor in theirs.items() if not name.endswith(_GPT_OSS_BIASES)}
-    ours = llama_like(kept, num_layers, PRE_NORMS)
+    """Convert GPT-OSS, whose experts store transposed weights, with gate and up in turns."""
+    ours = llama_like(theirs, num_layers, PRE_NORMS)
     for number in range(num_layers):
         there, here = f"model.layers.{number}.mlp", f"{LAYER.format(number)}.mlp"
-        ours[f"{here}.router.weight"] = theirs[f"{there}.router.weight"]
-        stacked = zip(
-            theirs[f"{there}.experts.gate_up_proj"], theirs[f"{there}.experts.down_proj"], strict=True
-        )
-        for expert, (first, last) in enumerate(stacked):
-            for name, part in (("gate", first[:, ::2]), ("up", first[:, 1::2]), ("down", last)):
-                ours[f"{here}.experts.{expert}.{name}.weight"] = part.t()
+        ours |= _both(f"{here}.router", theirs, f"{there}.router")
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            first, last = (theirs[f"{there}.experts.{name}{suffix}"] for name in ("gate_up_proj", "down_proj"))
+            parts = (("gate", first[..., ::2]), ("up", first[..., 1::2]), ("down", last))
+            for name, stacked in parts:
+                for expert, part in enumerate(stacked):
+                    ours[f"{here}.experts.{expert}.{name}.{kind}"] = part.t()
     return ours
-
-
-_GPT_OSS_BIASES = ("o_proj.bias", "router.bias", "proj_bias")
-
-
-def without_biases(weights: Weights) -> None:
-    """Set the biases that `gpt_oss` leaves out to 0."""
-    for name, tensor in weights.items():
-        if name.endswith(_GPT_OSS_BIASES):
-            tensor.zero_()
 
 
 def gpt_neox(theirs: Weights, num_layers: int, num_heads: int) -> Weights:
