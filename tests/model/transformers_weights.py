@@ -171,7 +171,9 @@ def gpt_oss(theirs: Weights, num_layers: int) -> Weights:
         there, here = f"model.layers.{number}.mlp", f"{LAYER.format(number)}.mlp"
         ours |= _both(f"{here}.router", theirs, f"{there}.router")
         for kind, suffix in (("weight", ""), ("bias", "_bias")):
-            first, last = (theirs[f"{there}.experts.{name}{suffix}"] for name in ("gate_up_proj", "down_proj"))
+            first, last = (
+                theirs[f"{there}.experts.{name}{suffix}"] for name in ("gate_up_proj", "down_proj")
+            )
             parts = (("gate", first[..., ::2]), ("up", first[..., 1::2]), ("down", last))
             for name, stacked in parts:
                 for expert, part in enumerate(stacked):
