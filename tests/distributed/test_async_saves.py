@@ -242,7 +242,9 @@ def test_a_second_save_waits_for_the_first(pool: WorkerPool, tmp_path: Path) -> 
     assert sorted(saved(tmp_path)) == ["iter_0000004", "iter_0000008"]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, "one process"), (2, "tp2")])
+@pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, "one process"), pytest.param(2, "tp2", marks=pytest.mark.nightly)]
+)
 def test_a_save_is_committed_during_an_evaluation(
     pool: WorkerPool, tmp_path: Path, world_size: int, layout: str
 ) -> None:

@@ -200,7 +200,8 @@ def test_a_checkpoint_of_megatron_is_recognised_and_not_read(
     path.write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(
-        NoCheckpointError, match=r"a checkpoint of Megatron-LM(.|\n)*fix: continue that run with"
+        NoCheckpointError,
+        match=r"a checkpoint of Megatron-LM(.|\n)*fix: convert it once: `megatrain convert megatron-to-megatrain",
     ):
         plan_of("--load", str(tmp_path), *flags)
 

@@ -231,8 +231,8 @@ MUTANTS = [
         "moments are not loaded",
         "E",
         _LOAD,
-        "    for kind in optimizer.kinds if with_optimizer else (WEIGHT,):\n        optimizer.fill",
-        "    for kind in (WEIGHT,):\n        optimizer.fill",
+        "    for kind in optimizer.kinds if with_optimizer else (WEIGHT,):\n        source =",
+        "    for kind in (WEIGHT,):\n        source =",
     ),
     _one(
         "checksums of chunks are not compared",

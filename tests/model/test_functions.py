@@ -13,6 +13,7 @@ from megatrain.kernels.activations import QUICK_GELU, Activation
 from megatrain.kernels.random import keep_mask
 from megatrain.model import functions
 from megatrain.model.implementations.local import LocalDropout
+from megatrain.model.implementations.split_norm import split_rms_norm
 from megatrain.parallel.batch import PassInfo
 from megatrain.parallel.context_parallel import ContextParallel
 from megatrain.parallel.grid import RankGroup
@@ -46,7 +47,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, weight, bias: F.layer_norm(3 * x, (16,), weight, bias, 1e-5),
     ),
     "split_rms_norm": (
-        lambda x, own: functions.split_rms_norm(x, own, 1e-5, 0.0, ALONE),
+        lambda x, own: split_rms_norm(x, own, 1e-5, 0.0, ALONE),
         lambda x, weight, bias: F.rms_norm(x, (16,), weight, 1e-5) + 0 * bias,
     ),
     "as_leaf": (

@@ -139,6 +139,7 @@ def _model_choices():
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("max_ranks", [1, 2])
 def test_fewer_ranks_have_rows_of_their_own(max_ranks):
     rows = pairwise_rows(max_ranks)
@@ -314,6 +315,7 @@ def test_an_impossible_selection_is_an_error(flags, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_layout_that_needs_more_ranks_is_an_error():
     flags = ["parity", "--layouts", *"tp2 sp dp2 zero3 muon neox".split()]
     with pytest.raises(ConfigError, match="needs 4 ranks, but only 2 are available"):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megatrain.kernels.attention.dropout import Dropout
 from megatrain.kernels.attention.interface import SoftmaxMerge
-from megatrain.model import functions, head
-from megatrain.model.implementations import attention
+from megatrain.model import head
+from megatrain.model.implementations import attention, split_norm
 from megatrain.optim.muon import Muon
 from megatrain.optim.sharded import ShardedOptimizer
-from megatrain.parallel import context_attention, data_parallel, tensor_parallel
+from megatrain.parallel import context_attention, data_parallel, gathered_attention, tensor_parallel
 from megatrain.parallel.batch import Batch, PassInfo
 from megatrain.parallel.collectives import Transfer, all_gather, all_reduce
 from megatrain.parallel.context_parallel import ContextParallel, TokenSplit
@@ -232,7 +232,7 @@ def _tokens_not_reduced() -> AbstractContextManager[Any]:
 
 
 def _norm_not_reduced() -> AbstractContextManager[Any]:
-    return mock.patch.object(functions, "all_reduce", lambda x, _group: x)
+    return mock.patch.object(split_norm, "all_reduce", lambda x, _group: x)
 
 
 def _first_row_everywhere() -> AbstractContextManager[Any]:
@@ -270,7 +270,7 @@ def _key_gradients_not_reduced() -> AbstractContextManager[Any]:
         out.copy_(x.chunk(group.size)[group.rank])
         return Transfer()
 
-    return mock.patch.object(context_attention, "begin_reduce_scatter_into", alone)
+    return mock.patch.object(gathered_attention, "begin_reduce_scatter_into", alone)
 
 
 def _positions_from_local_row() -> AbstractContextManager[Any]:

@@ -63,4 +63,4 @@ def test_a_model_has_as_many_parameters_as_the_original(name: str) -> None:
         dtype=torch.bfloat16,
         device=torch.device("meta"),
     )
-    assert model_tree([model.registry], spec.routers).parameters == ORIGINALS[name][1]
+    assert model_tree([model.registry], spec.routers_by_name).parameters == ORIGINALS[name][1]
