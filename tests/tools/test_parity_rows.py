@@ -58,6 +58,7 @@ def test_a_word_belongs_to_one_option():
     assert [name for name, count in names.items() if count > 1] == []
 
 
+@pytest.mark.nightly
 def test_resolve_allows_each_row_and_finds_the_features_that_it_names():
     for layout in pairwise_rows():
         assert layout.world_size <= MAX_RANKS, layout.name
