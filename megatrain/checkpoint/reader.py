@@ -27,7 +27,15 @@ from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchE
 from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, StoredTensor, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import TensorFile, check_size
-from megatrain.parallel.layout import Box, BoxRange, ParamLayout, box_shape, intersect
+from megatrain.parallel.layout import (
+    Box,
+    BoxRange,
+    ParamLayout,
+    box_shape,
+    intersect,
+    slices_within,
+    whole_box,
+)
 
 _PART_BYTES = 16 << 20
 """Largest part of a chunk that a thread reads at once."""
@@ -112,7 +120,7 @@ class CheckpointReader:
             buffer = self._buffer(out.device)
             try:
                 values = self._read(file, chunk, stored.dtype, part, buffer)
-                out[_within(common, box)].copy_(values[_within(common, part)])
+                out[slices_within(common, box)].copy_(values[slices_within(common, part)])
             finally:
                 self._buffers.put(buffer)
 
@@ -227,8 +235,7 @@ def hash_tensors(path: Path, kind: str = "weight") -> dict[str, str]:
                 continue
             stored = tensor.kinds[kind]
             values = torch.empty(tensor.shape, dtype=DTYPES[stored.dtype])
-            box = tuple((0, size) for size in tensor.shape)
-            reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=box)
+            reader.read_box(values, kind=kind, name=name, shape=tensor.shape, box=whole_box(tensor.shape))
             hashes[name] = hashlib.sha256(values.view(-1).view(torch.uint8).numpy().data).hexdigest()
     return hashes
 
@@ -249,8 +256,3 @@ def _parts_to_read(chunk: Box, box: Box, max_elements: int) -> Iterator[tuple[Bo
             # Rows before and after the overlap are left out, and so are blocks that hold nothing else.
             dim = next((dim for dim, (start, stop) in enumerate(part) if stop - start > 1), 0)
             yield (*part[:dim], common[dim], *part[dim + 1 :]), common
-
-
-def _within(common: Box, box: Box) -> tuple[slice, ...]:
-    """Return the slices of `common` in a tensor with the data of `box`."""
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))

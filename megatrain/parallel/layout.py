@@ -15,7 +15,7 @@ Rows of a local tensor that no piece covers are padding (of the vocabulary): zer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -142,6 +142,16 @@ def intersect(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def slices_within(part: Box, box: Box) -> tuple[slice, ...]:
+    """Return the slices of `part` in a tensor with the data of `box`."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, box, strict=True))
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

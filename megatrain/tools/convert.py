@@ -14,7 +14,8 @@ from megatrain.interop.hf.export import HfExport
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.torch_dist import METADATA_NAME
 from megatrain.optim.sharded import WEIGHT
-from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES, whole_box, write_checkpoint, write_weights
+from megatrain.parallel.layout import whole_box
+from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES, write_checkpoint, write_weights
 from megatrain.tools.checkpoint.source import TensorPart, opened
 from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.subcommands import run_action

@@ -13,6 +13,7 @@ from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
@@ -20,7 +21,7 @@ from megatrain.interop.hf.folder import HfFolder
 from megatrain.interop.hf.settings import flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, TheirTensor, their_tensors
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box, intersect
+from megatrain.parallel.layout import Box
 
 EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"
@@ -108,23 +109,6 @@ class HfCheckpoint:
         config["tokenizer"] = vars(self.tokenizer) | {
             "tokenizer_special_tokens": list(self.tokenizer.tokenizer_special_tokens)
         }
-        state = {
-            "consumed_valid_samples": 0,
-            "scheduled_samples": 0,
-            "schedule": plan.derived.schedule.to_dict(),
-            "loss_scale": {},
-            "expert_biases": {},
-            "has_optimizer": False,
-            "is_evaluation_left": False,
-            "tokenizer_fingerprint": None,
-            "data_plans": {
-                "train": plan.derived.train_plan,
-                "valid": plan.derived.valid_plan,
-                "test": plan.derived.test_plan,
-            },
-            "pass_size": 1,
-            "datasets": [],
-        }
         tensors = {
             name: StoredTensor(shape, {WEIGHT: self._kind(name)}) for name, shape in self._shapes.items()
         }
@@ -132,7 +116,7 @@ class HfCheckpoint:
             iteration=0,
             consumed_train_samples=0,
             optimizer_step_count=0,
-            state=state,
+            state=stored_state(plan),
             config=config,
             files={},
             tensors=tensors,
@@ -147,16 +131,9 @@ class HfCheckpoint:
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
         theirs, part = self._theirs[name]
-        first, low = 0, box[0][0]
         rest = tuple(slice(*edge) for edge in box[1:])
-        for rows in part.rows:
-            held = ((first, first + rows.stop - rows.start), *box[1:])
-            common = intersect(held, box)
-            if common is not None:
-                start, stop = (row - first + rows.start for row in common[0])
-                values = self._rows(theirs, start, stop)
-                out[common[0][0] - low : common[0][1] - low].copy_(values[(slice(None), *rest)])
-            first = held[0][1]
+        for own, found in rows_to_copy(part.rows, box):
+            out[own].copy_(self._rows(theirs, found.start, found.stop)[(slice(None), *rest)])
 
     def _rows(self, theirs: TheirTensor, start: int, stop: int) -> Tensor:
         if theirs.is_transposed:

@@ -32,7 +32,7 @@ from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.settings import fitting_family, shapes_of
 from megatrain.interop.hf.tensors import their_tensors
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box
+from megatrain.parallel.layout import Box, whole_box
 
 _TOKENIZER_FILES: Final = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -95,7 +95,7 @@ class HfExport:
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy one of their tensors, as a whole, into `out`."""
         theirs = self.tensors[name]
-        assert box == _whole(shape) == _whole(theirs.shape), name
+        assert box == whole_box(shape) == whole_box(theirs.shape), name
         rows = out.t() if theirs.is_transposed else out
         for part in theirs.parts:
             values = (
@@ -103,7 +103,9 @@ class HfExport:
                 if len(theirs.parts) > 1 or theirs.is_transposed
                 else out
             )
-            self._reader.read_box(values, kind=kind, name=part.name, shape=part.shape, box=_whole(part.shape))
+            self._reader.read_box(
+                values, kind=kind, name=part.name, shape=part.shape, box=whole_box(part.shape)
+            )
             if values is out:
                 return
             first = 0
@@ -170,10 +172,6 @@ class HfExport:
                 f"{self._reader.path}: {', '.join(wrong)}: not the tensors of its configuration",
                 fix="export another checkpoint of the run",
             )
-
-
-def _whole(shape: tuple[int, ...]) -> Box:
-    return tuple((0, size) for size in shape)
 
 
 def _json(values: Mapping[str, Any]) -> bytes:

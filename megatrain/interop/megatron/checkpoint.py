@@ -19,12 +19,13 @@ from torch import Tensor
 from megatrain.checkpoint.errors import DamagedError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
 from megatrain.config import Plan
+from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import plan_of
 from megatrain.interop.megatron.inert_pickle import Record
 from megatrain.interop.megatron.names import VOCABULARY, FusedRows, Part, parts_of
 from megatrain.interop.megatron.torch_dist import TorchDistFolder
 from megatrain.optim.sharded import WEIGHT
-from megatrain.parallel.layout import Box, intersect
+from megatrain.parallel.layout import Box, whole_box
 
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
@@ -96,19 +97,10 @@ class MegatronCheckpoint:
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
         source = self._sources[name]
-        part, first = source.part, 0
-        stacked = tuple((index, index + 1) for index in part.place)
-        for rows in part.rows:
-            held = ((first, first + rows.stop - rows.start), *box[1:])
-            common = intersect(held, box)
-            if common is not None:
-                moved = tuple(row - first + rows.start for row in common[0])
-                values = self._folder.read(source.tensors[kind], (*stacked, (moved[0], moved[1]), *box[1:]))
-                low = box[0][0]
-                out[common[0][0] - low : common[0][1] - low].copy_(
-                    values.view(-1, *values.shape[len(stacked) + 1 :])
-                )
-            first = held[0][1]
+        stacked = tuple((index, index + 1) for index in source.part.place)
+        for own, found in rows_to_copy(source.part.rows, box):
+            values = self._folder.read(source.tensors[kind], (*stacked, (found.start, found.stop), *box[1:]))
+            out[own].copy_(values.view(-1, *values.shape[len(stacked) + 1 :]))
 
     def _canonical(self) -> Iterator[tuple[str, _Source]]:
         """Yield the source of each canonical tensor.
@@ -175,23 +167,13 @@ class MegatronCheckpoint:
             "vocab_size": self.vocab_size,
             "tokenizer_type": arguments.get("tokenizer_type"),
         }
-        state = {
-            "consumed_valid_samples": arguments.get("consumed_valid_samples", 0),
-            "scheduled_samples": schedule["num_steps"] if schedule else consumed,
-            "schedule": plan.derived.schedule.to_dict(),
-            "loss_scale": {},
-            "expert_biases": self._expert_biases(),
-            "has_optimizer": has_optimizer,
-            "is_evaluation_left": False,
-            "tokenizer_fingerprint": None,
-            "data_plans": {
-                "train": plan.derived.train_plan,
-                "valid": plan.derived.valid_plan,
-                "test": plan.derived.test_plan,
-            },
-            "pass_size": plan.config.training.micro_batch_size * plan.derived.data_parallel_size,
-            "datasets": [],
-        }
+        state = stored_state(
+            plan,
+            consumed_valid_samples=arguments.get("consumed_valid_samples", 0),
+            scheduled_samples=schedule["num_steps"] if schedule else consumed,
+            expert_biases=self._expert_biases(),
+            has_optimizer=has_optimizer,
+        )
         return Manifest(
             iteration=iteration,
             consumed_train_samples=consumed,
@@ -221,7 +203,7 @@ class MegatronCheckpoint:
             for ending, (ours, sign) in _BIASES.items():
                 if name.endswith(ending):
                     prefix = name.removesuffix(ending).removesuffix(".transformer_layer")
-                    values = sign * self._folder.read(name, tuple((0, size) for size in tensor.shape))
+                    values = sign * self._folder.read(name, whole_box(tensor.shape))
                     stacked = values.dim() > 1
                     places = [f"{prefix}.{layer}" for layer in range(len(values))] if stacked else [prefix]
                     rows = values if stacked else values[None]

@@ -25,7 +25,7 @@ from megatrain.checkpoint.disk import open_regular_file, read_small_file
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.manifest import tiling_problem
 from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
-from megatrain.parallel.layout import Box, box_shape, intersect
+from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 METADATA_NAME: Final = ".metadata"
 _MAX_METADATA_BYTES: Final = 1 << 30
@@ -86,7 +86,7 @@ class TorchDistFolder:
         for chunk in tensor.chunks:
             common = intersect(chunk, box)
             if common is not None:
-                out[_within(common, box)] = self._cached(name, chunk)[_within(common, chunk)]
+                out[slices_within(common, box)] = self._cached(name, chunk)[slices_within(common, chunk)]
         return out
 
     def object(self, name: str) -> Any:
@@ -235,8 +235,3 @@ def _size(value: Any) -> tuple[int, ...]:
     if not _are_counts(numbers):
         raise ValueError(f"{numbers} is not a size")
     return numbers
-
-
-def _within(common: Box, box: Box) -> tuple[slice, ...]:
-    """Return the slices of `common` in a tensor with the data of `box`."""
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))

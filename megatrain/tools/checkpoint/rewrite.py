@@ -25,7 +25,7 @@ from megatrain.checkpoint.save import begin_save, commit_save, merge_reports, re
 from megatrain.checkpoint.shard_file import ChunkEntry, write_shard_file
 from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.config.errors import ConfigError
-from megatrain.parallel.layout import Box, box_shape
+from megatrain.parallel.layout import box_shape, whole_box
 from megatrain.tools.checkpoint.source import BoxReader, Progress, TensorPart, opened, size_text
 
 _CHUNK_BYTES = 64 << 20
@@ -199,11 +199,6 @@ def _whole_weights(reader: CheckpointReader, dtype: str | None) -> Iterator[Tens
     for name, tensor in sorted(reader.manifest.tensors.items()):
         stored = tensor.kinds["weight"]
         yield TensorPart(name, "weight", tensor.shape, dtype or stored.dtype, whole_box(tensor.shape))
-
-
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """Return the box of a whole tensor."""
-    return tuple((0, size) for size in shape)
 
 
 def _balanced(parts: Sequence[TensorPart], num_files: int) -> list[list[TensorPart]]:

@@ -1,0 +1,47 @@
+"""Parts of all readers of foreign weights: rows of fused tensors, and the state that a manifest stores of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatrain.config import Plan
+from megatrain.parallel.layout import Box
+
+
+def rows_to_copy(rows: Sequence[slice], box: Box) -> Iterator[tuple[slice, range]]:
+    """Yield the rows of a box of a canonical tensor, as slices of the box, and those of the foreign tensor that they are.
+
+    Args:
+        rows: ranges of rows of the foreign tensor that form the canonical one, in this order.
+    """
+    first, (low, high) = 0, box[0]
+    for part in rows:
+        start, stop = max(low, first), min(high, first + part.stop - part.start)
+        if start < stop:
+            yield slice(start - low, stop - low), range(start - first + part.start, stop - first + part.start)
+        first += part.stop - part.start
+
+
+def stored_state(plan: Plan, **known: Any) -> dict[str, Any]:
+    """Return the state of a run for a manifest; without `known` that of a run that begins, from weights alone."""
+    derived = plan.derived
+    state = {
+        "consumed_valid_samples": 0,
+        "scheduled_samples": 0,
+        "schedule": derived.schedule.to_dict(),
+        "loss_scale": {},
+        "expert_biases": {},
+        "has_optimizer": False,
+        "is_evaluation_left": False,
+        "tokenizer_fingerprint": None,
+        "data_plans": {
+            "train": derived.train_plan,
+            "valid": derived.valid_plan,
+            "test": derived.test_plan,
+        },
+        "pass_size": plan.config.training.micro_batch_size * derived.data_parallel_size,
+        "datasets": [],
+    }
+    assert known.keys() <= state.keys()
+    return state | known
