@@ -164,49 +164,44 @@ def test_a_writer_that_fails_leaves_older_checkpoints(
     assert load(tmp_path, rank).iteration == 10
 
 
+def assert_fails_on_two_ranks(folder: Path, build: Callable[[Rank], BackgroundWriter], message: str) -> None:
+    """Save in the background on two ranks; check the error of all ranks, and that no file is left."""
+    ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
+
+    def save_in_background(rank: Rank) -> Path:
+        writer = build(rank)
+        try:
+            writer.begin(a_save(folder, rank, 10))
+            return writer.commit()
+        finally:
+            writer.close()
+
+    for rank in ranks:
+        rank.set_values(3)
+    answers = run_ranks(ranks, save_in_background)
+    assert all(isinstance(answer, CheckpointError) for answer in answers)
+    assert re.search(message, str(answers[0]))
+    assert list(folder.iterdir()) == []
+
+
 def test_what_fails_in_one_writer_fails_on_all_ranks(tmp_path: Path) -> None:
-    ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
-
-    def save_in_background(rank: Rank) -> Path:
+    def build(rank: Rank) -> BackgroundWriter:
         options = {"program": FULL} if rank.grid.rank == 1 else {}
-        writer = BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds, **options)
-        try:
-            writer.begin(a_save(tmp_path, rank, 10))
-            return writer.commit()
-        finally:
-            writer.close()
+        return BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds, **options)
 
-    for rank in ranks:
-        rank.set_values(3)
-    answers = run_ranks(ranks, save_in_background)
-    assert all(isinstance(answer, CheckpointError) for answer in answers)
-    assert re.search(r"rank 1: .*shard_00001\.safetensors: No space left", str(answers[0]))
-    assert list(tmp_path.iterdir()) == []
+    assert_fails_on_two_ranks(tmp_path, build, r"rank 1: .*shard_00001\.safetensors: No space left")
 
 
-def test_a_writer_that_cannot_be_started_again_stops_the_save_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = build_ranks(GridShape(tp=2), small_spec(tied=True, vocab=29, padded=32))
-
-    def save_in_background(rank: Rank) -> Path:
+def test_a_writer_that_cannot_be_started_again_stops_the_save_on_all_ranks(tmp_path: Path) -> None:
+    def build(rank: Rank) -> BackgroundWriter:
         writer = BackgroundWriter(rank.optimizer, rank.grid, rank.optimizer.kinds)
-        try:
-            if rank.grid.rank == 1:
-                os.kill(writer._writer.pid, signal.SIGKILL)
-                writer._writer._process.wait()
-                writer._start_writer = lambda: os.open(tmp_path / "none", os.O_RDONLY)
-            writer.begin(a_save(tmp_path, rank, 10))
-            return writer.commit()
-        finally:
-            writer.close()
+        if rank.grid.rank == 1:
+            os.kill(writer._writer.pid, signal.SIGKILL)
+            writer._writer._process.wait()
+            writer._start_writer = lambda: os.open(tmp_path / "none", os.O_RDONLY)
+        return writer
 
-    for rank in ranks:
-        rank.set_values(3)
-    answers = run_ranks(ranks, save_in_background)
-    assert all(isinstance(answer, CheckpointError) for answer in answers)
-    assert re.search(r"rank 1: .*none: No such file or directory \(errno 2\)", str(answers[0]))
-    assert list(tmp_path.iterdir()) == []
+    assert_fails_on_two_ranks(tmp_path, build, r"rank 1: .*none: No such file or directory \(errno 2\)")
 
 
 def test_a_slow_writer_is_not_ready(tmp_path: Path, make_writer: Callable[..., BackgroundWriter]) -> None:

@@ -101,9 +101,8 @@ def forbidden_folders(seeds: Seeds, chance: random.Random, folder: Path) -> Kind
         after_failure(where, seeds, is_cleaned=True)
         return "reported, older checkpoints intact"
 
-    def unlisted(where: Path) -> str:
-        """The names in the folder can be read, its files cannot."""
-        where.chmod(0o744)
+    def refused(where: Path, mode: int) -> str:
+        where.chmod(mode)
         with other_user(), raises_checkpoint_error(str(where), "ermission denied"):
             load(where, seeds.reader)
         _require_exit_codes(where)
@@ -111,14 +110,12 @@ def forbidden_folders(seeds: Seeds, chance: random.Random, folder: Path) -> Kind
         after_failure(where, seeds, is_cleaned=True)
         return "loading is refused with path and reason"
 
+    def unlisted(where: Path) -> str:
+        """The names in the folder can be read, its files cannot."""
+        return refused(where, 0o744)
+
     def unreadable(where: Path) -> str:
-        where.chmod(0o700)
-        with other_user(), raises_checkpoint_error(str(where), "ermission denied"):
-            load(where, seeds.reader)
-        _require_exit_codes(where)
-        where.chmod(0o755)
-        after_failure(where, seeds, is_cleaned=True)
-        return "loading is refused with path and reason"
+        return refused(where, 0o700)
 
     def read_only(where: Path) -> str:
         with _volume(where.with_name("volume"), "size=4m") as volume:
