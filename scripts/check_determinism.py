@@ -3,9 +3,10 @@
 
     python3 scripts/check_determinism.py
     python3 scripts/check_determinism.py -- --config configs/benchmarks/a1.yaml --num-layers 4 --train-iters 8
+    python3 scripts/check_determinism.py --second=--no-overlap-grad-reduce -- --config configs/benchmarks/a1.yaml --num-layers 4
 
 By default a small dense model in bf16 is trained, with every feature whose sums could vary. A third run without the mode
-measures the cost of the mode. The exit code is 1 if a bit differs.
+measures the cost of the mode. --second gives the second run more flags, which must not change a bit. The exit code is 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("flags", nargs="*", help="flags of pretrain.py, after --")
-    flags = parser.parse_args().flags or SMALL.split()
+    parser.add_argument(
+        "--second", default="", metavar="FLAGS", help="more flags of pretrain.py for the second run"
+    )
+    arguments = parser.parse_args()
+    flags = arguments.flags or SMALL.split()
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: Path(folder) / name for name in ("first", "second", "nondeterministic")}
         for name, save in runs.items():
             mode = [] if name == "nondeterministic" else ["--deterministic-mode"]
-            command = [sys.executable, "pretrain.py", *flags, *mode, "--save", str(save)]
+            more = arguments.second.split() if name == "second" else []
+            command = [sys.executable, "pretrain.py", *flags, *mode, *more, "--save", str(save)]
             result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
             if result.returncode:
                 sys.exit(f"$ {' '.join(command)}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")

@@ -116,7 +116,7 @@ def _roofline(plan: Plan, rates: Rates) -> Roofline:
 
 
 def main() -> None:
-    names = sys.argv[1:] or ["A1", "S1", "B1", "B3", "B4", "B5", "B6"]
+    names = sys.argv[1:] or ["A1", "S1", "B1", "B3", "B4", "B5", "B6", "B7"]
     parts = ("products", "attention", "element_wise", "gradients", "optimizer", "total")
     print(
         f"{'case':<5}"

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +282,7 @@ def write_rank_shards(
     file_bytes: int = FILE_BYTES,
     verifies: bool = False,
 ) -> list[dict[str, Any]]:
-    """Write this rank's files; return a report of each. One chunk at a time is copied to the CPU."""
+    """Write this rank's files; return a report of each. A chunk is copied to the CPU while the one before it is written."""
     return [
         file_report(
             name,
@@ -289,12 +291,23 @@ def write_rank_shards(
                 disk,
                 temporary / name,
                 [chunk.entry for chunk in part],
-                (bytes_of(chunk.values.detach().cpu()) for chunk in part),
+                _copied_ahead(part),
                 verifies=verifies,
             ),
         )
         for name, part in split_into_files(plan, rank, file_bytes)
     ]
+
+
+def _copied_ahead(part: Sequence[PlannedChunk]) -> Iterator[memoryview]:
+    """Yield the bytes of each chunk; the next one is copied meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        copies = deque[Future[memoryview]]()
+        for chunk in part:
+            copies.append(pool.submit(lambda values: bytes_of(values.detach().cpu()), chunk.values))
+            if len(copies) == 2:
+                yield copies.popleft().result()
+        yield from (copy.result() for copy in copies)
 
 
 def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -> dict[str, Any]:

@@ -89,7 +89,10 @@ class SharedExpert(LaidOutModule):
 
 
 class ParallelSum(nn.Module):
-    """Two modules applied to the same input, their outputs summed. With `side` the second one runs there on a GPU."""
+    """Two modules applied to the same input, their outputs summed. With `side` the second one runs there on a GPU.
+
+    The second one is called first, so that gradients of the input are summed in the same order with and without `side`.
+    """
 
     def __init__(self, first: nn.Module, second: nn.Module, side: SideStream | None = None) -> None:
         super().__init__()
@@ -100,7 +103,8 @@ class ParallelSum(nn.Module):
         out: Tensor
         # Deferred weight gradients would read memory of the side stream after it is free there.
         if self.side is None or not x.is_cuda or info.splits_backward:
-            out = self.first(x, info) + self.second(x, info)
+            second = self.second(x, info)
+            out = self.first(x, info) + second
             return out
         second = self.side.fork(lambda: self.second(x, info), x)
         out = self.first(x, info)

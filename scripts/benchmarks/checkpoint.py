@@ -101,17 +101,26 @@ class Benchmark:
                 self._synchronize()
                 # The first copy touches the memory; the second is the one that counts.
                 if not times.stall:
-                    is_pinned = self.ranks.device.type == "cuda"
                     copies = [
-                        torch.empty_like(tensor, device="cpu", pin_memory=is_pinned).fill_(1)
-                        for tensor in self.tensors().values()
+                        torch.empty_like(tensor, device="cpu").fill_(1) for tensor in self.tensors().values()
                     ]
+                    self._pin(copies)
                 start = time.perf_counter()
                 for copy, tensor in zip(copies, self.tensors().values(), strict=True):
                     copy.copy_(tensor, non_blocking=True)
                 self._synchronize_device()
                 times.stall.append(time.perf_counter() - start)
                 times.duration.append(times.stall[-1])
+            self._unpin(copies)
+
+    def _pin(self, tensors: list[Tensor]) -> None:
+        """Pin memory without torch's cache, which would keep it for the rest of the process."""
+        for tensor in tensors if self.ranks.device.type == "cuda" else ():
+            torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+
+    def _unpin(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors if self.ranks.device.type == "cuda" else ():
+            torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def time_save(self, name: str, writer: DirectWriter | BackgroundWriter) -> None:
         with self._measured(name) as times:

@@ -80,19 +80,11 @@ def test_training_in_fp64_equals_the_cpus(model: str, recompute: str) -> None:
 
 @pytest.mark.parametrize("flags", ["", "--recompute-activations", "--bf16"])
 def test_a_shared_expert_on_its_own_stream_changes_no_bit(flags: str) -> None:
-    shared = "--moe-shared-expert-intermediate-size 2048 --moe-shared-expert-gate"
-    losses = []
-    for overlap in ("", "--moe-shared-expert-overlap"):
-        request = parse(f"{EXPERTS} {shared} {flags} {overlap}".split())
-        plan = resolve(request, Facts(vocab_size=101, eod_id=100, device="cuda"))
-        engine = Engine(plan, build_grid(GridShape(), 0), torch.device("cuda"))
-        engine.initialize()
-        reports = []
-        for step in range(20):
-            batches = [on_device(b, torch.device("cuda")) for b in own_batches(step, Layout.of(""), 0)]
-            reports.append(engine.step(batches, Hyperparams(lr=1e-2, weight_decay=0.01)))
-        losses.append([(report.lm_loss, report.grad_norm) for report in reports])
-    assert losses[0] == losses[1]
+    shared = "--moe-shared-expert-intermediate-size 2048 --moe-shared-expert-gate --eval-iters 0"
+    command = [sys.executable, "scripts/check_determinism.py", "--second=--moe-shared-expert-overlap", "--"]
+    command += f"{EXPERTS} {shared} {flags} --train-iters 20".split()
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+    64: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 1)),
+    128: Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(32, 64, 4, 2)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
 }
 """Tiles by the least power of two that is at least the head width."""

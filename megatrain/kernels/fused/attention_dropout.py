@@ -10,14 +10,10 @@ instructions give a thread two of 8 adjacent columns, and the same two of every 
     rounds 4 to 7   2 products of 32 x 32 -> 64 bits and 2 three-way xor each: 16
     20 per counter = 2.5 per score; extraction, comparison, selection: 2.5          5 per score in all
 
-In tiles of keys by queries a thread has 2 of the 8 keys, and Triton computes most counters four times. Instructions of a warp in the loop
-over tiles without masks (d 128, 8 warps, Triton 3.6 for sm_90), without and with dropout:
-
-    forward 348, 576     dq 284, 497     dk, dv 501, 1375
-
-At one instruction per clock and scheduler, and matrix instructions at full rate but not overlapped, dropout makes both passes together 1.4
-times as long. A counter of Philox2x32 for the keys k, k + 8 and the queries q, q + 8, which a thread has in both kinds of tiles, would take 637,
-551 and 858.
+In tiles of keys by queries a thread has 2 of the 8 keys, and Triton computes most counters four times. On one H200 both passes
+together reach 64 to 69 % of their speed without dropout with 128 channels, 60 % with 64. A counter of Philox2x32 for the keys k, k + 8 and
+the queries q, q + 8, which a thread has in both kinds of tiles, would compile to fewer instructions in dk and dv (858 instead of 1,375), and to
+more in the other two kernels.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     rows of x, sorted by group     y[rows of g] = x[rows of g] W_g^T        ends: end of the rows of each group
 
 In bf16 one kernel computes all groups, and the host does not wait for `ends`; in other dtypes the groups are computed one
-by one. Rows after the last end are not read, and results have undefined values there.
+by one. On GPUs a fused kernel adds weight gradients to their fp32 sums. Rows after the last end are not read, and results have undefined values there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.kernels.fused import grouped_gemm as fused
+from megatrain.kernels.fused.launching import is_fused
 from megatrain.kernels.wgrad import accumulate_weight_gradient
 
 _ALIGNMENT = 8
@@ -50,7 +52,10 @@ def grouped_gemm_backward(dy: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def accumulate_grouped_weight_gradient(grad: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Compute grad[g] += dy[rows of g]^T x[rows of g], [e, o, i]; the single kernel rounds each product to bf16 first."""
+    """Compute grad[g] += dy[rows of g]^T x[rows of g], [e, o, i]; torch's grouped kernel rounds each product to bf16 first."""
+    if is_fused(x) and x.element_size() == 2 and grad.dtype is torch.float32:
+        fused.accumulate_weight_gradients(grad, dy, x, ends)
+        return
     if _is_one_kernel(x) and dy.shape[-1] % _ALIGNMENT == 0:
         grad.add_(_grouped(dy.t(), x, ends))
         return

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.config.errors import ConfigError
+from megatrain.kernels.qkv import fused_view
 from megatrain.model.implementations.leaves import ColumnLinear, CoreAttention, Pointwise, RowLinear
 from megatrain.model.implementations.local_leaves import LocalLeaves
 from megatrain.model.layouts import Weights
@@ -331,6 +332,9 @@ class TECoreAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, info: PassInfo) -> Tensor:
         documents = info.documents
+        if q.shape == k.shape and fused_view((q, k, v)) is None:
+            # The library takes parts at the addresses of a packed tensor for one and ignores their strides, as with gates after the values.
+            q = q.contiguous()
         if documents is None:
             return self.adapter(q, k, v.contiguous() if self.has_latents else v)
         s, b = q.shape[:2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fused_helpers import DEVICE, DTYPES, drawn, near
 
+from megatrain.kernels.fused import grouped_gemm as fused_grouped_gemm
 from megatrain.kernels.fused import permute as fused_permute
 from megatrain.kernels.fused import routing as fused_routing
 from megatrain.kernels.moe import permute, routing, routing_losses
@@ -192,3 +193,25 @@ def test_permuted_rows(dtype: torch.dtype, tokens: int, top_k: int, columns: int
     )
     found = fused_permute.gather_sum(rows, permutation.rows)
     assert torch.equal(found, permute.gather_sum_reference(rows, permutation.rows))
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.float32])
+@pytest.mark.parametrize(
+    ("sizes", "outputs", "inputs"), [((3, 0, 64, 130, 0), 24, 16), ((1,), 136, 8), ((0, 65), 130, 257)]
+)
+def test_weight_gradients_of_groups(
+    dtype: torch.dtype, sizes: tuple[int, ...], outputs: int, inputs: int
+) -> None:
+    """Rows after the last end are NaN and are not read; the rows have any stride."""
+    dy, x = (drawn(sum(sizes) + 5, 2 * width, dtype=dtype)[:, :width] for width in (outputs, inputs))
+    for rows in (dy, x):
+        rows[sum(sizes) :] = torch.nan
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32).to(DEVICE)
+    grad = drawn(len(sizes), outputs, inputs, seed=1)
+    expected = grad.double()
+    for group, (a, b) in enumerate(
+        zip(dy[: sum(sizes)].split(sizes), x[: sum(sizes)].split(sizes), strict=True)
+    ):
+        expected[group] += a.double().t() @ b.double()
+    fused_grouped_gemm.accumulate_weight_gradients(grad, dy, x, ends)
+    near(grad, expected, torch.float32, max(sizes))
