@@ -125,19 +125,17 @@ def test_number_formats_differ_by_rounding_only(
     assert verdict.is_good, verdict
 
 
+@pytest.mark.nightly  # the ordinary run finds them in fp64
 @pytest.mark.parametrize(
     "fault",
     [
         "wrong scale",
-        pytest.param("stale gather", marks=pytest.mark.nightly),
-        pytest.param("gradient reduction of one bucket skipped", marks=pytest.mark.nightly),
-        pytest.param("weights of one layer used before their all-gather", marks=pytest.mark.nightly),
+        "stale gather",
+        "gradient reduction of one bucket skipped",
+        "weights of one layer used before their all-gather",
     ],
 )
-@pytest.mark.parametrize(
-    ("precision", "formats"),
-    [("bf16", "sumsbf16 momentsbf16"), pytest.param("fp16", "", marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize(("precision", "formats"), [("bf16", "sumsbf16 momentsbf16"), ("fp16", "")])
 def test_a_planted_fault_exceeds_rounding_in_other_formats(
     low_precision: dict[Precision, LowPrecisionComparer], precision: Precision, formats: str, fault: str
 ) -> None:
@@ -145,14 +143,15 @@ def test_a_planted_fault_exceeds_rounding_in_other_formats(
     assert not low_precision[precision].compare(layout, fault=fault).is_good
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param("dropped all-reduce", marks=pytest.mark.nightly),
+        "dropped all-reduce",
         "missing gradient sum of a norm under sp",
-        pytest.param("gradient reduction of one bucket skipped", marks=pytest.mark.nightly),
-        pytest.param("stale gather", marks=pytest.mark.nightly),
-        pytest.param("wrong tied embedding", marks=pytest.mark.nightly),
+        "gradient reduction of one bucket skipped",
+        "stale gather",
+        "wrong tied embedding",
     ],
 )
 def test_a_planted_fault_exceeds_rounding(

@@ -1,6 +1,6 @@
 """`megatrain parity`: the same model under every layout, against one process.
 
-Tiny models train three steps on batches with an uneven loss mask. In fp64 the loss and gradient norm of each step, every
+Tiny models train two steps on batches with an uneven loss mask. In fp64 the loss and gradient norm of each step, every
 gradient of the first step and every weight after the last step are compared: the largest difference, relative to the
 tensor's largest value, must be at most 1e-10. In fp32, bf16 and fp16 the differences are compared with measured rounding
 noise (low_precision.py). choice.py selects the rows.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, product
 
 Row = tuple[str, ...]
 Partial = tuple[str | None, ...]
@@ -32,23 +32,44 @@ def pairs_of(row: Row) -> set[Pair]:
 def possible_pairs(options: Sequence[Row], is_allowed: Callable[[Partial], bool]) -> list[Pair]:
     """Return all pairs that occur together in some allowed row, in the order of the options."""
     blank: Partial = (None,) * len(options)
-    return [
-        (i, first, j, second)
-        for i, j in combinations(range(len(options)), 2)
-        for first in options[i]
-        for second in options[j]
-        if completed(_put(_put(blank, i, first), j, second), options, is_allowed) is not None
-    ]
+    pairs: list[Pair] = []
+    row: Row | None = None
+    for i, j in combinations(range(len(options)), 2):
+        for first, second in product(options[i], options[j]):
+            found = completed(_put(_put(blank, i, first), j, second), options, is_allowed, like=row)
+            if found is not None:
+                pairs.append((i, first, j, second))
+                row = found
+    return pairs
 
 
-def completed(partial: Partial, options: Sequence[Row], is_allowed: Callable[[Partial], bool]) -> Row | None:
-    """Return the first allowed row that extends a partial row, or None."""
+def completed(
+    partial: Partial, options: Sequence[Row], is_allowed: Callable[[Partial], bool], like: Row | None = None
+) -> Row | None:
+    """Return an allowed row that extends a partial row, or None.
+
+    Args:
+        like: values that are tried first: for all open options at once, then one by one.
+    """
+    if like is not None:
+        row = tuple(new if known is None else known for known, new in zip(partial, like, strict=True))
+        if is_allowed(row):
+            return row
     if not is_allowed(partial):
         return None
+    return _searched(partial, options, is_allowed, like)
+
+
+def _searched(
+    partial: Partial, options: Sequence[Row], is_allowed: Callable[[Partial], bool], like: Row | None
+) -> Row | None:
+    """Return an allowed row that extends an allowed partial row, or None: depth-first."""
     if None not in partial:
         return tuple(value for value in partial if value is not None)
     place = partial.index(None)
-    rows = (completed(_put(partial, place, value), options, is_allowed) for value in options[place])
+    values = options[place] if like is None else sorted(options[place], key=like[place].__ne__)
+    wider = filter(is_allowed, (_put(partial, place, value) for value in values))
+    rows = (_searched(one, options, is_allowed, like) for one in wider)
     return next((row for row in rows if row is not None), None)
 
 
@@ -91,6 +112,7 @@ def _row_around(
 ) -> Row:
     i, first, j, second = pair
     partial = _put(_put((None,) * len(options), i, first), j, second)
+    row = completed(partial, options, is_allowed)
     for place in order:
         if partial[place] is not None:
             continue
@@ -98,12 +120,26 @@ def _row_around(
             options[place],
             key=lambda value, at=place, row=partial: (-_gain(row, at, value, missing), uses[at, value]),  # type: ignore[misc]
         )
-        partial = next(
-            wider
-            for wider in (_put(partial, place, value) for value in ranked)
-            if completed(wider, options, is_allowed) is not None
-        )
-    return tuple(value for value in partial if value is not None)
+        assert row is not None, "the pair is possible"
+        rows = (_row_with(value, place, partial, row, options, is_allowed) for value in ranked)
+        row = next(found for found in rows if found is not None)
+        partial = _put(partial, place, row[place])
+    assert row is not None
+    return row
+
+
+def _row_with(
+    value: str,
+    place: int,
+    partial: Partial,
+    row: Row,
+    options: Sequence[Row],
+    is_allowed: Callable[[Partial], bool],
+) -> Row | None:
+    """Return an allowed row that extends `partial`, with this value: `row`, which extends it too, or one like it; or None."""
+    return (
+        row if row[place] == value else completed(_put(partial, place, value), options, is_allowed, like=row)
+    )
 
 
 def _gain(partial: Partial, place: int, value: str, missing: dict[Pair, None]) -> int:

@@ -1,4 +1,4 @@
-"""Measure one rank of a layout: losses, norms, gradients and weights of three steps of the tiny model."""
+"""Measure one rank of a layout: losses, norms, gradients and weights of two steps of the tiny model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatrain.training.launch.ranks import grid_shape
 from megatrain.training.losses import Losses
 from megatrain.training.step_report import StepReport
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 _VOCAB, _SEQ, _END = 101, 24, 7
 Device = Literal["cpu", "cuda"]
 
@@ -67,7 +67,7 @@ _PRECISION_FLAGS: dict[Precision, str] = {
     "fp64": "--params-dtype float64",
     "fp32": "--params-dtype float32",
     "bf16": "--bf16 --params-dtype bfloat16",
-    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",  # the default initial scale would skip all three steps
+    "fp16": "--fp16 --params-dtype float16 --initial-loss-scale 4096",  # the default initial scale would skip both steps
 }
 
 
@@ -94,7 +94,7 @@ class Job:
 
 
 def measure(rank: int, world_size: int, job: Job) -> Measured:
-    """Run three steps of the tiny model on one rank of a layout."""
+    """Run two steps of the tiny model on one rank of a layout."""
     plan = plan_of(job, world_size)
     layout = job.layout
     with planted(job.fault), _rounded_sums() if job.are_sums_rounded else nullcontext():

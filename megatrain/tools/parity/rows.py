@@ -16,6 +16,7 @@ the rules of `resolve` refuse with experts; a feature without the feature it nee
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,7 +130,7 @@ _BOUND = tuple(
     )
 )
 """Options whose words exclude some words of another option."""
-_BOUND_PLACES = tuple(_NAMES.index(name) for name in _BOUND)
+_bound_words = operator.itemgetter(*map(_NAMES.index, _BOUND))
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class Layout:
 
 def is_row(words: Partial, *, max_ranks: int = MAX_RANKS) -> bool:
     """Return whether these words form a row, or can be completed to one (None: open)."""
-    return _is_possible(tuple(words[place] for place in _BOUND_PLACES), max_ranks)
+    return _is_possible(_bound_words(words), max_ranks)
 
 
 @functools.cache
@@ -399,6 +400,7 @@ def _is_allowed(words: Partial, max_ranks: int) -> bool:
     return is_row((*words, *_USUAL_FORMATS), max_ranks=max_ranks)
 
 
+@functools.cache
 def _number(word: str) -> int:
     """Return the number at the end of a word, or 0."""
     return int(word.lstrip("abcdefghijklmnopqrstuvwxyz") or 0)
