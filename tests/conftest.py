@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -62,6 +63,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=nightly)
     items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_mock_data() -> Iterator[None]:
+    """Mock data has 1,000 sequences in this process and those that it forks: an index of all 100,000 takes a second in each rank."""
+    with patch("megatrain.data.samples.mock.NUM_SEQUENCES", 1000):
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole_mock_data(small_mock_data: None) -> Iterator[None]:
+    """Mock data has as many sequences as Megatron-LM's, in this process."""
+    with patch("megatrain.data.samples.mock.NUM_SEQUENCES", 100_000):
+        yield
 
 
 @pytest.fixture(scope="session")

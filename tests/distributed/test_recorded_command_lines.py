@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from run_here import trainer_of_command_line
@@ -50,10 +51,11 @@ def settings(words: Sequence[str]) -> set[tuple[str, ...]]:
 
 
 def train_command_line(rank: int, world_size: int, words: list[str]) -> int:
-    """Train on one rank; return the exit code."""
-    trainer = trainer_of_command_line(rank, world_size, words)
-    trainer.resume()
-    return trainer.train()
+    """Train on one rank with all of the mock data; return the exit code."""
+    with patch("megatrain.data.samples.mock.NUM_SEQUENCES", 100_000):
+        trainer = trainer_of_command_line(rank, world_size, words)
+        trainer.resume()
+        return trainer.train()
 
 
 @pytest.mark.parametrize(

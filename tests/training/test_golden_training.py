@@ -58,6 +58,9 @@ def recordings(golden_text: Path) -> Path:
     return golden_text.parent / "training"
 
 
+pytestmark = pytest.mark.usefixtures("whole_mock_data")
+
+
 @pytest.fixture
 def tf32_routers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute the routers' products, forward and backward, with factors rounded to TF32."""

@@ -12,8 +12,11 @@ from megatrain.data.samples.mock import MockSequences
 MOCK = EXPECTED["mock"]
 
 
+pytestmark = pytest.mark.usefixtures("whole_mock_data")
+
+
 @pytest.fixture(scope="module")
-def splits():
+def splits(whole_mock_data):
     sizes = MOCK["sizes"][0] if isinstance(MOCK["sizes"][0], list) else MOCK["sizes"]
     sample_options = SampleOptions(
         seq_length=MOCK["sequence_length"], eod=MOCK["eod"], vocab_size=MOCK["vocab_size"]
