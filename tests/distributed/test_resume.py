@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from everyday import one_in
 from run_here import LAYOUTS, UnbrokenRuns, folder_flags, make_trainer, metrics, train_here
 
 from megatrain.checkpoint.find import newest_valid
@@ -52,7 +53,7 @@ def test_ten_and_ten_iterations_are_twenty(
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", ["one process", "tp2 dp2"])
+@pytest.mark.parametrize("name", one_in(2, ["one process", "tp2 dp2", "tp2"]))
 def test_killed_at_random_moments_and_resumed_equals_never_killed(
     pool: WorkerPool, unbroken: UnbrokenRuns, tmp_path: Path, name: str, seed: int
 ) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from everyday import one_in
 from run_helpers import ROOT, command_line
 
 import pretrain
@@ -129,7 +130,7 @@ def test_the_first_run_of_save_and_load_in_one_folder_starts_fresh(
     assert "was reached before" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["typo", "layers over pp", "data file missing"])
+@pytest.mark.parametrize("name", one_in(3, ["typo", "layers over pp", "data file missing"]))
 def test_under_torchrun_it_is_printed_once(name: str) -> None:
     changed, flag, _ = BROKEN[name]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain.py"]

@@ -82,7 +82,7 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
 def test_a_stop_in_an_evaluation_is_prompt_and_the_evaluation_is_made_up_for(tmp_path: Path) -> None:
     save = tmp_path / "run"
     flags: dict[str, str | None] = {
-        "--save": str(save), "--load": str(save), "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "1500",
+        "--save": str(save), "--load": str(save), "--train-iters": "4", "--eval-interval": "2", "--eval-iters": "600",
     }  # fmt: skip
     words = [sys.executable, "pretrain.py", *command_line(flags)]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
