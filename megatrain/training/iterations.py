@@ -82,7 +82,7 @@ class Iterations:
         training = plan.config.training
         self.spikes = {"grad_norm": SpikeDetector("gradient norm")} if training.check_for_large_grads else {}
         self.spikes |= {"lm_loss": SpikeDetector("lm loss")} if training.check_for_spiky_loss else {}
-        self.start = progress.iteration
+        self.start, self.skipped = progress.iteration, frozenset(training.iterations_to_skip)
         self.pending: deque[Iteration] = deque()
         """Iterations that have begun and are not read, oldest first."""
 
@@ -101,12 +101,28 @@ class Iterations:
             NotFiniteError: an iteration is not finite and may not be skipped.
         """
         number, reason = self.next_number, None
+        if number - 1 in self.skipped:
+            return self._skip(number)
         is_first = number == self.start + 1
         with self._heartbeat(number, is_first=is_first):
             self._begin(number)
             while len(self.pending) > (0 if waits or is_first or reason else self.engine.max_pending):
                 reason = self._read_oldest(is_first=is_first) or reason
         return reason
+
+    def _skip(self, number: int) -> str | None:
+        """Pass over an iteration (--iterations-to-skip): its samples count as consumed, and the schedules stay where they are."""
+        while self.pending:
+            reason = self._read_oldest(is_first=False)
+            if reason is not None:
+                return reason
+        progress = self.progress
+        if number == self.start + 1:
+            self.start = number
+        progress.iteration = number
+        progress.consumed_train_samples += self.batch_sizes.at(progress.consumed_train_samples)
+        self.ranks.console.print(f"> iteration {number} is skipped (--iterations-to-skip {number - 1})")
+        return self.stop.reason(number, (0,) * len(self.stop.flags()))
 
     def _heartbeat(self, number: int, *, is_first: bool) -> AbstractContextManager[None]:
         """Print heartbeats during an iteration that takes much longer than the last one: it may hang."""

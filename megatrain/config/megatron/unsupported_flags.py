@@ -194,8 +194,4 @@ UNSUPPORTED_FLAGS: Final = (
         "OpenTelemetry is not supported",
         "--otel-enabled --otel-service-name= --otel-span-groups=",
     ),
-    missing(
-        "skipping iterations is not supported",
-        "--iterations-to-skip=+",
-    ),
 )
