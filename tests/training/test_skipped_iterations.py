@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pretrain
 import pytest
 from run_helpers import command_line
+
+import pretrain
 
 
 def lines_of(folder: Path, flags: dict[str, str | None], *, exit_code: int = 0) -> dict[int, dict[str, Any]]:
