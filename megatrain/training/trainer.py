@@ -26,6 +26,7 @@ from megatrain.data.files import describe_write_error, replace_file
 from megatrain.training.batches import RunBatches, build_batches
 from megatrain.training.checkpoints import require_space, resume_run
 from megatrain.training.debugging.profiling import Profiling
+from megatrain.training.debugging.replicas import check_replicas
 from megatrain.training.engine import Engine
 from megatrain.training.evaluation import Evaluation
 from megatrain.training.garbage import GarbageCollection
@@ -179,10 +180,17 @@ class Trainer:
                 self._update_profile(profiling, log, is_stopping=reason is not None or self._is_done)
                 self.garbage.after_iteration(number)
                 if not iterations.pending:
+                    self._check_replicas_if_due()
                     reason = self._evaluate_if_due(evaluation) or reason
                     self._save_if_due(is_stopping=reason is not None)
         self._print(profiling.at_end(reason))
         return reason
+
+    def _check_replicas_if_due(self) -> None:
+        """Compare weights before they are saved."""
+        interval = self.plan.config.training.check_weight_hash_across_dp_replicas_interval
+        if _divides(interval, self.progress.iteration):
+            check_replicas(self.engine, self.progress.iteration)
 
     def _evaluate_if_due(self, evaluation: Evaluation) -> str | None:
         """Evaluate if it is due; return the reason to stop. After a loss that is not finite, save before the run ends."""
@@ -202,6 +210,7 @@ class Trainer:
         return (
             iteration >= self.plan.derived.train_iters
             or self._is_save_due(iteration)
+            or _divides(self.plan.config.training.check_weight_hash_across_dp_replicas_interval, iteration)
             or evaluation.schedule.is_due(iteration)
             or stop.is_interval_over(iteration)
         )

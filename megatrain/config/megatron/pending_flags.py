@@ -62,7 +62,7 @@ PENDING_FLAGS: Final = (
     pending(
         "detection of faulty or slow hardware",
         "a step that is not finite is computed again, and other faults are not looked for",
-        "--check-weight-hash-across-dp-replicas-interval=* --gpu-sniff-test-interval=* --log-straggler"
+        "--gpu-sniff-test-interval=* --log-straggler"
         " --disable-straggler-on-startup --straggler-ctrlr-port=* --straggler-minmax-count=*"
         " --rerun-mode=disabled|validate_results|report_stats --result-rejected-tracker-filename=*"
         " --train-sync-interval=*",

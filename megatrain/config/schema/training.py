@@ -39,6 +39,10 @@ class TrainingConfig(CheckedSection):
     """Warn of a gradient norm above 10 times the largest of the first 100 iterations since start."""
     check_for_spiky_loss: bool = False
     """Warn of a loss above 10 times the largest of the first 100 iterations since start."""
+    check_weight_hash_across_dp_replicas_interval: int | None = field(
+        default=None, metadata=in_range(at_least=1)
+    )
+    """Iterations between comparisons of the weights that several ranks hold; a difference ends the run and names the rank. none: never."""
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations whose samples are passed over without training, as the number of iterations before each: 0 is the first."""
     seed: int = field(default=1234, metadata=in_range(at_least=0))
