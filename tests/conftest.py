@@ -20,7 +20,7 @@ GROUPS = {
     "tests/distributed/model/": "layers over ranks",
     "tests/distributed/parallel/": "layers over ranks",
     "tests/distributed/test_dying_ranks.py": "dying ranks",
-    "tests/distributed/test_not_finite.py": "not finite",
+    "tests/distributed/debugging/": "debugging over ranks",
     "tests/distributed/": "distributed",
     "tests/test_docs_commands.py": "docs",
 }

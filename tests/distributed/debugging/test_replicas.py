@@ -20,6 +20,7 @@ def error_text(rank: int, world_size: int, flags: list[str], culprit: int, name:
     )
     trainer.resume()
     assert trainer.train() == 0
+    trainer.engine.data_parallel.wait_for_weights()
     if rank == culprit:
         for number, bucket in enumerate(trainer.engine.buffers.buckets):
             for param in bucket.params:
