@@ -12,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.disk import Disk, write_file
@@ -283,6 +285,7 @@ def write_rank_shards(
     verifies: bool = False,
 ) -> list[dict[str, Any]]:
     """Write this rank's files; return a report of each. A chunk is copied to the CPU while the one before it is written."""
+    buffers = host_buffers(plan)
     return [
         file_report(
             name,
@@ -291,7 +294,7 @@ def write_rank_shards(
                 disk,
                 temporary / name,
                 [chunk.entry for chunk in part],
-                _copied_ahead(part),
+                copied_ahead(part, buffers),
                 verifies=verifies,
             ),
         )
@@ -299,15 +302,25 @@ def write_rank_shards(
     ]
 
 
-def _copied_ahead(part: Sequence[PlannedChunk]) -> Iterator[memoryview]:
-    """Yield the bytes of each chunk; the next one is copied meanwhile."""
+def host_buffers(plan: Sequence[PlannedChunk]) -> list[Tensor]:
+    """Return memory for two chunks of a GPU; it is reused, since touching new memory takes longer than the copy."""
+    sizes = [chunk.num_bytes for chunk in plan if not chunk.values.is_cpu]
+    return [torch.empty(max(sizes), dtype=torch.uint8) for _ in range(2)] if sizes else []
+
+
+def copied_ahead(part: Sequence[PlannedChunk], buffers: Sequence[Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of each chunk, from its buffer if there are any; the next one is copied meanwhile."""
+
+    def copied(number: int) -> memoryview:
+        values = part[number].values.detach().view(-1).view(torch.uint8)
+        return bytes_of(buffers[number % 2][: len(values)].copy_(values) if buffers else values)
+
     with ThreadPoolExecutor(1) as pool:
-        copies = deque[Future[memoryview]]()
-        for chunk in part:
-            copies.append(pool.submit(lambda values: bytes_of(values.detach().cpu()), chunk.values))
-            if len(copies) == 2:
-                yield copies.popleft().result()
-        yield from (copy.result() for copy in copies)
+        ahead = pool.submit(copied, 0)
+        for number in range(1, len(part)):
+            data, ahead = ahead.result(), pool.submit(copied, number)
+            yield data
+        yield ahead.result()
 
 
 def file_report(name: str, part: Sequence[PlannedChunk], written: WrittenFile) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Callable
@@ -25,10 +26,13 @@ from checkpoint_helpers import (
     small_spec,
 )
 
+from megatrain.checkpoint.chunks import PlannedChunk
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.errors import CheckpointError
 from megatrain.checkpoint.find import find_checkpoints
 from megatrain.checkpoint.reader import verify
+from megatrain.checkpoint.save import copied_ahead, host_buffers
+from megatrain.checkpoint.tensor_file import bytes_of
 from megatrain.parallel.rank_lists import GridShape
 
 torch.set_num_threads(1)
@@ -267,3 +271,19 @@ def test_all_is_synchronised_before_the_rename_and_the_name_after(tmp_path: Path
         ("rename", TRACKER),
         ("sync_folder", tmp_path.name),
     ]
+
+
+def test_chunks_are_written_from_two_buffers_in_turn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    part = [
+        PlannedChunk(f"t{n}", (n + 1, 3), "weight", ((0, n + 1), (0, 3)), torch.randn(n + 1, 3, generator=generator).to(dtype))
+        for n, dtype in enumerate([torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.bfloat16])
+    ]  # fmt: skip
+    buffers = [torch.full((96,), 255, dtype=torch.uint8) for _ in range(2)]
+    for given in ([], buffers):
+        found = [bytes(data) for data in copied_ahead(part, given)]
+        assert found == [bytes(bytes_of(chunk.values)) for chunk in part]
+    assert host_buffers(part) == []
+    (chunk, *_) = part
+    on_gpu = dataclasses.replace(chunk, values=chunk.values.to("meta"))
+    assert [buffer.numel() for buffer in host_buffers([on_gpu, chunk])] == [chunk.num_bytes] * 2
