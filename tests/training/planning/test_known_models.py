@@ -22,6 +22,12 @@ ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or 
     "mixtral_8x7b": (64, 46_702_792_704),
     "mixtral_8x22b": (256, 140_620_634_112),
     "deepseek_v2_lite": (64, 15_706_484_224),
+    "deepseek_v3": (
+        2048,
+        671_026_404_352 + 11_610_067_968,
+    ),  # and multi-token prediction; biases of experts are no parameters
+    "gpt_oss_20b": (64, 20_914_757_184),
+    "gpt_oss_120b": (256, 116_829_156_672),
     "olmo2_7b": (256, 7_298_617_344),
     "qwen3_0_6b": (8, 596_049_920),
     "qwen3_8b": (64, 8_190_735_360),
@@ -29,8 +35,8 @@ ORIGINALS = {  # GPUs, and the parameters of the checkpoint on Hugging Face, or 
     "qwen3_235b_a22b": (512, 235_093_634_560),
 }
 
-LARGE = ("qwen3_235b_a22b",)
-"""12,000 experts: seconds."""
+LARGE = ("qwen3_235b_a22b", "deepseek_v3")
+"""12,000 experts and more: seconds."""
 
 
 def plan_of(name: str) -> Plan:
