@@ -3,7 +3,7 @@
     space      the layers with one window: they keep the same rows of every sequence
     sequence   a range of consecutive rows in each space, reserved before its first token; its rows are in order of position
     window     a sequence keeps the rows of its window and one pass; a full range moves the rows of the window to its start
-    state      linear attention keeps one state and the inputs of its convolution for each sequence, whatever its length
+    state      linear attention keeps one state and the inputs of its convolution for each sequence of any length
 
 A plan has the sizes before memory is allocated. Multi-latent attention keeps the latent and the rotary channels of keys: one
 row for all heads.
@@ -74,6 +74,14 @@ class CachePlan:
     def num_bytes(self) -> int:
         """Return the bytes of all memory."""
         return self.num_sequences * self.bytes_of(self.max_tokens) + self.max_sequences * self.state_bytes
+
+    @property
+    def description(self) -> str:
+        """Return a sentence about the memory."""
+        return (
+            f"cache of {self.num_bytes / 1e9:.3g} GB: {self.num_sequences} sequences of {self.max_tokens} tokens, or more"
+            f" shorter ones, {self.max_sequences} at most"
+        )
 
     def _row_bytes(self, layer: LayerSizes) -> int:
         return self.dtype.itemsize * sum(heads * channels for heads, channels in layer.rows)
@@ -153,19 +161,19 @@ class Cache:
             space: plan.num_sequences * plan.rows_of(space, plan.max_tokens) for space in plan.spaces
         }
         self.rows = [
-            [torch.zeros(self.num_rows[layer.space], *shape, **self._kind()) for shape in layer.rows]
+            [
+                torch.zeros((self.num_rows[layer.space], *shape), dtype=plan.dtype, device=device)
+                for shape in layer.rows
+            ]
             for layer in plan.layers
         ]
-        wide = {"dtype": accumulation_dtype(plan.dtype), "device": device}
+        dtype = accumulation_dtype(plan.dtype)
         self.states = [
-            [torch.zeros(plan.max_sequences, *shape, **wide) for shape in layer.states]
+            [torch.zeros((plan.max_sequences, *shape), dtype=dtype, device=device) for shape in layer.states]
             for layer in plan.layers
         ]
         self._free = {space: FreeRanges(size) for space, size in self.num_rows.items()}
         self._free_states = list(reversed(range(plan.max_sequences)))
-
-    def _kind(self) -> dict[str, torch.dtype | torch.device]:
-        return {"dtype": self.plan.dtype, "device": self.device}
 
     @property
     def is_empty(self) -> bool:

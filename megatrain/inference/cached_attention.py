@@ -161,7 +161,8 @@ class CachedAttention(RowAttention):
         """Map q [t, 1, n, d], k and v [t, 1, g, d] -> [t, 1, n * d]."""
         self.write(info, (k, v))
         sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
-        return self.attend(q, *self.rows, sink, info).flatten(2)
+        keys, values = self.rows
+        return self.attend(q, keys, values, sink, info).flatten(2)
 
 
 class CachedLatentAttention(RowAttention):
@@ -208,7 +209,7 @@ class CachedDeltaRule(nn.Module):
         """Map the projections of new tokens, [t, 1, channels], -> [t, 1, n, dv]; `begin_pass` comes first."""
         out = None
         for tokens, states in self._groups:
-            part = self._continue(*(x.squeeze(1)[tokens] for x in (qkv, beta, alpha)), states)
+            part = self._continue(qkv[tokens, 0], beta[tokens, 0], alpha[tokens, 0], states)
             out = part.new_empty(len(qkv), 1, *part.shape[2:]) if out is None else out
             out[tokens, 0] = part
         assert out is not None

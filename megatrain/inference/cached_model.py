@@ -7,7 +7,6 @@ RoPE tables and learned positions are those of each token's position in its sequ
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
 from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
 from megatrain.model.linear_attention import DeltaRule, LinearAttention
 from megatrain.model.mtp import MtpLayer
-from megatrain.model.specs import AttentionSpec, ExpertsSpec, GptSpec, LayerSpec
+from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import Batch
 
 
@@ -67,7 +66,7 @@ class CachedModel:
             assert isinstance(mixer.core, DeltaRule)
             core = CachedDeltaRule(mixer.core, *self.cache.states[number])
             self._delta_rules.append(core)
-            mixer.core = core
+            mixer.core = core  # type: ignore[assignment]  # takes the same arguments
             return
         assert isinstance(spec, AttentionSpec)
         if isinstance(mixer, LatentAttention):
@@ -120,15 +119,3 @@ def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
 def _mixers(layer: TransformerLayer) -> Iterator[nn.Module]:
     kinds = (Attention, LatentAttention, LinearAttention)
     return (branch for branch in layer.branches if isinstance(branch, kinds))
-
-
-def without_capacity(spec: GptSpec) -> GptSpec:
-    """Return the model without limits of the experts' loads: dropped assignments would depend on the other tokens of a pass."""
-
-    def unlimited(layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer.mlp, ExpertsSpec):
-            return layer
-        router = dataclasses.replace(layer.mlp.router, capacity_factor=None, is_padded=False)
-        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, router=router))
-
-    return dataclasses.replace(spec, layers=tuple(map(unlimited, spec.layers)))

@@ -49,7 +49,7 @@ class Completion:
     @property
     def num_total(self) -> int:
         """Return the tokens for which memory is reserved. The last one is never an input."""
-        return max(1, len(self.prompt) + self.sampling.max_new_tokens - 1)
+        return len(self.prompt) + max(0, self.sampling.max_new_tokens - 1)
 
     @property
     def tokens(self) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatrain.config.errors import Problem
+from megatrain.config.errors import MegatrainError, Problem
 
 MAX_LOG_PROBS = 100
 _MAX_SEED = 1 << 63
@@ -70,7 +70,7 @@ def penalize_repetition(logits: Tensor, ids: Sequence[int], penalty: float) -> T
     """Return logits [v] in which those of `ids` are lower, once each."""
     if penalty == 1:
         return logits
-    found = torch.tensor(sorted(set(ids)), device=logits.device)
+    found = torch.tensor(sorted(set(ids)), dtype=torch.int64, device=logits.device)
     values = logits[found]
     return logits.index_copy(0, found, torch.where(values > 0, values / penalty, values * penalty))
 
@@ -89,12 +89,14 @@ def kept_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[T
     # The largest logit becomes 0 first: a tiny temperature would overflow the others.
     shifted = logits - logits.amax(-1, keepdim=True)
     scaled = shifted / column([one.temperature for one in samplings])
-    ordered, ids = scaled.sort(-1, descending=True, stable=True)
+    ordered, ids = scaled.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(ordered.shape[1], device=logits.device)
     top_k = column([float(one.top_k or ordered.shape[1]) for one in samplings])
     probs = ordered.masked_fill(rank >= top_k, float("-inf")).softmax(-1)
     before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill((before >= column([one.top_p for one in samplings])) & (rank > 0), 0)
+    # Sums of rounded probabilities reach 1 before the last token.
+    top_p = column([one.top_p if one.top_p < 1 else math.inf for one in samplings])
+    probs = probs.masked_fill((before >= top_p) & (rank > 0), 0)
     return probs / probs.sum(-1, keepdim=True), ids
 
 
@@ -117,13 +119,22 @@ def choose(logits: Tensor, samplers: Sequence[Sampler], seen: Sequence[Sequence[
         logits: [n, v].
         samplers: one per sequence.
         seen: tokens of prompt and text of each sequence.
+
+    Raises:
+        MegatrainError: a sequence's logits are not finite.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     penalties = [one.sampling.repetition_penalty for one in samplers]
     if any(penalty != 1 for penalty in penalties):
         rows = zip(wide, seen, penalties, strict=True)
         wide = torch.stack([penalize_repetition(*row) for row in rows])
-    chosen = wide.argmax(-1)
+    best = wide.max(-1)
+    if not bool(best.values.isfinite().all()):
+        raise MegatrainError(
+            "the model's logits are not finite",
+            fix="generate with --dtype fp32; if they still are not, the weights are damaged",
+        )
+    chosen = best.indices
     drawn = [number for number, one in enumerate(samplers) if one.sampling.temperature > 0]
     if drawn:
         probs, ids = kept_probabilities(wide[drawn], [samplers[number].sampling for number in drawn])

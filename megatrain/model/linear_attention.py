@@ -14,6 +14,8 @@ Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the model is Qwen3-
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -98,6 +100,16 @@ class LinearAttention(nn.Module):
         return residual, self.output(self.proj(out, info), info)
 
 
+class DeltaArguments(NamedTuple):
+    """Arguments of `gated_delta_rule`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
 class DeltaRule(LaidOutModule):
     """Convolution of queries, keys and values, and the gated delta rule."""
 
@@ -127,7 +139,7 @@ class DeltaRule(LaidOutModule):
         """Map q, k, v [s, b, c/tp], beta and alpha [s, b, nv/tp] -> [s, b, nv/tp, dv]."""
         return gated_delta_rule(*self.arguments(qkv, beta, alpha))
 
-    def arguments(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> tuple[Tensor, ...]:
+    def arguments(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> DeltaArguments:
         """Return the arguments of the rule. `qkv` may have rows before those of `beta`, which are only convolved."""
         sizes, dtype = self.sizes, accumulation_dtype(qkv.dtype)
         convolution, dt_bias, a_log = (
@@ -142,7 +154,7 @@ class DeltaRule(LaidOutModule):
         q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_channels**-0.5, k))
         g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
         v = v.unflatten(-1, (-1, sizes.value_head_channels))
-        return q, k, v, g, beta.to(dtype).sigmoid()
+        return DeltaArguments(q, k, v, g, beta.to(dtype).sigmoid())
 
 
 def _convolved(sizes: LinearSizes, prefix: str, kind: str) -> list[Columns]:

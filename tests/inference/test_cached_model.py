@@ -1,17 +1,16 @@
 """Logits with a cache equal those of the whole sequence, for every kind of layer and any order of passes."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import MODELS, SEQ, VOCAB, cached, tiny_model
+from tiny_cached_models import MODELS, SEQ, VOCAB, cached, tiny_model
 from torch import Tensor
 
 from megatrain.inference import cached_attention
 from megatrain.inference.cache import Place
 from megatrain.inference.cached_model import CachedModel, NewTokens
-from megatrain.inference.generate import all_logits
+from megatrain.inference.whole_sequences import all_logits
 from megatrain.kernels.attention.eager import EagerAttention
 from megatrain.kernels.attention.interface import MaskSpec
 

@@ -7,7 +7,8 @@ import torch
 
 from megatrain.config import Facts, parse, resolve
 from megatrain.inference.cache import CachePlan, layer_sizes
-from megatrain.inference.cached_model import CachedModel, without_capacity
+from megatrain.inference.cached_model import CachedModel
+from megatrain.inference.tensor_split import without_capacity
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import gpt_spec
