@@ -78,10 +78,10 @@ class CachePlan:
     @property
     def description(self) -> str:
         """Return a sentence about the memory."""
-        return (
-            f"cache of {self.num_bytes / 1e9:.3g} GB: {self.num_sequences} sequences of {self.max_tokens} tokens, or more"
-            f" shorter ones, {self.max_sequences} at most"
+        size = (
+            f"{self.num_bytes / 1e6:,.1f} MB" if self.num_bytes < 1e9 else f"{self.num_bytes / 1e9:,.1f} GB"
         )
+        return f"cache of {size} for {self.num_sequences} x {self.max_tokens} tokens, {self.max_sequences} sequences at most"
 
     def _row_bytes(self, layer: LayerSizes) -> int:
         return self.dtype.itemsize * sum(heads * channels for heads, channels in layer.rows)

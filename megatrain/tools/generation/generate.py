@@ -34,7 +34,7 @@ _FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; return the exit code."""
     sampling, prompts = _sampling(arguments), _prompts(arguments)
-    with joined_process(arguments) as process:
+    with joined_process(arguments, has_plain_output=arguments.json) as process:
         loaded = load(arguments, process)
         ids = [_encode(loaded, prompt) for prompt in prompts]
         samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
@@ -44,10 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         started = time.perf_counter()
         show.run(engine, prompts, texts)
         seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
-        if not arguments.json:
-            process.console.print(
-                f"> {count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s"
-            )
+        process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
     return 0
 
 
@@ -67,8 +64,13 @@ def _engine(
         num_sequences=min(len(prompts), check_max_sequences(arguments)),
         limit_bytes=cache_limit(arguments, process),
     )
-    if not arguments.json:
-        process.console.print(f"> {plan.description}")
+    process.note(plan.description)
+    shorter = sum(one.max_new_tokens < arguments.max_new_tokens for one in samplings)
+    if shorter:
+        process.note(
+            f"{shorter} of {len(prompts)} prompts: the context of {loaded.max_context} tokens ends the text before"
+            f" --max-new-tokens {arguments.max_new_tokens}"
+        )
     return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod=end_token(arguments, loaded))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,26 +32,31 @@ _GROUP_TIMEOUT: Final = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class Process:
-    """This process: its device, its console, and its place among tensor ranks."""
+    """This process: its device, and its place among tensor ranks."""
 
     device: torch.device
-    console: Console
     ranks: TensorRanks
+    has_plain_output: bool
+    """Standard output has nothing but results: notes are printed to standard error."""
+
+    def note(self, text: str) -> None:
+        """Print a line for the user, on rank 0."""
+        if self.ranks.rank == 0:
+            print(f"> {text}", file=sys.stderr if self.has_plain_output else sys.stdout, flush=True)
 
 
 @contextmanager
-def joined_process(arguments: argparse.Namespace) -> Iterator[Process]:
+def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = False) -> Iterator[Process]:
     """Join the tensor ranks that a launcher has started, or run alone.
 
     Raises:
         MegatrainError: they cannot be joined.
     """
     environment = read_environment()
-    console = Console(is_quiet=environment.rank != 0)
-    check_launch(environment, console)
+    check_launch(environment, Console(is_quiet=environment.rank != 0 or has_plain_output))
     device = _device(arguments.device, environment)
     if environment.world_size == 1:
-        yield Process(device, console, TensorRanks())
+        yield Process(device, TensorRanks(), has_plain_output)
         return
     store = join_store(environment)
     watch = RankWatch(environment, store)
@@ -64,7 +70,8 @@ def joined_process(arguments: argparse.Namespace) -> Iterator[Process]:
             device_id=device if device.type == "cuda" else None,
         )
         make = functools.partial(make_group, timeout=_GROUP_TIMEOUT)
-        yield Process(device, console, TensorRanks(environment.world_size, environment.rank, make))
+        ranks = TensorRanks(environment.world_size, environment.rank, make)
+        yield Process(device, ranks, has_plain_output)
         dist.barrier()
     except BaseException as error:
         if isinstance(error, ConfigError):  # of the same input, on all ranks
@@ -89,12 +96,12 @@ def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
         is_unlimited=True,
     )
     if (folder / CONFIG_NAME).is_file():
-        loaded = load_tensors(_transformers_folder(folder, process.console), options)
+        loaded = load_tensors(_transformers_folder(folder, process), options)
     else:
         loaded = load_model(folder, options)
     for line in loaded.skipped:
-        process.console.print(f"> {line}")
-    process.console.print(f"> {loaded.path}, iteration {loaded.iteration}")
+        process.note(line)
+    process.note(f"{loaded.path}, iteration {loaded.iteration}")
     return loaded
 
 
@@ -130,13 +137,13 @@ def check_max_sequences(arguments: argparse.Namespace) -> int:
     return number
 
 
-def _transformers_folder(folder: Path, console: Console) -> HfCheckpoint:
+def _transformers_folder(folder: Path, process: Process) -> HfCheckpoint:
     """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
     reader = HfCheckpoint(folder)
     size = reader.tokenizer_size
     if size is None or size > reader.num_rows:
         why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
-        console.print(f"> {folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
+        process.note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
         return reader
     return reader if size == reader.num_rows else HfCheckpoint(folder, size)
 
