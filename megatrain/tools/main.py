@@ -12,7 +12,7 @@ from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem
 from megatrain.config.schema.tree import closest_name, settings
-from megatrain.tools.generation.flags import add_generate_flags
+from megatrain.tools.generation.flags import add_generate_flags, add_serve_flags
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +37,7 @@ _MODULES = {
     "port": "megatrain.tools.port.cli",
     "plan": "megatrain.tools.plan.pipeline",
     "report": "megatrain.tools.report",
+    "serve": "megatrain.tools.generation.serve",
     "trace": "megatrain.tools.trace",
 }
 
@@ -76,6 +77,13 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
     add_generate_flags(generate)
     _add_plan(commands)
     _add_report(commands)
+    serve = _command(
+        commands,
+        "serve",
+        help="serve completions of a checkpoint over HTTP",
+        description="Answer requests of OpenAI's completions API (POST /v1/completions) with the model of a checkpoint.",
+    )
+    add_serve_flags(serve)
     trace = _command(
         commands,
         "trace",

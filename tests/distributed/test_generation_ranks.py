@@ -24,14 +24,18 @@ MODELS = {
     "groups": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
     "latents": (
         1,
-        "--no-group-query-attention --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4"
-        " --v-head-dim 4 --q-lora-rank 20 --qk-layernorm --rope-type rope --softmax-type vanilla",
+        (
+            "--no-group-query-attention --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4"
+            " --v-head-dim 4 --q-lora-rank 20 --qk-layernorm --rope-type rope --softmax-type vanilla"
+        ),
     ),
     "states and experts": (
         1,
-        "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3"
-        " --linear-num-key-heads 4 --linear-key-head-dim 8 --linear-num-value-heads 4 --linear-value-head-dim 4"
-        f" --attention-output-gate --moe-shared-expert-intermediate-size 8 {EXPERTS}",
+        (
+            "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-conv-kernel-dim 3"
+            " --linear-num-key-heads 4 --linear-key-head-dim 8 --linear-num-value-heads 4 --linear-value-head-dim 4"
+            f" --attention-output-gate --moe-shared-expert-intermediate-size 8 {EXPERTS}"
+        ),
     ),
 }
 

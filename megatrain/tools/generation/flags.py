@@ -101,3 +101,56 @@ def add_generate_flags(parser: argparse.ArgumentParser) -> None:
         help="report the log-probability of each token, and those of the N most likely ones",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `megatrain serve`."""
+    add_model_flags(parser)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port; 0: a free one, which is printed (default: 8000)",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="name of the model in requests (default: the name of the folder)",
+    )
+    parser.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="most tokens of a prompt and its text together (default: the model's context)",
+    )
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="most sequences that wait for memory; further requests are refused (default: 256)",
+    )
+    parser.add_argument(
+        "--max-connections", type=int, default=1024, metavar="N", help="most connections (default: 1024)"
+    )
+    parser.add_argument(
+        "--max-body-mb", type=float, default=4.0, metavar="MB", help="size limit of a request (default: 4)"
+    )
+    parser.add_argument(
+        "--request-seconds",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time limit of a request, with its wait for memory (default: 600)",
+    )
+    parser.add_argument(
+        "--stop-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="time that running requests have to finish when the server is stopped (default: 10)",
+    )
