@@ -143,7 +143,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class SpaceStep:
-    """What the layers of one space do in a pass: copy rows, write the rows of new tokens, attend to the extents."""
+    """Work of the layers of one space in a pass: copy rows, write the rows of new tokens, attend to the extents."""
 
     extents: tuple[Extent, ...]
     """In the order of the tokens."""

@@ -33,9 +33,9 @@ class Completion:
     ids: list[int] = field(init=False)
     """The prompt and the tokens after it."""
     log_probs: list[LogProb] = field(default_factory=list)
-    """Those of `tokens`."""
+    """Log-probabilities of `tokens`."""
     prompt_log_probs: list[LogProb] = field(default_factory=list)
-    """Those of the prompt's tokens from the second one on."""
+    """Log-probabilities of the prompt's tokens from the second one on."""
     finish_reason: FinishReason | None = None
     """`stop`: end-of-document token; `length`: number of tokens. None: not finished."""
     num_cached: int = 0

@@ -35,7 +35,16 @@ def run(engine: Engine, wanted: Sequence[tuple[list[int], Sampling]]) -> list[Co
     return found
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mla", "qwen3-next", "experts with capacity"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma2",
+        *(
+            pytest.param(one, marks=pytest.mark.nightly)
+            for one in ("mla", "qwen3-next", "experts with capacity")
+        ),
+    ],
+)
 def test_each_text_is_that_of_its_prompt_alone(name: str) -> None:
     wanted = list(zip(PROMPTS, SAMPLINGS, strict=True))
     together = run(Engine(cached(name, sequences=3, tokens=SEQ, per_pass=8), None), wanted)

@@ -108,9 +108,13 @@ def _serve(
         server_header=False,
     )
     server = Server(config)
-    # uvicorn raises a signal once more after its clean stop, for handlers that were there before.
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # These handlers act until uvicorn has its own, and once more after its clean stop, when it raises the signal again.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, stop)
     server.run(sockets=[listener])
     service.begin_stop(0)
     has_ended = service.join(_SECONDS_TO_END)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_here import train_here
+from run_here import MODEL, train_here, trainer_of_command_line
 
 from megatrain.config import ConfigError
 from megatrain.inference.sampling import Sampling
@@ -25,7 +25,7 @@ MODELS = {
     "latents": (
         1,
         (
-            "--no-group-query-attention --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4"
+            "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 4 --qk-pos-emb-head-dim 4"
             " --v-head-dim 4 --q-lora-rank 20 --qk-layernorm --rope-type rope --softmax-type vanilla"
         ),
     ),
@@ -54,23 +54,35 @@ def texts(rank: int, world_size: int, folder: str) -> list[list[int]]:
     return [one.completion.tokens for one in found]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_are_those_of_one_process(name: str, pool: WorkerPool, tmp_path: Path) -> None:
-    world_size, flags = MODELS[name]
-    words = [
-        *flags.split(),
-        "--train-iters",
-        "1",
-        "--lr-warmup-iters",
-        "0",
-        "--save",
-        str(tmp_path),
-        "--init-method-std",
-        "0.2",
-    ]
-    assert set(pool.run(world_size, train_here, words)) == {0}
-    (expected,) = pool.run(1, texts, str(tmp_path))
+TRAINING = "--train-iters 1 --lr-warmup-iters 0 --init-method-std 0.2"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, pool: WorkerPool) -> str:
+    folder = str(tmp_path_factory.mktemp("trained"))
+    assert pool.run(1, train_here, [*TRAINING.split(), "--save", folder]) == [0]
+    return folder
+
+
+def test_tokens_are_those_of_one_process(trained: str, pool: WorkerPool) -> None:
+    (expected,) = pool.run(1, texts, trained)
     assert len({token for tokens in expected for token in tokens}) > 8
+    assert pool.run(2, texts, trained) == [expected] * 2
+
+
+def train(rank: int, world_size: int, words: list[str]) -> int:
+    return trainer_of_command_line(rank, world_size, words).train()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_other_models_and_of_four_ranks(name: str, pool: WorkerPool, tmp_path: Path) -> None:
+    world_size, flags = MODELS[name]
+    words = " ".join([*MODEL, TRAINING, flags, "--save", str(tmp_path)])
+    if "latent" in flags:  # each head has keys of its own
+        words = words.replace("--group-query-attention --num-query-groups 2", "")
+    assert set(pool.run(world_size, train, words.split())) == {0}
+    (expected,) = pool.run(1, texts, str(tmp_path))
     for size in (2, 4):
         assert pool.run(size, texts, str(tmp_path)) == [expected] * size
 
@@ -79,14 +91,6 @@ def refused(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(ConfigError) as caught:
         texts(rank, world_size, folder)
     return str(caught.value)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, pool: WorkerPool) -> str:
-    folder = str(tmp_path_factory.mktemp("trained"))
-    words = ["--train-iters", "1", "--lr-warmup-iters", "0", "--save", folder, "--init-method-std", "0.2"]
-    assert pool.run(1, train_here, words) == [0]
-    return folder
 
 
 def test_sizes_that_do_not_divide_are_refused(trained: str, pool: WorkerPool) -> None:
