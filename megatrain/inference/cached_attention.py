@@ -90,7 +90,8 @@ def pack(extents: tuple[Extent, ...], device: torch.device) -> Packing:
     lengths = CuSeqlens(
         torch.tensor(queries, dtype=torch.int32, device=device),
         torch.tensor(rows, dtype=torch.int32, device=device),
-        max(extent.num_tokens for extent in extents),
+        # FlashAttention-2 takes another path for one query per document, which allows no document without queries.
+        max(2, *(extent.num_tokens for extent in extents)),
         rows[-1],
     )
     return Packing(order, back, rows[-1], lengths)

@@ -15,8 +15,12 @@ from megatrain.inference.engine import Completion, Engine
 from megatrain.inference.sampling import Sampling
 from megatrain.inference.text_stream import TextStream
 from megatrain.model.gpt import Model
+from megatrain.model.specs import AttentionSpec
 
 _TOKENS_PER_PASS = 1024
+_FEWEST_TOKENS_PER_PASS = 64
+_MOST_SCORES = 1 << 28
+"""Attention scores of a prompt's part, for kernels that materialize them."""
 
 
 @dataclass(eq=False)
@@ -92,16 +96,19 @@ def plan_cache(
     """
 
     def plan(count: int) -> CachePlan:
-        per_pass = max(_TOKENS_PER_PASS, num_sequences)
+        fitting = min(_TOKENS_PER_PASS, _MOST_SCORES // (num_heads * max_tokens))
+        per_pass = max(fitting, _FEWEST_TOKENS_PER_PASS, num_sequences)
         most = num_sequences if not has_states else count
         return CachePlan(layers, dtype, per_pass, max_tokens, count, most)
 
     layers = layer_sizes(model.spec, model.tp.size)
+    mixers = [layer.mixer for layer in model.spec.layers]
+    num_heads = max([one.num_heads for one in mixers if isinstance(one, AttentionSpec)], default=1)
     has_states = any(layer.states for layer in layers)
     one = plan(1).num_bytes
     if one > limit_bytes:
         raise ConfigError(
             f"a sequence of {max_tokens} tokens needs a cache of {one / 1e9:.3g} GB, and {limit_bytes / 1e9:.3g} GB are free",
-            fix="shorten the prompt or lower the number of new tokens, or raise --cache-gb if it is set",
+            fix="shorten the prompt, lower --max-new-tokens (--max-context of a server), or raise --cache-gb if it is set",
         )
     return plan(min(num_sequences, limit_bytes // max(1, one)))
