@@ -36,7 +36,7 @@ from megatrain.model.linear_attention import DeltaRule
 from megatrain.model.specs import AttentionSpec
 from megatrain.parallel.batch import PassInfo
 
-_MAX_FLASH_CHANNELS = 256
+_MAX_FUSED_CHANNELS = 256
 
 
 @dataclass(kw_only=True)
@@ -245,14 +245,12 @@ class CachedDeltaRule(nn.Module):
 
 def _kernel(spec: AttentionSpec, rows: Tensor) -> AttentionKernel:
     """Return the kernel for rows of this device and dtype."""
-    is_cuda = rows.device.type == "cuda"
-    if spec.softcap is not None:
-        backend = "triton" if is_cuda else "math"
-    elif is_cuda:
-        is_flash = spec.head_channels <= _MAX_FLASH_CHANNELS and rows.dtype.itemsize == 2
-        backend = "flash2" if is_flash else "math"
+    has_size = spec.head_channels <= _MAX_FUSED_CHANNELS and spec.head_channels % 8 == 0
+    if rows.device.type == "cuda" and has_size and rows.dtype.itemsize == 2:
+        backend = "flash2" if spec.softcap is None else "triton"
     else:
-        backend = "sdpa"
+        is_cpu = rows.device.type == "cpu"
+        backend = "sdpa" if is_cpu and spec.softcap is None else "math"
     return attention_kernel(backend, _scale(spec), spec.softcap)
 
 
