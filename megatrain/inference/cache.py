@@ -115,7 +115,7 @@ class Range:
 
 
 @dataclass
-class Place:
+class Reservation:
     """Memory of one sequence: its rows by space, and the number of its states."""
 
     ranges: dict[Space, Range]
@@ -181,7 +181,7 @@ class Cache:
         is_whole = all(one.spans == [(0, self.num_rows[space])] for space, one in self._free.items())
         return is_whole and len(self._free_states) == self.plan.max_sequences
 
-    def reserve(self, tokens: int) -> Place | None:
+    def reserve(self, tokens: int) -> Reservation | None:
         """Reserve memory for a sequence of so many tokens; None: not enough is free now."""
         assert tokens <= self.plan.max_tokens
         if not self._free_states:
@@ -195,28 +195,28 @@ class Cache:
                     self._free[other].give(taken.start, taken.capacity)
                 return None
             found[space] = Range(start, size)
-        place = Place(found, self._free_states.pop())
+        reservation = Reservation(found, self._free_states.pop())
         for state in itertools.chain(*self.states):
-            state[place.state].zero_()
-        return place
+            state[reservation.state].zero_()
+        return reservation
 
-    def release(self, place: Place) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Return the memory of a sequence."""
-        for space, taken in place.ranges.items():
+        for space, taken in reservation.ranges.items():
             self._free[space].give(taken.start, taken.capacity)
-        self._free_states.append(place.state)
+        self._free_states.append(reservation.state)
 
-    def extend(self, places: Sequence[tuple[Place, int]]) -> dict[Space, SpaceStep]:
+    def extend(self, reservations: Sequence[tuple[Reservation, int]]) -> dict[Space, SpaceStep]:
         """Add rows for new tokens of some sequences, and return what a pass does in each space."""
-        return {space: self._extend(space, places) for space in self._free}
+        return {space: self._extend(space, reservations) for space in self._free}
 
-    def _extend(self, space: Space, places: Sequence[tuple[Place, int]]) -> SpaceStep:
+    def _extend(self, space: Space, reservations: Sequence[tuple[Reservation, int]]) -> SpaceStep:
         extents: list[Extent] = []
         moves: list[Move] = []
         written: list[range] = []
         first = 0
-        for place, count in places:
-            rows = place.ranges[space]
+        for reservation, count in reservations:
+            rows = reservation.ranges[space]
             if rows.used + count > rows.capacity:
                 assert space is not None, "the whole sequence is reserved"
                 moves.append(Move(rows.start, rows.start + rows.used - space, space))

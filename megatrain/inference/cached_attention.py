@@ -1,4 +1,4 @@
-"""Modules that take the place of core attention in a model that generates text: they read and extend a cache.
+"""Modules that replace core attention in a model that generates text: they read and extend a cache.
 
     CachedAttention         keys and values after RoPE; normal heads, grouped queries, windows, softcaps, sinks
     CachedLatentAttention   normalized latents and rotated keys, one row for all heads

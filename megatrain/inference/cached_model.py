@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatrain.inference.cache import Cache, CachePlan, Place
+from megatrain.inference.cache import Cache, CachePlan, Reservation
 from megatrain.inference.cached_attention import (
     CachedAttention,
     CachedDeltaRule,
@@ -35,7 +35,7 @@ from megatrain.parallel.batch import Batch
 class NewTokens:
     """The next tokens of one sequence in a pass."""
 
-    place: Place
+    reservation: Reservation
     tokens: Sequence[int]
     first_position: int
     wants_all: bool = False
@@ -88,9 +88,9 @@ class CachedModel:
             rope.tables = (cos[positions[0]], sin[positions[0]])
         info = CachedPass(
             is_training=False,
-            spaces=self.cache.extend([(part.place, len(part.tokens)) for part in parts]),
+            spaces=self.cache.extend([(part.reservation, len(part.tokens)) for part in parts]),
             lengths=tuple(lengths),
-            states=tuple(part.place.state for part in parts),
+            states=tuple(part.reservation.state for part in parts),
         )
         for rule in self._delta_rules:
             rule.begin_pass(info)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatrain.inference.cache import Place
+from megatrain.inference.cache import Reservation
 from megatrain.inference.cached_model import CachedModel, NewTokens
 from megatrain.inference.sampling import LogProb, Sampler, Sampling, choose, log_probs
 
@@ -39,7 +39,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     """`stop`: end-of-document token; `length`: number of tokens. None: not finished."""
     num_cached: int = 0
-    place: Place | None = None
+    reservation: Reservation | None = None
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,10 +99,10 @@ class Engine:
         """End a completion, finished or not; its memory returns."""
         if completion in self.waiting:
             self.waiting.remove(completion)
-        if completion.place is not None:
+        if completion.reservation is not None:
             self.running.remove(completion)
-            self.model.cache.release(completion.place)
-            completion.place = None
+            self.model.cache.release(completion.reservation)
+            completion.reservation = None
 
     def step(self) -> list[Completion]:
         """Admit completions and run one pass; return those with a new token, or that have finished."""
@@ -112,13 +112,13 @@ class Engine:
             return []
         new_tokens = [
             NewTokens(
-                one.place,
+                one.reservation,
                 one.ids[one.num_cached : one.num_cached + count],
                 one.num_cached,
                 one.sampling.wants_prompt_log_probs and one.num_cached < len(one.prompt),
             )
             for one, count in parts
-            if one.place is not None
+            if one.reservation is not None
         ]
         ready, rows = [], []
         for (one, count), logits in zip(parts, self.model.logits(new_tokens), strict=True):
@@ -134,11 +134,11 @@ class Engine:
     def _admit(self) -> None:
         """Reserve memory for waiting completions, in order: a large one is not overtaken for ever."""
         while self.waiting:
-            place = self.model.cache.reserve(self.waiting[0].num_total)
-            if place is None:
+            reservation = self.model.cache.reserve(self.waiting[0].num_total)
+            if reservation is None:
                 return
             completion = self.waiting.popleft()
-            completion.place = place
+            completion.reservation = reservation
             self.running.append(completion)
 
     def _parts(self) -> list[tuple[Completion, int]]:

@@ -142,8 +142,8 @@ def choose(logits: Tensor, samplers: Sequence[Sampler], seen: Sequence[Sequence[
         sums = probs.double().cumsum(-1)
         # A uniform number near 1 may exceed the sum of rounded probabilities: it selects the last token that is kept.
         kept = (probs > 0).sum(-1, keepdim=True)
-        places = torch.searchsorted(sums, uniform.to(sums.device) * sums[:, -1:], right=True)
-        chosen[drawn] = ids.gather(1, places.minimum(kept - 1)).squeeze(1)
+        ranks = torch.searchsorted(sums, uniform.to(sums.device) * sums[:, -1:], right=True)
+        chosen[drawn] = ids.gather(1, ranks.minimum(kept - 1)).squeeze(1)
     return [int(token) for token in chosen.tolist()]
 
 

@@ -54,7 +54,7 @@ class TextStream:
 
     def _release(self, new: str, *, is_last: bool) -> str:
         text = self._held + new
-        found = [place for word in self._stop if (place := text.find(word)) >= 0]
+        found = [start for word in self._stop if (start := text.find(word)) >= 0]
         if found:
             self.is_stopped, text, self._held = True, text[: min(found)], ""
         else:

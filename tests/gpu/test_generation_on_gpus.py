@@ -39,14 +39,14 @@ def test_attention_to_a_cache(d: int, options: dict[str, Any]) -> None:
     whole = [
         torch.randn(length, 1, 12, d, generator=generator).to("cuda", torch.bfloat16) for length in LENGTHS
     ]
-    places = [cache.reserve(length) for length in LENGTHS]
+    reservations = [cache.reserve(length) for length in LENGTHS]
     done, found = [0, 0, 0], [[], [], []]
     for counts in PASSES:
         order = [number for number in (2, 0, 1) if counts[number]]
         parts = [whole[number][done[number] : done[number] + counts[number]] for number in order]
         q, k, v = torch.cat(parts).split((8, 2, 2), dim=2)
         info = CachedPass(
-            is_training=False, spaces=cache.extend([(places[number], counts[number]) for number in order]),
+            is_training=False, spaces=cache.extend([(reservations[number], counts[number]) for number in order]),
             lengths=tuple(counts[number] for number in order), states=(),
         )  # fmt: skip
         out = attention(q, k, v, info).split([counts[number] for number in order])

@@ -8,7 +8,7 @@ from tiny_cached_models import MODELS, SEQ, VOCAB, cached, tiny_model
 from torch import Tensor
 
 from megatrain.inference import cached_attention
-from megatrain.inference.cache import Place
+from megatrain.inference.cache import Reservation
 from megatrain.inference.cached_model import CachedModel, NewTokens
 from megatrain.inference.whole_sequences import all_logits
 from megatrain.kernels.attention.eager import EagerAttention
@@ -25,23 +25,23 @@ def sequences() -> list[list[int]]:
 def logits_by_parts(model: CachedModel, rows: list[list[int]]) -> list[Tensor]:
     """Return the logits of each sequence, extended by a random number of tokens in each pass, some by none."""
     rng = random.Random(5)
-    places = [model.cache.reserve(len(row)) for row in rows]
+    reservations = [model.cache.reserve(len(row)) for row in rows]
     done, found = [0] * len(rows), [[] for _ in rows]
     while any(count < len(row) for count, row in zip(done, rows, strict=True)):
         parts = []
         for number in rng.sample(range(len(rows)), len(rows)):
             count = min(rng.choice([0, 1, 1, 2, 7]), len(rows[number]) - done[number])
             if count:
-                place = places[number]
-                assert isinstance(place, Place)
+                reservation = reservations[number]
+                assert isinstance(reservation, Reservation)
                 tokens = rows[number][done[number] : done[number] + count]
-                parts.append((number, NewTokens(place, tokens, done[number], wants_all=True)))
+                parts.append((number, NewTokens(reservation, tokens, done[number], wants_all=True)))
                 done[number] += count
         if parts:
             for (number, _), logits in zip(parts, model.logits([part for _, part in parts]), strict=True):
                 found[number].append(logits)
-    for place in places:
-        model.cache.release(place)
+    for reservation in reservations:
+        model.cache.release(reservation)
     assert model.cache.is_empty
     return [torch.cat(one) for one in found]
 

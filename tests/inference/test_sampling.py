@@ -44,6 +44,7 @@ SAMPLINGS = [
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     for temperature, top_k, top_p in itertools.product((0.3, 1.0, 4.0), (0, 1, 7, 80), (1e-9, 0.5, 0.9, 1.0))
 ]
+SAMPLINGS += [Sampling(top_p=share / 200) for share in range(1, 200)]
 
 
 def test_the_tokens_that_are_kept_and_their_probabilities() -> None:

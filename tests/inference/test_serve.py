@@ -281,6 +281,23 @@ def test_a_pause_is_confirmed_and_requests_wait_for_its_end(server: Server) -> N
         assert waiting.result()[0] == 200
 
 
+def test_requests_of_clients_that_vanish_end(server: Server) -> None:
+    """While no pass runs, only the server's reaction ends them."""
+    server.wait_until_free()
+    assert server.post("/pause")[0] == 200
+    connections = []
+    for number in range(6):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = json.dumps({"prompt": "5 3", "max_tokens": 9, "stream": number % 2 == 0})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        connections.append(connection)
+    server._wait_for(lambda: server.get("/health")[1]["waiting"] == 6 or None)
+    for connection in connections:
+        connection.close()
+    server._wait_for(lambda: server.get("/health")[1]["waiting"] == 0 or None)
+    assert server.post("/resume")[0] == 200
+
+
 def client(server: Server, number: int) -> str:
     """Act as one of many clients; return what became of its request."""
     prompt, tokens = f"{number % 28} {number % 7}", 5 + number % 90
