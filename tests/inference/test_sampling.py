@@ -55,6 +55,7 @@ def test_the_tokens_that_are_kept_and_their_probabilities() -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.nightly
 def test_masks_are_those_of_transformers() -> None:
     process = pytest.importorskip("transformers.generation.logits_process")
     for sampling in SAMPLINGS:

@@ -362,6 +362,7 @@ def test_a_stop_in_the_middle_answers_every_client(folder: Path, tmp_path: Path)
     assert found.count("no connection") <= 32  # those that had not connected
 
 
+@pytest.mark.nightly
 def test_requests_have_a_time_limit_and_a_full_queue_refuses(folder: Path, tmp_path: Path) -> None:
     flags = ("--max-sequences", "1", "--max-waiting", "1", "--request-seconds", "1", "--max-context", "50")
     server = Server(folder, tmp_path / "log.txt", *flags)

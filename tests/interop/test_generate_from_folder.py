@@ -60,7 +60,7 @@ def test_greedy_texts_are_those_of_transformers(
     theirs = tiny_model(name)
     folder = write(theirs, tmp_path / "theirs")
     write_tokenizer(folder)
-    flags = ["--temperature", "0", "--max-new-tokens", "25", "--prompt", *PROMPTS]
+    flags = ["--temperature", "0", "--max-new-tokens", "15", "--prompt", *PROMPTS]
     for penalty in (1.0, 1.3):
         found = generated(capsys, "--load", str(folder), *flags, "--repetition-penalty", str(penalty))
         for prompt, one in zip(PROMPTS, found, strict=True):
@@ -68,7 +68,7 @@ def test_greedy_texts_are_those_of_transformers(
             whole = theirs.generate(
                 ids,
                 do_sample=False,
-                max_new_tokens=25,
+                max_new_tokens=15,
                 repetition_penalty=penalty,
                 eos_token_id=2,
                 pad_token_id=0,
