@@ -3,7 +3,7 @@
     tokens ─> decoded with the tokens before ─> complete characters ─> text that can no longer be part of a stop word
 
 A character may take several tokens, and a stop word may begin in one token and end in another: text is held back until it is
-certain.
+certain. The stop word that is complete first ends the text.
 """
 
 from __future__ import annotations
