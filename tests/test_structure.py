@@ -399,7 +399,7 @@ BROKEN = [
         "megatrain.kernels.norm",
         "def f():\n    if True:\n        from megatrain.parallel import grid",
     ),
-    (imports_of_later_folders, "megatrain.inference.generate", "import megatrain.interop.hf as hf"),
+    (imports_of_later_folders, "megatrain.inference.engine", "import megatrain.interop.hf as hf"),
     (imports_of_later_folders, "megatrain", "from megatrain.config import errors"),
     (unknown_folders, "megatrain.core.utils", ""),
     (global_statements, "megatrain.data.gpt", "def f():\n    global state\n    state = 1"),

@@ -16,12 +16,11 @@ from typing import Any
 from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
-from megatrain.optim.sharded import WEIGHT, ShardedOptimizer, fill_weights
-from megatrain.parallel.data_parallel import FlatBuffers
+from megatrain.optim.sharded import WEIGHT, ShardedOptimizer
 from megatrain.parallel.grid import RankGrid
 from megatrain.parallel.layout import ParamLayout, ParamRegistry
 
@@ -89,18 +88,6 @@ def load_checkpoint(
     )
 
 
-def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
-    """Load the weights of the checkpoint at `path` in the model's dtype, for inference.
-
-    The buffers must be of a shard group of one rank. Each rank reads independently.
-    """
-    assert all(shard.numel == shard.bucket.size for shard in buffers.shards)
-    with CheckpointReader(path) as reader:
-        check_names(reader, buffers.registry, lambda _: (WEIGHT,))
-        fill_weights(buffers, reader.source("weight"))
-        return reader.manifest
-
-
 def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) -> None:
     """Copy the expert biases in the state of the checkpoint at `path` to the model's routers.
 
@@ -116,7 +103,7 @@ def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) ->
 
 
 def check_names(
-    reader: CheckpointReader,
+    reader: TensorReader,
     registry: ParamRegistry,
     kinds_of: Callable[[ParamLayout], Sequence[str]],
     upcycling: Upcycling | None = None,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +43,25 @@ _MAX_CHUNK_BYTES = 64 << 20
 """Largest chunk of version 1."""
 _MAX_THREADS = 8
 _MAX_OPEN_FILES = 16
+
+
+class TensorReader(Protocol):
+    """Reader of a checkpoint's tensors: `CheckpointReader`, or a reader of another program's files."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration, and the shape and dtype of each tensor."""
+        ...
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return one kind of state of a tensor."""
+        ...
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy a box into `out`."""
+        ...
 
 
 class CheckpointReader:
@@ -183,7 +202,7 @@ class CheckpointReader:
 class CheckpointSource:
     """A TensorSource: one kind of state of a checkpoint."""
 
-    reader: CheckpointReader
+    reader: TensorReader
     kind: str
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (the piece has a name)

@@ -1,6 +1,7 @@
-"""The model of a checkpoint, in one process.
+"""The model of a checkpoint, in one process or split over tensor ranks.
 
     newest intact checkpoint ─> config, tokenizer ─> model without memory ─> compared with the tensors ─> weights
+    folder of transformers ───> (interop/ reads it as a checkpoint)
 
 The configuration in a checkpoint is untrusted: it is data. It is compared with the tensors before memory is allocated, and the
 function of custom layers, which is code, comes from the user's --spec alone.
@@ -9,19 +10,19 @@ function of custom layers, which is code, comes from the user's --spec alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatrain.checkpoint.errors import DamagedError
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
-from megatrain.checkpoint.load import check_names, load_weights_only, restore_expert_biases
+from megatrain.checkpoint.load import check_names, restore_expert_biases
 from megatrain.checkpoint.manifest import Manifest
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.stored_values import stored_section
 from megatrain.config.derive.custom_layers import layer_function
 from megatrain.config.errors import ConfigError, MegatrainError, NoCheckpointError
@@ -30,13 +31,39 @@ from megatrain.config.schema.experts import ExpertsConfig
 from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.data.tokenizers.build import Tokenizer, load_tokenizer
+from megatrain.inference.tensor_split import split_over_ranks, without_capacity
 from megatrain.model.custom_layers import apply_custom_layers
 from megatrain.model.gpt import Model, build_model
 from megatrain.model.specs import gpt_spec
-from megatrain.optim.sharded import WEIGHT
+from megatrain.optim.sharded import WEIGHT, fill_weights
 from megatrain.parallel.allocate_buffers import allocate_buffers
-from megatrain.parallel.build_grid import build_grid
-from megatrain.parallel.rank_lists import GridShape
+from megatrain.parallel.build_grid import MakeHandle, build_grid
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """This process, one of the tensor ranks that a model is split over."""
+
+    size: int = 1
+    rank: int = 0
+    make_handle: MakeHandle | None = None
+    """Creates the process groups; None: the ranks cannot communicate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a stored model is built.
+
+    Attributes:
+        spec: words of --spec, for a model with custom layers.
+        is_unlimited: experts have no capacity, so that no token depends on other sequences.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    spec: tuple[str, ...] = ()
+    ranks: TensorRanks = TensorRanks()
+    is_unlimited: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,84 +74,90 @@ class LoadedModel:
     tokenizer: Tokenizer
     max_context: int
     """Longest context in tokens: the sequence length of training."""
+    dtype: torch.dtype
     path: Path
     iteration: int
     skipped: tuple[str, ...] = ()
     """A sentence for each newer checkpoint that is damaged."""
 
 
-def load_model(
-    folder: Path, *, spec: Sequence[str] = (), device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
+def load_model(folder: Path, options: ModelOptions) -> LoadedModel:
     """Load the newest intact checkpoint in `folder`, or the one of FOLDER/iter_0000100.
-
-    Args:
-        spec: words of --spec, for a model with custom layers.
 
     Raises:
         NoCheckpointError: the folder has none.
         MismatchError: another version of the program wrote it.
-        ConfigError: the tokenizer has changed since training, or `spec` does not match the checkpoint.
+        ConfigError: the tokenizer has changed since training, or `options` do not match the checkpoint.
     """
     skipped: list[str] = []
     for candidate in list_candidates(folder):
         try:
-            loaded = _load(candidate, tuple(spec), device=device, dtype=dtype)
+            loaded = _load(candidate, options)
         except DamagedError as error:
             skipped.append(f"skipped iteration {candidate.iteration}: {error.problems[0].text}")
             continue
         return dataclasses.replace(loaded, skipped=tuple(skipped))
     raise NoCheckpointError(
         f"--load {folder} has no valid checkpoint" + "".join(f"\n  {line}" for line in skipped),
-        fix="set --load to the --save folder of pretrain.py, or to one of its iter_NNNNNNN folders; `megatrain checkpoint"
-        " ls FOLDER` lists them",
+        fix="set --load to the --save folder of pretrain.py, to one of its iter_NNNNNNN folders, or to a folder of"
+        " transformers with config.json; `megatrain checkpoint ls FOLDER` lists checkpoints",
     )
 
 
-def _load(
-    candidate: Candidate, spec: tuple[str, ...], *, device: torch.device, dtype: torch.dtype
-) -> LoadedModel:
+def _load(candidate: Candidate, options: ModelOptions) -> LoadedModel:
     path = candidate.path
     if candidate.problem is not None:
         raise DamagedError(f"{path}: {candidate.problem}")
-    manifest = check_folder(path, candidate.iteration)
-    tokenizer = _tokenizer(path, manifest)
-    model = build_stored_model(
-        path, manifest, vocab_size=tokenizer.vocab_size, spec=spec, device=device, dtype=dtype
-    )
-    return LoadedModel(model, tokenizer, _seq_length(path, manifest), path, manifest.iteration)
+    with CheckpointReader(path, check_folder(path, candidate.iteration)) as reader:
+        return load_tensors(reader, options)
 
 
-def build_stored_model(
-    path: Path,
-    manifest: Manifest,
-    *,
-    vocab_size: int,
-    spec: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Model:
-    """Build the model that a manifest describes, and load its weights.
+def load_tensors(reader: TensorReader, options: ModelOptions) -> LoadedModel:
+    """Load the model and the tokenizer that a reader's manifest describes.
 
     Raises:
         DamagedError: configuration and tensors contradict each other.
-        ConfigError: `spec` does not match the checkpoint.
+        ConfigError: the tokenizer has changed since training, or `options` do not match the checkpoint.
     """
-    config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), spec)
+    path, manifest = reader.path, reader.manifest
+    tokenizer = _tokenizer(path, manifest)
+    model = build_stored_model(reader, options, vocab_size=tokenizer.vocab_size)
+    return LoadedModel(model, tokenizer, _seq_length(path, manifest), options.dtype, path, manifest.iteration)
+
+
+def build_stored_model(reader: TensorReader, options: ModelOptions, *, vocab_size: int) -> Model:
+    """Build the model that a reader's manifest describes, and load its weights.
+
+    Raises:
+        DamagedError: configuration and tensors contradict each other.
+        ConfigError: `options` do not match the checkpoint.
+    """
+    path, manifest, ranks = reader.path, reader.manifest, options.ranks
+    config = _with_user_spec(path, stored_section(path, manifest.config, "model", ModelConfig), options.spec)
     experts = stored_section(path, manifest.config, "experts", ExpertsConfig)
-    grid, seq_length = build_grid(GridShape(), 0), _seq_length(path, manifest)
+    kind: dict[str, Any] = {
+        "seq_length": _seq_length(path, manifest),
+        "sequence_parallel": False,
+        "dtype": options.dtype,
+    }
     with _untrusted_configuration(path):
         described = apply_custom_layers(gpt_spec(config, experts, vocab_size=vocab_size), config)
-        build = functools.partial(
-            build_model, described, grid, seq_length=seq_length, sequence_parallel=False, dtype=dtype
-        )
-        with CheckpointReader(path, manifest) as reader:
-            check_names(reader, build(device=torch.device("meta")).registry, lambda _: (WEIGHT,))
-    model = build(device=device)
+        described = without_capacity(described) if options.is_unlimited else described
+        described, shape = split_over_ranks(described, ranks.size)
+        silent = build_grid(shape, ranks.rank)
+        registry = build_model(described, silent, device=torch.device("meta"), **kind).registry
+        check_names(reader, registry, lambda _: (WEIGHT,))
+    grid = build_grid(shape, ranks.rank, ranks.make_handle)
+    model = build_model(described, grid, device=options.device, **kind)
     buffers = allocate_buffers(
-        model.registry, grid=grid, weight_dtype=dtype, grad_dtype=dtype, device=device, has_gradients=False
+        model.registry,
+        grid=grid,
+        weight_dtype=options.dtype,
+        grad_dtype=options.dtype,
+        device=options.device,
+        has_gradients=False,
     )
-    load_weights_only(path, buffers)
+    fill_weights(buffers, CheckpointSource(reader, WEIGHT))
     restore_expert_biases(model, manifest.state, path)
     return model
 

@@ -27,16 +27,24 @@ CHUNK = 64
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = CHUNK) -> Tensor:
-    """Apply the rule to whole sequences, from an empty state.
+    """Apply the rule to whole sequences, from an empty state: see `continue_gated_delta_rule`."""
+    return continue_gated_delta_rule(q, k, v, g, beta, None, chunk)[0]
+
+
+def continue_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Apply the rule to the next tokens of sequences.
 
     Args:
         q, k: [s, b, n, dk], normalized and scaled by the caller.
         v: [s, b, n, dv].
         g: logarithm of the decay, at most 0, [s, b, n].
         beta: strength of a write, 0 to 1, [s, b, n].
+        state: state after the tokens before, [b, n, dk, dv] in the accumulation dtype; None: empty.
         chunk: tokens of a chunk.
     Returns:
-        [s, b, n, dv] in the dtype of v.
+        Outputs [s, b, n, dv] in the dtype of v, and the state after the last token.
     """
     s, dtype = q.shape[0], accumulation_dtype(v.dtype)
     chunk = min(chunk, s)
@@ -52,13 +60,14 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
     within = (q @ k.transpose(-1, -2)) * between
     q, last = q * sums.exp(), sums[..., -1:, :]
     k, last = k * (last - sums).exp(), last.exp()
-    state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+    if state is None:
+        state = q.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []
     for number in range(q.shape[2]):
         new = written[:, :, number] - read[:, :, number] @ state
         outputs.append(q[:, :, number] @ state + within[:, :, number] @ new)
         state = last[:, :, number] * state + k[:, :, number].transpose(-1, -2) @ new
-    return torch.cat(outputs, dim=2)[:, :, :s].permute(2, 0, 1, 3).to(v.dtype)
+    return torch.cat(outputs, dim=2)[:, :, :s].permute(2, 0, 1, 3).to(v.dtype), state
 
 
 def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ Source: Yang et al., Gated Delta Networks, arXiv:2412.06464; the model is Qwen3-
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -98,6 +100,16 @@ class LinearAttention(nn.Module):
         return residual, self.output(self.proj(out, info), info)
 
 
+class DeltaArguments(NamedTuple):
+    """Arguments of `gated_delta_rule`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
 class DeltaRule(LaidOutModule):
     """Convolution of queries, keys and values, and the gated delta rule."""
 
@@ -125,19 +137,24 @@ class DeltaRule(LaidOutModule):
 
     def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
         """Map q, k, v [s, b, c/tp], beta and alpha [s, b, nv/tp] -> [s, b, nv/tp, dv]."""
+        return gated_delta_rule(*self.arguments(qkv, beta, alpha))
+
+    def arguments(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> DeltaArguments:
+        """Return the arguments of the rule. `qkv` may have rows before those of `beta`, which are only convolved."""
         sizes, dtype = self.sizes, accumulation_dtype(qkv.dtype)
         convolution, dt_bias, a_log = (
             functions.as_leaf(getattr(self, name), self.weight_grads.get(name))
             for name in ("convolution", "dt_bias", "a_log")
         )
-        mixed = self.activation.value(causal_convolution(qkv.to(dtype), convolution.to(dtype)))
+        convolved = causal_convolution(qkv.to(dtype), convolution.to(dtype))[len(qkv) - len(beta) :]
+        mixed = self.activation.value(convolved)
         q, k, v = mixed.to(qkv.dtype).split(self.widths, dim=-1)
         q, k = (_unit_heads(x.unflatten(-1, (-1, sizes.key_head_channels)), dtype) for x in (q, k))
         shares = sizes.num_value_heads // sizes.num_key_heads
         q, k = (_repeat_heads(x, shares) for x in (q * sizes.key_head_channels**-0.5, k))
         g = -a_log.to(dtype).exp() * F.softplus(alpha.to(dtype) + dt_bias.to(dtype))
         v = v.unflatten(-1, (-1, sizes.value_head_channels))
-        return gated_delta_rule(q, k, v, g, beta.to(dtype).sigmoid())
+        return DeltaArguments(q, k, v, g, beta.to(dtype).sigmoid())
 
 
 def _convolved(sizes: LinearSizes, prefix: str, kind: str) -> list[Columns]:

@@ -17,8 +17,8 @@ from torch import Tensor
 from megatrain.checkpoint.manifest import DTYPES
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import MegatrainError
-from megatrain.inference.generate import all_logits
-from megatrain.inference.stored_model import build_stored_model
+from megatrain.inference.stored_model import ModelOptions, build_stored_model
+from megatrain.inference.whole_sequences import all_logits
 
 _NUM_TOKENS: Final = 64
 _LIMIT: Final = 1e-4
@@ -54,14 +54,8 @@ def compare_logits(reader: CheckpointReader, folder: Path, *, vocab_size: int, d
 
 def _our_logits(reader: CheckpointReader, tokens: Tensor, vocab_size: int, dtype: str | None) -> Tensor:
     """Return the logits of the checkpoint, [s, b, v], with weights of `dtype`."""
-    model = build_stored_model(
-        reader.path,
-        reader.manifest,
-        vocab_size=vocab_size,
-        spec=(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
+    model = build_stored_model(reader, options, vocab_size=vocab_size)
     if dtype is not None:
         with torch.no_grad():
             for segment in model.segments:

@@ -12,6 +12,7 @@ from megatrain import __version__
 from megatrain.config.cli.help_text import field_help
 from megatrain.config.errors import Problem
 from megatrain.config.schema.tree import closest_name, settings
+from megatrain.tools.generation.flags import add_generate_flags, add_serve_flags
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,11 +32,12 @@ _MODULES = {
     "checkpoint": "megatrain.tools.checkpoint.cli",
     "convert": "megatrain.tools.convert",
     "data": "megatrain.tools.data.cli",
-    "generate": "megatrain.tools.generate",
+    "generate": "megatrain.tools.generation.generate",
     "parity": "megatrain.tools.parity.cli",
     "port": "megatrain.tools.port.cli",
     "plan": "megatrain.tools.plan.pipeline",
     "report": "megatrain.tools.report",
+    "serve": "megatrain.tools.generation.serve",
     "trace": "megatrain.tools.trace",
 }
 
@@ -70,42 +72,18 @@ def _parser(*, with_help: bool = False) -> argparse.ArgumentParser:
         commands,
         "generate",
         help="generate text from a checkpoint",
-        description="Load the newest valid checkpoint and continue a prompt.",
+        description="Load the newest valid checkpoint, or a folder of transformers, and continue prompts.",
     )
-    generate.add_argument(
-        "--load",
-        required=True,
-        metavar="FOLDER",
-        help="--save folder of a run, or one of its iter_NNNNNNN folders",
-    )
-    generate.add_argument("--prompt", required=True, help="text to continue")
-    generate.add_argument(
-        "--spec",
-        nargs="+",
-        default=(),
-        metavar="WORD",
-        help="function with the custom layers of the model, as in training: its code is never taken from a checkpoint",
-    )
-    generate.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="maximum number of tokens (default: 64)"
-    )
-    generate.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0: greedy decoding (default: 0.8)",
-    )
-    generate.add_argument(
-        "--top-k",
-        type=int,
-        default=40,
-        metavar="K",
-        help="sample from the K most likely tokens (default: 40)",
-    )
-    generate.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    add_generate_flags(generate)
     _add_plan(commands)
     _add_report(commands)
+    serve = _command(
+        commands,
+        "serve",
+        help="serve completions of a checkpoint over HTTP",
+        description="Answer requests of OpenAI's completions API (POST /v1/completions) with the model of a checkpoint.",
+    )
+    add_serve_flags(serve)
     trace = _command(
         commands,
         "trace",

@@ -16,7 +16,7 @@ from megatrain.config.cli.render_plan import render_plan
 from megatrain.config.environment import LaunchEnvironment
 from megatrain.config.errors import NoCheckpointError
 from megatrain.config.plan import Plan
-from megatrain.inference.stored_model import load_model
+from megatrain.inference.stored_model import ModelOptions, load_model
 from megatrain.tools.worker_pool import WorkerPool
 from megatrain.training.launch.facts import gather_facts
 from megatrain.training.launch.ranks import report_errors
@@ -92,7 +92,7 @@ def test_a_pretrained_checkpoint_can_be_chosen(stored: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("name", "iteration"), [("", 20), ("iter_0000008", 8)])
 def test_a_model_for_generation_can_be_chosen(stored: Path, name: str, iteration: int) -> None:
-    loaded = load_model(stored / name, device=torch.device("cpu"), dtype=torch.float32)
+    loaded = load_model(stored / name, ModelOptions(device=torch.device("cpu"), dtype=torch.float32))
     assert loaded.iteration == iteration
 
 

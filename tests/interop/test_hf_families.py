@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config import ConfigError, parse
-from megatrain.inference.generate import all_logits
-from megatrain.inference.stored_model import build_stored_model
+from megatrain.inference.stored_model import ModelOptions, build_stored_model
+from megatrain.inference.whole_sequences import all_logits
 from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
@@ -55,14 +55,8 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def logits_here(checkpoint: Path, tokens: Tensor) -> Tensor:
     with CheckpointReader(checkpoint) as reader:
-        model = build_stored_model(
-            checkpoint,
-            reader.manifest,
-            vocab_size=VOCAB,
-            spec=(),
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
+        options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
+        model = build_stored_model(reader, options, vocab_size=VOCAB)
     return all_logits(model, tokens).transpose(0, 1)
 
 

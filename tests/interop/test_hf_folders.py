@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.config.errors import ConfigError
-from megatrain.inference.generate import all_logits
-from megatrain.inference.stored_model import build_stored_model
+from megatrain.inference.stored_model import ModelOptions, build_stored_model
+from megatrain.inference.whole_sequences import all_logits
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.family import Fused
 from megatrain.interop.hf.tensors import their_tensors
@@ -46,9 +46,8 @@ def test_logits_are_those_that_transformers_computed(kind: str, tmp_path: Path) 
     assert main(["convert", "hf-to-megatrain", str(source), str(tmp_path / "ours")]) == 0
     path = tmp_path / "ours" / "iter_0000000"
     with CheckpointReader(path) as reader:
-        model = build_stored_model(
-            path, reader.manifest, vocab_size=VOCAB, spec=(), device=torch.device("cpu"), dtype=torch.float32
-        )
+        options = ModelOptions(device=torch.device("cpu"), dtype=torch.float32)
+        model = build_stored_model(reader, options, vocab_size=VOCAB)
     found = all_logits(model, TOKENS)[-2:, 0, :3]
     assert (found - torch.tensor(LOGITS[kind])).abs().max() < 5e-6
     back = tmp_path / "back"

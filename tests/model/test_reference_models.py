@@ -30,7 +30,7 @@ from transformers_weights import (
 )
 
 from megatrain.config import Facts, parse, resolve
-from megatrain.inference.generate import all_logits
+from megatrain.inference.whole_sequences import all_logits
 from megatrain.model.gpt import build_model
 from megatrain.model.router import ROUTER_METRICS
 from megatrain.model.specs import gpt_spec

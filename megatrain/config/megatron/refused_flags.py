@@ -107,7 +107,7 @@ REFUSED_FLAGS: Final = (
         instead="remove the flag and train a GPT",
     ),
     refused(
-        "serving a model is not part of pretraining",
+        "serving a model is another command",
         "--inference-batch-times-seqlen-threshold= --inference-coordinator-port="
         " --inference-cuda-graph-all-prefills --inference-cuda-graph-max-tokens= --inference-cuda-graph-scope="
         " --inference-disable-ep-consensus --no-inference-disable-ep-consensus"
@@ -135,6 +135,7 @@ REFUSED_FLAGS: Final = (
         " --mamba-inference-conv-states-dtype= --mamba-inference-ssm-states-dtype= --num-speculative-tokens="
         " --use-same-sampling-seed-across-dp-ranks --use-legacy-static-engine --decode-only-cuda-graphs"
         " --enable-chunked-prefill --flash-decode --mlp-chunks-for-prefill= --nccl-all-reduce-for-prefill",
+        instead="remove the flag; megatrain serve --help lists the flags of the server",
     ),
     refused(
         "reinforcement learning is not part of pretraining",

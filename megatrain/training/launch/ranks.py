@@ -118,9 +118,9 @@ def joined_ranks(request: Request, phases: Phases | None = None) -> Iterator[Ran
     """
     environment = read_environment()
     phases = phases or Phases(Console(is_quiet=environment.rank != 0))
-    _check_launch(environment, phases.console)
+    check_launch(environment, phases.console)
     with phases.phase("rendezvous with the other ranks"):
-        store = _join_store(environment) if environment.world_size > 1 else None
+        store = join_store(environment) if environment.world_size > 1 else None
         watch = RankWatch(environment, store) if store is not None else None
     locks = SaveLocks(saved_folders(request) if environment.rank == 0 else {}, phases.console.print)
     if watch is not None:
@@ -209,7 +209,7 @@ def grid_shape(plan: Plan) -> GridShape:
     return dataclasses.replace(shape, dp_copies=instances, expert_copies=instances)
 
 
-def _check_launch(environment: LaunchEnvironment, console: Console) -> None:
+def check_launch(environment: LaunchEnvironment, console: Console) -> None:
     """Print the launcher and its variables.
 
     Raises:
@@ -226,7 +226,7 @@ def _check_launch(environment: LaunchEnvironment, console: Console) -> None:
         console.print(f"> one process: {environment.description}")
 
 
-def _join_store(environment: LaunchEnvironment) -> dist.Store:
+def join_store(environment: LaunchEnvironment) -> dist.Store:
     rank, world_size = environment.rank, environment.world_size
     try:
         store, _, _ = next(

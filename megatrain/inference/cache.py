@@ -1,0 +1,265 @@
+"""Cache memory of text generation: rows of keys and values, and states of linear attention, of a rank's layers.
+
+    space      the layers with one window: they keep the same rows of every sequence
+    sequence   a range of consecutive rows in each space, reserved before its first token; its rows are in order of position
+    window     a sequence keeps the rows of its window and one pass; a full range moves the rows of the window to its start
+    state      linear attention keeps one state and the inputs of its convolution for each sequence of any length
+
+A plan has the sizes before memory is allocated. Multi-latent attention keeps the latent and the rotary channels of keys: one
+row for all heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatrain.kernels.dtypes import accumulation_dtype
+from megatrain.model.specs import AttentionSpec, GptSpec, LinearAttentionSpec
+
+Space = int | None
+"""The window of a space's layers; None: they attend to all earlier tokens."""
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Cache of one layer on this rank."""
+
+    space: Space = None
+    rows: tuple[tuple[int, int], ...] = ()
+    """Heads and channels of each tensor of rows."""
+    states: tuple[tuple[int, ...], ...] = ()
+    """Shape of each state of a sequence, in the accumulation dtype."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Sizes of the cache for `num_sequences` sequences of `max_tokens` tokens; shorter ones leave memory for more."""
+
+    layers: tuple[LayerSizes, ...]
+    dtype: torch.dtype
+    tokens_per_pass: int
+    """Most tokens that one pass adds to a sequence."""
+    max_tokens: int
+    """Most tokens of a sequence."""
+    num_sequences: int = 1
+    max_sequences: int = 1
+    """Most sequences at a time, of any length."""
+
+    @property
+    def spaces(self) -> list[Space]:
+        """Return the spaces of the layers with rows."""
+        return list(dict.fromkeys(layer.space for layer in self.layers if layer.rows))
+
+    def rows_of(self, space: Space, tokens: int) -> int:
+        """Return the rows that a sequence of so many tokens reserves."""
+        return tokens if space is None else min(tokens, space + self.tokens_per_pass)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Return the bytes of the rows of one sequence of so many tokens."""
+        return sum(self.rows_of(layer.space, tokens) * self._row_bytes(layer) for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the states of one sequence."""
+        size = accumulation_dtype(self.dtype).itemsize
+        return size * sum(math.prod(shape) for layer in self.layers for shape in layer.states)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all memory."""
+        return self.num_sequences * self.bytes_of(self.max_tokens) + self.max_sequences * self.state_bytes
+
+    @property
+    def description(self) -> str:
+        """Return a sentence about the memory."""
+        size = (
+            f"{self.num_bytes / 1e6:,.1f} MB" if self.num_bytes < 1e9 else f"{self.num_bytes / 1e9:,.1f} GB"
+        )
+        return f"cache of {size} for {self.num_sequences} x {self.max_tokens} tokens, {self.max_sequences} sequences at most"
+
+    def _row_bytes(self, layer: LayerSizes) -> int:
+        return self.dtype.itemsize * sum(heads * channels for heads, channels in layer.rows)
+
+
+def layer_sizes(spec: GptSpec, tp_size: int) -> tuple[LayerSizes, ...]:
+    """Return the cache of each layer with a mixer, on a tensor rank."""
+    return tuple(_sizes(layer.mixer, tp_size) for layer in spec.layers if layer.mixer is not None)
+
+
+def _sizes(mixer: AttentionSpec | LinearAttentionSpec, tp_size: int) -> LayerSizes:
+    if isinstance(mixer, LinearAttentionSpec):
+        sizes = mixer.sizes
+        channels = (2 * sizes.key_channels + sizes.value_channels) // tp_size
+        heads = sizes.num_value_heads // tp_size
+        state = (heads, sizes.key_head_channels, sizes.value_head_channels)
+        return LayerSizes(states=((sizes.convolution_taps - 1, channels), state))
+    if mixer.latent is not None:
+        return LayerSizes(mixer.window, ((1, mixer.latent.kv_rank + mixer.latent.rotary_channels),))
+    groups = max(1, mixer.num_query_groups // tp_size)
+    return LayerSizes(mixer.window, ((groups, mixer.head_channels), (groups, mixer.value_channels)))
+
+
+@dataclass
+class Range:
+    """Rows of one sequence in one space."""
+
+    start: int
+    capacity: int
+    used: int = 0
+
+
+@dataclass
+class Reservation:
+    """Memory of one sequence: its rows by space, and the number of its states."""
+
+    ranges: dict[Space, Range]
+    state: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """Rows that a full range copies to its start."""
+
+    start: int
+    source: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """New tokens of one sequence in a pass, and its rows in a space, which end with those of the new tokens."""
+
+    first_token: int
+    num_tokens: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class SpaceStep:
+    """Work of the layers of one space in a pass: copy rows, write the rows of new tokens, attend to the extents."""
+
+    extents: tuple[Extent, ...]
+    """In the order of the tokens."""
+    moves: tuple[Move, ...]
+    written: Tensor
+    """Row of each new token, int64 [t]."""
+
+
+class Cache:
+    """Allocated memory, and the ranges that are reserved in it."""
+
+    def __init__(self, plan: CachePlan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
+        self.num_rows = {
+            space: plan.num_sequences * plan.rows_of(space, plan.max_tokens) for space in plan.spaces
+        }
+        self.rows = [
+            [
+                torch.zeros((self.num_rows[layer.space], *shape), dtype=plan.dtype, device=device)
+                for shape in layer.rows
+            ]
+            for layer in plan.layers
+        ]
+        dtype = accumulation_dtype(plan.dtype)
+        self.states = [
+            [torch.zeros((plan.max_sequences, *shape), dtype=dtype, device=device) for shape in layer.states]
+            for layer in plan.layers
+        ]
+        self._free = {space: FreeRanges(size) for space, size in self.num_rows.items()}
+        self._free_states = list(reversed(range(plan.max_sequences)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no sequence has memory."""
+        is_whole = all(one.spans == [(0, self.num_rows[space])] for space, one in self._free.items())
+        return is_whole and len(self._free_states) == self.plan.max_sequences
+
+    def reserve(self, tokens: int) -> Reservation | None:
+        """Reserve memory for a sequence of so many tokens; None: not enough is free now."""
+        assert tokens <= self.plan.max_tokens
+        if not self._free_states:
+            return None
+        found: dict[Space, Range] = {}
+        for space, free in self._free.items():
+            size = self.plan.rows_of(space, tokens)
+            start = free.take(size)
+            if start is None:
+                for other, taken in found.items():
+                    self._free[other].give(taken.start, taken.capacity)
+                return None
+            found[space] = Range(start, size)
+        reservation = Reservation(found, self._free_states.pop())
+        for state in itertools.chain(*self.states):
+            state[reservation.state].zero_()
+        return reservation
+
+    def release(self, reservation: Reservation) -> None:
+        """Return the memory of a sequence."""
+        for space, taken in reservation.ranges.items():
+            self._free[space].give(taken.start, taken.capacity)
+        self._free_states.append(reservation.state)
+
+    def extend(self, reservations: Sequence[tuple[Reservation, int]]) -> dict[Space, SpaceStep]:
+        """Add rows for new tokens of some sequences, and return what a pass does in each space."""
+        return {space: self._extend(space, reservations) for space in self._free}
+
+    def _extend(self, space: Space, reservations: Sequence[tuple[Reservation, int]]) -> SpaceStep:
+        extents: list[Extent] = []
+        moves: list[Move] = []
+        written: list[range] = []
+        first = 0
+        for reservation, count in reservations:
+            rows = reservation.ranges[space]
+            if rows.used + count > rows.capacity:
+                assert space is not None, "the whole sequence is reserved"
+                moves.append(Move(rows.start, rows.start + rows.used - space, space))
+                rows.used = space
+            end = rows.start + rows.used
+            written.append(range(end, end + count))
+            rows.used += count
+            extents.append(Extent(first, count, rows.start, rows.used))
+            first += count
+        flat = torch.tensor(list(itertools.chain(*written)), device=self.device)
+        return SpaceStep(tuple(extents), tuple(moves), flat)
+
+
+@dataclass
+class FreeRanges:
+    """Free rows of a space, as spans of rows (start, stop) in order; adjacent ones are joined."""
+
+    size: int
+    spans: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = [(0, self.size)]
+
+    def take(self, count: int) -> int | None:
+        """Take consecutive rows of the first span with enough; return the first row, or None."""
+        for number, (start, stop) in enumerate(self.spans):
+            if stop - start >= count:
+                rest = [(start + count, stop)] if stop - start > count else []
+                self.spans[number : number + 1] = rest
+                return start
+        return None
+
+    def give(self, start: int, count: int) -> None:
+        """Return rows that were taken."""
+        self.spans = list(_joined(sorted([*self.spans, (start, start + count)])))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    first, last = spans[0]
+    for start, stop in spans[1:]:
+        assert start >= last, "rows were returned twice"
+        if start > last:
+            yield first, last
+            first = start
+        last = stop
+    yield first, last

@@ -1,0 +1,258 @@
+"""Modules that replace core attention in a model that generates text: they read and extend a cache.
+
+    CachedAttention         keys and values after RoPE; normal heads, grouped queries, windows, softcaps, sinks
+    CachedLatentAttention   normalized latents and rotated keys, one row for all heads
+    CachedDeltaRule         state of the gated delta rule, and the last inputs of its convolution
+
+New tokens of all sequences of a pass are one packed row, [t, 1, ...]. Kernels with cumulative lengths compute all sequences in
+one call: rows between two sequences are a document without queries, so that nothing is copied. Other kernels compute
+them one by one.
+
+The up-projection of a latent is linear, so that scores and outputs are those of latents, with projected queries and outputs:
+q . (W_k c) = (W_k^T q) . c, and sum p (W_v c) = W_v (sum p c). All heads attend to one head of rows (multi-query attention).
+
+Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.2 (absorbed projections).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.inference.cache import Extent, Space, SpaceStep
+from megatrain.kernels.attention.backends import attention_kernel
+from megatrain.kernels.attention.interface import AttentionKernel, CuSeqlens, MaskSpec, SoftmaxMerge
+from megatrain.kernels.gated_delta import continue_gated_delta_rule
+from megatrain.model.implementations.attention import LocalContextAttention
+from megatrain.model.implementations.local import LocalColumnLinear
+from megatrain.model.latent_attention import UpProjection
+from megatrain.model.linear_attention import DeltaRule
+from megatrain.model.specs import AttentionSpec
+from megatrain.parallel.batch import PassInfo
+
+_MAX_FUSED_CHANNELS = 256
+
+
+@dataclass(kw_only=True)
+class CachedPass(PassInfo):
+    """The context of a pass that extends sequences."""
+
+    spaces: Mapping[Space, SpaceStep]
+    lengths: tuple[int, ...]
+    """New tokens of each sequence."""
+    states: tuple[int, ...]
+    """Number of the states of each sequence."""
+    shared: dict[Space, Packing] = field(default_factory=dict)
+    """Packed documents of the spaces that layers have used in this pass."""
+
+    def packing(self, space: Space) -> Packing:
+        """Return the documents of a space for kernels with cumulative lengths."""
+        if space not in self.shared:
+            step = self.spaces[space]
+            self.shared[space] = pack(step.extents, step.written.device)
+        return self.shared[space]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Documents of a pass in the order of their rows, with those between sequences, which have no queries."""
+
+    order: Tensor | None
+    """Order of the tokens, int64 [t]; None: as they are."""
+    back: Tensor | None
+    """Order that undoes it."""
+    num_rows: int
+    """Rows up to the last document's end."""
+    cu_seqlens: CuSeqlens
+
+
+def pack(extents: tuple[Extent, ...], device: torch.device) -> Packing:
+    """Return the documents of these extents."""
+    queries, rows = [0], [0]
+    ordered = sorted(extents, key=lambda extent: extent.first_row)
+    for extent in ordered:
+        if extent.first_row > rows[-1]:
+            rows.append(extent.first_row)
+            queries.append(queries[-1])
+        rows.append(extent.first_row + extent.num_rows)
+        queries.append(queries[-1] + extent.num_tokens)
+    order = back = None
+    if ordered != list(extents):
+        tokens = (range(one.first_token, one.first_token + one.num_tokens) for one in ordered)
+        order = torch.tensor(list(itertools.chain(*tokens)), device=device)
+        back = order.argsort()
+    lengths = CuSeqlens(
+        torch.tensor(queries, dtype=torch.int32, device=device),
+        torch.tensor(rows, dtype=torch.int32, device=device),
+        # FlashAttention-2 takes another path for one query per document, which allows no document without queries.
+        max(2, *(extent.num_tokens for extent in extents)),
+        rows[-1],
+    )
+    return Packing(order, back, rows[-1], lengths)
+
+
+class RowAttention(nn.Module):
+    """Attention of new tokens to the rows of their sequences in one layer's cache.
+
+    Args:
+        spec: attention of the layer.
+        kernel: kernel that returns the log-sum-exp.
+        rows: tensors of rows, [rows, heads, channels].
+    """
+
+    def __init__(self, spec: AttentionSpec, kernel: AttentionKernel, rows: list[Tensor]) -> None:
+        super().__init__()
+        self.window, self.kernel, self.rows = spec.window, kernel, rows
+
+    def write(self, info: CachedPass, new: tuple[Tensor, ...]) -> None:
+        """Write the rows of new tokens, [t, 1, heads, channels] each."""
+        step = info.spaces[self.window]
+        for rows, values in zip(self.rows, new, strict=True):
+            for move in step.moves:
+                moved = rows[move.source : move.source + move.count].clone()
+                rows[move.start : move.start + move.count] = moved
+            rows.index_copy_(0, step.written, values.squeeze(1).to(rows.dtype))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, info: CachedPass) -> Tensor:
+        """Attend from q [t, 1, n, d] to rows k and v, [rows, g, d]; sink logits [n]. Return [t, 1, n, value channels]."""
+        if self.kernel.needs_explicit_mask:
+            extents = info.spaces[self.window].extents
+            return torch.cat([self._attend_one(q, k, v, sink, extent) for extent in extents])
+        packing = info.packing(self.window)
+        q = q if packing.order is None else q[packing.order]
+        mask = MaskSpec(is_causal=True, window=self.window, cu_seqlens=packing.cu_seqlens)
+        k, v = (x[: packing.num_rows, None] for x in (k, v))
+        out = _with_sink(*self.kernel.forward(q, k, v, mask), sink)
+        return (out if packing.back is None else out[packing.back]).to(q.dtype)
+
+    def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, extent: Extent) -> Tensor:
+        count, stop = extent.num_tokens, extent.first_row + extent.num_rows
+        seen = extent.num_rows if self.window is None else min(extent.num_rows, self.window + count)
+        q = q[extent.first_token : extent.first_token + count]
+        k, v = (x[stop - seen : stop, None] for x in (k, v))
+        mask = None
+        if count > 1:
+            mask = torch.ones(1, 1, count, seen, dtype=torch.bool, device=q.device).tril(seen - count)
+            mask = mask if self.window is None else mask.triu(seen - count - self.window)
+        return _with_sink(*self.kernel.forward(q, k, v, MaskSpec(explicit=mask)), sink).to(q.dtype)
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    if sink is None:
+        return out
+    merge = SoftmaxMerge(out, lse)
+    merge.add_sink(sink)
+    return merge.out
+
+
+class CachedAttention(RowAttention):
+    """Core attention of a layer; `core` has its sink logits."""
+
+    def __init__(self, spec: AttentionSpec, core: nn.Module, rows: list[Tensor]) -> None:
+        super().__init__(spec, _kernel(spec, rows[0]), rows)
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, info: CachedPass) -> Tensor:
+        """Map q [t, 1, n, d], k and v [t, 1, g, d] -> [t, 1, n * d]."""
+        self.write(info, (k, v))
+        sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
+        keys, values = self.rows
+        return self.attend(q, keys, values, sink, info).flatten(2)
+
+
+class CachedLatentAttention(RowAttention):
+    """Up-projections and core attention of a layer with latents."""
+
+    def __init__(self, spec: AttentionSpec, up: UpProjection, core: nn.Module, rows: list[Tensor]) -> None:
+        super().__init__(spec, attention_kernel("math", _scale(spec), spec.softcap), rows)
+        assert spec.latent is not None
+        self.up, self.core, self.sizes = up, core, spec.latent
+
+    def forward(self, queries: Tensor, keys_values: Tensor, rotary_keys: Tensor, info: CachedPass) -> Tensor:
+        """Map the latents of new tokens, [t, 1, channels], -> [t, 1, n * value channels]."""
+        sizes, linear = self.sizes, self.up.keys_values
+        assert isinstance(linear, LocalColumnLinear)
+        latents = linear.norm.add_and_norm(keys_values, None)[1].unsqueeze(2)
+        rotated = self.up.rotate(rotary_keys, info)
+        self.write(info, (torch.cat((latents, rotated), dim=-1),))
+        q, rotated_q = self.up.project_queries(queries, info).split(
+            [sizes.plain_channels, sizes.rotary_channels], dim=-1
+        )
+        to_keys, to_values = linear.weight.view(self.up.local_heads, -1, sizes.kv_rank).split(
+            [sizes.plain_channels, sizes.value_channels], dim=1
+        )
+        q = torch.cat((torch.einsum("tbnc,ncr->tbnr", q, to_keys), rotated_q), dim=-1)
+        sink = self.core.sink_logits(q) if isinstance(self.core, LocalContextAttention) else None
+        (rows,) = self.rows
+        out = self.attend(q, rows, rows[..., : sizes.kv_rank], sink, info)
+        return torch.einsum("tbnr,nvr->tbnv", out, to_values).flatten(2)
+
+
+class CachedDeltaRule(nn.Module):
+    """Convolution and gated delta rule of a layer.
+
+    Args:
+        convolved: last inputs of the convolution, [sequences, taps - 1, channels].
+        memory: states of the rule, [sequences, n, dk, dv].
+    """
+
+    def __init__(self, core: DeltaRule, convolved: Tensor, memory: Tensor) -> None:
+        super().__init__()
+        self.core, self.convolved, self.memory = core, convolved, memory
+
+    def forward(self, qkv: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
+        """Map the projections of new tokens, [t, 1, channels], -> [t, 1, n, dv]; `begin_pass` comes first."""
+        out = None
+        for tokens, states in self._groups:
+            part = self._continue(qkv[tokens, 0], beta[tokens, 0], alpha[tokens, 0], states)
+            out = part.new_empty(len(qkv), 1, *part.shape[2:]) if out is None else out
+            out[tokens, 0] = part
+        assert out is not None
+        return out
+
+    def begin_pass(self, info: CachedPass) -> None:
+        """Group the sequences by their number of new tokens: those of a group are computed together."""
+        groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        firsts = itertools.accumulate(info.lengths[:-1], initial=0)
+        for first, length, state in zip(firsts, info.lengths, info.states, strict=True):
+            groups[length].append((first, state))
+        device = self.memory.device
+        self._groups = [
+            (
+                torch.tensor([first for first, _ in found], device=device)
+                + torch.arange(length, device=device)[:, None],
+                torch.tensor([state for _, state in found], device=device),
+            )
+            for length, found in groups.items()
+        ]
+
+    def _continue(self, qkv: Tensor, beta: Tensor, alpha: Tensor, states: Tensor) -> Tensor:
+        """Compute sequences [s, b, channels] with as many new tokens, and keep their states."""
+        before = self.convolved[states].transpose(0, 1)
+        inputs = torch.cat((before.to(qkv.dtype), qkv))
+        kept = inputs[len(inputs) - self.convolved.shape[1] :]
+        self.convolved[states] = kept.transpose(0, 1).to(self.convolved.dtype)
+        arguments = self.core.arguments(inputs, beta, alpha)
+        out, self.memory[states] = continue_gated_delta_rule(*arguments, self.memory[states])
+        return out
+
+
+def _kernel(spec: AttentionSpec, rows: Tensor) -> AttentionKernel:
+    """Return the kernel for rows of this device and dtype."""
+    has_size = spec.head_channels <= _MAX_FUSED_CHANNELS and spec.head_channels % 8 == 0
+    if rows.device.type == "cuda" and has_size and rows.dtype.itemsize == 2:
+        backend = "flash2" if spec.softcap is None else "triton"
+    else:
+        is_cpu = rows.device.type == "cpu"
+        backend = "sdpa" if is_cpu and spec.softcap is None else "math"
+    return attention_kernel(backend, _scale(spec), spec.softcap)
+
+
+def _scale(spec: AttentionSpec) -> float:
+    return 1 / math.sqrt(spec.head_channels) if spec.scale is None else spec.scale

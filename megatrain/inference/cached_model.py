@@ -1,0 +1,121 @@
+"""A model that generates text: the model of training, with attention that reads and extends a cache.
+
+    new tokens of all sequences, packed [1, t] ─> embedding ─> layers ─> hidden [t, 1, h] ─> head of some rows ─> logits
+
+RoPE tables and learned positions are those of each token's position in its sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.inference.cache import Cache, CachePlan, Reservation
+from megatrain.inference.cached_attention import (
+    CachedAttention,
+    CachedDeltaRule,
+    CachedLatentAttention,
+    CachedPass,
+)
+from megatrain.model.gpt import Model
+from megatrain.model.head import Head
+from megatrain.model.latent_attention import ExpandedAttention, LatentAttention
+from megatrain.model.layer import Attention, RotaryEmbedding, TransformerLayer
+from megatrain.model.linear_attention import DeltaRule, LinearAttention
+from megatrain.model.mtp import MtpLayer
+from megatrain.model.specs import AttentionSpec
+from megatrain.parallel.batch import Batch
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The next tokens of one sequence in a pass."""
+
+    reservation: Reservation
+    tokens: Sequence[int]
+    first_position: int
+    wants_all: bool = False
+    """Logits of all of them are wanted; else those of the last one alone."""
+
+
+class CachedModel:
+    """Owner of a model and the cache of its sequences; the model serves no other purpose afterwards."""
+
+    def __init__(self, model: Model, plan: CachePlan, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.cache = Cache(plan, device)
+        self._ropes = [
+            (module, module.tables)
+            for segment in model.segments
+            for module in segment.modules()
+            if isinstance(module, RotaryEmbedding)
+        ]
+        self._delta_rules: list[CachedDeltaRule] = []
+        mixers = [mixer for layer in _layers(model.segments) for mixer in _mixers(layer)]
+        specs = [layer.mixer for layer in model.spec.layers if layer.mixer is not None]
+        for number, (mixer, spec) in enumerate(zip(mixers, specs, strict=True)):
+            self._replace(mixer, spec, number)
+
+    def _replace(self, mixer: nn.Module, spec: object, number: int) -> None:
+        rows = self.cache.rows[number]
+        if isinstance(mixer, LinearAttention):
+            assert isinstance(mixer.core, DeltaRule)
+            core = CachedDeltaRule(mixer.core, *self.cache.states[number])
+            self._delta_rules.append(core)
+            mixer.core = core  # type: ignore[assignment]  # takes the same arguments
+            return
+        assert isinstance(spec, AttentionSpec)
+        if isinstance(mixer, LatentAttention):
+            whole = mixer.attention
+            assert isinstance(whole, ExpandedAttention)
+            mixer.attention = CachedLatentAttention(spec, whole.up, whole.core, rows)
+        else:
+            assert isinstance(mixer, Attention)
+            mixer.core = CachedAttention(spec, mixer.core, rows)
+
+    @torch.no_grad()
+    def logits(self, parts: Sequence[NewTokens]) -> list[Tensor]:
+        """Extend sequences; return logits of the tokens after the last one, or after each one, of every part: [n, v]."""
+        lengths = [len(part.tokens) for part in parts]
+        ids = torch.tensor([list(itertools.chain(*(part.tokens for part in parts)))], device=self.device)
+        spans = (range(part.first_position, part.first_position + len(part.tokens)) for part in parts)
+        positions = torch.tensor([list(itertools.chain(*spans))], device=self.device)
+        for rope, (cos, sin) in self._ropes:
+            rope.tables = (cos[positions[0]], sin[positions[0]])
+        info = CachedPass(
+            is_training=False,
+            spaces=self.cache.extend([(part.reservation, len(part.tokens)) for part in parts]),
+            lengths=tuple(lengths),
+            states=tuple(part.reservation.state for part in parts),
+        )
+        for rule in self._delta_rules:
+            rule.begin_pass(info)
+        unused = torch.zeros_like(ids)
+        batch = Batch(tokens=ids, labels=unused, loss_mask=unused.float(), position_ids=positions)
+        hidden = None
+        for segment in self.model.segments[:-1]:
+            hidden = segment(hidden, batch, info)
+        assert hidden is not None
+        head = self.model.segments[-1]
+        assert isinstance(head, Head)
+        ends = list(itertools.accumulate(lengths))
+        counts = [length if part.wants_all else 1 for part, length in zip(parts, lengths, strict=True)]
+        wanted = itertools.chain(*(range(end - n, end) for end, n in zip(ends, counts, strict=True)))
+        rows = hidden[torch.tensor(list(wanted), device=self.device)]
+        return list(head.logits(rows, info).squeeze(1).split(counts))
+
+
+def _layers(segments: Sequence[nn.Module]) -> Iterator[TransformerLayer]:
+    """Yield the layers in order, without those of multi-token prediction, which generation does not compute."""
+    for segment in segments:
+        if not isinstance(segment, MtpLayer):
+            yield from (module for module in segment.modules() if isinstance(module, TransformerLayer))
+
+
+def _mixers(layer: TransformerLayer) -> Iterator[nn.Module]:
+    kinds = (Attention, LatentAttention, LinearAttention)
+    return (branch for branch in layer.branches if isinstance(branch, kinds))

@@ -1,0 +1,1 @@
+"""`megatrain generate` and `megatrain serve`: text from a checkpoint."""

@@ -1,0 +1,218 @@
+"""A request of OpenAI's completions API: its fields, checked and with bounded sizes.
+
+JSON ─> fields of the table, no others ─> prompts as tokens ─> one sampling per choice
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megatrain.checkpoint.untrusted_json import (
+    Check,
+    InvalidError,
+    flag,
+    integer,
+    list_of,
+    number,
+    optional,
+    text,
+)
+from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.inference.sampling import Sampling
+from megatrain.inference.texts import encode_prompt
+
+_MAX_PROMPTS: Final = 64
+_MAX_CHOICES: Final = 64
+_MAX_CHARACTERS: Final = 1 << 24
+_TEXT: Final = text(max_characters=_MAX_CHARACTERS)
+_STOP: Final = text(max_characters=200)
+
+
+class RequestError(Exception):
+    """A wrong request. `param`: the field; `code`: a word for programs."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value", status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """One request; its choices are in the order of the response."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    samplings: tuple[Sampling, ...]
+    """One per choice: `n` for each prompt."""
+    choices_per_prompt: int
+    streams: bool
+    echoes: bool
+    """The text starts with the prompt."""
+
+    @property
+    def choices(self) -> list[tuple[tuple[int, ...], Sampling]]:
+        """Return prompt and sampling of each choice."""
+        prompts = [prompt for prompt in self.prompts for _ in range(self.choices_per_prompt)]
+        return list(zip(prompts, self.samplings, strict=True))
+
+
+def _nothing(value: Any, name: str) -> None:
+    if value not in (None, 0, 0.0, "", {}, []):
+        raise InvalidError(f"{name} is not supported")
+
+
+def _one_or_list(check: Check, most: int) -> Check:
+    items = list_of(check, most=most)
+    return lambda value, name: (items if isinstance(value, list) else check)(value, name)
+
+
+def _ignored(value: Any, name: str) -> None:
+    """Accept any value: it changes nothing here."""
+
+
+_FIELDS: Final[Mapping[str, Check]] = {
+    "model": optional(text(max_characters=1000)),
+    "prompt": _ignored,  # see `_prompts`
+    "max_tokens": optional(integer(0, 1 << 30)),
+    "temperature": optional(number()),
+    "top_p": optional(number()),
+    "top_k": optional(integer(-1, 1 << 30)),
+    "repetition_penalty": optional(number()),
+    "n": optional(integer(1, _MAX_CHOICES)),
+    "best_of": optional(integer(1, _MAX_CHOICES)),
+    "stream": optional(flag),
+    "logprobs": optional(integer(0, 100)),
+    "echo": optional(flag),
+    "stop": optional(_one_or_list(_STOP, 16)),
+    "seed": optional(integer()),
+    "ignore_eos": optional(flag),
+    "presence_penalty": _nothing,
+    "frequency_penalty": _nothing,
+    "logit_bias": _nothing,
+    "suffix": _nothing,
+    "user": _ignored,
+    "stream_options": _ignored,
+}
+"""Fields of a request; the others of Sampling are those of other servers with this API."""
+
+
+def read_request(
+    body: bytes, tokenizer: Tokenizer, *, model: str, vocab_size: int, max_tokens: int
+) -> CompletionRequest:
+    """Check a request.
+
+    Args:
+        model: name of the model that is served.
+        max_tokens: most tokens of a prompt and its text together.
+
+    Raises:
+        RequestError: with the field that is wrong.
+    """
+    fields = _fields(body)
+    if fields.get("model") not in (None, model):
+        raise RequestError(
+            f"the model {fields['model']!r} does not exist; this server has {model!r}",
+            param="model", code="model_not_found", status=404,
+        )  # fmt: skip
+    prompts = tuple(_prompts(fields.get("prompt", ""), tokenizer, vocab_size))
+    count, best_of = fields.get("n") or 1, fields.get("best_of")
+    if best_of not in (None, count):
+        raise RequestError("best_of differs from n", param="best_of", code="unsupported_value")
+    if count * len(prompts) > _MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with {count} choices each: more than {_MAX_CHOICES}", param="n"
+        )
+    sampling = _sampling(fields)
+    for prompt in prompts:
+        needed = len(prompt) + max(0, sampling.max_new_tokens - 1)
+        if needed > max_tokens:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_new_tokens}: a sequence has at most"
+                f" {max_tokens} tokens here",
+                param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
+    streams, echoes = bool(fields.get("stream")), bool(fields.get("echo"))
+    if streams and sampling.num_log_probs is not None:
+        raise RequestError(
+            "logprobs is not supported together with stream", param="logprobs", code="unsupported_value"
+        )
+    sampling = dataclasses.replace(
+        sampling, wants_prompt_log_probs=echoes and sampling.num_log_probs is not None
+    )
+    samplings = [
+        dataclasses.replace(sampling, seed=(sampling.seed + number) % (1 << 63))
+        for number in range(count * len(prompts))
+    ]
+    return CompletionRequest(
+        prompts=prompts, samplings=tuple(samplings), choices_per_prompt=count, streams=streams, echoes=echoes
+    )
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise RequestError("the body is not a JSON object", code="invalid_json")
+    for name, value in fields.items():
+        if name not in _FIELDS:
+            raise RequestError(f"unknown field {name[:100]!r}", param=name[:100], code="unknown_field")
+        try:
+            _FIELDS[name](value, name)
+        except InvalidError as error:
+            raise RequestError(str(error), param=name) from error
+    return fields
+
+
+def _sampling(fields: Mapping[str, Any]) -> Sampling:
+    def value(name: str, default: Any) -> Any:
+        given = fields.get(name)
+        return default if given is None else given
+
+    stop = value("stop", [])
+    sampling = Sampling(
+        max_new_tokens=value("max_tokens", 16),
+        temperature=value("temperature", 1.0),
+        top_p=value("top_p", 1.0),
+        top_k=max(0, value("top_k", 0)),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        seed=value("seed", random.SystemRandom().randrange(1 << 62)),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        ends_at_eod=not value("ignore_eos", False),
+        num_log_probs=fields.get("logprobs"),
+    )
+    names = {"max_new_tokens": "max_tokens", "num_log_probs": "logprobs"}
+    for name, problem in sampling.problems():
+        raise RequestError(f"{problem.text}; {problem.fix}", param=names.get(name, name))
+    return sampling
+
+
+def _prompts(value: Any, tokenizer: Tokenizer, vocab_size: int) -> list[tuple[int, ...]]:
+    """Return the tokens of a text, a list of texts, a list of ids, or a list of lists of ids."""
+    ids = list_of(integer(0, vocab_size - 1), most=_MAX_CHARACTERS)
+    try:
+        if isinstance(value, list) and value and all(isinstance(one, int) for one in value):
+            ids(value, "prompt")
+            return [tuple(value)]
+        one_of = value if isinstance(value, list) else [value]
+        if not 1 <= len(one_of) <= _MAX_PROMPTS:
+            raise InvalidError(f"prompt has {len(one_of)} entries, not 1 to {_MAX_PROMPTS}")
+        for one in one_of:
+            (ids if isinstance(one, list) else _TEXT)(one, "prompt")
+        if any(one == [] for one in one_of):
+            raise InvalidError("prompt has a list without ids")
+        return [tuple(one) if isinstance(one, list) else tuple(_encoded(one, tokenizer)) for one in one_of]
+    except ValueError as error:
+        raise RequestError(str(error), param="prompt") from error
+
+
+def _encoded(prompt: str, tokenizer: Tokenizer) -> list[int]:
+    prompt.encode()  # raises ValueError for half of a surrogate pair
+    return encode_prompt(tokenizer, prompt)

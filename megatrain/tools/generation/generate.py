@@ -1,0 +1,196 @@
+"""`megatrain generate`: continue prompts with the model of a checkpoint.
+
+--load ─> model, tokenizer ─> prompts ─> planned cache ─> passes ─> text, as it is sampled; or JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.errors import ConfigError, InputError, Problem
+from megatrain.data.tokenizers.build import Tokenizer
+from megatrain.inference.engine import Completion
+from megatrain.inference.sampling import LogProb, Sampling
+from megatrain.inference.stored_model import LoadedModel
+from megatrain.inference.texts import TextCompletion, TextEngine, encode_prompt, plan_cache
+from megatrain.tools.generation.load import (
+    Process,
+    cache_limit,
+    check_max_sequences,
+    end_token,
+    joined_process,
+    load,
+)
+
+_FLAGS = {"num_log_probs": "--log-probs", "stop": "--stop-words"}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; return the exit code."""
+    sampling, prompts = _sampling(arguments), _prompts(arguments)
+    with joined_process(arguments, has_plain_output=arguments.json) as process:
+        loaded = load(arguments, process)
+        ids = [_encode(loaded, prompt) for prompt in prompts]
+        samplings = [_of_prompt(sampling, number, loaded, one) for number, one in enumerate(ids)]
+        engine = _engine(arguments, process, loaded, ids, samplings)
+        texts = [engine.submit(*one) for one in zip(ids, samplings, strict=True)]
+        show = _Json(process, loaded.tokenizer) if arguments.json else _Plain(process, loaded.tokenizer)
+        started = time.perf_counter()
+        show.run(engine, prompts, texts)
+        seconds, count = time.perf_counter() - started, sum(one.completion.num_new for one in texts)
+        process.note(f"{count} tokens in {seconds:.1f} s, {count / max(seconds, 1e-9):.1f} tokens/s")
+    return 0
+
+
+def _engine(
+    arguments: argparse.Namespace,
+    process: Process,
+    loaded: LoadedModel,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+) -> TextEngine:
+    """Plan the cache for these prompts, print the plan, and allocate it."""
+    completions = [Completion(tuple(ids), one) for ids, one in zip(prompts, samplings, strict=True)]
+    plan = plan_cache(
+        loaded.model,
+        dtype=loaded.dtype,
+        max_tokens=max(one.num_total for one in completions),
+        num_sequences=min(len(prompts), check_max_sequences(arguments)),
+        limit_bytes=cache_limit(arguments, process),
+    )
+    process.note(plan.description)
+    shorter = sum(one.max_new_tokens < arguments.max_new_tokens for one in samplings)
+    if shorter:
+        process.note(
+            f"{shorter} of {len(prompts)} prompts: the context of {loaded.max_context} tokens ends the text before"
+            f" --max-new-tokens {arguments.max_new_tokens}"
+        )
+    return TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod=end_token(arguments, loaded))
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    sampling = Sampling(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        repetition_penalty=arguments.repetition_penalty,
+        seed=arguments.seed,
+        stop=tuple(arguments.stop_words),
+        num_log_probs=arguments.log_probs,
+    )
+    problems = [
+        Problem(f"{_FLAGS.get(name, '--' + name.replace('_', '-'))}: {problem.text}", problem.fix)
+        for name, problem in sampling.problems()
+    ]
+    if problems:
+        raise ConfigError.of(problems)
+    return sampling
+
+
+def _prompts(arguments: argparse.Namespace) -> list[str]:
+    if arguments.prompt is not None:
+        return list(arguments.prompt)
+    path = Path(arguments.prompt_file)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}", fix="name a readable UTF-8 file") from error
+    found = [_prompt(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise InputError(f"{path}: has no prompts", fix='write one a line: {"prompt": "..."}')
+    return found
+
+
+def _prompt(path: Path, number: int, line: str) -> str:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        raise InputError(f"{path}:{number}: not an object with a prompt", fix='write {"prompt": "..."}')
+    return str(value["prompt"])
+
+
+def _encode(loaded: LoadedModel, prompt: str) -> list[int]:
+    try:
+        ids = encode_prompt(loaded.tokenizer, prompt)
+    except ValueError as error:
+        raise ConfigError(
+            f"--prompt {prompt[:100]!r}: {error}", fix="give a text of the model's tokenizer"
+        ) from error
+    if len(ids) > loaded.max_context:
+        raise ConfigError(
+            f"--prompt {prompt[:100]!r} ... has {len(ids)} tokens, and the model's context {loaded.max_context}",
+            fix="shorten the prompt",
+        )
+    return ids
+
+
+def _of_prompt(sampling: Sampling, number: int, loaded: LoadedModel, ids: Sequence[int]) -> Sampling:
+    """Return the sampling of a prompt: its seed, and as many new tokens as the context has left."""
+    most = min(sampling.max_new_tokens, loaded.max_context + 1 - len(ids))
+    return dataclasses.replace(sampling, seed=sampling.seed + number, max_new_tokens=most)
+
+
+class _Plain:
+    """Prints text; that of a single prompt while it is sampled."""
+
+    def __init__(self, process: Process, tokenizer: Tokenizer) -> None:
+        self.is_main, self.tokenizer = process.ranks.rank == 0, tokenizer
+
+    def run(self, engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion]) -> None:
+        if len(texts) == 1:
+            self._write(prompts[0])
+        while not engine.engine.is_idle:
+            for _, new in engine.step():
+                if len(texts) == 1:
+                    self._write(new)
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1):
+            if len(texts) > 1:
+                self._write(f"> prompt {number} of {len(texts)}\n{prompt}{text.stream.text}")
+            self._write("\n")
+            for one in text.completion.log_probs:
+                self._write(f"> {self._log_prob(one)}\n")
+
+    def _write(self, text: str) -> None:
+        if self.is_main:
+            print(text, end="", flush=True)
+
+    def _log_prob(self, one: LogProb) -> str:
+        pairs = [(one.token, one.log_prob), *one.top]
+        texts = [f"{value:8.4f} {self.tokenizer.decode([token])!r}" for token, value in pairs]
+        return texts[0] + (f"   most likely: {', '.join(map(str.strip, texts[1:]))}" if one.top else "")
+
+
+class _Json(_Plain):
+    """Prints one JSON object per prompt, in order."""
+
+    def run(self, engine: TextEngine, prompts: Sequence[str], texts: Sequence[TextCompletion]) -> None:
+        while not engine.engine.is_idle:
+            engine.step()
+        for prompt, text in zip(prompts, texts, strict=True):
+            self._write(json.dumps(self._object(prompt, text), ensure_ascii=False) + "\n")
+
+    @staticmethod
+    def _object(prompt: str, text: TextCompletion) -> dict[str, Any]:
+        one = text.completion
+        found: dict[str, Any] = {
+            "prompt": prompt,
+            "text": text.stream.text,
+            "finish_reason": one.finish_reason,
+            "num_prompt_tokens": len(one.prompt),
+            "tokens": one.tokens,
+        }
+        if one.sampling.num_log_probs is not None:
+            found["log_probs"] = [
+                {"log_prob": each.log_prob, "top": [list(pair) for pair in each.top]}
+                for each in one.log_probs
+            ]
+        return found

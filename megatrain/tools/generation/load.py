@@ -1,0 +1,166 @@
+"""Load a model for text generation, in one process or on the tensor ranks of torchrun, and plan its cache."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from megatrain.checkpoint.background import available_bytes
+from megatrain.config.environment import LaunchEnvironment, read_environment
+from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.inference.stored_model import LoadedModel, ModelOptions, TensorRanks, load_model, load_tensors
+from megatrain.interop.hf.checkpoint import HfCheckpoint
+from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.parallel.process_groups import make_group
+from megatrain.training.launch.rank_watch import RankWatch
+from megatrain.training.launch.ranks import check_launch, join_store
+from megatrain.training.logging.console import Console
+
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_GROUP_TIMEOUT: Final = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process: its device, and its place among tensor ranks."""
+
+    device: torch.device
+    ranks: TensorRanks
+    has_plain_output: bool
+    """Standard output has nothing but results: notes are printed to standard error."""
+
+    def note(self, text: str) -> None:
+        """Print a line for the user, on rank 0."""
+        if self.ranks.rank == 0:
+            print(f"> {text}", file=sys.stderr if self.has_plain_output else sys.stdout, flush=True)
+
+
+@contextmanager
+def joined_process(arguments: argparse.Namespace, *, has_plain_output: bool = False) -> Iterator[Process]:
+    """Join the tensor ranks that a launcher has started, or run alone.
+
+    Raises:
+        MegatrainError: they cannot be joined.
+    """
+    environment = read_environment()
+    check_launch(environment, Console(is_quiet=environment.rank != 0 or has_plain_output))
+    device = _device(arguments.device, environment)
+    if environment.world_size == 1:
+        yield Process(device, TensorRanks(), has_plain_output)
+        return
+    store = join_store(environment)
+    watch = RankWatch(environment, store)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=_GROUP_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        make = functools.partial(make_group, timeout=_GROUP_TIMEOUT)
+        ranks = TensorRanks(environment.world_size, environment.rank, make)
+        yield Process(device, ranks, has_plain_output)
+        dist.barrier()
+    except BaseException as error:
+        if isinstance(error, ConfigError):  # of the same input, on all ranks
+            error.is_reported = environment.rank != 0
+            watch.leave()
+        else:
+            watch.fail(error)
+        raise
+    watch.leave()
+    dist.destroy_process_group()
+
+
+def load(arguments: argparse.Namespace, process: Process) -> LoadedModel:
+    """Load the model of --load; print what was loaded."""
+    device, folder = process.device, Path(arguments.load)
+    default = "bf16" if device.type == "cuda" else "fp32"
+    options = ModelOptions(
+        device=device,
+        dtype=_DTYPES[arguments.dtype or default],
+        spec=tuple(arguments.spec),
+        ranks=process.ranks,
+        is_unlimited=True,
+    )
+    if (folder / CONFIG_NAME).is_file():
+        loaded = load_tensors(_transformers_folder(folder, process), options)
+    else:
+        loaded = load_model(folder, options)
+    for line in loaded.skipped:
+        process.note(line)
+    process.note(f"{loaded.path}, iteration {loaded.iteration}")
+    return loaded
+
+
+def end_token(arguments: argparse.Namespace, loaded: LoadedModel) -> int | None:
+    """Return the token that ends a text, checked against the vocabulary."""
+    size, chosen = loaded.model.spec.vocab_size, arguments.termination_id
+    found: int | None = loaded.tokenizer.eod if chosen is None else chosen
+    if found is not None and not 0 <= found < size:
+        name = "the tokenizer's end-of-document token" if chosen is None else "--termination-id"
+        raise ConfigError(
+            f"{name} {found}: the vocabulary has ids 0 to {size - 1}", fix="give a --termination-id in it"
+        )
+    return found
+
+
+def cache_limit(arguments: argparse.Namespace, process: Process) -> int:
+    """Return the bytes that a cache may take on this rank."""
+    if arguments.cache_gb is not None:
+        if not arguments.cache_gb > 0:
+            raise ConfigError(f"--cache-gb {arguments.cache_gb} is no size", fix="give a number above 0")
+        return int(arguments.cache_gb * 1e9)
+    if process.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(process.device)
+        return int(0.8 * free)
+    return available_bytes() // 2
+
+
+def check_max_sequences(arguments: argparse.Namespace) -> int:
+    """Return --max-sequences."""
+    number: int = arguments.max_sequences
+    if not 1 <= number <= 4096:
+        raise ConfigError(f"--max-sequences {number} is not possible", fix="give a number from 1 to 4096")
+    return number
+
+
+def _transformers_folder(folder: Path, process: Process) -> HfCheckpoint:
+    """Return a reader of a folder of transformers; rows of the vocabulary after the tokenizer's last token are left out."""
+    reader = HfCheckpoint(folder)
+    size = reader.tokenizer_size
+    if size is None or size > reader.num_rows:
+        why = "it has no tokenizer.json" if size is None else f"its tokenizer has {size} tokens"
+        process.note(f"{folder}: {why}, the vocabulary {reader.num_rows} rows: prompts and text are ids")
+        return reader
+    return reader if size == reader.num_rows else HfCheckpoint(folder, size)
+
+
+def _device(wanted: str | None, environment: LaunchEnvironment) -> torch.device:
+    name = wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU", fix="use --device cpu")
+    count, local_rank = torch.cuda.device_count(), environment.local_rank
+    number = 0 if environment.binds_gpus and count == 1 else local_rank
+    if number >= count:
+        raise MegatrainError(
+            f"local rank {local_rank} has no GPU of its own: this host has {count}",
+            fix="start one process per GPU (--nproc-per-node of torchrun)",
+        )
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return device

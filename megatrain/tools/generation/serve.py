@@ -1,0 +1,165 @@
+"""`megatrain serve`: an OpenAI-compatible completions server for the model of a checkpoint, in one process.
+
+    main thread: event loop with HTTP (http_app.py) <─> thread: passes of the model (inference/service.py)
+
+SIGTERM or Ctrl-C: no further request is accepted; those that run get --stop-seconds to finish, the others an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatrain.config.errors import ConfigError, MegatrainError
+from megatrain.inference.service import Service
+from megatrain.inference.texts import TextEngine, plan_cache
+from megatrain.tools.generation.load import (
+    cache_limit,
+    check_max_sequences,
+    end_token,
+    joined_process,
+    load,
+)
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_SECONDS_TO_END = 30.0
+"""Time for the pass that runs when the server stops, and for clients to receive their answers."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the server until a signal; return the exit code."""
+    _check(arguments)
+    with joined_process(arguments) as process:
+        if process.ranks.size > 1:
+            raise ConfigError(
+                f"{process.ranks.size} ranks: the server runs in one process",
+                fix="start it without torchrun; `megatrain generate` runs on several ranks",
+            )
+        loaded = load(arguments, process)
+        eod = end_token(arguments, loaded)
+        most = arguments.max_context or loaded.max_context
+        if most > loaded.max_context:
+            raise ConfigError(
+                f"--max-context {most}: the model's context has {loaded.max_context} tokens",
+                fix=f"use --max-context {loaded.max_context} or less",
+            )
+        plan = plan_cache(
+            loaded.model,
+            dtype=loaded.dtype,
+            max_tokens=most,
+            num_sequences=check_max_sequences(arguments),
+            limit_bytes=cache_limit(arguments, process),
+        )
+        process.note(plan.description)
+        listener = _listen(arguments.host, arguments.port)
+        engine = TextEngine(loaded.model, loaded.tokenizer, plan, process.device, eod)
+        name = arguments.served_model_name or Path(arguments.load).resolve().name
+        host, port = listener.getsockname()[:2]
+        process.note(f"model {name!r}: http://{f'[{host}]' if ':' in host else host}:{port}/v1/completions")
+        if arguments.host not in _LOOPBACK:
+            process.note(
+                "every host that can reach this address can use the server: it has no authentication"
+            )
+        return _serve(arguments, engine, listener, name=name, vocab_size=loaded.model.spec.vocab_size)
+
+
+def _serve(
+    arguments: argparse.Namespace, engine: TextEngine, listener: socket.socket, *, name: str, vocab_size: int
+) -> int:
+    import uvicorn  # noqa: PLC0415 (optional)
+
+    from megatrain.tools.generation.http_app import CompletionsApp, Limits  # noqa: PLC0415 (optional packages)
+
+    failures: list[BaseException] = []
+
+    class Server(uvicorn.Server):
+        """Server whose requests end when it stops."""
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            service.begin_stop(arguments.stop_seconds)
+            super().handle_exit(sig, frame)
+
+    def fail(error: BaseException) -> None:
+        failures.append(error)
+        server.should_exit = True
+
+    limits = Limits(
+        max_tokens=engine.engine.model.cache.plan.max_tokens,
+        body_bytes=int(arguments.max_body_mb * 1e6),
+        request_seconds=arguments.request_seconds,
+    )
+    service = Service(engine, max_waiting=arguments.max_waiting, on_failure=fail)
+    hosts = ["*"] if arguments.host not in _LOOPBACK else [*_LOOPBACK, "[::1]"]
+    app = CompletionsApp(
+        service, engine.tokenizer, model=name, vocab_size=vocab_size, limits=limits, hosts=hosts
+    )
+    config = uvicorn.Config(
+        app.app,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(arguments.stop_seconds + _SECONDS_TO_END),
+        limit_concurrency=arguments.max_connections,
+        server_header=False,
+    )
+    server = Server(config)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    # These handlers act until uvicorn has its own, and once more after its clean stop, when it raises the signal again.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    server.run(sockets=[listener])
+    service.begin_stop(0)
+    has_ended = service.join(_SECONDS_TO_END)
+    if failures:
+        traceback.print_exception(failures[0])
+        raise MegatrainError(
+            f"text generation failed: {failures[0]}", fix="see the error above; start the server again"
+        )
+    if not has_ended:
+        raise MegatrainError("a pass of the model did not end", fix="check the device")
+    print("> stopped; all memory of the cache is free", flush=True)
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"`megatrain serve` needs the packages {' and '.join(missing)}",
+            fix="pip install 'megatrain[serve]'",
+        )
+    wanted = {
+        "port": 0 <= arguments.port < 1 << 16,
+        "max_context": arguments.max_context is None or arguments.max_context >= 1,
+        "max_waiting": arguments.max_waiting >= 1,
+        "max_connections": arguments.max_connections >= 1,
+        "max_body_mb": arguments.max_body_mb > 0,
+        "request_seconds": arguments.request_seconds > 0,
+        "stop_seconds": 0 <= arguments.stop_seconds <= 3600,
+    }
+    for name, is_right in wanted.items():
+        if not is_right:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {getattr(arguments, name)} is not possible",
+                fix=f"see `megatrain serve --help` for {flag}",
+            )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: {error.strerror or error}",
+            fix="use a free --port, and a --host of this machine",
+        ) from error
