@@ -17,6 +17,7 @@ from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.tensor_reader import TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
@@ -47,6 +48,7 @@ def load_checkpoint(
     with_optimizer: bool = True,
     also: Sequence[Path] = (),
     upcycling: Upcycling | None = None,
+    open_foreign: Callable[[Path], TensorReader | None] = lambda _: None,
 ) -> Loaded:
     """Load the newest intact checkpoint in `folder` into the optimizer's weights and state; all ranks call it.
 
@@ -55,6 +57,7 @@ def load_checkpoint(
         also: more folders with checkpoints of the run.
         with_optimizer: also load optimizer state and step count.
         upcycling: the checkpoint is of a dense model, whose weights are upcycled.
+        open_foreign: opens a checkpoint that another program wrote; returns None for all others.
 
     Raises:
         NoCheckpointError: no checkpoint is intact; weights and optimizer state may be overwritten.
@@ -64,7 +67,12 @@ def load_checkpoint(
     for candidate in _agreed_candidates((folder, *also), grid):
         try:
             manifest = _load_candidate(
-                candidate, optimizer, grid, with_optimizer=with_optimizer, upcycling=upcycling
+                candidate,
+                optimizer,
+                grid,
+                with_optimizer=with_optimizer,
+                upcycling=upcycling,
+                open_foreign=open_foreign,
             )
         except DamagedError as error:
             skipped.append((candidate, error.problems[0].text))
@@ -116,7 +124,7 @@ def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) ->
 
 
 def check_names(
-    reader: CheckpointReader,
+    reader: TensorReader,
     registry: ParamRegistry,
     kinds_of: Callable[[ParamLayout], Sequence[str]],
     upcycling: Upcycling | None = None,
@@ -137,7 +145,7 @@ def check_names(
     return f"{used:x}"
 
 
-def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> None:
+def check_no_unused_tensors(reader: TensorReader, used: Sequence[str]) -> None:
     """Raise MismatchError if no rank uses one of the checkpoint's tensors: it is of another model."""
     together = 0
     for bits in used:
@@ -154,7 +162,7 @@ def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> No
 
 
 def load_shards(
-    reader: CheckpointReader,
+    reader: TensorReader,
     optimizer: ShardedOptimizer,
     *,
     with_optimizer: bool,
@@ -193,15 +201,20 @@ def _load_candidate(
     *,
     with_optimizer: bool,
     upcycling: Upcycling | None,
+    open_foreign: Callable[[Path], TensorReader | None],
 ) -> Manifest:
     """Load one checkpoint; an error on one rank is raised on all."""
     if candidate.problem is not None:
         raise DamagedError(f"{candidate.path}: {candidate.problem}")
-    opened: list[CheckpointReader] = []
+    opened: list[TensorReader] = []
 
     def start() -> tuple[int, str]:
-        manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
-        opened.append(CheckpointReader(candidate.path, manifest))
+        foreign = open_foreign(candidate.path)
+        if foreign is not None:
+            opened.append(foreign)
+        else:
+            manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
+            opened.append(CheckpointReader(candidate.path, manifest))
         used = check_names(
             opened[0],
             optimizer.buffers.registry,

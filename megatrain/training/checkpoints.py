@@ -11,6 +11,7 @@ from typing import Any
 
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.find import is_of_megatron
 from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
@@ -19,6 +20,7 @@ from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
 from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
+from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
 
@@ -73,6 +75,7 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
             with_optimizer=with_optimizer,
             also=others,
             upcycling=_upcycling(ranks.plan) if stored.is_upcycled else None,
+            open_foreign=lambda path: open_foreign(path, ranks.plan.derived.vocab_size),
         )
     if not stored.is_upcycled:
         restore_expert_biases(engine.model, loaded.state, loaded.path)
@@ -111,6 +114,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
         config=loaded.config,
         sources=planned.sources,
         settings=planned.settings,
+        is_of_megatron=is_of_megatron(loaded.path),
         is_upcycled=planned.is_upcycled,
     )
     used = used.weights_only if planned.is_start else used

@@ -201,8 +201,14 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
 def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if stored is not None and not stored.has_optimizer and draft.continues_optimizer:
+        reason = "since it was saved with --no-save-optim"
+        if stored.is_of_megatron:
+            reason = (
+                "or it is stored by buckets, whose order only Megatron-LM knows: save once more there with"
+                " --dist-ckpt-optim-fully-reshardable, or continue without it"
+            )
         yield Problem(
-            f"{stored.path} has no optimizer state, since it was saved with --no-save-optim",
+            f"{stored.path} has no optimizer state, {reason}",
             "add --finetune to start a new run from its weights, or --no-load-optim to continue without the optimizer state",
         )
 
@@ -242,7 +248,8 @@ def changed_settings(draft: Draft) -> Iterator[str]:
 
 def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, stored and current value of changed settings. Settings that an older version did not store are skipped."""
-    stored = draft.facts.checkpoint.config if draft.facts.checkpoint else {}
+    checkpoint = draft.facts.checkpoint
+    stored, is_of_megatron = (checkpoint.config, checkpoint.is_of_megatron) if checkpoint else ({}, False)
     for setting in settings():
         now = draft.config.raw(setting.path)
         if setting.name not in stored.get(setting.section, {}) or not is_resolved(now):
@@ -250,7 +257,9 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
         now = list(now) if isinstance(now, tuple) else now
         before = stored[setting.section][setting.name]
         if before != now:
-            yield setting.path, before, now
+            # Rows of padding are no tokens for this program: loading compares the rows that are left.
+            if not (setting.path == "tokenizer.vocab_size" and is_of_megatron):
+                yield setting.path, before, now
 
 
 def _class_of(draft: Draft, path: str) -> ResumeClass:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.untrusted_json import InvalidError, record_of
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_arguments
+from megatrain.config.schema.tokenizer import TokenizerConfig, tokenizer_problems
 from megatrain.config.schema.tree import settings
 
 _SECTIONS: Final = ("model", "experts", "data", "tokenizer", "training", "optimizer", "schedule", "precision")
@@ -64,6 +66,20 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     except ConfigError as error:
         first = error.problems[0]
         raise MismatchError(f"{source}: its arguments: {first.text}", fix=first.fix) from error
+
+
+def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the settings of the tokenizer, by name: those of token ids alone if megatrain has no such tokenizer."""
+    names = [setting.name for setting in settings() if setting.section == "tokenizer"]
+    given = {name: arguments[name] for name in names if _is_plain(arguments.get(name))}
+    numbers = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
+    try:
+        record_of(TokenizerConfig, is_complete=False)(given, "tokenizer")
+    except InvalidError:
+        return numbers
+    config = TokenizerConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    is_text = config.tokenizer_type != "NullTokenizer" and not any(tokenizer_problems(config))
+    return given if is_text else numbers
 
 
 def _implied(arguments: Mapping[str, Any]) -> Iterator[str]:

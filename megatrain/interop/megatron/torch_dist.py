@@ -13,6 +13,7 @@ import io
 import math
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.disk import open_regular_file, read_small_file
-from megatrain.checkpoint.errors import DamagedError
+from megatrain.checkpoint.errors import DamagedError, DamagedImportError
 from megatrain.checkpoint.manifest import tiling_problem
 from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
@@ -66,17 +67,22 @@ class TorchDistFolder:
     """The index of a checkpoint, and access to its data.
 
     Raises:
-        DamagedError: on opening or reading, if a file is missing or does not hold what the index says.
+        DamagedImportError: on opening or reading, if a file is missing or does not hold what the index says.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         file = path / METADATA_NAME
-        data = read_small_file(file, max_bytes=_MAX_METADATA_BYTES)
+        try:
+            data = read_small_file(file, max_bytes=_MAX_METADATA_BYTES)
+        except DamagedError as error:
+            raise DamagedImportError(error.problems[0].text) from error
+        self.checksum = zlib.crc32(data)
+        """Crc32 of the index."""
         try:
             self.tensors, self._objects = _read_index(read_pickle(data))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{file}: {str(error)[:300]}") from error
+            raise DamagedImportError(f"{file}: {str(error)[:300]}") from error
         self._cached = functools.lru_cache(_MAX_CACHED)(self._read_chunk)
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -93,11 +99,11 @@ class TorchDistFolder:
         """Return an object that is not a tensor, such as `common_state`; its classes are records.
 
         Raises:
-            DamagedError: the checkpoint has none of this name.
+            DamagedImportError: the checkpoint has none of this name.
         """
         found = next((place for key, place in self._objects.items() if key.split("/")[0] == name), None)
         if found is None:
-            raise DamagedError(f"{self.path / METADATA_NAME}: has no {name}")
+            raise DamagedImportError(f"{self.path / METADATA_NAME}: has no {name}")
         with self._archive(found) as archive:
             return archive.load()
 
@@ -107,7 +113,7 @@ class TorchDistFolder:
         with self._archive(place) as archive:
             values = archive.tensor()
         if values.dtype != tensor.dtype or values.shape != box_shape(chunk):
-            raise DamagedError(
+            raise DamagedImportError(
                 f"{self.path / place.file}: byte {place.start} has {values.dtype} {list(values.shape)}, and the index"
                 f" says {tensor.dtype} {list(box_shape(chunk))} of {name}"
             )
@@ -126,14 +132,17 @@ class _Archive:
 
     def __enter__(self) -> Self:
         if self.place.num_bytes > _MAX_CHUNK_BYTES:
-            raise DamagedError(f"{self.where}: an archive of {self.place.num_bytes} bytes")
-        with open_regular_file(self.path) as file:
-            file.seek(self.place.start)
-            data = file.read(self.place.num_bytes)
+            raise DamagedImportError(f"{self.where}: an archive of {self.place.num_bytes} bytes")
+        try:
+            with open_regular_file(self.path) as file:
+                file.seek(self.place.start)
+                data = file.read(self.place.num_bytes)
+        except DamagedError as error:
+            raise DamagedImportError(error.problems[0].text) from error
         try:
             self._zip = zipfile.ZipFile(io.BytesIO(data))
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise DamagedError(f"{self.where}: no archive of torch.save ({error})") from error
+            raise DamagedImportError(f"{self.where}: no archive of torch.save ({error})") from error
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -144,7 +153,7 @@ class _Archive:
         try:
             return read_pickle(self._member("data.pkl"))
         except ValueError as error:
-            raise DamagedError(f"{self.where}: {error}") from error
+            raise DamagedImportError(f"{self.where}: {error}") from error
 
     def tensor(self) -> Tensor:
         """Return the tensor of the archive."""
@@ -152,7 +161,7 @@ class _Archive:
         try:
             return self._rebuilt(record)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{self.where}: {str(error)[:300]}") from error
+            raise DamagedImportError(f"{self.where}: {str(error)[:300]}") from error
 
     def _rebuilt(self, record: Any) -> Tensor:
         if path_of(record) != "torch._utils._rebuild_tensor_v2":
