@@ -77,7 +77,8 @@ def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[st
         record_of(TokenizerConfig, is_complete=False)(given, "tokenizer")
     except InvalidError:
         return numbers
-    config = TokenizerConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    config = TokenizerConfig(**values)
     is_text = config.tokenizer_type != "NullTokenizer" and not any(tokenizer_problems(config))
     return given if is_text else numbers
 

@@ -1,6 +1,7 @@
 """The tensors and objects of a `torch_dist` checkpoint, by Megatron-LM's names.
 
     .metadata          pickled index: name -> shape, dtype, chunks; (name, offset) -> file, first byte, bytes
+    common.pt          the common state of older versions, which now is an object of the index
     __0_1.distcp       torch.save archives (zip) one after the other: data.pkl and the raw storage data/0
 
 The files are untrusted: no class is built, no code runs, names stay in the folder, sizes are compared before memory is allocated.
@@ -8,16 +9,16 @@ The files are untrusted: no class is built, no code runs, names stay in the fold
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -29,10 +30,12 @@ from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 METADATA_NAME: Final = ".metadata"
+COMMON_NAME: Final = "common.pt"
 _MAX_METADATA_BYTES: Final = 1 << 30
 _MAX_CHUNK_BYTES: Final = 1 << 34
-_MAX_CACHED: Final = 4
-"""Chunks in memory: a fused parameter is read once for each of its parts."""
+_MAX_CACHED, _MAX_CACHED_BYTES = 4, 1 << 30
+"""Chunks that stay in memory, since a fused parameter is read once for each of its parts; the last one always does."""
+_BLOCK_BYTES: Final = 16 << 20
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.distcp")
 _DTYPES: Final = {
     f"torch.{name}": getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
@@ -83,7 +86,7 @@ class TorchDistFolder:
             self.tensors, self._objects = _read_index(read_pickle(data))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise DamagedImportError(f"{file}: {str(error)[:300]}") from error
-        self._cached = functools.lru_cache(_MAX_CACHED)(self._read_chunk)
+        self._cache: dict[tuple[str, Box], Tensor] = {}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor."""
@@ -102,10 +105,34 @@ class TorchDistFolder:
             DamagedImportError: the checkpoint has none of this name.
         """
         found = next((place for key, place in self._objects.items() if key.split("/")[0] == name), None)
+        if found is None and name == "common_state":
+            found = self._common_file()
         if found is None:
             raise DamagedImportError(f"{self.path / METADATA_NAME}: has no {name}")
         with self._archive(found) as archive:
             return archive.load()
+
+    def _common_file(self) -> Place | None:
+        """Return the file of the common state, which older versions write."""
+        path = self.path / COMMON_NAME
+        try:
+            with open_regular_file(path) as file:
+                return Place(COMMON_NAME, 0, file.seek(0, io.SEEK_END))
+        except DamagedError:
+            return None
+
+    def _cached(self, name: str, chunk: Box) -> Tensor:
+        values = self._cache.pop((name, chunk), None)
+        if values is None:
+            size = math.prod(box_shape(chunk)) * self.tensors[name].dtype.itemsize
+            while self._cache and (
+                len(self._cache) >= _MAX_CACHED
+                or size + sum(one.nbytes for one in self._cache.values()) > _MAX_CACHED_BYTES
+            ):
+                del self._cache[next(iter(self._cache))]
+            values = self._read_chunk(name, chunk)
+        self._cache[name, chunk] = values
+        return values
 
     def _read_chunk(self, name: str, chunk: Box) -> Tensor:
         tensor = self.tensors[name]
@@ -134,19 +161,20 @@ class _Archive:
         if self.place.num_bytes > _MAX_CHUNK_BYTES:
             raise DamagedImportError(f"{self.where}: an archive of {self.place.num_bytes} bytes")
         try:
-            with open_regular_file(self.path) as file:
-                file.seek(self.place.start)
-                data = file.read(self.place.num_bytes)
+            self._file = open_regular_file(self.path)
         except DamagedError as error:
             raise DamagedImportError(error.problems[0].text) from error
         try:
-            self._zip = zipfile.ZipFile(io.BytesIO(data))
+            window = _Window(self._file, self.place.start, self.place.num_bytes)
+            self._zip = zipfile.ZipFile(io.BufferedReader(window))
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            self._file.close()
             raise DamagedImportError(f"{self.where}: no archive of torch.save ({error})") from error
         return self
 
     def __exit__(self, *error: object) -> None:
         self._zip.close()
+        self._file.close()
 
     def load(self) -> Any:
         """Return the object of the archive."""
@@ -170,22 +198,70 @@ class _Archive:
         if not _are_counts((numel, offset, *size, *stride)) or 0 in size or math.prod(size) > numel:
             raise ValueError(f"a tensor of size {size} in a storage of {numel} elements")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        dtype, data = _STORAGES[path_of(storage)], bytearray(self._member(f"data/{int(key)}"))
-        if last >= numel or len(data) != numel * dtype.itemsize or self._member("byteorder") != b"little":
-            raise ValueError(f"{len(data)} bytes for {numel} elements")
-        return torch.frombuffer(data, dtype=dtype).as_strided(size, stride, offset)
+        dtype, info = _STORAGES[path_of(storage)], self._info(f"data/{int(key)}")
+        if (
+            last >= numel
+            or info.file_size != numel * dtype.itemsize
+            or self._member("byteorder") != b"little"
+        ):
+            raise ValueError(f"{info.file_size} bytes for {numel} elements")
+        data = torch.empty(info.file_size, dtype=torch.uint8)
+        with self._open(info) as source:
+            for block in data.split(_BLOCK_BYTES):
+                found = source.read(len(block))
+                if len(found) != len(block):
+                    raise ValueError(f"{info.filename} ends early")
+                block.numpy()[:] = memoryview(found)
+            source.read(1)  # the checksum is compared at the end
+        return data.view(dtype).as_strided(size, stride, offset)
 
     def _member(self, name: str) -> bytes:
         """Return the data of a member; its name starts with that of the archive."""
+        with self._open(self._info(name)) as source:
+            return source.read()
+
+    @contextmanager
+    def _open(self, info: zipfile.ZipInfo) -> Iterator[IO[bytes]]:
+        try:
+            with self._zip.open(info) as source:
+                yield source
+        except (zipfile.BadZipFile, RuntimeError, EOFError, OSError) as error:
+            raise ValueError(f"{info.filename}: {error}") from error
+
+    def _info(self, name: str) -> zipfile.ZipInfo:
         info = next((info for info in self._zip.infolist() if info.filename.partition("/")[2] == name), None)
         if info is None:
             raise ValueError(f"the archive has no {name}")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size > self.place.num_bytes:
             raise ValueError(f"{name} is compressed, which torch.save never does")
-        try:
-            return self._zip.read(info)
-        except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
-            raise ValueError(f"{name}: {error}") from error
+        return info
+
+
+class _Window(io.RawIOBase):
+    """Bytes of an open file as a file of their own."""
+
+    def __init__(self, file: io.FileIO, start: int, num_bytes: int) -> None:
+        self._file, self._start, self._num_bytes, self._place = file, start, num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._num_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the archive")
+        self._place = base + offset
+        return self._place
+
+    def readinto(self, buffer: Any, /) -> int:
+        left = max(self._num_bytes - self._place, 0)
+        self._file.seek(self._start + self._place)
+        count = self._file.readinto(memoryview(buffer)[:left]) or 0
+        self._place += count
+        return count
 
 
 def _are_counts(values: tuple[Any, ...]) -> bool:

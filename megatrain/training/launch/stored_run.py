@@ -15,7 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.checkpoint.find import Candidate, base_folder, find_checkpoints, folder_name, newest_valid
+from megatrain.checkpoint.find import (
+    Candidate,
+    base_folder,
+    find_checkpoints,
+    folder_name,
+    is_of_megatron,
+    newest_valid,
+)
 from megatrain.checkpoint.manifest import read_manifest
 from megatrain.config import Request, StoredRun
 from megatrain.config.errors import NoCheckpointError, Problem
@@ -174,7 +181,8 @@ def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
     folder = base_folder(path)
     found = find_checkpoints(folder)
     if folder != path:
-        valid = ", ".join(str(one.iteration) for one in reversed(found) if one.problem is None)
+        readable = [one for one in found if one.problem is None or is_of_megatron(one.path)]
+        valid = ", ".join(str(one.iteration) for one in reversed(readable))
         reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found if one.path == path)
         return NoCheckpointError(
             f"{path} is not a valid checkpoint; {folder} has iterations {valid or 'none'}{reasons}",
