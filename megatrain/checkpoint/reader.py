@@ -14,19 +14,28 @@ import os
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from megatrain.checkpoint.chunks import split_box
 from megatrain.checkpoint.disk import open_regular_file
-from megatrain.checkpoint.errors import CheckpointError, DamagedError
-from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, read_manifest
+from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
+from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import TensorFile, check_size
-from megatrain.checkpoint.tensor_reader import TensorReader
-from megatrain.parallel.layout import Box, box_shape, intersect, slices_within, whole_box
+from megatrain.parallel.layout import (
+    Box,
+    BoxRange,
+    ParamLayout,
+    box_shape,
+    intersect,
+    slices_within,
+    whole_box,
+)
 
 _PART_BYTES = 16 << 20
 """Largest part of a chunk that a thread reads at once."""
@@ -36,8 +45,36 @@ _MAX_THREADS = 8
 _MAX_OPEN_FILES = 16
 
 
-class CheckpointReader(TensorReader):
-    """The tensors of the checkpoint in one folder: retention keeps the checkpoint while it is open."""
+class TensorReader(Protocol):
+    """Reads boxes of canonical tensors: of a checkpoint of ours, or of foreign weights."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration, and the shape and dtype of each tensor."""
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return one kind of state of a tensor.
+
+        Raises:
+            MismatchError: there is no such tensor, or it has another shape.
+        """
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy a box into `out`, which has the shape of the box and any float dtype."""
+
+    def close(self) -> None:
+        """Release files and threads."""
+
+
+class CheckpointReader:
+    """The tensors of the checkpoint in one folder, as a context manager: retention keeps the checkpoint while it is open.
+
+    Raises:
+        DamagedError: on opening or reading, if data differs from what was written.
+        MismatchError: a requested tensor is missing or has another shape.
+    """
 
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
@@ -51,17 +88,26 @@ class CheckpointReader(TensorReader):
             self.close()
             raise
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     @property
     def manifest(self) -> Manifest:
-        """Counters, state, configuration and tensors, with their files."""
+        """Everything but tensor data."""
         return self._manifest
 
     def close(self) -> None:
-        """Close the files, and let retention remove the checkpoint."""
         self._pool.shutdown()
         self._close_files(keep=0)
         if self._hold is not None:
             self._hold.close()
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return the chunks of one kind of state of a tensor."""
+        return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
@@ -136,6 +182,40 @@ class CheckpointReader(TensorReader):
         """Close the files that were opened first, except for `keep` of them."""
         while len(self._files) > keep:
             self._files.pop(next(iter(self._files))).close()
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A TensorSource: one kind of state of a checkpoint."""
+
+    reader: TensorReader
+    kind: str
+
+    def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (the piece has a name)
+        """Read the box into `out`, which has its shape."""
+        piece = box.piece
+        self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
+
+
+def stored_kind(reader: TensorReader, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+    """Return one kind of state of a tensor by the manifest.
+
+    Raises:
+        MismatchError: there is none, or the tensor has another shape.
+    """
+    path, found = reader.path, reader.manifest.tensors.get(name)
+    fix = "load it into the model that it was saved from"
+    if found is None:
+        raise MismatchError(f"{path}: has no tensor {name}", fix=fix)
+    if found.shape != shape:
+        raise MismatchError(
+            f"{path}: {name} has shape {list(found.shape)}, the model's has {list(shape)}", fix=fix
+        )
+    if kind not in found.kinds:
+        raise MismatchError(
+            f"{path}: has no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
+        )
+    return found.kinds[kind]
 
 
 def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list[str]:

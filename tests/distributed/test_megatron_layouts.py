@@ -13,7 +13,8 @@ LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --sequence-parallel",
     "pp2": "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto",
     "ep2": "--expert-model-parallel-size 2",
-    "tp2 ep2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+    "tp2 ep2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+    " --expert-tensor-parallel-size 1",
 }
 DENSE, EXPERTS = ("gpt2", "llama", "mtp"), ("mixtral", "qwen3moe", "dsv3")
 BOUND = {False: 1e-6, True: 1e-5}

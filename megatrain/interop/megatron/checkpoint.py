@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatrain.checkpoint.errors import DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
+from megatrain.checkpoint.reader import stored_kind
 from megatrain.checkpoint.stored_values import check_stored_values
-from megatrain.checkpoint.tensor_reader import TensorReader
 from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import plan_of, tokenizer_settings
@@ -50,7 +50,7 @@ class _Source:
     tensors: Mapping[str, str]
 
 
-class MegatronCheckpoint(TensorReader):
+class MegatronCheckpoint:
     """Reads boxes of canonical tensors; has the manifest that a checkpoint of ours would have.
 
     Args:
@@ -97,6 +97,14 @@ class MegatronCheckpoint(TensorReader):
             raise DamagedImportError(
                 f"{self.path}: common_state: {type(error).__name__} {str(error)[:300]}"
             ) from error
+
+    def close(self) -> None:
+        """Free the chunks in memory; files are open only while they are read."""
+        self._folder.close()
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return the dtype of one kind of state of a tensor; it has no chunks."""
+        return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""

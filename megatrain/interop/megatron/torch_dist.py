@@ -98,6 +98,10 @@ class TorchDistFolder:
                 out[slices_within(common, box)] = self._cached(name, chunk)[slices_within(common, chunk)]
         return out
 
+    def close(self) -> None:
+        """Free the chunks in memory."""
+        self._cache.clear()
+
     def object(self, name: str) -> Any:
         """Return an object that is not a tensor, such as `common_state`; its classes are records.
 
