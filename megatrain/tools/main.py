@@ -241,6 +241,14 @@ def _add_convert(commands: Any) -> None:
         metavar="N",
         help="tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
     )
+    text = "write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue"
+    back = _command(
+        directions, "megatrain-to-megatron", help=text, description=f"{text[0].upper()}{text[1:]}."
+    )
+    back.add_argument(
+        "source", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
+    )
+    back.add_argument("target", metavar="FOLDER", help="folder to write to, as --save of Megatron-LM")
     text = "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from"
     theirs = _command(directions, "hf-to-megatrain", help=text, description=f"{text[0].upper()}{text[1:]}.")
     theirs.add_argument(

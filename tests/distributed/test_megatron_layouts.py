@@ -47,7 +47,7 @@ def test_a_checkpoint_of_megatron_continues_over_ranks(
         f" --data-cache-path {tmp_path}/cache {LAYOUTS[layout]}"
     ).split()
     assert pool.run(2, train, words) == [0, 0]
-    found = [line for line in map(json.loads, (tmp_path / "metrics").read_text().splitlines())]
+    found = map(json.loads, (tmp_path / "metrics").read_text().splitlines())
     expected = json.loads((recordings / f"{case}.resumed.json").read_text())
     lines = [line for line in found if "lm_loss" in line]
     assert [line["iteration"] for line in lines] == [9, 10, 11, 12]

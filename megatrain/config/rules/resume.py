@@ -256,10 +256,9 @@ def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
             continue
         now = list(now) if isinstance(now, tuple) else now
         before = stored[setting.section][setting.name]
-        if before != now:
-            # Rows of padding are no tokens for this program: loading compares the rows that are left.
-            if not (setting.path == "tokenizer.vocab_size" and is_of_megatron):
-                yield setting.path, before, now
+        # Rows of padding are no tokens for this program: loading compares the rows that are left.
+        if before != now and not (setting.path == "tokenizer.vocab_size" and is_of_megatron):
+            yield setting.path, before, now
 
 
 def _class_of(draft: Draft, path: str) -> ResumeClass:

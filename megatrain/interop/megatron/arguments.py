@@ -8,12 +8,17 @@ Switches that megatrain refuses are refused here too: the stored model may compu
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.manifest import Manifest
 from megatrain.checkpoint.untrusted_json import InvalidError, record_of
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.config.cli.flag_words import FlagWords
@@ -30,6 +35,29 @@ _ELSEWHERE: Final = frozenset(
     """.split()
 )
 """Arguments about files, devices and the start of a run: they belong to a command, not to a model or its training."""
+_RENAMED: Final = {"norm_epsilon": "layernorm_epsilon"}
+_OPPOSITES: Final = {
+    "disable_bias_linear": "add_bias_linear",
+    "no_bias_gelu_fusion": "bias_gelu_fusion",
+    "no_data_sharding": "data_sharding",
+    "no_mmap_bin_files": "mmap_bin_files",
+    "muon_no_split_qkv": "muon_split_qkv",
+}
+_NOT_THERE: Final = frozenset(
+    """
+    attention_backend spec spec_digest norm_position qk_layernorm_width softmax_scale z_loss_coeff embedding_multiplier
+    attn_logit_softcapping final_logit_softcapping context_parallel_chunk_means pipeline_schedule data_cache_path
+    data_parallel_sharding_strategy use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend
+    compile device dry_run eval_at_start require_parity recompute_norms recompute_activations transformer_impl
+    overlap_p2p_communication train_data_path valid_data_path test_data_path num_workers
+    """.split()
+)
+"""Settings that Megatron-LM lacks, or that belong to a command."""
+_WITH_DTYPE: Final = ("params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_AS_DTYPES: Final = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16,
+}  # fmt: skip
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 
 
@@ -66,6 +94,50 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     except ConfigError as error:
         first = error.problems[0]
         raise MismatchError(f"{source}: its arguments: {first.text}", fix=first.fix) from error
+
+
+def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
+    """Return the arguments for the run that a manifest describes: settings with Megatron-LM's names and forms."""
+    found: dict[str, Any] = {}
+    for setting in settings():
+        stored = manifest.config.get(setting.section, {})
+        if (
+            setting.section in (*_SECTIONS, "parallel")
+            and setting.name in stored
+            and setting.name not in _NOT_THERE
+        ):
+            value = stored[setting.name]
+            value = (
+                value[0]
+                if isinstance(value, list) and len(value) == 1
+                else value or (None if value == [] else value)
+            )
+            found[setting.name] = _AS_DTYPES.get(str(value), value) if setting.name in _WITH_DTYPE else value
+    for ours, theirs in _RENAMED.items():
+        if ours in found:
+            found[theirs] = found.pop(ours)
+    for ours, theirs in _OPPOSITES.items():
+        if ours in found:
+            found[theirs] = not found.pop(ours)
+    pattern = found.get("moe_layer_freq")
+    if isinstance(pattern, str) and re.fullmatch(r"[\d,\[\] ]+", pattern):
+        found["moe_layer_freq"] = json.loads(pattern)
+    found["data_path"] = manifest.config["data"]["data_path"] or None
+    found["cp_comm_type"] = manifest.config["parallel"]["cp_comm_type"] or ["p2p"]
+    if not found["multi_latent_attention"]:
+        found["rope_type"] = None
+    if found["swiglu"] or not found["add_bias_linear"]:
+        found["bias_gelu_fusion"] = False
+    return found | {
+        "padded_vocab_size": padded_vocab_size,
+        "world_size": manifest.config["parallel"].get("world_size") or 1,
+        "consumed_train_samples": manifest.consumed_train_samples,
+        "consumed_valid_samples": manifest.state["consumed_valid_samples"],
+        "group_query_attention": found["num_query_groups"] not in (None, found["num_attention_heads"]),
+        "add_position_embedding": True,
+        "ckpt_format": "torch_dist",
+        "use_dist_ckpt": True,
+    }
 
 
 def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.megatron.arguments import plan_of, tokenizer_settings
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import VOCABULARY, FusedRows, Part, parts_of
+from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, parts_of
 from megatrain.interop.megatron.torch_dist import TorchDistFolder
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
@@ -34,11 +34,6 @@ from megatrain.parallel.layout import Box, whole_box
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTER: Final = ("fp32_param", "param")
-_BIASES: Final = {
-    ".mlp.router.expert_bias": (".mlp.router.expert_bias", 1.0),
-    ".mlp.router.qb_beta": (".mlp.router.quantile_bias", -1.0),
-}
-"""Biases of experts that are no parameters: the names here, and the sign."""
 _SAFETENSORS: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -134,7 +129,7 @@ class MegatronCheckpoint:
             has_output_gate=model.attention_output_gate,
         )
         for name in names:
-            if _STATE.fullmatch(name) or name.endswith(tuple(_BIASES)):
+            if _STATE.fullmatch(name) or name.endswith(tuple(BIASES)):
                 continue
             try:
                 parts = list(parts_of(name, self._folder.tensors[name].shape, fused))
@@ -205,7 +200,7 @@ class MegatronCheckpoint:
         """Return the biases by canonical name, as the state of a checkpoint has them."""
         found: dict[str, list[float]] = {}
         for name, tensor in self._folder.tensors.items():
-            for ending, (ours, sign) in _BIASES.items():
+            for ending, (ours, sign) in BIASES.items():
                 if name.endswith(ending):
                     prefix = name.removesuffix(ending).removesuffix(".transformer_layer")
                     values = sign * self._folder.read(name, whole_box(tensor.shape))

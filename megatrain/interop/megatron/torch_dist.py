@@ -88,6 +88,11 @@ class TorchDistFolder:
             raise DamagedImportError(f"{file}: {str(error)[:300]}") from error
         self._cache: dict[tuple[str, Box], Tensor] = {}
 
+    @property
+    def object_names(self) -> tuple[str, ...]:
+        """Keys of the objects that are not tensors."""
+        return tuple(self._objects)
+
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor."""
         tensor = self.tensors[name]
