@@ -16,6 +16,7 @@ from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_bi
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
+from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
 from megatrain.optim.sharded import WEIGHT
@@ -32,7 +33,7 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
         ConfigError: on all ranks; not even one fits.
     """
     checkpoint = plan.config.checkpoint
-    if checkpoint.save is None or plan.config.training.skip_train:
+    if checkpoint.save is None or plan.config.training.only_evaluates:
         return None
     plan_of_rank = plan_chunks(engine.optimizer, ranks.grid, saved_kinds(plan, engine))
     own_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
@@ -89,6 +90,8 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     progress.iteration = loaded.iteration
     progress.consumed_train_samples = loaded.consumed_train_samples
     progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    if config.training.eval_only and not loaded.state["is_evaluation_left"]:  # the last evaluation, again
+        progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
     progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)

@@ -135,7 +135,7 @@ def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
 
 def run_ends_before_the_decay(draft: Draft) -> Iterator[str]:
     derived, schedule = draft.derived, draft.derived.schedule
-    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.skip_train
+    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
     restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
     end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
     last_rate = schedule.rate.at(max(end - batch, 0))

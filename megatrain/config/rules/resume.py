@@ -16,6 +16,7 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume_classes import (
     OPTIMIZER_STATE,
+    ORDER,
     SCHEDULE,
     SHAPE,
     ResumeClass,
@@ -112,7 +113,7 @@ def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
 def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     """Training files may move, but their contents, weights and order must not change."""
     stored = draft.facts.checkpoint
-    if stored is None:
+    if stored is None or draft.config.training.only_evaluates:
         return
     fix = "use the data of the stored run, or add --finetune and another --save to start a new run from these weights"
     before, now = _trained_on(stored.datasets), _trained_on(draft.facts.datasets)
@@ -273,10 +274,14 @@ def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
     if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
         return ""  # different settings, same schedule
+    if resume_class is ORDER and draft.config.training.only_evaluates:
+        return "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
         return resume_class.consent
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
-        return "--no-load-optim" if checkpoint.no_load_optim else "--skip-train"
+        if checkpoint.no_load_optim:
+            return "--no-load-optim"
+        return "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
         return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
     return ""

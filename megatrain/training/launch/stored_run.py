@@ -171,10 +171,11 @@ def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
 
 
 def _taken_settings(request: Request, stored: StoredRun) -> dict[str, Any]:
-    if not request.known("checkpoint.use_checkpoint_args"):
+    is_evaluated = bool(request.known("training.eval_only"))
+    if not (is_evaluated or request.known("checkpoint.use_checkpoint_args")):
         return {}
     with_layout = bool(request.known("checkpoint.use_mp_args_from_checkpoint_args"))
-    return stored_settings(stored.config, request, with_layout=with_layout)
+    return stored_settings(stored.config, request, with_layout=with_layout, with_training=is_evaluated)
 
 
 def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
@@ -222,7 +223,7 @@ def _continues_save_folder(request: Request) -> bool:
 
 
 def _saves(request: Request) -> bool:
-    return not request.known("training.skip_train")
+    return not (request.known("training.skip_train") or request.known("training.eval_only"))
 
 
 def _other_run(request: Request) -> str | None:
