@@ -15,7 +15,6 @@ from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.export import MegatronExport
-from megatrain.interop.megatron.torch_dist import METADATA_NAME
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import whole_box
 from megatrain.tools.checkpoint.rewrite import (
@@ -37,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
     """Write a checkpoint of Megatron-LM as one of megatrain."""
     source, target = _newest(Path(arguments.source)), Path(arguments.target)
-    reader = MegatronCheckpoint(source, arguments.vocab_size)
+    reader = MegatronCheckpoint(source, arguments.vocab_size, allows_format_torch=arguments.allow_pickle)
     if reader.has_buckets:
         raise MismatchError(
             f"{source}: the state of its optimizer is stored by buckets, whose order only Megatron-LM knows",
@@ -141,18 +140,12 @@ def _newest(path: Path) -> Path:
     """Return the newest checkpoint of Megatron-LM in a folder, or the one at `path`.
 
     Raises:
-        NoCheckpointError: there is none in the format torch_dist.
+        NoCheckpointError: there is none.
     """
     found = [path, path / "release", *(candidate.path for candidate in list_candidates(path))]
     checkpoints = [one for one in found if is_of_megatron(one)]
-    readable = [one for one in checkpoints if (one / METADATA_NAME).exists()]
-    if readable:
-        return readable[0]
     if checkpoints:
-        raise NoCheckpointError(
-            f"{checkpoints[0]} is a checkpoint of Megatron-LM in the format torch, which is not read",
-            fix="save it in Megatron-LM once more with --ckpt-format torch_dist, or convert it with --ckpt-convert-format",
-        )
+        return checkpoints[0]
     raise NoCheckpointError(
         f"{path} has no checkpoint of Megatron-LM",
         fix="name its --save folder, or one of its iter_NNNNNNN folders",

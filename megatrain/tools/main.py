@@ -227,7 +227,7 @@ def _add_convert(commands: Any) -> None:
         description="Convert checkpoints from and to those of other programs, without a GPU. No code that they name is run.",
     )
     directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
-    text = "write a checkpoint of Megatron-LM (torch_dist) as one of megatrain, which a run continues"
+    text = "write a checkpoint of Megatron-LM as one of megatrain, which a run continues"
     megatron = _command(
         directions, "megatron-to-megatrain", help=text, description=f"{text[0].upper()}{text[1:]}."
     )
@@ -240,6 +240,11 @@ def _add_convert(commands: Any) -> None:
         type=int,
         metavar="N",
         help="tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
+    )
+    megatron.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
     )
     text = "write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue"
     back = _command(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,11 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
             with_optimizer=with_optimizer,
             also=others,
             upcycling=_upcycling(ranks.plan) if stored.is_upcycled else None,
-            open_foreign=lambda path: open_foreign(path, ranks.plan.derived.vocab_size),
+            open_foreign=partial(
+                open_foreign,
+                vocab_size=ranks.plan.derived.vocab_size,
+                allows_format_torch=config.checkpoint.allow_pickle,
+            ),
         )
     if not stored.is_upcycled:
         restore_expert_biases(engine.model, loaded.state, loaded.path)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_torch_files import write_torch_files
 from test_golden_training import Bounds, mean_mtp_losses, recordings, tf32_routers  # noqa: F401 (fixtures)
 
+from megatrain.checkpoint.errors import MismatchError
 from megatrain.config import parse
 from megatrain.config.errors import NoCheckpointError
 from megatrain.tools.main import main
@@ -107,6 +109,31 @@ def test_a_run_starts_from_the_weights_of_megatron(
     words = f"{data} {taken} {rest} --load {load} --metrics-file {metrics} --eval-interval 1000".split()
     assert run_flags(words) == 0
     assert losses(metrics)[-1]["lm_loss"] == pytest.approx(7.974405765533447, rel=5e-7)
+
+
+FORMAT_TORCH = [
+    ("llama", {"tp": 2, "pp": 3}),
+    ("mixtral", {"tp": 2, "ep": 2}),
+    *(pytest.param(case, sizes, marks=pytest.mark.nightly) for case, sizes in [
+        ("gpt2", {"tp": 4}), ("gpt2", {"pp": 3}), ("llama", {}), ("mixtral", {"pp": 3, "ep": 2}), ("qwen3moe", {"ep": 2}),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "sizes"), FORMAT_TORCH)
+@pytest.mark.usefixtures("tf32_routers")
+def test_files_of_the_format_torch_continue_with_the_recorded_digits(
+    case: str,
+    sizes: dict[str, int],
+    recordings: Path,  # noqa: F811 (the fixture)
+    tmp_path: Path,
+) -> None:
+    load = write_torch_files(recordings / f"{case}.ckpt", tmp_path / "theirs", **sizes)
+    with pytest.raises(MismatchError, match="--allow-pickle"):
+        train(case, recordings, load, tmp_path / "none")
+    metrics = tmp_path / "metrics.jsonl"
+    train(case, recordings, load, metrics, "--allow-pickle")
+    compare(case, recordings, metrics)
 
 
 def continue_run(case: str, recordings: Path, load: Path, metrics: Path) -> None:  # noqa: F811

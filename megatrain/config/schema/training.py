@@ -144,6 +144,8 @@ class CheckpointConfig(CheckedSection):
     """Load only weights and start at iteration 0, with the data and schedules of this command line."""
     pretrained_checkpoint: str | None = None
     """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint."""
+    allow_pickle: bool = False
+    """Also load checkpoints of Megatron-LM in the format torch (mp_rank_*), whose files are pickled; no code in them is run. Not in Megatron-LM."""
     use_checkpoint_args: bool = False
     """Take the settings of the model, the sequence length and the tokenizer from the checkpoint, where they are not given."""
     use_mp_args_from_checkpoint_args: bool = False

@@ -9,6 +9,7 @@ Switches that megatrain refuses are refused here too: the stored model may compu
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -58,6 +59,17 @@ _AS_DTYPES: Final = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
     "fp16": torch.float16, "float16": torch.float16,
 }  # fmt: skip
+_MODEL_PARALLEL: Final = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+_LAYOUT: Final = (
+    *_MODEL_PARALLEL,
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 
 
@@ -82,8 +94,8 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     for item in read_arguments(given, str(source), wanted):
         if isinstance(item, FlagWords):
             words += [item.flag, *item.words]
-    padded, size = arguments.get("padded_vocab_size"), arguments.get("world_size")
-    if not isinstance(padded, int) or not isinstance(size, int) or size < 1:
+    padded, size = arguments.get("padded_vocab_size"), _num_replicas(arguments)
+    if not isinstance(padded, int) or size < 1:
         raise MismatchError(
             f"{source}: its arguments have no padded_vocab_size or world_size",
             fix="convert a checkpoint that pretrain_gpt.py of Megatron-LM wrote",
@@ -153,6 +165,23 @@ def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[st
     config = TokenizerConfig(**values)
     is_text = config.tokenizer_type != "NullTokenizer" and not any(tokenizer_problems(config))
     return given if is_text else numbers
+
+
+def layout_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the parallel layout of the run, which its model and training do not depend on."""
+    found = {name: arguments[name] for name in _LAYOUT if _is_plain(arguments.get(name))}
+    stages = arguments.get("virtual_pipeline_model_parallel_size")
+    return found | ({"num_virtual_stages_per_pipeline_rank": stages} if _is_plain(stages) else {})
+
+
+def _num_replicas(arguments: Mapping[str, Any]) -> int:
+    """Return the number of replicas of the model, each on one rank of the plan; 0: it is not stored."""
+    sizes = [arguments.get(name) or 1 for name in _MODEL_PARALLEL]
+    world_size = arguments.get("world_size")
+    if not all(isinstance(size, int) and size > 0 for size in (world_size, *sizes)):
+        return 0
+    assert isinstance(world_size, int)
+    return world_size // math.prod(sizes)
 
 
 def _implied(arguments: Mapping[str, Any]) -> Iterator[str]:

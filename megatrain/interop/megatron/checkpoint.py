@@ -24,10 +24,11 @@ from megatrain.checkpoint.reader import stored_kind
 from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
-from megatrain.interop.megatron.arguments import plan_of, tokenizer_settings
+from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.inert_pickle import Record
 from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, parts_of
-from megatrain.interop.megatron.torch_dist import TorchDistFolder
+from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
+from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
@@ -50,6 +51,7 @@ class MegatronCheckpoint:
 
     Args:
         path: a folder iter_0000100 with .metadata.
+        allows_format_torch: also read pickled files of the format torch, as --allow-pickle asks for.
         vocab_size: rows of the vocabulary's tensors; None: the number of tokens, or all rows if Megatron-LM did not store it.
 
     Raises:
@@ -57,9 +59,11 @@ class MegatronCheckpoint:
         MismatchError: the checkpoint is of a model, or in a form, that is not read.
     """
 
-    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, path: Path, vocab_size: int | None = None, *, allows_format_torch: bool = False
+    ) -> None:
         self.path = path
-        self._folder = TorchDistFolder(path)
+        self._folder = _opened(path, allows_format_torch=allows_format_torch)
         try:
             self._common = _mapping(self._folder.object("common_state"))
             self._arguments = _mapping(self._common.get("args"))
@@ -74,7 +78,9 @@ class MegatronCheckpoint:
                 f"{path}: --vocab-size {self.vocab_size}, and its vocabulary has {self.padded_vocab_size} rows",
                 fix=f"use --vocab-size {self.padded_vocab_size} or less",
             )
-        self.has_buckets = any(map(_BUCKETS.match, self._folder.tensors))
+        self.has_buckets = any(map(_BUCKETS.match, self._folder.tensors)) or any(
+            path.rglob("distrib_optim.pt")
+        )
         """The optimizer's state is stored by buckets, whose order only a model in the same layout knows: it is not read."""
         self._sources = dict(self._canonical())
         self._check_kinds()
@@ -166,6 +172,7 @@ class MegatronCheckpoint:
         has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
         config = plan.config.to_dict()
         config["tokenizer"] |= tokenizer_settings(arguments, self.vocab_size)
+        config["parallel"] |= layout_of(arguments)
         state = stored_state(
             plan,
             consumed_valid_samples=arguments.get("consumed_valid_samples", 0),
@@ -209,6 +216,17 @@ class MegatronCheckpoint:
                     rows = values if stacked else values[None]
                     found |= {f"{place}{ours}": row.tolist() for place, row in zip(places, rows, strict=True)}
         return found
+
+
+def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | TorchFiles:
+    if (path / METADATA_NAME).exists() or not any(path.glob(f"mp_rank_*/{FILE_NAME}")):
+        return TorchDistFolder(path)
+    if allows_format_torch:
+        return TorchFiles(path)
+    raise MismatchError(
+        f"{path} has the format torch, whose files are pickled as a whole",
+        fix="add --allow-pickle to read it (no code in it is run), or save it in Megatron-LM once more with --ckpt-format torch_dist",
+    )
 
 
 def _is_gated(plan: Plan) -> bool:

@@ -11,17 +11,19 @@ from megatrain.config import StoredRun
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 
 
-def open_foreign(path: Path, vocab_size: int | None) -> MegatronCheckpoint | None:
+def open_foreign(path: Path, vocab_size: int, *, allows_format_torch: bool) -> MegatronCheckpoint | None:
     """Open the checkpoint at `path` if Megatron-LM wrote it, with the rows of `vocab_size` tokens; return None if not.
 
     Raises:
         DamagedError, MismatchError: see `MegatronCheckpoint`.
     """
-    return MegatronCheckpoint(path, vocab_size) if is_of_megatron(path) else None
+    if not is_of_megatron(path):
+        return None
+    return MegatronCheckpoint(path, vocab_size, allows_format_torch=allows_format_torch)
 
 
 def newest_foreign(
-    sources: Sequence[Path], *, vocab_size: int | None, after: int = -1
+    sources: Sequence[Path], *, vocab_size: int | None, allows_format_torch: bool, after: int = -1
 ) -> tuple[StoredRun | None, list[str]]:
     """Return the newest checkpoint of Megatron-LM whose index is intact, and a sentence for each that is damaged.
 
@@ -36,7 +38,7 @@ def newest_foreign(
         if candidate.iteration <= after:
             break
         try:
-            reader = MegatronCheckpoint(candidate.path, vocab_size)
+            reader = MegatronCheckpoint(candidate.path, vocab_size, allows_format_torch=allows_format_torch)
             manifest = reader.manifest
         except DamagedError as error:
             reasons.append(error.problems[0].text)

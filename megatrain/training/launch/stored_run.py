@@ -150,7 +150,10 @@ def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
     newest = max(found, key=lambda candidate: candidate.iteration, default=None)
     vocab_size = request.known("tokenizer.vocab_size")
     after = -1 if newest is None else newest.iteration
-    foreign, reasons = newest_foreign(sources, vocab_size=vocab_size, after=after)
+    allows_format_torch = bool(request.known("checkpoint.allow_pickle"))
+    foreign, reasons = newest_foreign(
+        sources, vocab_size=vocab_size, allows_format_torch=allows_format_torch, after=after
+    )
     if foreign is not None:
         return foreign
     if newest is None:
