@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+import pretrain
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.inert_pickle import path_of, read_pickle
@@ -236,6 +237,73 @@ def test_the_command_writes_a_checkpoint_and_says_how_to_continue(
     assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
     assert main(["convert", "megatron-to-megatrain", str(stored.parent), str(tmp_path / "run")]) == 2
     assert "is a checkpoint" in capsys.readouterr().err
+
+
+def test_optimizer_state_by_buckets_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights alone can be loaded; a run that continues the optimizer gets an error."""
+    bare = {name: tensor for name, tensor in weights().items() if not name.startswith("optimizer.")}
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+    path = write(tmp_path, {**bare, bucket: torch.zeros(64)})
+    remedy = "--dist-ckpt-optim-fully-reshardable"
+    assert main(["convert", "megatron-to-megatrain", str(tmp_path), str(tmp_path / "ours")]) == 2
+    assert remedy in capsys.readouterr().err
+    manifest = MegatronCheckpoint(path).manifest
+    assert not manifest.state["has_optimizer"]
+    assert {frozenset(tensor.kinds) for tensor in manifest.tensors.values()} == {frozenset({"weight"})}
+    run = (
+        f"--use-checkpoint-args --load {tmp_path} --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --bf16"
+        " --train-iters 4 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --device cpu"
+    ).split()
+    assert pretrain.main(run) == 2
+    assert remedy in capsys.readouterr().err
+    assert pretrain.main([*run, "--no-load-optim"]) == 0
+    assert pretrain.main([*run, "--finetune"]) == 0
+
+
+def test_master_weights_and_padding_come_back(stored: Path, tmp_path: Path) -> None:
+    """bf16 weights of the model are those that its fp32 master weights round to; rows of padding are zero."""
+    assert main(["convert", "megatron-to-megatrain", str(stored.parent), str(tmp_path / "ours")]) == 0
+    assert main(["convert", "megatrain-to-megatron", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    found, expected = TorchDistFolder(tmp_path / "back" / stored.name), weights()
+    assert found.tensors.keys() == {
+        name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
+            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+        )
+        for name in expected
+    }
+    for name, shape in SHAPES.items():
+        for prefix in (
+            "",
+            "optimizer.state.fp32_param.",
+            "optimizer.state.exp_avg.",
+            "optimizer.state.exp_avg_sq.",
+        ):
+            if "layernorm" in name and "final" not in name:
+                continue
+            same = found.read(prefix + name, box(*shape))
+            tensor = expected[prefix + name].clone()
+            if tensor.shape[0] == 32:
+                tensor[30:] = 0
+            assert same.dtype == tensor.dtype
+            assert torch.equal(same, tensor), prefix + name
+    assert main(["convert", "megatrain-to-megatron", str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
+
+
+def test_the_common_state_of_older_versions_is_read(stored: Path, tmp_path: Path) -> None:
+    common = {
+        "iteration": 3,
+        "args": argparse.Namespace(**ARGUMENTS),
+        "opt_param_scheduler": {"num_steps": 6},
+    }
+    path = write(tmp_path, weights(), common)
+    data = (path / METADATA_NAME).read_bytes()
+    (path / METADATA_NAME).write_bytes(data.replace(b"common_state", b"ignored_name"))
+    with pytest.raises(DamagedError, match="has no common_state"):
+        MegatronCheckpoint(path)
+    torch.save(common, path / "common.pt")
+    assert MegatronCheckpoint(path).manifest.consumed_train_samples == 6
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(

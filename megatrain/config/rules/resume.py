@@ -272,16 +272,15 @@ def _class_of(draft: Draft, path: str) -> ResumeClass:
 def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     """Return the given flag that allows changes of this class; empty: none."""
     checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
+    of_evaluation = "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
         return ""  # different settings, same schedule
     if resume_class is ORDER and draft.config.training.only_evaluates:
-        return "--eval-only" if draft.config.training.eval_only else "--skip-train"
+        return of_evaluation
     if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
         return resume_class.consent
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
-        if checkpoint.no_load_optim:
-            return "--no-load-optim"
-        return "--eval-only" if draft.config.training.eval_only else "--skip-train"
+        return "--no-load-optim" if checkpoint.no_load_optim else of_evaluation
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
         return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
     return ""

@@ -110,39 +110,25 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
 
 def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
     """Return the arguments for the run that a manifest describes: settings with Megatron-LM's names and forms."""
-    found: dict[str, Any] = {}
-    for setting in settings():
-        stored = manifest.config.get(setting.section, {})
-        if (
-            setting.section in (*_SECTIONS, "parallel")
-            and setting.name in stored
-            and setting.name not in _NOT_THERE
-        ):
-            value = stored[setting.name]
-            value = (
-                value[0]
-                if isinstance(value, list) and len(value) == 1
-                else value or (None if value == [] else value)
-            )
-            found[setting.name] = _AS_DTYPES.get(str(value), value) if setting.name in _WITH_DTYPE else value
-    for ours, theirs in _RENAMED.items():
-        if ours in found:
-            found[theirs] = found.pop(ours)
-    for ours, theirs in _OPPOSITES.items():
-        if ours in found:
-            found[theirs] = not found.pop(ours)
-    pattern = found.get("moe_layer_freq")
-    if isinstance(pattern, str) and re.fullmatch(r"[\d,\[\] ]+", pattern):
-        found["moe_layer_freq"] = json.loads(pattern)
-    found["data_path"] = manifest.config["data"]["data_path"] or None
-    found["cp_comm_type"] = manifest.config["parallel"]["cp_comm_type"] or ["p2p"]
+    config = manifest.config
+    found: dict[str, Any] = {
+        setting.name: _in_their_form(setting.name, config[setting.section][setting.name])
+        for setting in settings()
+        if setting.section in (*_SECTIONS, "parallel")
+        and setting.name in config.get(setting.section, {})
+        and setting.name not in _NOT_THERE
+    }
+    found |= {theirs: found.pop(ours) for ours, theirs in _RENAMED.items()}
+    found |= {theirs: not found.pop(ours) for ours, theirs in _OPPOSITES.items()}
     if not found["multi_latent_attention"]:
         found["rope_type"] = None
     if found["swiglu"] or not found["add_bias_linear"]:
         found["bias_gelu_fusion"] = False
     return found | {
+        "data_path": config["data"]["data_path"] or None,
+        "cp_comm_type": config["parallel"]["cp_comm_type"] or ["p2p"],
         "padded_vocab_size": padded_vocab_size,
-        "world_size": manifest.config["parallel"].get("world_size") or 1,
+        "world_size": config["parallel"].get("world_size") or 1,
         "consumed_train_samples": manifest.consumed_train_samples,
         "consumed_valid_samples": manifest.state["consumed_valid_samples"],
         "group_query_attention": found["num_query_groups"] not in (None, found["num_attention_heads"]),
@@ -150,6 +136,17 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
     }
+
+
+def _in_their_form(name: str, value: Any) -> Any:
+    """Return a stored value as Megatron-LM has it: one value for a list of one, dtypes, patterns as lists."""
+    if isinstance(value, list) and len(value) < 2:
+        return value[0] if value else None
+    if name in _WITH_DTYPE:
+        return _AS_DTYPES.get(str(value), value)
+    if name in _PATTERNS and isinstance(value, str) and re.fullmatch(r"[\d,\[\] ]+", value):
+        return json.loads(value)
+    return value
 
 
 def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:

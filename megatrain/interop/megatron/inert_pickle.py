@@ -61,7 +61,7 @@ class Record:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> type[Any]:
         if (module_name, global_name) == ("collections", "OrderedDict"):
-            return dict  # plain data, of which states of models consist
+            return dict  # states of models are ordered dictionaries
         return type("Record", (Record,), {"path": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any) -> Any:

@@ -1,6 +1,6 @@
 """The tensors and objects of a checkpoint in the format `torch`, by the names that `torch_dist` would give them.
 
-    mp_rank_01_000/model_optim_rng.pt       tensor rank 1, stage 0: what that rank held, with its own layer numbers
+    mp_rank_01_000/model_optim_rng.pt       tensor rank 1, stage 0: the tensors of that rank; layers count from 0 on each stage
     mp_rank_01_000_002/model_optim_rng.pt   expert rank 2 too
 
     files of all ranks ─> local tensors ─> boxes of whole tensors ─> the same reader as for `torch_dist`
@@ -45,9 +45,19 @@ _BUFFERS: Final = (".expert_bias", ".qb_beta", ".local_tokens_per_expert")
 """Tensors of the model that the optimizer does not have."""
 
 
+_UNEVEN: Final = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Arguments that divide layers unevenly over stages."""
+
+
 @dataclass(frozen=True)
 class _Source:
-    """Where the values of a box are: rows of a tensor in the file of a rank."""
+    """Rows of a tensor in the file of a rank: the values of a box."""
 
     place: Place
     record: Record
@@ -215,34 +225,42 @@ class TorchFiles:
 
     def _joined(self, name: str, found: Sequence[_Local]) -> _Tensor:
         """Return the whole tensor of the parts that the ranks hold."""
-        sizes, chunks = self._sizes, {}
-        size, is_expert = found[0].size, found[0].expert is not None
+        size, tp = found[0].size, self._sizes.tp
         dim = 0 if _BY_ROWS.search(name) else 1 if _BY_COLUMNS.search(name) else None
-        factor = 1 if dim is None else sizes.tp
-        shape = tuple(n * factor if number == dim else n for number, n in enumerate(size))
-        is_gated = sizes.is_gated and "linear_fc1" in name
+        shape = tuple(n * tp if number == dim else n for number, n in enumerate(size))
+        num_pieces = 2 if dim == 0 and self._sizes.is_gated and "linear_fc1" in name else 1  # gate and up
+        chunks: dict[Box, _Source] = {}
         for local in found:
             if local.size != size:
                 raise ValueError(f"{name} has sizes {list(size)} and {list(local.size)}")
-            if dim is None and local.tp_rank:
-                continue
-            stacked: Box = () if local.expert is None else ((local.expert, local.expert + 1),)
-            for half in range(2 if is_gated and dim == 0 else 1):
-                rows = (
-                    slice(half * size[0] // 2, (half + 1) * size[0] // 2)
-                    if is_gated and dim == 0
-                    else slice(0, size[0])
-                )
-                length = rows.stop - rows.start
-                start = half * shape[0] // 2 + local.tp_rank * length if dim == 0 else 0
-                box = [(start, start + length), *((0, n) for n in size[1:])]
-                if dim == 1:
-                    box[1] = (local.tp_rank * size[1], (local.tp_rank + 1) * size[1])
-                chunks[(*stacked, *box)] = _Source(local.place, local.record, rows, len(stacked))
-        whole = (sizes.num_experts, *shape) if is_expert else shape
+            if dim is not None or local.tp_rank == 0:
+                chunks |= _chunks_of(local, shape, dim, num_pieces)
+        whole = shape if found[0].expert is None else (self._sizes.num_experts, *shape)
         if problem := tiling_problem(whole, list(chunks)):
             raise ValueError(f"{name}: {problem}")
         return _Tensor(whole, dtype_of(found[0].record), chunks)
+
+
+def _chunks_of(
+    local: _Local, shape: tuple[int, ...], dim: int | None, num_pieces: int
+) -> Iterator[tuple[Box, _Source]]:
+    """Yield the boxes of a whole tensor that a rank holds.
+
+    Args:
+        shape: of the whole tensor, or of one expert's.
+        dim: dimension that is split over tensor ranks; None: all hold the same.
+        num_pieces: equal ranges of rows that are split one by one.
+    """
+    stacked: Box = () if local.expert is None else ((local.expert, local.expert + 1),)
+    length = local.size[0] // num_pieces
+    for piece in range(num_pieces):
+        box = [(0, size) for size in local.size]
+        start = piece * shape[0] // num_pieces + (local.tp_rank * length if dim == 0 else 0)
+        box[0] = (start, start + length)
+        if dim == 1:
+            box[1] = (local.tp_rank * local.size[1], (local.tp_rank + 1) * local.size[1])
+        rows = slice(piece * length, (piece + 1) * length)
+        yield (*stacked, *box), _Source(local.place, local.record, rows, len(stacked))
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -264,26 +282,7 @@ def _sizes_of(path: Path, arguments: Mapping[str, Any]) -> _Sizes:
     num_layers, chunks = arguments["num_layers"], arguments.get("virtual_pipeline_model_parallel_size") or 1
     if not all(isinstance(n, int) and 1 <= n <= _MAX_RANKS for n in (tp, pp, ep, num_layers, chunks)):
         raise ValueError(f"{tp}, {pp}, {ep} are not sizes of a layout")
-    uneven = [
-        name
-        for name in (
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "pipeline_model_parallel_layout",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-        if arguments.get(name)
-    ]
-    if num_layers % (pp * chunks):
-        uneven.append(f"num_layers {num_layers}")
-    if (arguments.get("expert_tensor_parallel_size") or tp) != tp:
-        uneven.append("expert_tensor_parallel_size")
-    if tp > 1 and arguments.get("multi_latent_attention"):
-        uneven.append("multi_latent_attention")
-    groups = arguments.get("num_query_groups") or arguments.get("num_attention_heads") or tp
-    if groups % tp:
-        uneven.append(f"num_query_groups {groups}")
+    uneven = list(_not_read(arguments, tp, pp * chunks))
     if uneven:
         raise MismatchError(
             f"{path}: the format torch is not read with {', '.join(uneven)} in this layout",
@@ -298,6 +297,20 @@ def _sizes_of(path: Path, arguments: Mapping[str, Any]) -> _Sizes:
         bool(arguments.get("swiglu")),
         not arguments.get("untie_embeddings_and_output_weights"),
     )
+
+
+def _not_read(arguments: Mapping[str, Any], tp: int, num_stages: int) -> Iterator[str]:
+    """Yield what makes the parts that ranks hold others than those that are known."""
+    yield from (name for name in _UNEVEN if arguments.get(name))
+    if arguments["num_layers"] % num_stages:
+        yield f"num_layers {arguments['num_layers']}"
+    if (arguments.get("expert_tensor_parallel_size") or tp) != tp:
+        yield "expert_tensor_parallel_size"
+    if tp > 1 and arguments.get("multi_latent_attention"):
+        yield "multi_latent_attention"
+    groups = arguments.get("num_query_groups") or arguments.get("num_attention_heads") or tp
+    if groups % tp:
+        yield f"num_query_groups {groups}"
 
 
 def _states_of(optimizer: Any, parameters: Sequence[_Local]) -> Iterator[_Local]:

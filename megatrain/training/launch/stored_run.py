@@ -5,7 +5,7 @@
 non-persistent checkpoints of the same run     if newer                  │
 --pretrained-checkpoint                        while --load has none     ┘
 
-A folder may hold checkpoints of Megatron-LM and of megatrain: the newest counts, whatever program wrote it.
+A folder may hold checkpoints of Megatron-LM and of megatrain: the newest of all counts.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ NOT_WRITTEN = {"rng_state", "rerun_state_machine_state"}
 DIFFERENT = {
     "kv_channels",  # of latent attention: Megatron-LM stores a value that it does not use
     "add_qkv_bias",  # likewise, next to biases of all products
-    "expert_tensor_parallel_size",
     "vocab_size",  # the rows of padding are kept, as tokens
     "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "tiktoken_pattern",  # defaults, unused
 }  # fmt: skip
