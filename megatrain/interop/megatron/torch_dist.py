@@ -9,11 +9,12 @@ The files are untrusted: no class is built, no code runs, names stay in the fold
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,23 @@ class IndexedTensor:
     dtype: torch.dtype
     chunks: Mapping[Box, Place]
 
+    def overlaps(self, box: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield the chunks that overlap a box, each with the overlap."""
+        for (start, stop), chunks in self._by_first_dimension.items():
+            if start < box[0][1] and box[0][0] < stop:
+                for chunk in chunks:
+                    common = intersect(chunk, box)
+                    if common is not None:
+                        yield chunk, common
+
+    @functools.cached_property
+    def _by_first_dimension(self) -> dict[tuple[int, int], list[Box]]:
+        """Chunks by their range in the first dimension: stacked layers and experts have thousands of chunks."""
+        found: dict[tuple[int, int], list[Box]] = {}
+        for chunk in self.chunks:
+            found.setdefault(chunk[0], []).append(chunk)
+        return found
+
 
 class TorchDistFolder:
     """The index of a checkpoint, and access to its data.
@@ -79,10 +97,8 @@ class TorchDistFolder:
         """Return a box of a tensor."""
         tensor = self.tensors[name]
         out = torch.empty(box_shape(box), dtype=tensor.dtype)
-        for chunk in tensor.chunks:
-            common = intersect(chunk, box)
-            if common is not None:
-                out[slices_within(common, box)] = self._cached(name, chunk)[slices_within(common, chunk)]
+        for chunk, common in tensor.overlaps(box):
+            out[slices_within(common, box)] = self._cached(name, chunk)[slices_within(common, chunk)]
         return out
 
     def close(self) -> None:
