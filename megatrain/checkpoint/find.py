@@ -121,7 +121,7 @@ def check_folder(path: Path, iteration: int) -> Manifest:
 
 def _problem_of(candidate: Candidate) -> str | None:
     if is_of_megatron(candidate.path):
-        return "a checkpoint of Megatron-LM, which --load and `megatrain convert` read"
+        return "a checkpoint of Megatron-LM, which pretrain.py and `megatrain convert` read"
     try:
         check_folder(candidate.path, candidate.iteration)
     except (DamagedError, MismatchError) as error:
