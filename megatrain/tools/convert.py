@@ -40,8 +40,8 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
     if reader.has_buckets:
         raise MismatchError(
             f"{source}: the state of its optimizer is stored by buckets, whose order only Megatron-LM knows",
-            fix="save once more there with --dist-ckpt-optim-fully-reshardable, or start from the weights alone:"
-            f" pretrain.py --load {arguments.source} with --no-load-optim or --finetune",
+            fix="save once more there with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or start from"
+            f" the weights alone: pretrain.py --load {arguments.source} with --no-load-optim or --finetune",
         )
     write_checkpoint(reader, target, arguments.files)
     manifest = reader.manifest

@@ -205,7 +205,7 @@ def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
         reason = "since it was saved with --no-save-optim"
         if stored.is_of_megatron:
             reason = (
-                "or it is stored by buckets, whose order only Megatron-LM knows: save once more there with"
+                "or it is stored by buckets, whose order only Megatron-LM knows: save once more there with --ckpt-format torch_dist"
                 " --dist-ckpt-optim-fully-reshardable, or continue without it"
             )
         yield Problem(

@@ -5,8 +5,8 @@
 
     files of all ranks ─> local tensors ─> boxes of whole tensors ─> the same reader as for `torch_dist`
 
-Source: docs of Megatron-LM on `get_checkpoint_name`; no recorded file of this format was compared. Nothing is built or run: see
-`inert_pickle`.
+Proven with files that were cut from recorded `torch_dist` checkpoints; no file of this format was recorded. Nothing is built or run:
+see `inert_pickle`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _MODEL: Final = re.compile(r"model\d*")
 _LAYER: Final = re.compile(r"decoder\.layers\.(\d+)\.")
 _BUFFERS: Final = (".expert_bias", ".qb_beta", ".local_tokens_per_expert")
 """Tensors of the model that the optimizer does not have."""
-
-
 _UNEVEN: Final = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
