@@ -118,8 +118,8 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
         and setting.name in config.get(setting.section, {})
         and setting.name not in _NOT_THERE
     }
-    found |= {theirs: found.pop(ours) for ours, theirs in _RENAMED.items()}
-    found |= {theirs: not found.pop(ours) for ours, theirs in _OPPOSITES.items()}
+    found |= {theirs: found.pop(ours) for ours, theirs in _RENAMED.items() if ours in found}
+    found |= {theirs: not found.pop(ours) for ours, theirs in _OPPOSITES.items() if ours in found}
     if not found["multi_latent_attention"]:
         found["rope_type"] = None
     if found["swiglu"] or not found["add_bias_linear"]:
@@ -127,6 +127,7 @@ def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
     return found | {
         "data_path": config["data"]["data_path"] or None,
         "cp_comm_type": config["parallel"]["cp_comm_type"] or ["p2p"],
+        "iterations_to_skip": config["training"].get("iterations_to_skip", []),
         "padded_vocab_size": padded_vocab_size,
         "world_size": config["parallel"].get("world_size") or 1,
         "consumed_train_samples": manifest.consumed_train_samples,
