@@ -4,6 +4,7 @@
 
 CheckpointError        the checkpoint could not be written or read
   DamagedError         the files differ from what was written: an older checkpoint may be intact
+    DamagedImportError   the same, in a folder of another program
   MismatchError        an intact checkpoint of another model or program: older ones do not fit either
   NotFiniteStateError  weights or optimizer state must not become a checkpoint: the next save fails, too
 """
@@ -28,6 +29,17 @@ class DamagedError(CheckpointError):
 
     def __init__(
         self, problem: str, *, fix: str = "load an older checkpoint, or restore this one from a backup"
+    ) -> None:
+        super().__init__(problem, fix=fix)
+
+
+class DamagedImportError(DamagedError):
+    """Files of another program that are damaged or hostile: the command was given the wrong folder."""
+
+    exit_code = 2
+
+    def __init__(
+        self, problem: str, *, fix: str = "restore the checkpoint from a backup, or choose another one"
     ) -> None:
         super().__init__(problem, fix=fix)
 

@@ -3,6 +3,7 @@
 <save>/iter_0000100/                            a checkpoint, if its manifest and file sizes are valid
 <save>/iter_0000100.old-<id>/                   a checkpoint that a new one of the same iteration is replacing
 <save>/iter_0000100.tmp-<id>/                   being written, or left by a run that was killed
+<save>/release/                                 weights that a converter of Megatron-LM wrote, from which a run starts
 <save>/latest_checkpointed_iteration.txt        tracker: the newest iteration, as in Megatron-LM; only a hint
 """
 
@@ -18,6 +19,8 @@ from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchE
 from megatrain.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megatrain.checkpoint.tensor_file import check_size
 
+RELEASE_NAME = "release"
+"""Folder of weights without an iteration, which Megatron-LM's converters write."""
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"iter_(\d{7,15})(\.old-[0-9a-f]+)?")
 _LEFTOVER = re.compile(rf"(iter_\d+|{re.escape(TRACKER_NAME)})\.(tmp|old)-.*")
@@ -77,6 +80,8 @@ def list_candidates(folder: Path) -> list[Candidate]:
         for name in names
         if (match := _FOLDER.fullmatch(name)) and name.split(".")[0] == folder_name(int(match[1]))
     ]
+    if RELEASE_NAME in names and is_of_megatron(folder / RELEASE_NAME):
+        found.append(Candidate(0, folder / RELEASE_NAME))
     hint = _tracked_iteration(folder)
     if hint is not None and hint not in {candidate.iteration for candidate in found}:
         missing = f"{TRACKER_NAME} names it, but the folder is missing"
@@ -116,7 +121,7 @@ def check_folder(path: Path, iteration: int) -> Manifest:
 
 def _problem_of(candidate: Candidate) -> str | None:
     if is_of_megatron(candidate.path):
-        return "a checkpoint of Megatron-LM, which `megatrain convert` reads"
+        return "a checkpoint of Megatron-LM, which pretrain.py and `megatrain convert` read"
     try:
         check_folder(candidate.path, candidate.iteration)
     except (DamagedError, MismatchError) as error:

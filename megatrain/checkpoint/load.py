@@ -16,7 +16,7 @@ from typing import Any
 from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
-from megatrain.checkpoint.reader import CheckpointReader, TensorReader
+from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
@@ -46,6 +46,7 @@ def load_checkpoint(
     with_optimizer: bool = True,
     also: Sequence[Path] = (),
     upcycling: Upcycling | None = None,
+    open_foreign: Callable[[Path], TensorReader | None] = lambda _: None,
 ) -> Loaded:
     """Load the newest intact checkpoint in `folder` into the optimizer's weights and state; all ranks call it.
 
@@ -54,6 +55,7 @@ def load_checkpoint(
         also: more folders with checkpoints of the run.
         with_optimizer: also load optimizer state and step count.
         upcycling: the checkpoint is of a dense model, whose weights are upcycled.
+        open_foreign: opens a checkpoint that another program wrote; returns None for all others.
 
     Raises:
         NoCheckpointError: no checkpoint is intact; weights and optimizer state may be overwritten.
@@ -63,7 +65,12 @@ def load_checkpoint(
     for candidate in _agreed_candidates((folder, *also), grid):
         try:
             manifest = _load_candidate(
-                candidate, optimizer, grid, with_optimizer=with_optimizer, upcycling=upcycling
+                candidate,
+                optimizer,
+                grid,
+                with_optimizer=with_optimizer,
+                upcycling=upcycling,
+                open_foreign=open_foreign,
             )
         except DamagedError as error:
             skipped.append((candidate, error.problems[0].text))
@@ -85,6 +92,31 @@ def load_checkpoint(
     raise NoCheckpointError(
         f"{folder}: no valid checkpoint" + (reasons or " (the folder has no checkpoints)"),
         fix="set --load to the folder that --save named, or restore a checkpoint from a backup",
+    )
+
+
+def load_foreign_weights(
+    open_reader: Callable[[], TensorReader],
+    path: Path,
+    optimizer: ShardedOptimizer,
+    grid: RankGrid,
+    *,
+    upcycling: Upcycling | None = None,
+) -> Loaded:
+    """Load weights of another program; all ranks call it, and each reads its boxes alone.
+
+    Raises:
+        MismatchError: they are of another model.
+    """
+    manifest = _load_opened(open_reader, optimizer, grid, with_optimizer=False, upcycling=upcycling)
+    optimizer.sync_model_weights()
+    return Loaded(
+        iteration=0,
+        consumed_train_samples=0,
+        state=manifest.state,
+        config=manifest.config,
+        path=path,
+        skipped=(),
     )
 
 
@@ -124,7 +156,7 @@ def check_names(
     return f"{used:x}"
 
 
-def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> None:
+def check_no_unused_tensors(reader: TensorReader, used: Sequence[str]) -> None:
     """Raise MismatchError if no rank uses one of the checkpoint's tensors: it is of another model."""
     together = 0
     for bits in used:
@@ -141,7 +173,7 @@ def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> No
 
 
 def load_shards(
-    reader: CheckpointReader,
+    reader: TensorReader,
     optimizer: ShardedOptimizer,
     *,
     with_optimizer: bool,
@@ -150,7 +182,7 @@ def load_shards(
     """Load this rank's shards. Call it before `sync_model_weights`."""
     assert upcycling is None or not with_optimizer
     for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
-        source = reader.source(kind)
+        source = CheckpointSource(reader, kind)
         optimizer.fill(kind, source if upcycling is None else UpcycledSource(source, upcycling))
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
@@ -180,15 +212,34 @@ def _load_candidate(
     *,
     with_optimizer: bool,
     upcycling: Upcycling | None,
+    open_foreign: Callable[[Path], TensorReader | None],
 ) -> Manifest:
     """Load one checkpoint; an error on one rank is raised on all."""
     if candidate.problem is not None:
         raise DamagedError(f"{candidate.path}: {candidate.problem}")
-    opened: list[CheckpointReader] = []
+
+    def open_reader() -> TensorReader:
+        foreign = open_foreign(candidate.path)
+        if foreign is not None:
+            return foreign
+        manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
+        return CheckpointReader(candidate.path, manifest)
+
+    return _load_opened(open_reader, optimizer, grid, with_optimizer=with_optimizer, upcycling=upcycling)
+
+
+def _load_opened(
+    open_reader: Callable[[], TensorReader],
+    optimizer: ShardedOptimizer,
+    grid: RankGrid,
+    *,
+    with_optimizer: bool,
+    upcycling: Upcycling | None,
+) -> Manifest:
+    opened: list[TensorReader] = []
 
     def start() -> tuple[int, str]:
-        manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
-        opened.append(CheckpointReader(candidate.path, manifest))
+        opened.append(open_reader())
         used = check_names(
             opened[0],
             optimizer.buffers.registry,
@@ -199,7 +250,7 @@ def _load_candidate(
 
     def judge(answers: list[tuple[int, str]]) -> None:
         if len({checksum for checksum, _ in answers}) > 1:
-            raise DamagedError(f"{candidate.path}: the manifest differs between ranks")
+            raise DamagedError(f"{opened[0].path}: the manifest differs between ranks")
         check_no_unused_tensors(opened[0], [used for _, used in answers])
 
     try:

@@ -20,7 +20,13 @@ from pathlib import Path
 
 from megatrain.checkpoint.disk import Disk, open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError
-from megatrain.checkpoint.find import Candidate, check_folder, folder_name, list_candidates
+from megatrain.checkpoint.find import (
+    Candidate,
+    check_folder,
+    folder_name,
+    is_of_megatron,
+    list_candidates,
+)
 from megatrain.checkpoint.manifest import MANIFEST_NAME
 
 
@@ -53,10 +59,15 @@ def remove_older(folder: Path, newest: int, rule: Retention, disk: Disk) -> list
 
 
 def superseded(older: Sequence[Candidate], rule: Retention) -> Iterator[Candidate]:
-    """Yield the checkpoints that `rule` does not keep, of those `older` than the newest one, newest first."""
+    """Yield the checkpoints that `rule` does not keep, of those `older` than the newest one, newest first.
+
+    Checkpoints of Megatron-LM stay.
+    """
     is_narrow = rule.keep_last is None
     num_valid, keep = 1, rule.keep_last or 2
     for candidate in older:
+        if is_of_megatron(candidate.path):
+            continue
         if num_valid < keep:
             num_valid += _is_valid(candidate)
             continue

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatrain.checkpoint.chunks import FILE_BYTES, PlannedChunk, plan_chunks, split_into_files
 from megatrain.checkpoint.disk import Disk, write_file
 from megatrain.checkpoint.errors import STORAGE_FIX, CheckpointError, DamagedError, NotFiniteStateError, agree
-from megatrain.checkpoint.find import TRACKER_NAME, folder_name, leftovers
+from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron, leftovers
 from megatrain.checkpoint.finite import check_finite, check_finite_values
 from megatrain.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -396,7 +396,8 @@ def commit_save(temporary: Path, final: Path, manifest: Manifest, disk: Disk) ->
     write_file(disk, temporary / MANIFEST_NAME, encode(manifest))
     disk.sync_folder(temporary)
     if final.exists() or final.is_symlink():
-        disk.rename(final, final.with_name(f"{final.name}.old-{_save_id(temporary)}"))
+        kind = "megatron" if is_of_megatron(final) else "old"  # the former is never removed
+        disk.rename(final, final.with_name(f"{final.name}.{kind}-{_save_id(temporary)}"))
     disk.rename(temporary, final)
     disk.sync_folder(final.parent)
     tracker = final.with_name(TRACKER_NAME)

@@ -56,6 +56,8 @@ class StoredRun:
     """Schedules of the saved run, from `ScheduleValues.to_dict`; None: they are not resumed."""
     has_optimizer: bool = True
     """True if the checkpoint contains optimizer state."""
+    is_of_megatron: bool = False
+    """True if Megatron-LM wrote it."""
     is_start: bool = False
     """True if the run starts from these weights instead of resuming."""
     is_upcycled: bool = False
@@ -81,6 +83,7 @@ class StoredRun:
             iteration=0,
             consumed_train_samples=0,
             config=stored,
+            is_of_megatron=self.is_of_megatron,
             is_start=True,
             is_upcycled=self.is_upcycled,
             sources=self.sources,

@@ -113,7 +113,7 @@ class Derived(CheckedSection):
 def continues_optimizer(config: Config, facts: Facts) -> bool:
     """Return whether optimizer, schedules and loss scale resume from the checkpoint."""
     is_continued = facts.checkpoint is not None and not facts.checkpoint.is_start
-    return is_continued and not (config.checkpoint.no_load_optim or config.training.skip_train)
+    return is_continued and not (config.checkpoint.no_load_optim or config.training.only_evaluates)
 
 
 @dataclass(frozen=True)

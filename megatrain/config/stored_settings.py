@@ -4,6 +4,8 @@
     data, tokenizer    the sequence length; the tokenizer, unless a flag names one
     parallel           the layout, with --use-mp-args-from-checkpoint-args
 
+With --eval-only also the data, unless a flag names some, and what training computed with: batch sizes, precision, optimizer.
+
 Code is never taken: a model of --spec needs the flag again. Settings with their default values are not listed.
 """
 
@@ -41,15 +43,71 @@ _LAYOUT: Final = tuple(
     )
 )
 
+_TRAINING_SECTIONS: Final = ("optimizer", "schedule", "precision")
+_DATA_SOURCES: Final = (
+    "data.data_path",
+    "data.data_args_path",
+    "data.train_data_path",
+    "data.valid_data_path",
+    "data.test_data_path",
+    "data.per_split_data_args_path",
+    "data.mock_data",
+)
+_TRAINING: Final = (
+    *_DATA_SOURCES,
+    *(
+        f"data.{name}"
+        for name in (
+            "split",
+            "full_validation",
+            "multiple_validation_sets",
+            "dataloader_type",
+            "no_data_sharding",
+            "mid_level_dataset_surplus",
+            "eod_mask_loss",
+            "reset_position_ids",
+            "reset_attention_mask",
+            "dataloader_inter_document_masking",
+            "allow_ambiguous_pad_tokens",
+        )
+    ),
+    *(
+        f"training.{name}"
+        for name in (
+            "train_iters",
+            "train_samples",
+            "micro_batch_size",
+            "global_batch_size",
+            "rampup_batch_size",
+            "step_batch_size_schedule",
+            "decrease_batch_size_if_needed",
+            "calculate_per_token_loss",
+            "seed",
+            "eval_interval",
+            "eval_iters",
+            "eval_global_batch_size",
+            "start_eval_at_iter",
+        )
+    ),
+)
+
 
 def stored_settings(
-    stored: Mapping[str, Mapping[str, Any]], request: Request, *, with_layout: bool
+    stored: Mapping[str, Mapping[str, Any]],
+    request: Request,
+    *,
+    with_layout: bool,
+    with_training: bool = False,
 ) -> dict[str, Any]:
     """Return the settings to take from the configuration of a checkpoint, by path. Reading the checkpoint has checked them."""
     names = {*_MODEL, *(_LAYOUT if with_layout else ())}
     names_tokenizer = any(
         path.startswith("tokenizer.") and _is_given(request, path) for path in request.origins
     )
+    if with_training:
+        names_data = any(_is_given(request, path) for path in (*_DATA_SOURCES, "data.split"))
+        wanted = [path for path in _TRAINING if not (names_data and path in (*_DATA_SOURCES, "data.split"))]
+        names |= {*wanted, *(one.path for one in settings() if one.section in _TRAINING_SECTIONS)}
     taken: dict[str, Any] = {}
     for setting in settings():
         is_wanted = setting.path in names or (setting.section == "tokenizer" and not names_tokenizer)

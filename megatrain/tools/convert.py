@@ -7,16 +7,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from megatrain.checkpoint.find import is_of_megatron, list_candidates
-from megatrain.config.errors import NoCheckpointError
+from megatrain.checkpoint.disk import Disk, write_file
+from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.find import TRACKER_NAME, folder_name, is_of_megatron, list_candidates
+from megatrain.config.errors import ConfigError, NoCheckpointError
 from megatrain.interop.hf.checkpoint import HfCheckpoint
 from megatrain.interop.hf.export import HfExport
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
-from megatrain.interop.megatron.torch_dist import METADATA_NAME
+from megatrain.interop.megatron.export import MegatronExport
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import whole_box
-from megatrain.tools.checkpoint.rewrite import DTYPE_NAMES, write_checkpoint, write_weights
-from megatrain.tools.checkpoint.source import TensorPart, opened
+from megatrain.tools.checkpoint.rewrite import (
+    DTYPE_NAMES,
+    temporary_folder,
+    write_checkpoint,
+    write_weights,
+)
+from megatrain.tools.checkpoint.source import Progress, TensorPart, opened, size_text
 from megatrain.tools.compare_logits import compare_logits
 from megatrain.tools.subcommands import run_action
 
@@ -29,7 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
 def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
     """Write a checkpoint of Megatron-LM as one of megatrain."""
     source, target = _newest(Path(arguments.source)), Path(arguments.target)
-    reader = MegatronCheckpoint(source, arguments.vocab_size)
+    reader = MegatronCheckpoint(source, arguments.vocab_size, allows_format_torch=arguments.allow_pickle)
+    if reader.has_buckets:
+        raise MismatchError(
+            f"{source}: the state of its optimizer is stored by buckets, whose order only Megatron-LM knows",
+            fix="save once more there with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or start from"
+            f" the weights alone: pretrain.py --load {arguments.source} with --no-load-optim or --finetune",
+        )
     write_checkpoint(reader, target, arguments.files)
     manifest = reader.manifest
     print(f"iteration {manifest.iteration}, {manifest.consumed_train_samples} samples consumed")
@@ -46,6 +59,28 @@ def megatron_to_megatrain(arguments: argparse.Namespace) -> int:
         f"continue the run with --load {target} and --vocab-size {reader.vocab_size}, or the tokenizer of that size;"
         " `megatrain port SCRIPT.sh` translates the launch script"
     )
+    return 0
+
+
+def megatrain_to_megatron(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint as one of Megatron-LM, in its format torch_dist."""
+    target, disk = Path(arguments.target), Disk()
+    with opened(Path(arguments.source)) as reader:
+        export = MegatronExport(reader)
+        final = target / folder_name(reader.manifest.iteration)
+        if final.exists():
+            raise ConfigError(f"{final} exists", fix="name another target folder")
+        with (
+            temporary_folder(final, export.num_bytes, target, disk) as temporary,
+            Progress("writing", export.num_bytes) as progress,
+        ):
+            export.write(temporary, progress.add)
+            disk.sync_folder(temporary)
+            disk.rename(temporary, final)
+        write_file(disk, target / TRACKER_NAME, str(reader.manifest.iteration).encode())
+        disk.sync_folder(target)
+    print(f"{final}: {len(export.tensors)} parameters, {size_text(export.num_bytes)}")
+    print(f"continue the run in Megatron-LM with --load {target} --ckpt-format torch_dist --no-load-rng")
     return 0
 
 
@@ -95,6 +130,7 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
 
 _DIRECTIONS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "megatron-to-megatrain": megatron_to_megatrain,
+    "megatrain-to-megatron": megatrain_to_megatron,
     "hf-to-megatrain": hf_to_megatrain,
     "megatrain-to-hf": megatrain_to_hf,
 }
@@ -104,18 +140,12 @@ def _newest(path: Path) -> Path:
     """Return the newest checkpoint of Megatron-LM in a folder, or the one at `path`.
 
     Raises:
-        NoCheckpointError: there is none in the format torch_dist.
+        NoCheckpointError: there is none.
     """
     found = [path, path / "release", *(candidate.path for candidate in list_candidates(path))]
     checkpoints = [one for one in found if is_of_megatron(one)]
-    readable = [one for one in checkpoints if (one / METADATA_NAME).exists()]
-    if readable:
-        return readable[0]
     if checkpoints:
-        raise NoCheckpointError(
-            f"{checkpoints[0]} is a checkpoint of Megatron-LM in the format torch, which is not read",
-            fix="save it in Megatron-LM once more with --ckpt-format torch_dist, or convert it with --ckpt-convert-format",
-        )
+        return checkpoints[0]
     raise NoCheckpointError(
         f"{path} has no checkpoint of Megatron-LM",
         fix="name its --save folder, or one of its iter_NNNNNNN folders",

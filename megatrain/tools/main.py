@@ -28,6 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 _UNKNOWN = "unrecognized arguments"
+_RUN_FOLDER = "--save folder of a run, or one of its iter_NNNNNNN folders"
 _MODULES = {
     "checkpoint": "megatrain.tools.checkpoint.cli",
     "convert": "megatrain.tools.convert",
@@ -151,13 +152,9 @@ def _add_checkpoint(commands: Any) -> None:
     for name in ("ls", "prune"):
         parsers[name].add_argument("folder", metavar="FOLDER", help="--save folder of a run")
     for name in ("verify", "inspect"):
-        parsers[name].add_argument(
-            "path", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
-        )
+        parsers[name].add_argument("path", metavar="PATH", help=_RUN_FOLDER)
     for name in ("reshard", "export-weights"):
-        parsers[name].add_argument(
-            "source", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
-        )
+        parsers[name].add_argument("source", metavar="PATH", help=_RUN_FOLDER)
         parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
     for name in ("ls", "inspect"):
         parsers[name].add_argument("--json", action="store_true", help="print JSON")
@@ -205,40 +202,42 @@ def _add_convert(commands: Any) -> None:
         description="Convert checkpoints from and to those of other programs, without a GPU. No code that they name is run.",
     )
     directions = convert.add_subparsers(dest="action", required=True, metavar="DIRECTION")
-    text = "write a checkpoint of Megatron-LM (torch_dist) as one of megatrain, which a run continues"
-    megatron = _command(
-        directions, "megatron-to-megatrain", help=text, description=f"{text[0].upper()}{text[1:]}."
-    )
+    texts = {
+        "megatron-to-megatrain": (
+            "write a checkpoint of Megatron-LM as one of megatrain",
+            "--save folder of Megatron-LM, or one of its iter_NNNNNNN folders",
+        ),
+        "megatrain-to-megatron": (
+            "write a checkpoint as one of Megatron-LM (torch_dist), with which its runs continue",
+            _RUN_FOLDER,
+        ),
+        "hf-to-megatrain": (
+            "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from",
+            "folder that save_pretrained wrote, or of a download",
+        ),
+        "megatrain-to-hf": (
+            "write the weights of a checkpoint as a folder that from_pretrained of transformers reads",
+            _RUN_FOLDER,
+        ),
+    }
+    parsers = {}
+    for name, (text, source) in texts.items():
+        parsers[name] = _command(directions, name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        parsers[name].add_argument("source", metavar="PATH", help=source)
+        parsers[name].add_argument("target", metavar="TARGET", help="folder to write to")
+    megatron, _, theirs, ours = parsers.values()
     megatron.add_argument(
-        "source", metavar="PATH", help="--save folder of Megatron-LM, or one of its iter_NNNNNNN folders"
+        "--allow-pickle",
+        action="store_true",
+        help="also read the format torch (mp_rank_*), whose files are pickled; no code in them is run",
     )
-    megatron.add_argument("target", metavar="TARGET", help="folder to write to")
-    megatron.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
-    )
-    text = "write a folder of transformers (config.json, safetensors) as a checkpoint of megatrain, to start from"
-    theirs = _command(directions, "hf-to-megatrain", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    theirs.add_argument(
-        "source", metavar="FOLDER", help="folder that save_pretrained wrote, or of a download"
-    )
-    theirs.add_argument("target", metavar="TARGET", help="folder to write to")
-    theirs.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)",
-    )
-    for parser in (megatron, theirs):
+    rows = {
+        megatron: "tokens to keep, without padding (default: --vocab-size of the run, or all rows if it had none)",
+        theirs: "rows of the vocabulary to keep, such as the number of tokens of the tokenizer (default: all)",
+    }
+    for parser, text in rows.items():
+        parser.add_argument("--vocab-size", type=int, metavar="N", help=text)
         parser.add_argument("--files", type=int, metavar="N", help="number of files (default: of 5 GB each)")
-    text = "write the weights of a checkpoint as a folder that from_pretrained of transformers reads"
-    ours = _command(directions, "megatrain-to-hf", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    ours.add_argument(
-        "source", metavar="PATH", help="--save folder of a run, or one of its iter_NNNNNNN folders"
-    )
-    ours.add_argument("target", metavar="FOLDER", help="folder to write to")
     ours.add_argument(
         "--architecture",
         metavar="NAME",

@@ -113,7 +113,7 @@ def build_samples(
         on_built=on_built,
     )
     plans = SamplePlans(
-        train=(0,) if plan.config.training.skip_train else derived.train_plan,
+        train=(0,) if plan.config.training.only_evaluates else derived.train_plan,
         valid=derived.valid_plan if derived.requested_valid_samples != 0 else (0,),
         test=derived.test_plan if derived.requested_test_samples else (0,),
         seed=plan.config.training.seed,

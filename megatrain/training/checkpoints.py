@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoint.chunks import plan_chunks
 from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.find import is_of_megatron
 from megatrain.checkpoint.load import Loaded, load_checkpoint, restore_expert_biases
 from megatrain.checkpoint.save import SPACE_MARGIN
 from megatrain.checkpoint.upcycling import Upcycling, upcycling_of
 from megatrain.config import Plan, StoredRun, resolve
+from megatrain.config.derive.data_plans import evaluations
 from megatrain.config.errors import ConfigError
 from megatrain.config.plan import continues_optimizer
 from megatrain.optim.sharded import WEIGHT
 from megatrain.training.engine import Engine
+from megatrain.training.launch.foreign_checkpoints import open_foreign
 from megatrain.training.launch.ranks import Ranks
 from megatrain.training.progress import Progress
 
@@ -30,7 +34,7 @@ def require_space(ranks: Ranks, plan: Plan, engine: Engine) -> str | None:
         ConfigError: on all ranks; not even one fits.
     """
     checkpoint = plan.config.checkpoint
-    if checkpoint.save is None or plan.config.training.skip_train:
+    if checkpoint.save is None or plan.config.training.only_evaluates:
         return None
     plan_of_rank = plan_chunks(engine.optimizer, ranks.grid, saved_kinds(plan, engine))
     own_bytes = sum(chunk.num_bytes for chunk in plan_of_rank)
@@ -73,6 +77,11 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
             with_optimizer=with_optimizer,
             also=others,
             upcycling=_upcycling(ranks.plan) if stored.is_upcycled else None,
+            open_foreign=partial(
+                open_foreign,
+                vocab_size=ranks.plan.derived.vocab_size,
+                allows_format_torch=config.checkpoint.allow_pickle,
+            ),
         )
     if not stored.is_upcycled:
         restore_expert_biases(engine.model, loaded.state, loaded.path)
@@ -86,6 +95,8 @@ def resume_run(ranks: Ranks, engine: Engine, progress: Progress) -> Plan:
     progress.iteration = loaded.iteration
     progress.consumed_train_samples = loaded.consumed_train_samples
     progress.consumed_valid_samples = loaded.state["consumed_valid_samples"]
+    if config.training.eval_only and not loaded.state["is_evaluation_left"]:  # the last evaluation, again
+        progress.consumed_valid_samples = max(0, progress.consumed_valid_samples - evaluations(plan).samples)
     progress.is_evaluation_pending = loaded.state["is_evaluation_left"]
     if with_optimizer:
         progress.scheduled_samples = loaded.state.get("scheduled_samples", loaded.consumed_train_samples)
@@ -111,6 +122,7 @@ def _plan_again(ranks: Ranks, loaded: Loaded, planned: StoredRun) -> Plan:
         config=loaded.config,
         sources=planned.sources,
         settings=planned.settings,
+        is_of_megatron=is_of_megatron(loaded.path),
         is_upcycled=planned.is_upcycled,
     )
     used = used.weights_only if planned.is_start else used

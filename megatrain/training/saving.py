@@ -55,7 +55,7 @@ class _Pending:
 def saves_in_background(plan: Plan) -> bool:
     """Return whether a run copies its state to host memory to save it."""
     checkpoint = plan.config.checkpoint
-    return checkpoint.async_save and checkpoint.save is not None and not plan.config.training.skip_train
+    return checkpoint.async_save and checkpoint.save is not None and not plan.config.training.only_evaluates
 
 
 class RunSaves:

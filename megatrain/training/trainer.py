@@ -110,7 +110,8 @@ class Trainer:
         finally:
             self._close()
         self.status.write(exit_code, reason)
-        is_lost = not self._is_done and self.save_folder is None
+        is_trained = not self.plan.config.training.only_evaluates
+        is_lost = is_trained and not self._is_done and self.save_folder is None
         self._print(
             f"> ended at iteration {self.progress.iteration} of {self.plan.derived.train_iters}: {reason}"
             f"{'; nothing was saved: --save is not set' if is_lost else ''} (exit code {exit_code})"
@@ -139,9 +140,9 @@ class Trainer:
         )
         reason = None
         with stop.listening(), self.garbage.manual_collection(), self._saving():
-            if config.training.skip_train:
+            if config.training.only_evaluates:
                 reason = evaluation.run(("valid", "test"))
-                return (STOPPED_EARLY, reason) if reason else (REACHED, "evaluated, with --skip-train")
+                return (STOPPED_EARLY, reason) if reason else (REACHED, "evaluated only")
             if config.training.eval_at_start and start == 0:
                 evaluation.run(("valid",))
             if self.progress.is_evaluation_pending:
@@ -293,7 +294,7 @@ class Trainer:
             return
         if self.save_folder is not None:
             if (
-                not self.plan.config.training.skip_train
+                not self.plan.config.training.only_evaluates
             ):  # an evaluation does not replace the training run's settings
                 path, text = self.save_folder / "config.yaml", to_yaml(self.plan.config, self.plan.origins)
                 try:
@@ -323,7 +324,7 @@ class Trainer:
         failure = log.failure and log.failure.problems[0].text
         failure = self.ranks.grid.messages.broadcast(failure)
         if failure is not None:
-            is_saved = self.save_folder is not None and not self.plan.config.training.skip_train
+            is_saved = self.save_folder is not None and not self.plan.config.training.only_evaluates
             raise LogError(failure + f"; iteration {self.progress.iteration} is saved" * is_saved)
 
     def _close(self) -> None:

@@ -41,6 +41,7 @@ EXCLUDED = {
     "training.check_for_large_grads": "the same",
     "training.check_for_spiky_loss": "checks a loss that parity compares",
     "training.skip_train": "skips training",
+    "training.eval_only": "skips training",
     "training.eval_at_start": "adds an evaluation",
     "training.deterministic_mode": "selects kernels",
     "training.compile": "selects kernels",

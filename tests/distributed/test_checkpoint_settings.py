@@ -190,18 +190,16 @@ def test_settings_need_a_checkpoint(tmp_path: Path) -> None:
         plan_of("--load", str(tmp_path), "--use-checkpoint-args", model=OTHERS)
 
 
-@pytest.mark.parametrize("file", ["common.pt", ".metadata", "mp_rank_00/model_optim_rng.pt"])
+@pytest.mark.parametrize("file", ["common.pt", ".metadata"])
 @pytest.mark.parametrize("flags", [["--use-checkpoint-args"], ["--load-or-start"]])
-def test_a_checkpoint_of_megatron_is_recognised_and_not_read(
-    tmp_path: Path, file: str, flags: list[str]
-) -> None:
+def test_a_hostile_checkpoint_of_megatron_is_an_error(tmp_path: Path, file: str, flags: list[str]) -> None:
     path = tmp_path / "iter_0000100" / file
     path.parent.mkdir(parents=True)
     path.write_bytes(b"\x80\x04cos\nsystem\n(S'false'\ntR.")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(
         NoCheckpointError,
-        match=r"a checkpoint of Megatron-LM(.|\n)*fix: convert it once: `megatrain convert megatron-to-megatrain",
+        match=r"/\.metadata: .*\n  fix: restore the checkpoint from a backup",
     ):
         plan_of("--load", str(tmp_path), *flags)
 

@@ -7,73 +7,21 @@ import argparse
 import pickle
 import random
 import shutil
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from megatron_folders import ARGUMENTS, SHAPES, weights, write
 from torch import Tensor
 
+import pretrain
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
 from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
 from megatrain.interop.megatron.inert_pickle import path_of, read_pickle
 from megatrain.interop.megatron.names import FusedRows, parts_of
 from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
 from megatrain.tools.main import main
-
-ARGUMENTS = {
-    "num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 12, "num_attention_heads": 2, "seq_length": 16,
-    "max_position_embeddings": 16, "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False,
-    "normalization": "RMSNorm", "untie_embeddings_and_output_weights": True, "micro_batch_size": 1,
-    "global_batch_size": 2, "train_iters": 10, "lr": 1e-3, "bf16": True, "world_size": 1, "vocab_size": 30,
-    "padded_vocab_size": 32, "consumed_train_samples": 6, "consumed_valid_samples": 0, "mock_data": True,
-    "tokenizer_type": "NullTokenizer", "bias_gelu_fusion": False, "eval_iters": 0, "hidden_dropout": 0.0, "rank": 0,
-}  # fmt: skip
-SHAPES = {
-    "embedding.word_embeddings.weight": (32, 8),
-    "decoder.layers.input_layernorm.weight": (2, 8),
-    "decoder.layers.self_attention.linear_qkv.weight": (2, 24, 8),
-    "decoder.layers.self_attention.linear_proj.weight": (2, 8, 8),
-    "decoder.layers.pre_mlp_layernorm.weight": (2, 8),
-    "decoder.layers.mlp.linear_fc1.weight": (2, 24, 8),
-    "decoder.layers.mlp.linear_fc2.weight": (2, 8, 12),
-    "decoder.final_layernorm.weight": (8,),
-    "output_layer.weight": (32, 8),
-}
-
-
-def weights() -> dict[str, Tensor]:
-    """Return bf16 weights, and fp32 master weights and moments, by Megatron-LM's names."""
-    generator = torch.Generator().manual_seed(1)
-    found: dict[str, Tensor] = {}
-    for name, shape in SHAPES.items():
-        master = torch.randn(shape, generator=generator)
-        found[name] = master.bfloat16()
-        found[f"optimizer.state.fp32_param.{name}"] = master
-        found[f"optimizer.state.exp_avg.{name}"] = torch.randn(shape, generator=generator)
-        found[f"optimizer.state.exp_avg_sq.{name}"] = torch.rand(shape, generator=generator)
-    return found
-
-
-def write(folder: Path, tensors: Mapping[str, Tensor], common: Any = None, **arguments: Any) -> Path:
-    """Write a checkpoint of iteration 3 as Megatron-LM does; return its folder."""
-    common = common or {
-        "iteration": 3,
-        "args": argparse.Namespace(**{**ARGUMENTS, **arguments}),
-        "opt_param_scheduler": {"num_steps": 6},
-        "optimizer": {"param_groups": [{"step": 3}]},
-    }
-    path = folder / "iter_0000003"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        state = {**tensors, "common_state/shard_0_1": [common]}
-        dcp.save(state, checkpoint_id=path, planner=planner, no_dist=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text("3")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +99,6 @@ def test_models_without_an_equal_are_refused(tmp_path: Path, changes: dict[str, 
     ("name", "problem"),
     [
         ("decoder.layers.self_attention.linear_strange.weight", "has no counterpart"),
-        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.param", "stored by buckets"),
     ],
 )
 def test_tensors_without_an_equal_are_refused(tmp_path: Path, name: str, problem: str) -> None:
@@ -237,6 +184,73 @@ def test_the_command_writes_a_checkpoint_and_says_how_to_continue(
     assert main(["checkpoint", "verify", str(tmp_path / "run")]) == 0
     assert main(["convert", "megatron-to-megatrain", str(stored.parent), str(tmp_path / "run")]) == 2
     assert "is a checkpoint" in capsys.readouterr().err
+
+
+def test_optimizer_state_by_buckets_is_refused_with_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights alone can be loaded; a run that continues the optimizer gets an error."""
+    bare = {name: tensor for name, tensor in weights().items() if not name.startswith("optimizer.")}
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+    path = write(tmp_path, {**bare, bucket: torch.zeros(64)})
+    remedy = "--dist-ckpt-optim-fully-reshardable"
+    assert main(["convert", "megatron-to-megatrain", str(tmp_path), str(tmp_path / "ours")]) == 2
+    assert remedy in capsys.readouterr().err
+    manifest = MegatronCheckpoint(path).manifest
+    assert not manifest.state["has_optimizer"]
+    assert {frozenset(tensor.kinds) for tensor in manifest.tensors.values()} == {frozenset({"weight"})}
+    run = (
+        f"--use-checkpoint-args --load {tmp_path} --mock-data --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --bf16"
+        " --train-iters 4 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --device cpu"
+    ).split()
+    assert pretrain.main(run) == 2
+    assert remedy in capsys.readouterr().err
+    assert pretrain.main([*run, "--no-load-optim"]) == 0
+    assert pretrain.main([*run, "--finetune"]) == 0
+
+
+def test_master_weights_and_padding_come_back(stored: Path, tmp_path: Path) -> None:
+    """bf16 weights of the model are those that its fp32 master weights round to; rows of padding are zero."""
+    assert main(["convert", "megatron-to-megatrain", str(stored.parent), str(tmp_path / "ours")]) == 0
+    assert main(["convert", "megatrain-to-megatron", str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    found, expected = TorchDistFolder(tmp_path / "back" / stored.name), weights()
+    assert found.tensors.keys() == {
+        name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
+            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+        )
+        for name in expected
+    }
+    for name, shape in SHAPES.items():
+        for prefix in (
+            "",
+            "optimizer.state.fp32_param.",
+            "optimizer.state.exp_avg.",
+            "optimizer.state.exp_avg_sq.",
+        ):
+            if "layernorm" in name and "final" not in name:
+                continue
+            same = found.read(prefix + name, box(*shape))
+            tensor = expected[prefix + name].clone()
+            if tensor.shape[0] == 32:
+                tensor[30:] = 0
+            assert same.dtype == tensor.dtype
+            assert torch.equal(same, tensor), prefix + name
+    assert main(["convert", "megatrain-to-megatron", str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
+
+
+def test_the_common_state_of_older_versions_is_read(stored: Path, tmp_path: Path) -> None:
+    common = {
+        "iteration": 3,
+        "args": argparse.Namespace(**ARGUMENTS),
+        "opt_param_scheduler": {"num_steps": 6},
+    }
+    path = write(tmp_path, weights(), common)
+    data = (path / METADATA_NAME).read_bytes()
+    (path / METADATA_NAME).write_bytes(data.replace(b"common_state", b"ignored_name"))
+    with pytest.raises(DamagedError, match="has no common_state"):
+        MegatronCheckpoint(path)
+    torch.save(common, path / "common.pt")
+    assert MegatronCheckpoint(path).manifest.consumed_train_samples == 6
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(

@@ -16,11 +16,11 @@ import pytest
 import torch
 from copied_weights import CopiedWeights
 from safetensors.torch import load_file
+from tf32_routers import routers_in_tf32
 from torch import Tensor
 
 from megatrain.config import parse
 from megatrain.interop.megatron.names import FusedRows, parts_of
-from megatrain.model import router
 from megatrain.tools.parity.measure import gradients_of
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -49,7 +49,6 @@ BF16 = Bounds(2e-4, 5e-3)
 GRADIENTS = {"gpt2": 2e-6, "llama": 2e-6, "mtp": 2e-6, "mixtral": 2e-5, "dsv3": 4e-5}
 """Largest differences of gradients, relative to the largest element of a tensor. Measured: 7.8e-7, 7.6e-7 and, in the weight of a
 router with its factors in TF32, 8.8e-6 and 2e-5 (1.2e-6 in other weights of `dsv3`)."""
-Logits = router._Logits
 
 
 @pytest.fixture
@@ -62,25 +61,10 @@ pytestmark = pytest.mark.usefixtures("whole_mock_data")
 
 
 @pytest.fixture
-def tf32_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+def tf32_routers() -> Iterator[None]:
     """Compute the routers' products, forward and backward, with factors rounded to TF32."""
-    monkeypatch.setattr(router, "_Logits", Tf32Logits)
-
-
-class Tf32Logits(Logits):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        return Logits.forward(ctx, as_tf32(x), as_tf32(weight), *others)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return Logits.backward(ctx, *map(as_tf32, grads))
-
-
-def as_tf32(x: Tensor) -> Tensor:
-    """Round fp32 to 10 bits of mantissa, ties away from zero, as tensor cores do."""
-    bits = x.contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+    with routers_in_tf32():
+        yield
 
 
 @contextmanager

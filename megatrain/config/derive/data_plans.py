@@ -72,7 +72,7 @@ def evaluations(draft: Draft | Plan) -> Evaluations:
         * training.micro_batch_size
         * draft.derived.data_parallel_size,
         start_eval_at_iter=training.start_eval_at_iter,
-        skip_train=training.skip_train,
+        skip_train=training.only_evaluates,
     )
 
 

@@ -44,7 +44,7 @@ def data_has_one_source(draft: Draft) -> Problems:
     elif (
         set(given) <= set(_PER_SPLIT)
         and "data.train_data_path" not in given
-        and not draft.config.training.skip_train
+        and not draft.config.training.only_evaluates
     ):
         yield Problem("there is no training data: --train-data-path is not given", "add --train-data-path")
     elif (
@@ -52,7 +52,7 @@ def data_has_one_source(draft: Draft) -> Problems:
         and not draft.facts.data_problems
         and draft.facts.datasets
         and not any(dataset.split == "train" for dataset in draft.facts.datasets)
-        and not draft.config.training.skip_train
+        and not draft.config.training.only_evaluates
     ):
         yield Problem(
             f"there is no training data: --per-split-data-args-path {draft.config.data.per_split_data_args_path}"
@@ -83,7 +83,7 @@ def splits_hold_sequences(draft: Draft) -> Problems:
     plans = (draft.derived.train_plan, draft.derived.valid_plan, draft.derived.test_plan)
     # As in Megatron-LM, `--split 100,0,0` disables evaluation, regardless of --eval-iters.
     is_required = [
-        plan != (0,) and (share > 0 or name == "train")
+        plan != (0,) and (share > 0 or (name == "train" and not draft.config.training.only_evaluates))
         for name, share, plan in zip(SPLIT_NAMES, split_fractions(split), plans, strict=True)
     ]
     try:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Final
 
 from megatrain.config.derive.attention_features import layers_with_softcap_or_dropout
@@ -134,7 +135,7 @@ def batch_changed_on_resume(draft: Draft) -> Iterator[str]:
 
 def run_ends_before_the_decay(draft: Draft) -> Iterator[str]:
     derived, schedule = draft.derived, draft.derived.schedule
-    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.skip_train
+    batch, is_trained = draft.config.training.global_batch_size, not draft.config.training.only_evaluates
     restarts = draft.facts.checkpoint is not None and not draft.continues_optimizer
     end = derived.train_samples - (derived.start_consumed_samples if restarts else 0)
     last_rate = schedule.rate.at(max(end - batch, 0))
@@ -299,6 +300,19 @@ def finetune_does_not_resume(draft: Draft) -> Iterator[str]:
         )
 
 
+def checkpoint_is_of_megatron(draft: Draft) -> Iterator[str]:
+    stored, checkpoint = draft.facts.checkpoint, draft.config.checkpoint
+    if stored is None or not stored.is_of_megatron:
+        return
+    yield f"{stored.path} is a checkpoint of Megatron-LM; states of random generators and loss scales are not read"
+    if checkpoint.save is not None and PurePath(checkpoint.save) in PurePath(stored.path).parents:
+        yield (
+            f"--save {checkpoint.save} has checkpoints of Megatron-LM: they stay, those of this run are added in megatrain's"
+            " format, and a restart loads the newest of all; Megatron-LM cannot resume there any more, since"
+            " latest_checkpointed_iteration.txt names a checkpoint of this run"
+        )
+
+
 def changed_since_the_checkpoint(draft: Draft) -> Iterator[str]:
     yield from changed_settings(draft)
 
@@ -339,6 +353,7 @@ NOTES: Final[tuple[Callable[[Draft], Iterator[str]], ...]] = (
     profiling_without_a_switch,
     profiling_ends_in_time,
     finetune_does_not_resume,
+    checkpoint_is_of_megatron,
     changed_since_the_checkpoint,
     no_weights_are_gathered,
 )

@@ -16,6 +16,7 @@ from megatrain.config.facts import DatasetFacts
 from megatrain.config.plan import Draft
 from megatrain.config.rules.resume_classes import (
     OPTIMIZER_STATE,
+    ORDER,
     SCHEDULE,
     SHAPE,
     ResumeClass,
@@ -112,7 +113,7 @@ def quantile_balancing_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
 def data_matches_checkpoint(draft: Draft) -> Iterator[Problem]:
     """Training files may move, but their contents, weights and order must not change."""
     stored = draft.facts.checkpoint
-    if stored is None:
+    if stored is None or draft.config.training.only_evaluates:
         return
     fix = "use the data of the stored run, or add --finetune and another --save to start a new run from these weights"
     before, now = _trained_on(stored.datasets), _trained_on(draft.facts.datasets)
@@ -201,8 +202,14 @@ def schedules_match_checkpoint(draft: Draft) -> Iterator[Problem]:
 def checkpoint_has_optimizer_state(draft: Draft) -> Iterator[Problem]:
     stored = draft.facts.checkpoint
     if stored is not None and not stored.has_optimizer and draft.continues_optimizer:
+        reason = "since it was saved with --no-save-optim"
+        if stored.is_of_megatron:
+            reason = (
+                "or it is stored by buckets, whose order only Megatron-LM knows: save once more there with --ckpt-format torch_dist"
+                " --dist-ckpt-optim-fully-reshardable, or continue without it"
+            )
         yield Problem(
-            f"{stored.path} has no optimizer state, since it was saved with --no-save-optim",
+            f"{stored.path} has no optimizer state, {reason}",
             "add --finetune to start a new run from its weights, or --no-load-optim to continue without the optimizer state",
         )
 
@@ -242,14 +249,16 @@ def changed_settings(draft: Draft) -> Iterator[str]:
 
 def _changes(draft: Draft) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, stored and current value of changed settings. Settings that an older version did not store are skipped."""
-    stored = draft.facts.checkpoint.config if draft.facts.checkpoint else {}
+    checkpoint = draft.facts.checkpoint
+    stored, is_of_megatron = (checkpoint.config, checkpoint.is_of_megatron) if checkpoint else ({}, False)
     for setting in settings():
         now = draft.config.raw(setting.path)
         if setting.name not in stored.get(setting.section, {}) or not is_resolved(now):
             continue
         now = list(now) if isinstance(now, tuple) else now
         before = stored[setting.section][setting.name]
-        if before != now:
+        # Rows of padding are no tokens for this program: loading compares the rows that are left.
+        if before != now and not (setting.path == "tokenizer.vocab_size" and is_of_megatron):
             yield setting.path, before, now
 
 
@@ -263,12 +272,15 @@ def _class_of(draft: Draft, path: str) -> ResumeClass:
 def _consent_to(draft: Draft, resume_class: ResumeClass) -> str:
     """Return the given flag that allows changes of this class; empty: none."""
     checkpoint, stored = draft.config.checkpoint, draft.facts.checkpoint
+    of_evaluation = "--eval-only" if draft.config.training.eval_only else "--skip-train"
     if resume_class is SCHEDULE and not draft.derived.schedule.changes((stored and stored.schedule) or {}):
         return ""  # different settings, same schedule
+    if resume_class is ORDER and draft.config.training.only_evaluates:
+        return of_evaluation
     if resume_class is SCHEDULE and draft.config.schedule.override_opt_param_scheduler:
         return resume_class.consent
     if resume_class in (SCHEDULE, OPTIMIZER_STATE) and not draft.continues_optimizer:
-        return "--no-load-optim" if checkpoint.no_load_optim else "--skip-train"
+        return "--no-load-optim" if checkpoint.no_load_optim else of_evaluation
     if resume_class.consent == "--finetune" and stored is not None and stored.is_start:
         return "--finetune" if checkpoint.finetune else "--pretrained-checkpoint"
     return ""

@@ -20,6 +20,16 @@ def signal_number(text: str) -> int | None:
     return number
 
 
+def evaluation_has_a_checkpoint(draft: Draft) -> Iterator[Problem]:
+    checkpoint = draft.config.checkpoint
+    if (
+        draft.config.training.eval_only
+        and checkpoint.load is None
+        and checkpoint.pretrained_checkpoint is None
+    ):
+        yield Problem("--eval-only evaluates a checkpoint, and none is given", "add --load FOLDER")
+
+
 def training_has_one_length(draft: Draft) -> Problems:
     training = draft.config.training
     if training.train_iters is None and training.train_samples is None:
@@ -134,6 +144,7 @@ def exit_signal_is_valid(draft: Draft) -> Problems:
 
 
 TRAINING_RULES: Final[tuple[Callable[[Draft], Problems], ...]] = (
+    evaluation_has_a_checkpoint,
     training_has_one_length,
     samples_fill_a_batch,
     batch_sizes_are_valid,

@@ -57,6 +57,8 @@ class TrainingConfig(CheckedSection):
     """First iteration at which to evaluate."""
     skip_train: bool = False
     """Only evaluate on validation and test data."""
+    eval_only: bool = False
+    """Only evaluate the checkpoint of --load, on the samples of its last evaluation, with all its settings that are not given: model, tokenizer, data, batch sizes, precision. Not in Megatron-LM."""
     eval_at_start: bool = False
     """Also evaluate before the first iteration, on the samples of the first evaluation. Not in Megatron-LM."""
     deterministic_mode: bool = False
@@ -89,6 +91,11 @@ class TrainingConfig(CheckedSection):
     """Device. auto: cuda if there is a GPU, else cpu."""
     dry_run: Literal["text", "json"] | None = field(default=None, metadata=alone_means("text"))
     """Print the plan of the run without starting it, as text or as one JSON object. Needs no GPU. Not in Megatron-LM."""
+
+    @property
+    def only_evaluates(self) -> bool:
+        """The run evaluates and does not train."""
+        return self.skip_train or self.eval_only
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +144,8 @@ class CheckpointConfig(CheckedSection):
     """Load only weights and start at iteration 0, with the data and schedules of this command line."""
     pretrained_checkpoint: str | None = None
     """Folder of a checkpoint whose weights are loaded, as with --finetune, while --load has no checkpoint."""
+    allow_pickle: bool = False
+    """Also load checkpoints of Megatron-LM in the format torch (mp_rank_*), whose files are pickled; no code in them is run. Not in Megatron-LM."""
     use_checkpoint_args: bool = False
     """Take the settings of the model, the sequence length and the tokenizer from the checkpoint, where they are not given."""
     use_mp_args_from_checkpoint_args: bool = False

@@ -8,15 +8,23 @@ Switches that megatrain refuses are refused here too: the stored model may compu
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from megatrain.checkpoint.errors import MismatchError
+from megatrain.checkpoint.manifest import Manifest
+from megatrain.checkpoint.untrusted_json import InvalidError, record_of
 from megatrain.config import ConfigError, Facts, Plan, parse, resolve
 from megatrain.config.cli.flag_words import FlagWords
 from megatrain.config.cli.megatron_yaml import read_arguments
+from megatrain.config.schema.tokenizer import TokenizerConfig, tokenizer_problems
 from megatrain.config.schema.tree import settings
 
 _SECTIONS: Final = ("model", "experts", "data", "tokenizer", "training", "optimizer", "schedule", "precision")
@@ -28,6 +36,40 @@ _ELSEWHERE: Final = frozenset(
     """.split()
 )
 """Arguments about files, devices and the start of a run: they belong to a command, not to a model or its training."""
+_RENAMED: Final = {"norm_epsilon": "layernorm_epsilon"}
+_OPPOSITES: Final = {
+    "disable_bias_linear": "add_bias_linear",
+    "no_bias_gelu_fusion": "bias_gelu_fusion",
+    "no_data_sharding": "data_sharding",
+    "no_mmap_bin_files": "mmap_bin_files",
+    "muon_no_split_qkv": "muon_split_qkv",
+}
+_NOT_THERE: Final = frozenset(
+    """
+    attention_backend spec spec_digest norm_position qk_layernorm_width softmax_scale z_loss_coeff embedding_multiplier
+    attn_logit_softcapping final_logit_softcapping context_parallel_chunk_means pipeline_schedule data_cache_path
+    data_parallel_sharding_strategy use_distributed_optimizer overlap_grad_reduce overlap_param_gather distributed_backend
+    compile device dry_run eval_at_start require_parity recompute_norms recompute_activations transformer_impl
+    overlap_p2p_communication train_data_path valid_data_path test_data_path num_workers
+    """.split()
+)
+"""Settings that Megatron-LM lacks, or that belong to a command."""
+_WITH_DTYPE: Final = ("params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_AS_DTYPES: Final = {
+    "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+    "fp16": torch.float16, "float16": torch.float16,
+}  # fmt: skip
+_MODEL_PARALLEL: Final = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+)
+_LAYOUT: Final = (
+    *_MODEL_PARALLEL,
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
 _PATTERNS: Final = ("moe_layer_freq", "no_rope_freq", "window_attn_skip_freq")
 
 
@@ -52,8 +94,8 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     for item in read_arguments(given, str(source), wanted):
         if isinstance(item, FlagWords):
             words += [item.flag, *item.words]
-    padded, size = arguments.get("padded_vocab_size"), arguments.get("world_size")
-    if not isinstance(padded, int) or not isinstance(size, int) or size < 1:
+    padded, size = arguments.get("padded_vocab_size"), _num_replicas(arguments)
+    if not isinstance(padded, int) or size < 1:
         raise MismatchError(
             f"{source}: its arguments have no padded_vocab_size or world_size",
             fix="convert a checkpoint that pretrain_gpt.py of Megatron-LM wrote",
@@ -64,6 +106,80 @@ def plan_of(arguments: Mapping[str, Any], source: Path) -> Plan:
     except ConfigError as error:
         first = error.problems[0]
         raise MismatchError(f"{source}: its arguments: {first.text}", fix=first.fix) from error
+
+
+def arguments_of(manifest: Manifest, padded_vocab_size: int) -> dict[str, Any]:
+    """Return the arguments for the run that a manifest describes: settings with Megatron-LM's names and forms."""
+    config = manifest.config
+    found: dict[str, Any] = {
+        setting.name: _in_their_form(setting.name, config[setting.section][setting.name])
+        for setting in settings()
+        if setting.section in (*_SECTIONS, "parallel")
+        and setting.name in config.get(setting.section, {})
+        and setting.name not in _NOT_THERE
+    }
+    found |= {theirs: found.pop(ours) for ours, theirs in _RENAMED.items() if ours in found}
+    found |= {theirs: not found.pop(ours) for ours, theirs in _OPPOSITES.items() if ours in found}
+    if not found["multi_latent_attention"]:
+        found["rope_type"] = None
+    if found["swiglu"] or not found["add_bias_linear"]:
+        found["bias_gelu_fusion"] = False
+    return found | {
+        "data_path": config["data"]["data_path"] or None,
+        "cp_comm_type": config["parallel"]["cp_comm_type"] or ["p2p"],
+        "iterations_to_skip": config["training"].get("iterations_to_skip", []),
+        "padded_vocab_size": padded_vocab_size,
+        "world_size": config["parallel"].get("world_size") or 1,
+        "consumed_train_samples": manifest.consumed_train_samples,
+        "consumed_valid_samples": manifest.state["consumed_valid_samples"],
+        "group_query_attention": found["num_query_groups"] not in (None, found["num_attention_heads"]),
+        "add_position_embedding": True,
+        "ckpt_format": "torch_dist",
+        "use_dist_ckpt": True,
+    }
+
+
+def _in_their_form(name: str, value: Any) -> Any:
+    """Return a stored value as Megatron-LM has it: one value for a list of one, dtypes, patterns as lists."""
+    if isinstance(value, list) and len(value) < 2:
+        return value[0] if value else None
+    if name in _WITH_DTYPE:
+        return _AS_DTYPES.get(str(value), value)
+    if name in _PATTERNS and isinstance(value, str) and re.fullmatch(r"[\d,\[\] ]+", value):
+        return json.loads(value)
+    return value
+
+
+def tokenizer_settings(arguments: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the settings of the tokenizer, by name: those of token ids alone if megatrain has no such tokenizer."""
+    names = [setting.name for setting in settings() if setting.section == "tokenizer"]
+    given = {name: arguments[name] for name in names if _is_plain(arguments.get(name))}
+    numbers = {"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size}
+    try:
+        record_of(TokenizerConfig, is_complete=False)(given, "tokenizer")
+    except InvalidError:
+        return numbers
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    config = TokenizerConfig(**values)
+    is_text = config.tokenizer_type != "NullTokenizer" and not any(tokenizer_problems(config))
+    return given if is_text else numbers
+
+
+def layout_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the parallel layout of the run, which its model and training do not depend on."""
+    found = {name: arguments[name] for name in _LAYOUT if _is_plain(arguments.get(name))}
+    stages = arguments.get("virtual_pipeline_model_parallel_size")
+    return found | ({"num_virtual_stages_per_pipeline_rank": stages} if _is_plain(stages) else {})
+
+
+def _num_replicas(arguments: Mapping[str, Any]) -> int:
+    """Return the number of replicas of the model, each on one rank of the plan; 0: it is not stored."""
+    sizes = [arguments.get(name) or 1 for name in _MODEL_PARALLEL]
+    world_size = arguments.get("world_size")
+    if not all(isinstance(size, int) and size > 0 for size in (world_size, *sizes)):
+        return 0
+    assert isinstance(world_size, int)
+    return world_size // math.prod(sizes)
 
 
 def _implied(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -7,7 +7,9 @@ state        counters, schedule and expert biases, from common_state and the arg
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,25 +18,23 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from megatrain.checkpoint.errors import DamagedError, MismatchError
+from megatrain.checkpoint.errors import DamagedImportError, MismatchError
 from megatrain.checkpoint.manifest import DTYPES, Manifest, StoredKind, StoredTensor
+from megatrain.checkpoint.reader import stored_kind
+from megatrain.checkpoint.stored_values import check_stored_values
 from megatrain.config import Plan
 from megatrain.interop.foreign_run import rows_to_copy, stored_state
-from megatrain.interop.megatron.arguments import plan_of
+from megatrain.interop.megatron.arguments import layout_of, plan_of, tokenizer_settings
 from megatrain.interop.megatron.inert_pickle import Record
-from megatrain.interop.megatron.names import VOCABULARY, FusedRows, Part, parts_of
-from megatrain.interop.megatron.torch_dist import TorchDistFolder
+from megatrain.interop.megatron.names import BIASES, VOCABULARY, FusedRows, Part, parts_of
+from megatrain.interop.megatron.torch_dist import METADATA_NAME, TorchDistFolder
+from megatrain.interop.megatron.torch_files import FILE_NAME, TorchFiles
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
 _STATE: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _BUCKETS: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _MASTER: Final = ("fp32_param", "param")
-_BIASES: Final = {
-    ".mlp.router.expert_bias": (".mlp.router.expert_bias", 1.0),
-    ".mlp.router.qb_beta": (".mlp.router.quantile_bias", -1.0),
-}
-"""Biases of experts that are no parameters: the names here, and the sign."""
 _SAFETENSORS: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -51,21 +51,24 @@ class MegatronCheckpoint:
 
     Args:
         path: a folder iter_0000100 with .metadata.
+        allows_format_torch: also read pickled files of the format torch, as --allow-pickle asks for.
         vocab_size: rows of the vocabulary's tensors; None: the number of tokens, or all rows if Megatron-LM did not store it.
 
     Raises:
-        DamagedError: a file does not hold what it should.
+        DamagedImportError: a file does not hold what it should.
         MismatchError: the checkpoint is of a model, or in a form, that is not read.
     """
 
-    def __init__(self, path: Path, vocab_size: int | None = None) -> None:
+    def __init__(
+        self, path: Path, vocab_size: int | None = None, *, allows_format_torch: bool = False
+    ) -> None:
         self.path = path
-        self._folder = TorchDistFolder(path)
+        self._folder = _opened(path, allows_format_torch=allows_format_torch)
         try:
             self._common = _mapping(self._folder.object("common_state"))
             self._arguments = _mapping(self._common.get("args"))
         except (AttributeError, TypeError, ValueError) as error:
-            raise DamagedError(f"{path}: common_state: {str(error)[:300]}") from error
+            raise DamagedImportError(f"{path}: common_state: {str(error)[:300]}") from error
         self.plan = plan_of(self._arguments, path)
         self.padded_vocab_size: int = self._arguments["padded_vocab_size"]
         stored = self._arguments.get("vocab_size")
@@ -75,6 +78,10 @@ class MegatronCheckpoint:
                 f"{path}: --vocab-size {self.vocab_size}, and its vocabulary has {self.padded_vocab_size} rows",
                 fix=f"use --vocab-size {self.padded_vocab_size} or less",
             )
+        self.has_buckets = any(map(_BUCKETS.match, self._folder.tensors)) or any(
+            path.rglob("distrib_optim.pt")
+        )
+        """The optimizer's state is stored by buckets, whose order only a model in the same layout knows: it is not read."""
         self._sources = dict(self._canonical())
         self._check_kinds()
 
@@ -82,17 +89,23 @@ class MegatronCheckpoint:
     def manifest(self) -> Manifest:
         """Counters, state, configuration and tensors, without files."""
         try:
-            return self._manifest()
+            manifest = self._manifest()
+            values = json.loads(json.dumps({"state": manifest.state, "config": manifest.config}))
+            tensors = {name: {"kinds": tensor.kinds} for name, tensor in manifest.tensors.items()}
+            check_stored_values({**vars(manifest), **values, "tensors": tensors})
+            return dataclasses.replace(manifest, **values)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(
+            raise DamagedImportError(
                 f"{self.path}: common_state: {type(error).__name__} {str(error)[:300]}"
             ) from error
 
+    def close(self) -> None:
+        """Free the chunks in memory; files are open only while they are read."""
+        self._folder.close()
+
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
         """Return the dtype of one kind of state of a tensor; it has no chunks."""
-        tensor = self.manifest.tensors[name]
-        assert tensor.shape == shape, name
-        return tensor.kinds[kind]
+        return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
@@ -106,16 +119,11 @@ class MegatronCheckpoint:
         """Yield the source of each canonical tensor.
 
         Raises:
-            MismatchError: a tensor has no counterpart, or the optimizer's state is stored by buckets.
+            MismatchError: a tensor has no counterpart.
         """
-        names = sorted(self._folder.tensors)
+        names = sorted(name for name in self._folder.tensors if not _BUCKETS.match(name))
         states: dict[str, dict[str, str]] = {}
         for name in names:
-            if _BUCKETS.match(name):
-                raise MismatchError(
-                    f"{self.path}: the state of its optimizer is stored by buckets, which only the same layout can read",
-                    fix="save once more in Megatron-LM with --dist-ckpt-optim-fully-reshardable, then convert that checkpoint",
-                )
             if match := _STATE.fullmatch(name):
                 kind = WEIGHT if match[1] in _MASTER else match[1]
                 states.setdefault(match[2], {})[kind] = name
@@ -127,7 +135,7 @@ class MegatronCheckpoint:
             has_output_gate=model.attention_output_gate,
         )
         for name in names:
-            if _STATE.fullmatch(name) or name.endswith(tuple(_BIASES)):
+            if _STATE.fullmatch(name) or name.endswith(tuple(BIASES)):
                 continue
             try:
                 parts = list(parts_of(name, self._folder.tensors[name].shape, fused))
@@ -163,10 +171,8 @@ class MegatronCheckpoint:
         }
         has_optimizer = any(len(tensor.kinds) > 1 for tensor in tensors.values())
         config = plan.config.to_dict()
-        config["tokenizer"] |= {
-            "vocab_size": self.vocab_size,
-            "tokenizer_type": arguments.get("tokenizer_type"),
-        }
+        config["tokenizer"] |= tokenizer_settings(arguments, self.vocab_size)
+        config["parallel"] |= layout_of(arguments)
         state = stored_state(
             plan,
             consumed_valid_samples=arguments.get("consumed_valid_samples", 0),
@@ -184,6 +190,7 @@ class MegatronCheckpoint:
             config=config,
             files={},
             tensors=tensors,
+            checksum=self._folder.checksum,
         )
 
     def _shape(self, part: Part) -> tuple[int, ...]:
@@ -200,7 +207,7 @@ class MegatronCheckpoint:
         """Return the biases by canonical name, as the state of a checkpoint has them."""
         found: dict[str, list[float]] = {}
         for name, tensor in self._folder.tensors.items():
-            for ending, (ours, sign) in _BIASES.items():
+            for ending, (ours, sign) in BIASES.items():
                 if name.endswith(ending):
                     prefix = name.removesuffix(ending).removesuffix(".transformer_layer")
                     values = sign * self._folder.read(name, whole_box(tensor.shape))
@@ -209,6 +216,17 @@ class MegatronCheckpoint:
                     rows = values if stacked else values[None]
                     found |= {f"{place}{ours}": row.tolist() for place, row in zip(places, rows, strict=True)}
         return found
+
+
+def _opened(path: Path, *, allows_format_torch: bool) -> TorchDistFolder | TorchFiles:
+    if (path / METADATA_NAME).exists() or not any(path.glob(f"mp_rank_*/{FILE_NAME}")):
+        return TorchDistFolder(path)
+    if allows_format_torch:
+        return TorchFiles(path)
+    raise MismatchError(
+        f"{path} has the format torch, whose files are pickled as a whole",
+        fix="add --allow-pickle to read it (no code in it is run), or save it in Megatron-LM once more with --ckpt-format torch_dist",
+    )
 
 
 def _is_gated(plan: Plan) -> bool:

@@ -4,7 +4,7 @@
     TensorStorageMetadata(size=.., ..)       ->  Record "...TensorStorageMetadata", state {"size": .., ..}
     cos, system, eval                        ->  records too: nothing is imported and nothing is called
 
-A pickle is a program for a small machine whose only door to the outside is `find_class`; here it leads to `Record` alone.
+A pickle is a program for a small machine whose only door to the outside is `find_class`; here it leads to `Record` and `dict` alone.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> type[Record]:
+    def find_class(self, module_name: str, global_name: str, /) -> type[Any]:
+        if (module_name, global_name) == ("collections", "OrderedDict"):
+            return dict  # states of models are ordered dictionaries
         return type("Record", (Record,), {"path": f"{module_name}.{global_name}"})
 
     def persistent_load(self, pid: Any) -> Any:

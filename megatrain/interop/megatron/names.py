@@ -67,12 +67,18 @@ _RENAMED: Final = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
 """The layer of multi-token prediction, by its parameters' names; norms that are stored under the name of the product that follows."""
-_GATE: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
+GATE_NAMES: Final = ("mlp.shared_experts.gate_weight", "mlp.shared_gate.weight")
 """The gate of the shared expert, whose name has no module, and the name as if it had one."""
 _EXPERTS: Final = re.compile(r"mlp\.experts\.(experts|local_experts)\.")
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
+NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.)")
 VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Canonical tensors whose rows are token ids: Megatron-LM's also have rows of padding."""
+
+BIASES: Final = {
+    ".mlp.router.expert_bias": (".mlp.router.expert_bias", 1.0),
+    ".mlp.router.qb_beta": (".mlp.router.quantile_bias", -1.0),
+}
+"""Biases of experts that are no parameters: the names here, and the sign."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,8 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
         KeyError: the name is not known.
     """
     module, kind = _unstacked(name).rsplit(".", 1)
-    numbers = _NUMBER.findall(module)
-    pattern = _NUMBER.sub("{}", module)
+    numbers = NUMBER.findall(module)
+    pattern = NUMBER.sub("{}", module)
     if "layers." in pattern and "layers.{}." not in pattern:
         pattern = pattern.replace("layers.", "layers.{}.")
     pattern = pattern.replace("mlp.experts.linear", "mlp.experts.{}.linear")
@@ -131,7 +137,7 @@ def parts_of(name: str, shape: tuple[int, ...], fused: FusedRows) -> Iterator[Pa
 def _unstacked(name: str) -> str:
     for stored, module in _RENAMED.items():
         name = name.replace(stored, module)
-    return _EXPERTS.sub("mlp.experts.", name.replace(*_GATE))
+    return _EXPERTS.sub("mlp.experts.", name.replace(*GATE_NAMES))
 
 
 _Rows = tuple[slice, ...]

@@ -1,6 +1,7 @@
 """The tensors and objects of a `torch_dist` checkpoint, by Megatron-LM's names.
 
     .metadata          pickled index: name -> shape, dtype, chunks; (name, offset) -> file, first byte, bytes
+    common.pt          the common state of older versions, which now is an object of the index
     __0_1.distcp       torch.save archives (zip) one after the other: data.pkl and the raw storage data/0
 
 The files are untrusted: no class is built, no code runs, names stay in the folder, sizes are compared before memory is allocated.
@@ -12,45 +13,31 @@ import functools
 import io
 import math
 import re
-import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from megatrain.checkpoint.disk import open_regular_file, read_small_file
-from megatrain.checkpoint.errors import DamagedError
+from megatrain.checkpoint.errors import DamagedError, DamagedImportError
 from megatrain.checkpoint.manifest import tiling_problem
+from megatrain.interop.megatron.archive import Archive, Place, are_counts
 from megatrain.interop.megatron.inert_pickle import Record, path_of, read_pickle
 from megatrain.parallel.layout import Box, box_shape, intersect, slices_within
 
 METADATA_NAME: Final = ".metadata"
+COMMON_NAME: Final = "common.pt"
 _MAX_METADATA_BYTES: Final = 1 << 30
-_MAX_CHUNK_BYTES: Final = 1 << 34
-_MAX_CACHED: Final = 4
-"""Chunks in memory: a fused parameter is read once for each of its parts."""
+_MAX_CACHED, _MAX_CACHED_BYTES = 4, 1 << 30
+"""Chunks that stay in memory, since a fused parameter is read once for each of its parts; the last one always does."""
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.distcp")
 _DTYPES: Final = {
     f"torch.{name}": getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")
 }
-_STORAGES: Final = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.HalfStorage": torch.float16,
-}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Bytes of a file that hold one archive."""
-
-    file: str
-    start: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,45 +48,98 @@ class IndexedTensor:
     dtype: torch.dtype
     chunks: Mapping[Box, Place]
 
+    def overlaps(self, box: Box) -> Iterator[tuple[Box, Box]]:
+        """Yield the chunks that overlap a box, each with the overlap."""
+        for (start, stop), chunks in self._by_first_dimension.items():
+            if start < box[0][1] and box[0][0] < stop:
+                for chunk in chunks:
+                    common = intersect(chunk, box)
+                    if common is not None:
+                        yield chunk, common
+
+    @functools.cached_property
+    def _by_first_dimension(self) -> dict[tuple[int, int], list[Box]]:
+        """Chunks by their range in the first dimension: stacked layers and experts have thousands of chunks."""
+        found: dict[tuple[int, int], list[Box]] = {}
+        for chunk in self.chunks:
+            found.setdefault(chunk[0], []).append(chunk)
+        return found
+
 
 class TorchDistFolder:
     """The index of a checkpoint, and access to its data.
 
     Raises:
-        DamagedError: on opening or reading, if a file is missing or does not hold what the index says.
+        DamagedImportError: on opening or reading, if a file is missing or does not hold what the index says.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         file = path / METADATA_NAME
-        data = read_small_file(file, max_bytes=_MAX_METADATA_BYTES)
+        try:
+            data = read_small_file(file, max_bytes=_MAX_METADATA_BYTES)
+        except DamagedError as error:
+            raise DamagedImportError(error.problems[0].text) from error
+        self.checksum = zlib.crc32(data)
+        """Crc32 of the index."""
         try:
             self.tensors, self._objects = _read_index(read_pickle(data))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{file}: {str(error)[:300]}") from error
-        self._cached = functools.lru_cache(_MAX_CACHED)(self._read_chunk)
+            raise DamagedImportError(f"{file}: {str(error)[:300]}") from error
+        self._cache: dict[tuple[str, Box], Tensor] = {}
+
+    @property
+    def object_names(self) -> tuple[str, ...]:
+        """Keys of the objects that are not tensors."""
+        return tuple(self._objects)
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a box of a tensor."""
         tensor = self.tensors[name]
         out = torch.empty(box_shape(box), dtype=tensor.dtype)
-        for chunk in tensor.chunks:
-            common = intersect(chunk, box)
-            if common is not None:
-                out[slices_within(common, box)] = self._cached(name, chunk)[slices_within(common, chunk)]
+        for chunk, common in tensor.overlaps(box):
+            out[slices_within(common, box)] = self._cached(name, chunk)[slices_within(common, chunk)]
         return out
+
+    def close(self) -> None:
+        """Free the chunks in memory."""
+        self._cache.clear()
 
     def object(self, name: str) -> Any:
         """Return an object that is not a tensor, such as `common_state`; its classes are records.
 
         Raises:
-            DamagedError: the checkpoint has none of this name.
+            DamagedImportError: the checkpoint has none of this name.
         """
         found = next((place for key, place in self._objects.items() if key.split("/")[0] == name), None)
+        if found is None and name == "common_state":
+            found = self._common_file()
         if found is None:
-            raise DamagedError(f"{self.path / METADATA_NAME}: has no {name}")
+            raise DamagedImportError(f"{self.path / METADATA_NAME}: has no {name}")
         with self._archive(found) as archive:
             return archive.load()
+
+    def _common_file(self) -> Place | None:
+        """Return the file of the common state, which older versions write."""
+        path = self.path / COMMON_NAME
+        try:
+            with open_regular_file(path) as file:
+                return Place(COMMON_NAME, 0, file.seek(0, io.SEEK_END))
+        except DamagedError:
+            return None
+
+    def _cached(self, name: str, chunk: Box) -> Tensor:
+        values = self._cache.pop((name, chunk), None)
+        if values is None:
+            size = math.prod(box_shape(chunk)) * self.tensors[name].dtype.itemsize
+            while self._cache and (
+                len(self._cache) >= _MAX_CACHED
+                or size + sum(one.nbytes for one in self._cache.values()) > _MAX_CACHED_BYTES
+            ):
+                del self._cache[next(iter(self._cache))]
+            values = self._read_chunk(name, chunk)
+        self._cache[name, chunk] = values
+        return values
 
     def _read_chunk(self, name: str, chunk: Box) -> Tensor:
         tensor = self.tensors[name]
@@ -107,81 +147,14 @@ class TorchDistFolder:
         with self._archive(place) as archive:
             values = archive.tensor()
         if values.dtype != tensor.dtype or values.shape != box_shape(chunk):
-            raise DamagedError(
+            raise DamagedImportError(
                 f"{self.path / place.file}: byte {place.start} has {values.dtype} {list(values.shape)}, and the index"
                 f" says {tensor.dtype} {list(box_shape(chunk))} of {name}"
             )
         return values
 
-    def _archive(self, place: Place) -> _Archive:
-        return _Archive(self.path / place.file, place)
-
-
-class _Archive:
-    """A torch.save archive inside a file, as a context manager."""
-
-    def __init__(self, path: Path, place: Place) -> None:
-        self.path, self.place = path, place
-        self.where = f"{path}: bytes {place.start} to {place.start + place.num_bytes}"
-
-    def __enter__(self) -> Self:
-        if self.place.num_bytes > _MAX_CHUNK_BYTES:
-            raise DamagedError(f"{self.where}: an archive of {self.place.num_bytes} bytes")
-        with open_regular_file(self.path) as file:
-            file.seek(self.place.start)
-            data = file.read(self.place.num_bytes)
-        try:
-            self._zip = zipfile.ZipFile(io.BytesIO(data))
-        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
-            raise DamagedError(f"{self.where}: no archive of torch.save ({error})") from error
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._zip.close()
-
-    def load(self) -> Any:
-        """Return the object of the archive."""
-        try:
-            return read_pickle(self._member("data.pkl"))
-        except ValueError as error:
-            raise DamagedError(f"{self.where}: {error}") from error
-
-    def tensor(self) -> Tensor:
-        """Return the tensor of the archive."""
-        record = self.load()
-        try:
-            return self._rebuilt(record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"{self.where}: {str(error)[:300]}") from error
-
-    def _rebuilt(self, record: Any) -> Tensor:
-        if path_of(record) != "torch._utils._rebuild_tensor_v2":
-            raise ValueError(f"{path_of(record) or type(record).__name__} is not a tensor")
-        (_, storage, key, _, numel), offset, size, stride = record.arguments[:4]
-        if not _are_counts((numel, offset, *size, *stride)) or 0 in size or math.prod(size) > numel:
-            raise ValueError(f"a tensor of size {size} in a storage of {numel} elements")
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        dtype, data = _STORAGES[path_of(storage)], bytearray(self._member(f"data/{int(key)}"))
-        if last >= numel or len(data) != numel * dtype.itemsize or self._member("byteorder") != b"little":
-            raise ValueError(f"{len(data)} bytes for {numel} elements")
-        return torch.frombuffer(data, dtype=dtype).as_strided(size, stride, offset)
-
-    def _member(self, name: str) -> bytes:
-        """Return the data of a member; its name starts with that of the archive."""
-        info = next((info for info in self._zip.infolist() if info.filename.partition("/")[2] == name), None)
-        if info is None:
-            raise ValueError(f"the archive has no {name}")
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size > self.place.num_bytes:
-            raise ValueError(f"{name} is compressed, which torch.save never does")
-        try:
-            return self._zip.read(info)
-        except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
-            raise ValueError(f"{name}: {error}") from error
-
-
-def _are_counts(values: tuple[Any, ...]) -> bool:
-    """Return whether all values are integers of at least 0."""
-    return all(type(value) is int and value >= 0 for value in values)
+    def _archive(self, place: Place) -> Archive:
+        return Archive(self.path / place.file, place)
 
 
 def _read_index(root: Any) -> tuple[dict[str, IndexedTensor], dict[str, Place]]:
@@ -191,7 +164,7 @@ def _read_index(root: Any) -> tuple[dict[str, IndexedTensor], dict[str, Place]]:
         offset = index.state.get("offset")  # absent for objects
         where = None if offset is None else _size(offset)
         file, start, num_bytes = (info.field(name) for name in ("relative_path", "offset", "length"))
-        if not _FILE_NAME.fullmatch(file) or not _are_counts((start, num_bytes)):
+        if not _FILE_NAME.fullmatch(file) or not are_counts((start, num_bytes)):
             raise ValueError(f"{file!r}, {start!r}, {num_bytes!r} is not a place in a .distcp file")
         places[index.field("fqn"), where] = Place(file, start, num_bytes)
     tensors, objects = {}, {}
@@ -232,6 +205,6 @@ def _problem_of_chunks(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
 def _size(value: Any) -> tuple[int, ...]:
     """Return the numbers of a pickled torch.Size."""
     numbers = tuple(value.arguments[0]) if isinstance(value, Record) else tuple(value)
-    if not _are_counts(numbers):
+    if not are_counts(numbers):
         raise ValueError(f"{numbers} is not a size")
     return numbers

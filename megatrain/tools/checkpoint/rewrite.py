@@ -58,7 +58,7 @@ def write_checkpoint(reader: BoxReader, target: Path, num_files: int | None) -> 
     total = sum(part.num_bytes for part in parts)
     files = _balanced(parts, num_files or math.ceil(total / _FILE_BYTES))
     disk = Disk()
-    with _temporary_folder(final, files, target, disk) as temporary:
+    with temporary_folder(final, total, target, disk) as temporary:
         _write_files(reader, files, temporary, final, disk)
     print(f"{final}: {len(files)} files, {size_text(total)}")
 
@@ -88,27 +88,25 @@ def write_weights(
     if target.exists():
         raise ConfigError(f"{target} exists", fix="name a folder that does not exist yet")
     files, disk = list(_filled(weights, round(max_file_gb * 1e9))), Disk()
-    with _temporary_folder(target, files, target, disk) as temporary:
+    num_bytes = sum(part.num_bytes for part in weights)
+    with temporary_folder(target, num_bytes, target, disk) as temporary:
         _write_weights(reader, files, temporary, disk)
         for name, data in (others or {}).items():
             write_file(disk, temporary / name, data)
         disk.sync_folder(temporary)
         disk.rename(temporary, target)
         disk.sync_folder(target.parent)
-    print(f"{target}: {len(weights)} weights, {size_text(sum(part.num_bytes for part in weights))}")
+    print(f"{target}: {len(weights)} weights, {size_text(num_bytes)}")
 
 
 @contextlib.contextmanager
-def _temporary_folder(
-    final: Path, files: Sequence[Sequence[TensorPart]], target: Path, disk: Disk
-) -> Iterator[Path]:
-    """Create a folder next to `final` with space for `files`; remove it if writing fails.
+def temporary_folder(final: Path, num_bytes: int, target: Path, disk: Disk) -> Iterator[Path]:
+    """Create a folder next to `final` with space for `num_bytes`; remove it if writing fails.
 
     Raises:
         CheckpointError: too little space is free, or writing to `target` failed.
     """
     temporary = final.with_name(f"{final.name}.tmp-{secrets.token_hex(4)}")
-    num_bytes = sum(part.num_bytes for parts in files for part in parts)
     try:
         begin_save(final.parent, temporary, num_bytes, disk)
         yield temporary

@@ -103,7 +103,8 @@ def gather_data_facts(request: Request, *, world_size: int, log: Callable[[str],
 
 def _with_checkpoint_args(request: Request) -> tuple[Request, StoredRun | None]:
     """Return the request with the settings of --use-checkpoint-args, and the checkpoint; without the flag, the request alone."""
-    is_wanted = request.known("checkpoint.use_checkpoint_args") and not any(step_problems(request))
+    is_wanted = request.known("checkpoint.use_checkpoint_args") or request.known("training.eval_only")
+    is_wanted = is_wanted and not any(step_problems(request))
     stored = stored_run(request) if is_wanted else None
     return with_stored_settings(request, stored), stored
 

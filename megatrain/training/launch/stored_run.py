@@ -4,6 +4,8 @@
 --load FOLDER/iter_0000100, --ckpt-step 100    that one                  ├─> StoredRun
 non-persistent checkpoints of the same run     if newer                  │
 --pretrained-checkpoint                        while --load has none     ┘
+
+A folder may hold checkpoints of Megatron-LM and of megatrain: the newest of all counts.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from megatrain.config import Request, StoredRun
 from megatrain.config.errors import NoCheckpointError, Problem
 from megatrain.config.schema.training import non_persistent_folder
 from megatrain.config.stored_settings import stored_settings
+from megatrain.training.launch.foreign_checkpoints import foreign_candidates, newest_foreign
 
 
 def stored_run(request: Request) -> StoredRun | None:
@@ -59,7 +62,7 @@ def save_folder_problems(request: Request) -> Iterator[Problem]:
     """Yield a problem for each output folder that has checkpoints which the run does not continue: a resume would load them."""
     save, step = request.known("checkpoint.save"), _chosen_step(request)
     finetune = request.known("checkpoint.finetune")
-    newest = newest_valid(Path(save)) if save is not None and Path(save).is_dir() else None
+    newest = _newest_by_name(Path(save)) if save is not None and Path(save).is_dir() else None
     if newest is not None and not _continues_save_folder(request):
         yield Problem(
             f"--save {save} has checkpoints up to iteration {newest.iteration}, which this run does not continue",
@@ -94,14 +97,14 @@ def _whole_run(request: Request) -> StoredRun | None:
     load, start = request.known("checkpoint.load"), request.known("checkpoint.pretrained_checkpoint")
     has_candidates = load is not None and bool(find_checkpoints(Path(load)))
     if load is not None:
-        found = _newest_of(_sources(request, load))
+        found = _newest_of(request, _sources(request, load))
         if found is not None:
             is_upcycled = _is_upcycled(request, found)
-            is_start = is_upcycled or bool(request.known("checkpoint.finetune"))
+            is_start = found.is_start or is_upcycled or bool(request.known("checkpoint.finetune"))
             return replace(found, is_start=is_start, is_upcycled=is_upcycled)
     if start is not None and not has_candidates:
         source = _chosen(start, request.known("checkpoint.ckpt_step"))
-        found = _newest_of((source,))
+        found = _newest_of(request, (source,))
         if found is None:
             raise _no_checkpoint("--pretrained-checkpoint", source)
         return replace(found, is_start=True, is_upcycled=_is_upcycled(request, found))
@@ -110,7 +113,7 @@ def _whole_run(request: Request) -> StoredRun | None:
     save, chosen = request.known("checkpoint.save"), _chosen(load, request.known("checkpoint.ckpt_step"))
     is_first_run = save is not None and Path(save).resolve() == Path(load).resolve()
     may_start = request.known("checkpoint.load_or_start") or is_first_run
-    is_empty = chosen == base_folder(chosen) and not (has_candidates or _is_foreign(chosen))
+    is_empty = chosen == base_folder(chosen) and not has_candidates
     if is_empty and may_start and not request.known("checkpoint.exit_on_missing_checkpoint"):
         return None
     raise _no_checkpoint("--load", chosen)
@@ -142,11 +145,23 @@ def _chosen_step(request: Request) -> int | None:
     return step
 
 
-def _newest_of(sources: Sequence[Path]) -> StoredRun | None:
+def _newest_of(request: Request, sources: Sequence[Path]) -> StoredRun | None:
     found = [candidate for source in sources if (candidate := newest_valid(source)) is not None]
-    if not found:
+    newest = max(found, key=lambda candidate: candidate.iteration, default=None)
+    vocab_size = request.known("tokenizer.vocab_size")
+    after = -1 if newest is None else newest.iteration
+    allows_format_torch = bool(request.known("checkpoint.allow_pickle"))
+    foreign, reasons = newest_foreign(
+        sources, vocab_size=vocab_size, allows_format_torch=allows_format_torch, after=after
+    )
+    if foreign is not None:
+        return foreign
+    if newest is None:
+        if reasons:
+            raise NoCheckpointError(
+                "; ".join(reasons), fix="restore the checkpoint from a backup, or name another folder"
+            )
         return None
-    newest: Candidate = max(found, key=lambda candidate: candidate.iteration)
     manifest = read_manifest(newest.path)
     return StoredRun.from_state(
         manifest.state,
@@ -159,23 +174,19 @@ def _newest_of(sources: Sequence[Path]) -> StoredRun | None:
 
 
 def _taken_settings(request: Request, stored: StoredRun) -> dict[str, Any]:
-    if not request.known("checkpoint.use_checkpoint_args"):
+    is_evaluated = bool(request.known("training.eval_only"))
+    if not (is_evaluated or request.known("checkpoint.use_checkpoint_args")):
         return {}
     with_layout = bool(request.known("checkpoint.use_mp_args_from_checkpoint_args"))
-    return stored_settings(stored.config, request, with_layout=with_layout)
+    return stored_settings(stored.config, request, with_layout=with_layout, with_training=is_evaluated)
 
 
 def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
     folder = base_folder(path)
-    if _is_foreign(folder) or is_of_megatron(path):
-        return NoCheckpointError(
-            f"{flag} {path} has a checkpoint of Megatron-LM",
-            fix=f"convert it once: `megatrain convert megatron-to-megatrain {path} NEW`, then use {flag} NEW; or start a new run"
-            f" without {flag} and with another --save",
-        )
     found = find_checkpoints(folder)
     if folder != path:
-        valid = ", ".join(str(one.iteration) for one in reversed(found) if one.problem is None)
+        readable = [one for one in found if one.problem is None or is_of_megatron(one.path)]
+        valid = ", ".join(str(one.iteration) for one in reversed(readable))
         reasons = "".join(f"\n  {one.path}: {one.problem}" for one in found if one.path == path)
         return NoCheckpointError(
             f"{path} is not a valid checkpoint; {folder} has iterations {valid or 'none'}{reasons}",
@@ -190,11 +201,10 @@ def _no_checkpoint(flag: str, path: Path) -> NoCheckpointError:
     )
 
 
-def _is_foreign(folder: Path) -> bool:
-    """Return whether the folder has checkpoints of Megatron-LM, and none of ours."""
-    found = find_checkpoints(folder)
-    paths = [*(one.path for one in found), folder / "release"]
-    return any(map(is_of_megatron, paths)) and all(one.problem is not None for one in found)
+def _newest_by_name(folder: Path) -> Candidate | None:
+    """Return the newest checkpoint in a folder, whether valid or of Megatron-LM, which is not opened."""
+    found = [*filter(None, [newest_valid(folder)]), *foreign_candidates((folder,))]
+    return max(found, key=lambda candidate: candidate.iteration, default=None)
 
 
 def _non_persistent_folder(request: Request) -> Path | None:
@@ -216,7 +226,7 @@ def _continues_save_folder(request: Request) -> bool:
 
 
 def _saves(request: Request) -> bool:
-    return not request.known("training.skip_train")
+    return not (request.known("training.skip_train") or request.known("training.eval_only"))
 
 
 def _other_run(request: Request) -> str | None:

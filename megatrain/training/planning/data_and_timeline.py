@@ -42,7 +42,7 @@ def dataset_uses(plan: Plan, facts: Facts) -> Iterator[DatasetUse]:
     for number, split in enumerate(SPLIT_NAMES):
         requested = getattr(plan.derived, f"requested_{split}_samples")
         plans = getattr(plan.derived, f"{split}_plan")
-        if requested == 0 or (split == "train" and plan.config.training.skip_train):
+        if requested == 0 or (split == "train" and plan.config.training.only_evaluates):
             continue
         if not facts.datasets:
             if split_fractions(MOCK_SPLIT)[number]:
@@ -141,7 +141,7 @@ def _landmarks(plan: Plan, facts: Facts) -> Iterator[Landmark]:
     continues = facts.checkpoint is not None and not plan.config.checkpoint.no_load_optim
     offset = 0 if continues or facts.checkpoint is None else start
     schedules = build_schedules(plan)
-    if left <= 0 or plan.config.training.skip_train:
+    if left <= 0 or plan.config.training.only_evaluates:
         return
     marks: list[tuple[str, int]] = [("start", 0)]
 
@@ -205,7 +205,7 @@ def _evaluations(plan: Plan) -> Repeated:
 def _checkpoints(plan: Plan) -> Repeated:
     checkpoint, end, start = plan.config.checkpoint, plan.derived.train_iters, plan.derived.start_iteration
     interval = checkpoint.save_interval
-    if checkpoint.save is None or plan.config.training.skip_train or start >= end:
+    if checkpoint.save is None or plan.config.training.only_evaluates or start >= end:
         return Repeated(count=0, interval=interval, first=None)
     if interval is None:
         return Repeated(count=1, interval=None, first=end)

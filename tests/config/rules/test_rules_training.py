@@ -5,6 +5,9 @@ import pytest
 from megatrain.config.rules.training import TRAINING_RULES
 
 CASES = {
+    "evaluation_has_a_checkpoint": [
+        ("--eval-only", "", None, ("--eval-only",), ("--load FOLDER",)),
+    ],
     "training_has_one_length": [
         ("", "--train-iters", None, ("--train-iters", "--train-samples"), ("--train-iters 1000",)),
         ("--train-samples 50", "", None, ("--train-iters 10", "--train-samples 50"), ("one of them",)),

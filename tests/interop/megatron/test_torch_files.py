@@ -1,0 +1,126 @@
+"""Files of the format `torch` that are missing, damaged or hostile: one clear sentence, exit code 2, and no code runs."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_torch_files import write_torch_files
+
+from megatrain.checkpoint.errors import CheckpointError
+from megatrain.interop.megatron.checkpoint import MegatronCheckpoint
+from megatrain.tools.main import main
+
+FILE = "mp_rank_01/model_optim_rng.pt"
+
+
+@pytest.fixture(scope="module")
+def stored(golden_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two tensor ranks."""
+    source = golden_text.parent / "training" / "llama.ckpt"
+    return write_torch_files(source, tmp_path_factory.mktemp("torch"), tp=2) / "iter_0000008"
+
+
+class Attack:
+    """Creates a file when a pickle of it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.marker,))
+
+
+def changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(file: Path) -> None:
+        state = torch.load(file, weights_only=False)
+        change(state)
+        torch.save(state, file)
+
+    return apply
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def transposed(state: dict[str, Any]) -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    state["model"][name] = state["model"][name].t().clone()
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing rank": (lambda file: shutil.rmtree(file.parent), "has no file of tensor rank 1"),
+    "missing file": (Path.unlink, "No such file"),
+    "truncated": (cut, "no archive of torch.save"),
+    "other shape": (changed(transposed), "linear_fc1.weight has size"),
+    "attack": (changed(lambda state: state.update(model=Attack(Path("attacked")))), "where names and values"),
+    "moments": (
+        changed(lambda state: state["optimizer"]["state"].update({0: {"exp_avg": torch.zeros(3)}})),
+        "has size",
+    ),
+    "no layers": (changed(lambda state: state["model"].clear()), "chunks have"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_files_are_refused(
+    fault: str,
+    stored: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "run" / stored.name
+    shutil.copytree(stored, copy)
+    change, words = FAULTS[fault]
+    change(copy / FILE)
+    command = ["convert", "megatron-to-megatrain", str(copy), str(tmp_path / "ours"), "--allow-pickle"]
+    assert main(command) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "attacked").exists()
+    assert not (tmp_path / "ours").exists()
+
+
+def test_the_flag_is_needed(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "megatron-to-megatrain", str(stored), str(tmp_path / "ours")]) == 2
+    assert "add --allow-pickle" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_damage_is_found_or_harmless(stored: Path, tmp_path: Path) -> None:
+    """Flipped bits and cut files lead to a clear error, or to the same tensors."""
+    expected, generator, found = whole(stored), random.Random(0), 0
+    for number in range(200):
+        copy = tmp_path / "copy"
+        shutil.copytree(stored, copy)
+        data = bytearray((copy / FILE).read_bytes())
+        place = generator.randrange(len(data))
+        if number % 10 == 0:
+            del data[place:]
+        else:
+            data[place] ^= 1 << generator.randrange(8)
+        (copy / FILE).write_bytes(data)
+        try:
+            same = whole(copy)
+        except CheckpointError:
+            found += 1
+        else:
+            assert same.keys() == expected.keys()
+            assert all(torch.equal(same[name], expected[name]) for name in expected), number
+        shutil.rmtree(copy)
+    assert found > 100
+
+
+def whole(path: Path) -> dict[str, torch.Tensor]:
+    reader, found = MegatronCheckpoint(path, allows_format_torch=True), {}
+    for name, tensor in reader.manifest.tensors.items():
+        for kind in tensor.kinds:
+            out = found[f"{kind}/{name}"] = torch.empty(tensor.shape)
+            box = tuple((0, size) for size in tensor.shape)
+            reader.read_box(out, kind=kind, name=name, shape=tensor.shape, box=box)
+    return found
