@@ -111,7 +111,8 @@ def test_a_tied_output_weight_in_the_files_must_equal_the_embedding(tmp_path: Pa
     ("changes", "problem"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not converted"),
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "multi-latent attention"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "linear attention"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "rms_norm_eps 1e-05 is not 1e-06"),
         ({"architectures": None}, "is not converted"),
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map names code"),
         ({"quantization_config": {"bits": 4}}, "quantized weights"),

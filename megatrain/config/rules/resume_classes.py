@@ -47,7 +47,7 @@ FUNCTION: Final = ResumeClass(
     reason="the function that the model computes depends on it",
     consent="--finetune",
     settings="model: norm_epsilon squared_relu no_bias_gelu_fusion activation_func_clamp_value glu_linear_offset"
-    " rope_type rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
+    " rope_type rotary_base window_rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling"
     " rope_scaling_factor rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow"
     " mscale mscale_all_dim yarn_correction_range_round_to_int no_rope_freq window_size window_attn_skip_freq"
     " softmax_scale attn_logit_softcapping final_logit_softcapping embedding_multiplier use_mup"

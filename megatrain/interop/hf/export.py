@@ -27,10 +27,11 @@ from megatrain.config.schema.model import ModelConfig
 from megatrain.config.schema.tokenizer import TokenizerConfig
 from megatrain.config.schema.tree import Config
 from megatrain.data.tokenizers.build import load_tokenizer
+from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
-from megatrain.interop.hf.settings import fitting_family, shapes_of
-from megatrain.interop.hf.tensors import their_tensors
+from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, shapes_of
+from megatrain.interop.hf.tensors import Part, their_tensors
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
@@ -58,6 +59,7 @@ class HfExport:
     def __init__(self, reader: CheckpointReader, architecture: str | None = None) -> None:
         self._reader = reader
         manifest = reader.manifest
+        self._biases = manifest.state.get("expert_biases", {})
         model: ModelConfig = stored_section(reader.path, manifest.config, "model", ModelConfig)
         experts: ExpertsConfig = stored_section(reader.path, manifest.config, "experts", ExpertsConfig)
         if model.spec:
@@ -74,8 +76,10 @@ class HfExport:
         self._config = Config(model=model, experts=experts)
         self.family, self._keys = fitting_family(self._config, self.vocab_size, reader.path, architecture)
         self._check_tensors(manifest)
-        ours = {name: tensor.shape for name, tensor in manifest.tensors.items()}
-        self.tensors = their_tensors(self.family.modules, ours, model.num_attention_heads)
+        ours = {name: one.shape for name, one in manifest.tensors.items() if not name.startswith(MTP)}
+        self.has_mtp = len(ours) < len(manifest.tensors)
+        biases = bias_shapes(self._config, self.vocab_size)
+        self.tensors = their_tensors(self.family.modules, ours | biases, model.num_attention_heads)
         self.tokenizer_config: TokenizerConfig = stored_section(
             reader.path, manifest.config, "tokenizer", TokenizerConfig
         )
@@ -90,28 +94,36 @@ class HfExport:
         theirs = self.tensors[name]
         assert theirs.shape == shape, name
         first = theirs.parts[0]
+        if first.name in self._biases:
+            return StoredKind("F32", ())
         return StoredKind(self._reader.kind(first.name, first.shape, kind).dtype, ())
+
+    def dtype_of(self, name: str, wanted: str | None) -> str:
+        """Return the dtype in which one of their tensors is written: biases that select experts stay in fp32, as in transformers."""
+        theirs = self.tensors[name]
+        is_bias = theirs.parts[0].name in self._biases
+        return self.kind(name, theirs.shape, WEIGHT).dtype if is_bias or wanted is None else wanted
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy one of their tensors, as a whole, into `out`."""
         theirs = self.tensors[name]
         assert box == whole_box(shape) == whole_box(theirs.shape), name
-        rows = out.t() if theirs.is_transposed else out
+        if len(theirs.parts) == 1 and not theirs.is_transposed and theirs.parts[0].place is None:
+            self._read(theirs.parts[0], kind, out)
+            return
         for part in theirs.parts:
-            values = (
-                torch.empty(part.shape, dtype=out.dtype)
-                if len(theirs.parts) > 1 or theirs.is_transposed
-                else out
-            )
-            self._reader.read_box(
-                values, kind=kind, name=part.name, shape=part.shape, box=whole_box(part.shape)
-            )
-            if values is out:
-                return
-            first = 0
-            for each in part.rows:
-                rows[each] = values[first : first + each.stop - each.start]
-                first += each.stop - each.start
+            values = torch.empty(part.shape, dtype=out.dtype)
+            self._read(part, kind, values)
+            target = out if part.place is None else out[part.place]
+            rows = target.t() if theirs.is_transposed else target
+            for own, found in rows_to_copy(part.rows, whole_box(part.shape)):
+                rows[found.start : found.stop : found.step] = values[own]
+
+    def _read(self, part: Part, kind: str, out: Tensor) -> None:
+        if part.name in self._biases:
+            out.copy_(torch.tensor(self._biases[part.name]))
+            return
+        self._reader.read_box(out, kind=kind, name=part.name, shape=part.shape, box=whole_box(part.shape))
 
     def small_files(self, dtype: str | None) -> dict[str, bytes]:
         """Return names and contents of config.json, generation_config.json and the tokenizer's files.
