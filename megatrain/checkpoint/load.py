@@ -16,7 +16,7 @@ from typing import Any
 from megatrain.checkpoint.errors import DamagedError, MismatchError, agree
 from megatrain.checkpoint.find import Candidate, check_folder, list_candidates
 from megatrain.checkpoint.manifest import Manifest
-from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.reader import CheckpointReader, CheckpointSource, TensorReader
 from megatrain.checkpoint.upcycling import UpcycledSource, Upcycling
 from megatrain.config.errors import NoCheckpointError
 from megatrain.model.gpt import Model
@@ -89,6 +89,31 @@ def load_checkpoint(
     )
 
 
+def load_foreign_weights(
+    open_reader: Callable[[], TensorReader],
+    path: Path,
+    optimizer: ShardedOptimizer,
+    grid: RankGrid,
+    *,
+    upcycling: Upcycling | None = None,
+) -> Loaded:
+    """Load weights of another program; all ranks call it, and each reads its boxes alone.
+
+    Raises:
+        MismatchError: they are of another model.
+    """
+    manifest = _load_opened(open_reader, optimizer, grid, with_optimizer=False, upcycling=upcycling)
+    optimizer.sync_model_weights()
+    return Loaded(
+        iteration=0,
+        consumed_train_samples=0,
+        state=manifest.state,
+        config=manifest.config,
+        path=path,
+        skipped=(),
+    )
+
+
 def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
     """Load the weights of the checkpoint at `path` in the model's dtype, for inference.
 
@@ -97,7 +122,7 @@ def load_weights_only(path: Path, buffers: FlatBuffers) -> Manifest:
     assert all(shard.numel == shard.bucket.size for shard in buffers.shards)
     with CheckpointReader(path) as reader:
         check_names(reader, buffers.registry, lambda _: (WEIGHT,))
-        fill_weights(buffers, reader.source("weight"))
+        fill_weights(buffers, CheckpointSource(reader, WEIGHT))
         return reader.manifest
 
 
@@ -116,7 +141,7 @@ def restore_expert_biases(model: Model, state: Mapping[str, Any], path: Path) ->
 
 
 def check_names(
-    reader: CheckpointReader,
+    reader: TensorReader,
     registry: ParamRegistry,
     kinds_of: Callable[[ParamLayout], Sequence[str]],
     upcycling: Upcycling | None = None,
@@ -137,7 +162,7 @@ def check_names(
     return f"{used:x}"
 
 
-def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> None:
+def check_no_unused_tensors(reader: TensorReader, used: Sequence[str]) -> None:
     """Raise MismatchError if no rank uses one of the checkpoint's tensors: it is of another model."""
     together = 0
     for bits in used:
@@ -154,7 +179,7 @@ def check_no_unused_tensors(reader: CheckpointReader, used: Sequence[str]) -> No
 
 
 def load_shards(
-    reader: CheckpointReader,
+    reader: TensorReader,
     optimizer: ShardedOptimizer,
     *,
     with_optimizer: bool,
@@ -163,7 +188,7 @@ def load_shards(
     """Load this rank's shards. Call it before `sync_model_weights`."""
     assert upcycling is None or not with_optimizer
     for kind in optimizer.kinds if with_optimizer else (WEIGHT,):
-        source = reader.source(kind)
+        source = CheckpointSource(reader, kind)
         optimizer.fill(kind, source if upcycling is None else UpcycledSource(source, upcycling))
     if with_optimizer:
         optimizer.step_count = reader.manifest.optimizer_step_count
@@ -197,11 +222,26 @@ def _load_candidate(
     """Load one checkpoint; an error on one rank is raised on all."""
     if candidate.problem is not None:
         raise DamagedError(f"{candidate.path}: {candidate.problem}")
-    opened: list[CheckpointReader] = []
+
+    def open_reader() -> CheckpointReader:
+        manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
+        return CheckpointReader(candidate.path, manifest)
+
+    return _load_opened(open_reader, optimizer, grid, with_optimizer=with_optimizer, upcycling=upcycling)
+
+
+def _load_opened(
+    open_reader: Callable[[], TensorReader],
+    optimizer: ShardedOptimizer,
+    grid: RankGrid,
+    *,
+    with_optimizer: bool,
+    upcycling: Upcycling | None,
+) -> Manifest:
+    opened: list[TensorReader] = []
 
     def start() -> tuple[int, str]:
-        manifest = check_folder(candidate.path, candidate.iteration) if grid.world.is_first else None
-        opened.append(CheckpointReader(candidate.path, manifest))
+        opened.append(open_reader())
         used = check_names(
             opened[0],
             optimizer.buffers.registry,
@@ -212,7 +252,7 @@ def _load_candidate(
 
     def judge(answers: list[tuple[int, str]]) -> None:
         if len({checksum for checksum, _ in answers}) > 1:
-            raise DamagedError(f"{candidate.path}: the manifest differs between ranks")
+            raise DamagedError(f"{opened[0].path}: the manifest differs between ranks")
         check_no_unused_tensors(opened[0], [used for _, used in answers])
 
     try:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from megatrain.checkpoint.chunks import split_box
 from megatrain.checkpoint.disk import open_regular_file
 from megatrain.checkpoint.errors import CheckpointError, DamagedError, MismatchError
-from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, StoredTensor, read_manifest
+from megatrain.checkpoint.manifest import DTYPES, Chunk, Manifest, StoredKind, read_manifest
 from megatrain.checkpoint.retention import hold
 from megatrain.checkpoint.tensor_file import TensorFile, check_size
 from megatrain.parallel.layout import (
@@ -45,6 +45,29 @@ _MAX_THREADS = 8
 _MAX_OPEN_FILES = 16
 
 
+class TensorReader(Protocol):
+    """Reads boxes of canonical tensors: of a checkpoint of ours, or of foreign weights."""
+
+    path: Path
+
+    @property
+    def manifest(self) -> Manifest:
+        """Counters, state, configuration, and the shape and dtype of each tensor."""
+
+    def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+        """Return one kind of state of a tensor.
+
+        Raises:
+            MismatchError: there is no such tensor, or it has another shape.
+        """
+
+    def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
+        """Copy a box into `out`, which has the shape of the box and any float dtype."""
+
+    def close(self) -> None:
+        """Release files and threads."""
+
+
 class CheckpointReader:
     """The tensors of the checkpoint in one folder, as a context manager: retention keeps the checkpoint while it is open.
 
@@ -60,7 +83,7 @@ class CheckpointReader:
         self._pool = ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
         self._hold = hold(path)
         try:
-            self.manifest = manifest or read_manifest(path)
+            self._manifest = manifest or read_manifest(path)
         except BaseException:
             self.close()
             raise
@@ -71,38 +94,20 @@ class CheckpointReader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def manifest(self) -> Manifest:
+        """Everything but tensor data."""
+        return self._manifest
+
     def close(self) -> None:
         self._pool.shutdown()
         self._close_files(keep=0)
         if self._hold is not None:
             self._hold.close()
 
-    def source(self, kind: str) -> CheckpointSource:
-        """Return the source of one kind of optimizer state, for `fill_shards`."""
-        return CheckpointSource(self, kind)
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """Return the entry of a tensor of this shape."""
-        found = self.manifest.tensors.get(name)
-        if found is None:
-            raise MismatchError(
-                f"{self.path}: has no tensor {name}", fix="load it into the model that it was saved from"
-            )
-        if found.shape != shape:
-            raise MismatchError(
-                f"{self.path}: {name} has shape {list(found.shape)}, the model's has {list(shape)}",
-                fix="load it into the model that it was saved from",
-            )
-        return found
-
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
         """Return the chunks of one kind of state of a tensor."""
-        found = self.tensor(name, shape).kinds.get(kind)
-        if found is None:
-            raise MismatchError(
-                f"{self.path}: has no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
-            )
-        return found
+        return stored_kind(self, name, shape, kind)
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
@@ -183,13 +188,34 @@ class CheckpointReader:
 class CheckpointSource:
     """A TensorSource: one kind of state of a checkpoint."""
 
-    reader: CheckpointReader
+    reader: TensorReader
     kind: str
 
     def fill(self, out: Tensor, layout: ParamLayout, box: BoxRange) -> None:  # noqa: ARG002 (the piece has a name)
         """Read the box into `out`, which has its shape."""
         piece = box.piece
         self.reader.read_box(out, kind=self.kind, name=piece.name, shape=piece.shape, box=box.box)
+
+
+def stored_kind(reader: TensorReader, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
+    """Return one kind of state of a tensor by the manifest.
+
+    Raises:
+        MismatchError: there is none, or the tensor has another shape.
+    """
+    path, found = reader.path, reader.manifest.tensors.get(name)
+    fix = "load it into the model that it was saved from"
+    if found is None:
+        raise MismatchError(f"{path}: has no tensor {name}", fix=fix)
+    if found.shape != shape:
+        raise MismatchError(
+            f"{path}: {name} has shape {list(found.shape)}, the model's has {list(shape)}", fix=fix
+        )
+    if kind not in found.kinds:
+        raise MismatchError(
+            f"{path}: has no {kind} of {name}", fix="load the weights alone (--no-load-optim)"
+        )
+    return found.kinds[kind]
 
 
 def verify(path: Path, progress: Callable[[int], None] = lambda _: None) -> list[str]:

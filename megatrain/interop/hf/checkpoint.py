@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import zlib
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.manifest import Manifest, StoredKind, StoredTensor
+from megatrain.checkpoint.reader import stored_kind
 from megatrain.checkpoint.untrusted_json import integer
 from megatrain.config.errors import InputError, MegatrainError
 from megatrain.config.schema.tokenizer import TokenizerConfig
@@ -19,7 +21,7 @@ from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
-from megatrain.interop.hf.folder import HfFolder
+from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors
 from megatrain.optim.sharded import WEIGHT
@@ -91,7 +93,7 @@ class HfCheckpoint:
     @functools.cached_property
     def tokenizer_size(self) -> int | None:
         """Number of tokens of the folder's tokenizer; None: it has none that can be read."""
-        if not (self.path / "tokenizer.json").is_file():
+        if not (self.path / TOKENIZER_NAME).is_file():
             return None
         try:
             return load_tokenizer(
@@ -124,13 +126,15 @@ class HfCheckpoint:
             config=config,
             files={},
             tensors=tensors,
+            checksum=zlib.crc32(repr((config["model"], config["experts"], tensors)).encode()),
         )
 
     def kind(self, name: str, shape: tuple[int, ...], kind: str) -> StoredKind:
         """Return the dtype of a tensor; it has no chunks."""
-        tensor = self.manifest.tensors[name]
-        assert tensor.shape == shape, name
-        return tensor.kinds[kind]
+        return stored_kind(self, name, shape, kind)
+
+    def close(self) -> None:
+        """Do nothing: files are open only while they are read."""
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:  # noqa: ARG002 (as CheckpointReader)
         """Copy a box into `out`, which has the shape of the box and any float dtype."""

@@ -9,6 +9,7 @@ There are no checksums: wrong data is not found.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from megatrain.interop.hf.config_file import CONFIG_NAME, ConfigFile
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 SINGLE_NAME: Final = "model.safetensors"
+TOKENIZER_NAME: Final = "tokenizer.json"
 _MAX_CONFIG_BYTES: Final = 1 << 20
 _MAX_HEADER_BYTES: Final = 100_000_000
 """Limit of the safetensors library."""
@@ -77,7 +79,11 @@ class HfFolder:
                 fix="name a folder that save_pretrained of transformers wrote",
             )
         self.config = ConfigFile(path / CONFIG_NAME, self._json(CONFIG_NAME, _MAX_CONFIG_BYTES))
-        self.tensors: dict[str, StoredTensor] = {}
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Tensors of all files by name, from the headers."""
+        tensors: dict[str, StoredTensor] = {}
         for name, listed in self._files().items():
             found = self._header(name)
             if listed is not None and listed != found.keys():
@@ -85,7 +91,8 @@ class HfFolder:
                 raise self._damaged(
                     name, f"{wrong[:200]!r} is in {'the index' if wrong in listed else 'the file'} alone"
                 )
-            self.tensors |= found
+            tensors |= found
+        return tensors
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Return rows of a tensor as stored.

@@ -86,12 +86,12 @@ class RopeByLayer:
     base, base_of_windows = 1000000.0, 10000.0
 
     def read(self, source: ConfigFile) -> dict[str, Any]:
-        kinds = source.get("rope_parameters", default=None)
-        kinds = {} if kinds is None else kinds
-        scaling = source.get("rope_scaling", default=None)
-        both = [kinds.get(kind) for kind in _KINDS] if isinstance(kinds, dict) else [0]
-        if not set(kinds) <= set(_KINDS) or not all(isinstance(x, dict | None) for x in (*both, scaling)):
-            raise source.refusal("rope_parameters", kinds or scaling, "it has those of both kinds of layers")
+        given, scaling = source.get("rope_parameters"), source.get("rope_scaling")
+        kinds: dict[str, Any] = given if isinstance(given, dict) else {}
+        both = [kinds.get(kind) for kind in _KINDS]
+        are_known = isinstance(given, dict | None) and set(kinds) <= set(_KINDS)
+        if not are_known or not all(isinstance(keys, dict | None) for keys in (*both, scaling)):
+            raise source.refusal("rope_parameters", given or scaling, "it has those of two kinds of layers")
         older = (
             source.get("rope_theta", default=self.base),
             source.get("rope_local_base_freq", default=self.base_of_windows),
@@ -99,10 +99,10 @@ class RopeByLayer:
         found = [
             _settings(
                 source,
-                {"rope_theta": base, "partial_rotary_factor": 1.0, **(given or {}), **(more or {})},
+                {"rope_theta": base, "partial_rotary_factor": 1.0, **(keys or {}), **(more or {})},
                 types,
             )
-            for base, given, more, types in zip(
+            for base, keys, more, types in zip(
                 older, both, (scaling, None), (("default", "linear"), ("default",)), strict=True
             )
         ]
@@ -114,10 +114,8 @@ class RopeByLayer:
         full = {**_parameters(config), "rope_theta": bases[0]}
         windows = {"rope_type": "default", "rope_theta": bases[1]}
         older = dict(zip(("rope_theta", "rope_local_base_freq"), bases, strict=True))
-        scaling = _both_forms(full).get("rope_scaling")
-        return {"rope_parameters": dict(zip(_KINDS, (full, windows), strict=True)), **older} | (
-            {} if scaling is None else {"rope_scaling": scaling}
-        )
+        parameters = dict(zip(_KINDS, (full, windows), strict=True))
+        return {**_both_forms(full), "rope_parameters": parameters, **older}
 
 
 _KINDS: Final = ("full_attention", "sliding_attention")
