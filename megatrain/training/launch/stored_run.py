@@ -105,14 +105,8 @@ def _whole_run(request: Request) -> StoredRun | None:
             is_upcycled = _is_upcycled(request, found)
             is_start = is_upcycled or bool(request.known("checkpoint.finetune"))
             return replace(found, is_start=is_start, is_upcycled=is_upcycled)
-    if start is not None and start.startswith(HF_PREFIX) and not has_candidates:
-        return _start_of_folder(request, start)
     if start is not None and not has_candidates:
-        source = _chosen(start, request.known("checkpoint.ckpt_step"))
-        found = _newest_of((source,))
-        if found is None:
-            raise _no_checkpoint("--pretrained-checkpoint", source)
-        return replace(found, is_start=True, is_upcycled=_is_upcycled(request, found))
+        return _start(request, start)
     if load is None:
         return None
     save, chosen = request.known("checkpoint.save"), _chosen(load, request.known("checkpoint.ckpt_step"))
@@ -124,10 +118,23 @@ def _whole_run(request: Request) -> StoredRun | None:
     raise _no_checkpoint("--load", chosen)
 
 
+def _start(request: Request, name: str) -> StoredRun:
+    """Return the checkpoint of --pretrained-checkpoint."""
+    if name.startswith(HF_PREFIX):
+        return _start_of_folder(request, name)
+    source = _chosen(name, request.known("checkpoint.ckpt_step"))
+    found = _newest_of((source,))
+    if found is None:
+        raise _no_checkpoint("--pretrained-checkpoint", source)
+    return replace(found, is_start=True, is_upcycled=_is_upcycled(request, found))
+
+
 def _start_of_folder(request: Request, name: str) -> StoredRun:
+    """Return the start with the weights of a folder of transformers."""
     found, config = start_of_folder(name)
-    is_upcycled = _is_upcycled(request, found)
-    return replace(found, settings=_taken_settings(request, config), is_upcycled=is_upcycled)
+    settings, is_upcycled = _taken_settings(request, config), _is_upcycled(request, found)
+    compared = {"model": found.config["model"]} if is_upcycled else found.config
+    return replace(found, config=compared, settings=settings, is_upcycled=is_upcycled)
 
 
 def _is_upcycled(request: Request, found: StoredRun) -> bool:

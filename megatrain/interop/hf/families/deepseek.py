@@ -89,7 +89,7 @@ class _SharedExperts:
 
 
 class _Groups:
-    """Groups of experts, of which a token uses some. Theirs score a group by its `best` largest scores, ours by k / groups."""
+    """Groups of experts; a token uses some. A group's score is the sum of its `best` largest scores there, of k / groups here."""
 
     def __init__(self, best: int, groups: int | None, used: int | None) -> None:
         self.best, self.groups, self.used = best, groups, used
