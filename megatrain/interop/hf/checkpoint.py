@@ -21,7 +21,7 @@ from megatrain.interop.foreign_run import rows_to_copy, stored_state
 from megatrain.interop.hf.config_file import CONFIG_NAME
 from megatrain.interop.hf.families.table import family_of
 from megatrain.interop.hf.family import COUNT
-from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder
+from megatrain.interop.hf.folder import TOKENIZER_NAME, HfFolder, name_text
 from megatrain.interop.hf.settings import bias_shapes, flags_of, plan_of, read_settings, shapes_of
 from megatrain.interop.hf.tensors import Part, Shape, TheirTensor, their_tensors
 from megatrain.optim.sharded import WEIGHT
@@ -215,7 +215,7 @@ class HfCheckpoint:
         left_out += [re.compile(rf"model\.layers\.{number}\..*") for number in self.left_out]
         problems = [f"missing: {name}" for name in sorted(expected.keys() - found.keys())]
         problems += [
-            f"unused: {name[:200]}"
+            f"unused: {name_text(name)}"
             for name in sorted(found.keys() - expected.keys())
             if not any(pattern.fullmatch(name) for pattern in left_out)
         ]

@@ -193,6 +193,11 @@ class HfFolder:
         return InputError(f"{self.path / name}: {problem[:500]}", fix=_GET_AGAIN)
 
 
+def name_text(name: str) -> str:
+    """Return a name from a file for a message: cut, and with escapes for what a terminal would interpret."""
+    return name[:200] if name[:200].isprintable() else repr(name[:200])[1:-1]
+
+
 def _tensors(
     path: Path, entries: Mapping[str, Any], data_start: int, file_bytes: int
 ) -> dict[str, StoredTensor]:
@@ -204,12 +209,14 @@ def _tensors(
     found: dict[str, StoredTensor] = {}
     at = 0
     for name, entry in entries.items():
-        _ENTRY(entry, name[:200])
+        _ENTRY(entry, name_text(name))
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         shape, offsets = tuple(entry["shape"]), entry["data_offsets"]
         size = math.prod(shape) * DTYPES[entry["dtype"]].itemsize if entry["dtype"] in DTYPES else None
         if len(offsets) != 2 or offsets[0] != at or (size is not None and offsets[1] != at + size):
-            raise InvalidError(f"{name[:200]}: {entry['dtype']} {list(shape)} in bytes {offsets}, after {at}")
+            raise InvalidError(
+                f"{name_text(name)}: {entry['dtype']} {list(shape)} in bytes {offsets}, after {at}"
+            )
         found[name] = StoredTensor(path, entry["dtype"], shape, data_start + at)
         at = offsets[1]
     if data_start + at != file_bytes:
