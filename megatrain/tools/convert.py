@@ -86,7 +86,14 @@ def megatrain_to_hf(arguments: argparse.Namespace) -> int:
             for name, one in export.tensors.items()
         ]
         small = export.small_files(dtype)
-        write_weights(export, weights, target, max_file_gb=arguments.max_file_gb, others=small)
+        write_weights(
+            export,
+            weights,
+            target,
+            max_file_gb=arguments.max_file_gb,
+            others=small,
+            is_read_whole=export.is_read_whole,
+        )
         print(f"{export.family.architecture}; also {', '.join(small)}")
         if export.has_mtp:
             print("the layers of multi-token prediction are left out, as in transformers")

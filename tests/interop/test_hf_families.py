@@ -20,6 +20,7 @@ from megatrain.interop.hf.config_file import ConfigFile
 from megatrain.interop.hf.families.table import FAMILIES
 from megatrain.interop.hf.family import Family
 from megatrain.interop.hf.settings import read_settings
+from megatrain.tools.checkpoint import rewrite
 from megatrain.tools.main import main
 from megatrain.training.launch.ranks import joined_ranks
 from megatrain.training.logging.console import Console, Phases
@@ -74,8 +75,10 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @every_model
 def test_a_model_has_the_same_logits_here_and_comes_back(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tensors are read and written in pieces of a few rows."""
+    monkeypatch.setattr(rewrite, "_CHUNK_BYTES", 1000)
     theirs = tiny_model(name)
     source = write(theirs, tmp_path / "theirs")
     tokens = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))

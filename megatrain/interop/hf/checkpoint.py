@@ -140,8 +140,14 @@ class HfCheckpoint:
         """Copy a box into `out`, which has the shape of the box and any float dtype."""
         theirs, part = self._theirs[name]
         rest = tuple(slice(*edge) for edge in box[1:])
+        stored = self._stored_names[theirs.name]
+        is_plain = not theirs.is_transposed and part.place is None and out.shape[1:] == part.shape[1:]
+        is_plain = is_plain and out.is_cpu and out.dtype == self._folder.dtype(stored)
         for own, found in rows_to_copy(part.rows, box):
-            out[own].copy_(self._rows(theirs, part.place, found)[(slice(None), *rest)])
+            if is_plain and out[own].is_contiguous():
+                self._folder.read_rows(stored, found.start, out[own])
+            else:
+                out[own].copy_(self._rows(theirs, part.place, found)[(slice(None), *rest)])
 
     def _rows(self, theirs: TheirTensor, place: int | None, rows: range) -> Tensor:
         if not theirs.is_transposed and place is None:

@@ -105,25 +105,38 @@ class HfExport:
         return self.kind(name, theirs.shape, WEIGHT).dtype if is_bias or wanted is None else wanted
 
     def read_box(self, out: Tensor, *, kind: str, name: str, shape: tuple[int, ...], box: Box) -> None:
-        """Copy one of their tensors, as a whole, into `out`."""
-        theirs = self.tensors[name]
-        assert box == whole_box(shape) == whole_box(theirs.shape), name
-        if len(theirs.parts) == 1 and not theirs.is_transposed and theirs.parts[0].place is None:
-            self._read(theirs.parts[0], kind, out)
-            return
+        """Copy rows of one of their tensors into `out`; all of them, if its weight is transposed."""
+        theirs, (low, high) = self.tensors[name], box[0]
+        assert box[1:] == whole_box(shape)[1:], name
         for part in theirs.parts:
-            values = torch.empty(part.shape, dtype=out.dtype)
-            self._read(part, kind, values)
-            target = out if part.place is None else out[part.place]
-            rows = target.t() if theirs.is_transposed else target
-            for own, found in rows_to_copy(part.rows, whole_box(part.shape)):
-                rows[found.start : found.stop : found.step] = values[own]
+            if part.place is None:
+                self._read(part, kind, out.t() if theirs.is_transposed else out, low)
+            elif low <= part.place < high:
+                rows = out[part.place - low]
+                self._read(part, kind, rows.t() if theirs.is_transposed else rows, 0)
 
-    def _read(self, part: Part, kind: str, out: Tensor) -> None:
-        if part.name in self._biases:
-            out.copy_(torch.tensor(self._biases[part.name]))
-            return
-        self._reader.read_box(out, kind=kind, name=part.name, shape=part.shape, box=whole_box(part.shape))
+    def _read(self, part: Part, kind: str, out: Tensor, first: int) -> None:
+        """Copy the rows of a part into `out`, which begins with the row `first` of the tensor."""
+        for own, found in rows_to_copy(part.rows, whole_box(part.shape)):
+            low, high = max(found.start, first), min(found.stop, first + len(out))
+            if low >= high:
+                continue
+            start = own.start + low - found.start
+            edge = (start, own.stop if found.step > 1 else start + high - low)  # rows in turns are read whole
+            rows = out[low - first : high - first : found.step]
+            values = rows if rows.is_contiguous() else torch.empty(rows.shape, dtype=out.dtype)
+            if part.name in self._biases:
+                values.copy_(torch.tensor(self._biases[part.name][slice(*edge)]))
+            else:
+                box = (edge, *whole_box(part.shape)[1:])
+                self._reader.read_box(values, kind=kind, name=part.name, shape=part.shape, box=box)
+            if values is not rows:
+                rows.copy_(values)
+
+    def is_read_whole(self, name: str) -> bool:
+        """Return whether `read_box` reads a tensor only as a whole."""
+        theirs = self.tensors[name]
+        return theirs.is_transposed and theirs.parts[0].place is None
 
     def small_files(self, dtype: str | None) -> dict[str, bytes]:
         """Return names and contents of config.json, generation_config.json and the tokenizer's files.

@@ -100,16 +100,19 @@ class HfFolder:
         Raises:
             InputError: its dtype is not a floating-point number of 16 bits or more.
         """
+        out = torch.empty((stop - start, *self.tensors[name].shape[1:]), dtype=self.dtype(name))
+        self.read_rows(name, start, out)
+        return out
+
+    def read_rows(self, name: str, start: int, out: Tensor) -> None:
+        """Read rows into `out`, which is contiguous and has their dtype."""
         stored = self.tensors[name]
-        dtype = self.dtype(name)
-        out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
-        row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+        row_bytes = math.prod(stored.shape[1:]) * out.itemsize
         try:
             with open_regular_file(stored.file) as file:
                 read_into(file, bytes_of(out), stored.start + start * row_bytes, stored.file)
         except DamagedError as error:
             raise InputError(error.problems[0].text, fix=_GET_AGAIN) from error
-        return out
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor with weights."""
