@@ -269,6 +269,11 @@ def test_a_tokenizer_of_the_vocabulary_s_size_is_used_and_copied(
     assert json.loads((back / "config.json").read_text())["eos_token_id"] == 2
     assert json.loads((back / "generation_config.json").read_text())["top_k"] == 7
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer_config.json").unlink()
+    alone = tmp_path / "alone"
+    assert main(["convert", "megatrain-to-hf", str(tmp_path / "ours"), str(alone), "--no-compare"]) == 0
+    written = json.loads((alone / "tokenizer_config.json").read_text())
+    assert written == {"tokenizer_class": "PreTrainedTokenizerFast"}
     capsys.readouterr()
     del vocab["w"]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -30,16 +30,18 @@ from megatrain.data.tokenizers.build import load_tokenizer
 from megatrain.interop.foreign_run import rows_to_copy
 from megatrain.interop.hf.checkpoint import EMBEDDING
 from megatrain.interop.hf.config_file import CONFIG_NAME
+from megatrain.interop.hf.folder import TOKENIZER_NAME
 from megatrain.interop.hf.settings import MTP, bias_shapes, fitting_family, shapes_of
 from megatrain.interop.hf.tensors import Part, their_tensors
 from megatrain.optim.sharded import WEIGHT
 from megatrain.parallel.layout import Box, whole_box
 
 _TOKENIZER_FILES: Final = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    TOKENIZER_NAME, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
-_NEXT_TO_TOKENIZER: Final = ("tokenizer_config.json", "special_tokens_map.json")
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_NEXT_TO_TOKENIZER: Final = (_TOKENIZER_CONFIG, "special_tokens_map.json")
 _GENERATION: Final = "generation_config.json"
 _MAX_FILE_BYTES: Final = 1 << 28
 _DTYPE_NAMES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -150,14 +152,12 @@ class HfExport:
         ids = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
         keys = {**self._keys, "torch_dtype": _DTYPE_NAMES[dtype or widest], **ids}
         generation = {"_from_model_config": True, "eos_token_id": end}
-        return {
-            CONFIG_NAME: _json(keys),
-            _GENERATION: _json(generation),
-            **{
-                name: read_small_file(path, max_bytes=_MAX_FILE_BYTES)
-                for name, path in self._tokenizer_files()
-            },
+        found = {
+            name: read_small_file(path, max_bytes=_MAX_FILE_BYTES) for name, path in self._tokenizer_files()
         }
+        if TOKENIZER_NAME in found and _TOKENIZER_CONFIG not in found:
+            found[_TOKENIZER_CONFIG] = _json(_tokenizer_config(found[TOKENIZER_NAME], end))
+        return {CONFIG_NAME: _json(keys), _GENERATION: _json(generation), **found}
 
     def _end_of_document(self) -> int | None:
         """Return the id that ends documents, if the tokenizer is known and can be read."""
@@ -197,6 +197,13 @@ class HfExport:
                 f"{self._reader.path}: {', '.join(wrong)}: not the tensors of its configuration",
                 fix="export another checkpoint of the run",
             )
+
+
+def _tokenizer_config(tokenizer: bytes, end: int | None) -> dict[str, Any]:
+    """Return a tokenizer_config.json: the tokenizer is as its file says, and this token ends a text."""
+    added = json.loads(tokenizer).get("added_tokens", [])
+    text = next((token["content"] for token in added if token["id"] == end), None)
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | ({} if text is None else {"eos_token": text})
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
