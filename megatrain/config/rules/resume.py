@@ -184,7 +184,7 @@ def vocabulary_is_in_the_folder(draft: Draft) -> Iterator[Problem]:
     if size > rows:
         yield Problem(
             f"{stored.path}: its vocabulary has {rows} rows, and the tokenizer {size} tokens",
-            f"use its tokenizer: --from-hf {stored.path.removeprefix(HF_PREFIX)} without flags of a tokenizer",
+            f"use the tokenizer of the folder, or --vocab-size {rows}",
         )
 
 

@@ -458,7 +458,7 @@ def test_a_folder_may_have_more_rows_than_the_tokenizer_has_tokens(plan_of):
 
 CASES = {
     "vocabulary_is_in_the_folder": [
-        ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--from-hf f",)),
+        ("--load hf:f --vocab-size 301", "", FOLDER, ("hf:f", "300 rows", "301 tokens"), ("--vocab-size 300",)),
     ],
     "restarts_keep_training_state": [
         ("--save r --load r --no-load-optim", "", None,
